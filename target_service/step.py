@@ -81,14 +81,16 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
     taken = runner.slots.alloc(sum([len(tree.token_list) for _, tree in trees]))  # of all nodes
     slots: list[int] = taken.tolist()
     levels = builder.add_trees([(tree, one.row, one.computed) for one, tree in trees if one.row is not None], slots)
-    sessions = _sessions(trees, levels)
+    bare = all(one.bare for one, _ in trees)
+    sessions = _sessions(trees, levels, bare)
     try:
         batch = builder.build(runner.model.device)
         returns_at_once = batch.device.type != "cpu"
         if not returns_at_once:
             meanwhile()
         states = runner.states(batch) if scoring else None
-        logits, best = runner.scored(batch) if states is None else (runner.logits(batch, states), None)
+        logits, best = (runner.scored(batch, bare) if states is None
+                        else (runner.logits(batch, states), None))
         if returns_at_once:  # the device has its work before the host has others'
             meanwhile()
         sessions, known = _bound(trees, sessions)
@@ -113,9 +115,9 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
     return outcomes, [part.keep(scores) for part, scores in zip(scoring, scored, strict=True)]
 
 
-def _sessions(trees: Trees, levels: abc.Sequence[list[int]]) -> list[ChoiceRows]:
+def _sessions(trees: Trees, levels: abc.Sequence[list[int]], bare: bool) -> list[ChoiceRows]:
     """What the rows are chosen by, answer by answer; where all are bare ones, of all together."""
-    if all(one.bare for one, _ in trees):
+    if bare:
         return [_bare_rows(trees[0][0], 0, sum(map(len, levels)))] if trees else []
     sessions, first = list[ChoiceRows](), 0
     for (one, tree), level in zip(trees, levels, strict=True):

@@ -13,13 +13,24 @@ import torch
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.int8 import rounded
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import parse_config
 from slipstream.engine.native import native_or
 from slipstream.engine.native.compiled_kernels import X86, build, file_name, flags_for, kernels
 from slipstream.engine.native.decoder import NativeDecoder
-from slipstream.engine.native.program import BatchFrame, Frame, NativeHead, NativeLinear, Packed, Program, Table, Team
+from slipstream.engine.native.program import (
+    BatchFrame,
+    Frame,
+    NativeHead,
+    NativeLinear,
+    Packed,
+    Program,
+    Screen,
+    Table,
+    Team,
+)
 from slipstream.engine.ops.layer import Heads, Linear, Rope
 from slipstream.engine.runner import ModelRunner
 from tests.sequences import run, run_tree
@@ -108,6 +119,7 @@ def test_scored_says_what_forward_and_logits_say_bit_for_bit(runners: dict[str, 
         runner.pool.kv[:, batch.slots] = torch.nan
         again, best = runner.scored(batch)
         assert torch.equal(again, logits) and best == logits.argmax(1).tolist(), batch.num_rows
+        assert runner.scored(batch, greedy=True)[1] == best, batch.num_rows
         assert torch.equal(runner.features(batch.host.slots), features), batch.num_rows
     runner.slots.free(np.concatenate(held))
 
@@ -125,6 +137,45 @@ def test_the_best_of_a_row_is_torchs_argmax(width: int) -> None:
     program.best(rows, best)
     program.run(BatchFrame(Frame(rows=12, num_picked=12)))
     assert best.tolist() == rows.argmax(1).tolist()
+
+
+def states(rows: int, inner: int, dice: torch.Generator) -> torch.Tensor:
+    """Of all sizes, with some inputs far above the others; the last four: zero, tiny, and two that hold no number."""
+    made = torch.randn(rows, inner, generator=dice) * torch.logspace(-3, 3, rows)[:, None]
+    made[:, :: inner // 4] *= 30
+    made[-4], made[-3], made[-2, 1], made[-1, 0] = 0.0, 1e-38, torch.nan, torch.inf
+    return made.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("flags", [None, X86[2][1], ()], ids=["this processor", "AVX2", "any processor"])
+@pytest.mark.parametrize("width", [1, 40, 1024, 4999])
+def test_the_best_that_is_screened_is_the_best_of_all(width: int, flags: tuple[str, ...] | None) -> None:
+    if flags and flags_for({"avx2", "fma", "bmi2"}) != flags:
+        pytest.skip("not an x86-64 machine")
+    dice, inner, rows = torch.Generator().manual_seed(width), 96, 24
+    sizes = torch.logspace(-2, 2, width)[torch.randperm(width, generator=dice), None]
+    weight = torch.randn(width, inner, generator=dice) * sizes
+    weight[width // 2 :: 7] = weight[width // 3].clone()  # equals, and near ones
+    weight[width // 2 + 1 :: 9] = weight[width // 3] * (1 + 2 ** -8)
+    x, logits = states(rows, inner, dice), torch.empty(rows, width)
+    team = Team(kernels(flags), 2)
+    packed = Packed(team, weight)
+    screen = Screen.of(team, packed)
+    assert screen is not None
+    best, program = torch.empty(2, rows, dtype=torch.int64), Program(team)
+    program.product(x, packed, logits)
+    program.best(logits, best[0])
+    program.choose(x, packed, screen, best[1])
+    program.run(BatchFrame(Frame(rows=rows, num_picked=rows)))
+    assert best[1].tolist() == best[0].tolist()
+
+
+def test_a_head_that_holds_no_number_is_not_screened() -> None:
+    weight = torch.randn(64, 32)
+    weight[40, 3] = torch.inf
+    team = Team(kernels(), 1)
+    assert Screen.of(team, Packed(team, weight)) is None
+    assert Screen.of(team, Packed(team, rounded(weight.nan_to_num(posinf=1.0)))) is None  # whole numbers already
 
 
 def test_a_token_beyond_the_vocabulary_is_never_looked_up(runners: dict[str, ModelRunner]) -> None:

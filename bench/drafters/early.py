@@ -86,9 +86,9 @@ class Watched(ModelRunner):
         """Of the layers that were asked for."""
         return super().features(slots)[:, : self._own]
 
-    def scored(self, batch: ForwardBatch) -> tuple[Tensor, list[int] | None]:
+    def scored(self, batch: ForwardBatch, greedy: bool = False) -> tuple[Tensor, list[int] | None]:
         """What was verified joins ``plain`` or ``rounds``."""
-        logits, best = super().scored(batch)
+        logits, best = super().scored(batch, greedy)
         chosen = logits.argmax(1).tolist() if best is None else list(best)
         early = super().features(batch.host.slots)[:, self._own :].clone()
         if batch.num_rows == len(batch.mask_lens):

@@ -52,7 +52,7 @@ def of_answers(count: int, context: int) -> ForwardBatch:
 
 def chosen(runner: ModelRunner, batch: ForwardBatch) -> object:
     """A whole step."""
-    logits, best = runner.scored(batch)
+    logits, best = runner.scored(batch, greedy=True)
     return logits.argmax(-1).tolist() if best is None else best
 
 

@@ -136,9 +136,10 @@ class ScoringModel(CausalModel, Protocol):
         ...
 
     def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...],
-               features: torch.Tensor | None) -> tuple[torch.Tensor, list[int]]:
-        """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each. The tapped
-        states go to ``features`` [S, len(taps) * H] at the batch's slots; None: there are no taps."""
+               features: torch.Tensor | None, greedy: bool = False) -> tuple[torch.Tensor, list[int]]:
+        """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each; greedy: nobody
+        reads logits, so there may be none. The tapped states go to ``features`` [S, len(taps) * H] at the batch's
+        slots; None: there are no taps."""
         ...
 
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

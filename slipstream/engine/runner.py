@@ -261,12 +261,12 @@ class ModelRunner:
         every = len(batch.host.logit_rows) == len(hidden)
         return self.model.logits(hidden if every else hidden.index_select(0, batch.logit_rows))
 
-    def scored(self, batch: ForwardBatch) -> tuple[torch.Tensor, list[int] | None]:
+    def scored(self, batch: ForwardBatch, greedy: bool = False) -> tuple[torch.Tensor, list[int] | None]:
         """As ``forward``, with the argmax of each row where the model finds it on its way; the logits are there until
-        the next call."""
+        the next call, and no more where the argmax is known and is all that is wanted (``greedy``)."""
         if self._scoring is None:
             return self.forward(batch), None
-        scored = self._scoring.scored(batch, self.pool, self.taps, self._features if self.taps else None)
+        scored = self._scoring.scored(batch, self.pool, self.taps, self._features if self.taps else None, greedy)
         if self.taps:
             self._known[batch.host.slots] = True
         return scored
@@ -329,7 +329,7 @@ class ModelRunner:
             builder = BatchBuilder()
             builder.add([0] * count, range(PROFILE_CONTEXT, PROFILE_CONTEXT + count), slots[PROFILE_CONTEXT:].tolist(),
                         slots[:PROFILE_CONTEXT], words, count)
-            logits, best = self.scored(builder.build(self.model.device))
+            logits, best = self.scored(builder.build(self.model.device), greedy=True)
             if best is None:
                 logits.argmax(-1).tolist()
             times.append(time.perf_counter() - began)

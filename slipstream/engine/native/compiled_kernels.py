@@ -60,6 +60,8 @@ class Kernels:
         for pack in (functions.slipstream_pack, functions.slipstream_pack_whole):
             pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
             pack.restype = None
+        functions.slipstream_screen.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_void_p] * 3]
+        functions.slipstream_screen.restype = ctypes.c_int32
         return Kernels(functions, flags, functions.slipstream_lanes())
 
 

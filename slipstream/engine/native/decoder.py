@@ -45,7 +45,7 @@ class Listed:
     program: Program
     states: torch.Tensor  # bfloat16 [C, H] after the final norm; of a list with scores, of the rows that have them
     tapped: torch.Tensor | None  # bfloat16 [C, len(taps) * H]; of a list with scores they go to the frame's features
-    logits: torch.Tensor  # float32 [R, V]
+    logits: torch.Tensor  # float32 [R, V]; of a list for choices alone nobody's
     best: torch.Tensor  # int64 [R]
 
 
@@ -69,7 +69,7 @@ class NativeDecoder:
         self._head = NativeHead(team, as_whole(head) if whole else head)
         self._table = Table(config)
         self._rows = self._few = FEW_ROWS
-        self._lists: dict[tuple[tuple[int, ...], bool], Listed] = {}  # by taps, and whether there are scores
+        self._lists: dict[tuple[tuple[int, ...], bool, bool], Listed] = {}  # by taps, scores, and whether these alone
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
@@ -90,13 +90,13 @@ class NativeDecoder:
         return F.embedding(tokens, self._embedding)
 
     def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...],
-               features: torch.Tensor | None) -> tuple[torch.Tensor, list[int]]:
+               features: torch.Tensor | None, greedy: bool = False) -> tuple[torch.Tensor, list[int]]:
         """See ``model.ScoringModel``; the logits are a buffer's."""
         assert len(taps) * self.config.hidden_size == (0 if features is None else features.shape[1])
         few = len(batch.host.logit_rows)
-        listed = self.listed(batch.num_rows, taps, few)
+        listed = self.listed(batch.num_rows, taps, few, greedy)
         listed.program.run(self.frame(batch, pool, features))
-        return listed.logits[:few], listed.best[:few].tolist()
+        return listed.logits[: 0 if greedy else few], listed.best[:few].tolist()
 
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """See ``model.ScoringModel``; on the model's threads where it fits them."""
@@ -110,19 +110,20 @@ class NativeDecoder:
         return BatchFrame.of(batch, pool, self._table.cos, self._table.sin, self.config.sliding_window,
                              batch.positions, features)
 
-    def listed(self, rows: int, taps: tuple[int, ...], few: int | None = None) -> Listed:
-        """The list for at most so many rows, with scores for so many of them; None: it has none."""
+    def listed(self, rows: int, taps: tuple[int, ...], few: int | None = None, greedy: bool = False) -> Listed:
+        """The list for at most so many rows, with scores for so many of them; None: it has none. greedy: only the best
+        of each is wanted."""
         if rows > self._rows or (few or 0) > self._few:
             self._rows, self._few = _doubled(self._rows, rows), _doubled(self._few, few or 0)
             self._lists.clear()
-        key = (taps, few is not None)
+        key = (taps, few is not None, greedy)
         if key not in self._lists:
             # Buffers of other taps are given up: a draft may name new ones with each handshake.
             self._lists = {other: listed for other, listed in self._lists.items() if other[0] == taps}
             self._lists[key] = self._list(*key)
         return self._lists[key]
 
-    def _list(self, taps: tuple[int, ...], scores: bool) -> Listed:
+    def _list(self, taps: tuple[int, ...], scores: bool, greedy: bool) -> Listed:
         config, program, hidden = self.config, Program(self._team), self.config.hidden_size
         buffers, tapped = Buffers.of(config, self._rows, hidden), None
         places: list[torch.Tensor | Kept] = [Kept(i * hidden, len(taps) * hidden) for i in range(len(taps))]
@@ -141,8 +142,11 @@ class NativeDecoder:
         few = self._few if scores else 0
         logits, best = torch.empty(few, config.vocab_size), torch.empty(few, dtype=torch.int64)
         if scores:
-            program.product(buffers.normed, self._head.packed, logits, few=True)
-            program.best(logits, best)
+            if greedy:
+                self._head.choose(program, buffers.normed, best, logits)
+            else:
+                program.product(buffers.normed, self._head.packed, logits, few=True)
+                program.best(logits, best)
         return Listed(program, buffers.normed, tapped, logits, best)
 
 

@@ -161,4 +161,9 @@ void slipstream_pack_whole(const int8_t* weight, int64_t outer, int64_t inner, u
                     packed[line_place(i, half)] = row < outer ? line_byte(weight[row * inner + 2 * pair + half]) : 0;
             }
 }
+
+// See `make_screen`; 0 where a weight is not finite.
+int32_t slipstream_screen(const bf16* packed, int64_t groups, int64_t inner, int8_t* numbers, float* scales, Off* off) {
+    return make_screen(packed, groups, inner, numbers, scales, off);
+}
 }

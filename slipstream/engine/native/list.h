@@ -10,27 +10,32 @@
 
 namespace {
 
-enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7, BEST = 8, RACE = 9 };
+enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7, BEST = 8, RACE = 9,
+                      SCREEN = 10, CHOOSE = 11 };
 enum Result : int32_t { STORE = 0, ADD = 1, SILU = 2 };  // what a product does with its sums
 
 struct Op {  // `program.Op` is the same
     int32_t kind, result;
     const void* in;        // NORM: float32 [T, inner]; PRODUCT: bfloat16 [T, inner]; ROPE: float32 [T, (Q + 2 G) D];
                            // EMBED: bfloat16 [V, inner]; WIDEN: bfloat16 [T, inner], or null: the frame's states;
-                           // RANK, BEST: float32 [T, inner]; RACE: float32 [., inner]
+                           // RANK, BEST: float32 [T, inner]; RACE: float32 [., inner];
+                           // SCREEN, CHOOSE: bfloat16 [T, inner]
     int64_t in_stride;     // elements from row to row
-    const void* weight;    // NORM: float32 [inner]; PRODUCT: packed; ROPE: norm of queries, float32 [D], or null
+    const void* weight;    // NORM: float32 [inner]; PRODUCT, CHOOSE: packed; SCREEN: numbers; ROPE: norm of queries, float32 [D], or null
                            // RANK: tokens of the columns, int64 [inner], or null
-    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: Races
+    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: Races;
+                           // CHOOSE: Off [groups]
     void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32;
                            // EMBED, WIDEN: float32; RANK: Child [T, outer], as int64; BEST: int64 [T];
+                           // SCREEN: float32 [T, groups]; CHOOSE: int64 [T];
                            // NORM, ROUND: null for the frame's features, by slot, from column `layer` on
     int64_t out_stride;
     int64_t inner, outer;  // widths
-    int64_t layer;         // ROPE, ATTEND: whose KV
+    int64_t layer;         // ROPE, ATTEND: whose KV; CHOOSE: elements from row to row of what SCREEN wrote
     float eps;
     int32_t heads, kv_heads, head_dim;
-    const float* scales;   // PRODUCT, of whole numbers: [outer], to whole groups; null: weights are bfloat16
+    const float* scales;   // PRODUCT, of whole numbers: [outer], to whole groups; null: weights are bfloat16;
+                           // SCREEN: [outer], to whole groups; CHOOSE: what SCREEN wrote
     int64_t few;           // 1: over as many rows as the frame picks; NORM reads those, others what it has written
 };
 

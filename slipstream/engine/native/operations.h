@@ -1,5 +1,5 @@
-// The operations of a forward, row by row and group by group: norm, product, rotation; and those of a draft
-// head between its tokens and the best of its logits.
+// The operations of a forward besides products and attention, row by row: norm, rotation; and those of a draft head between its
+// tokens and the best of its logits.
 //
 // Rules: those of `kernels.cpp`. Each sum is taken in an order that depends on its own row alone.
 //
@@ -15,17 +15,12 @@
 
 #include "attention.h"
 #include "list.h"
+#include "products.h"
 #include "races.h"
+#include "screen.h"
 #include "vectors.h"
 
 namespace {
-
-constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
-constexpr int BLOCK = LANES == 8 ? 4 : 12;  // rows of a product that are computed together, at most: as registers hold
-constexpr int SLAB = PAIRED ? 1 << 30 : 8 * BLOCK;  // rows whose inputs are widened together: they stay in the second cache
-constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by. Into the
-                                 // second cache: what is asked for "once" (NTA) an Intel loses before it is read
-constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
 
 struct Child {  // `draft.CHILD` is the same
     int64_t token;
@@ -56,128 +51,6 @@ void round_row(const Op& op, const Frame& frame, int64_t row) {
     const float* x = (const float*)op.in + row * op.in_stride;
     bf16* out = halves(op, frame, row);
     for (int64_t i = 0; i < op.inner; i += LANES) narrow(out + i, load(x + i));
-}
-
-void finish(const Op& op, int64_t row, int64_t group, Floats low, Floats high) {
-    if (op.extra) {
-        low += load((const float*)op.extra + group * GROUP);
-        high += load((const float*)op.extra + group * GROUP + LANES);
-    }
-    if (op.result == SILU) {  // gates below, what they gate above
-        Floats down = exponential((Floats)((Words)low | 0x80000000u));  // e^-|gate|
-        Floats one = all(1.0f);
-        Words negative = (Words)(low < Floats{});
-        Floats top = (Floats)(((Words)down & negative) | ((Words)one & ~negative));
-        narrow((bf16*)op.out + row * op.out_stride + group * LANES, low * (top / (one + down)) * high);
-        return;
-    }
-    float* out = (float*)op.out + row * op.out_stride + group * GROUP;
-    int64_t left = op.outer - group * GROUP;
-    float part[GROUP];
-    float* to = left >= GROUP ? out : part;
-    if (left < GROUP) memcpy(part, out, left * sizeof(float));
-    store(to, op.result == ADD ? load(to) + low : low);
-    store(to + LANES, op.result == ADD ? load(to + LANES) + high : high);
-    if (left < GROUP) memcpy(out, part, left * sizeof(float));
-}
-
-struct Halves {  // weights in bfloat16
-    static constexpr int BYTES = 2 * LINE;
-    static constexpr bool SCALED = false;
-    static void read(const uint8_t* weight, Pairs& first, Pairs& second) {
-        first = pairs_of(words_at(weight)), second = pairs_of(words_at(weight + LINE));
-    }
-};
-
-struct Whole {  // weights as whole numbers
-    static constexpr int BYTES = LINE;
-    static constexpr bool SCALED = true;
-    static void read(const uint8_t* weight, Pairs& first, Pairs& second) { widen_line(weight, first, second); }
-};
-
-// What some rows bring to a product: pairs of bfloat16 where these are multiplied as such, else each widened, once for many
-// groups.
-struct Inputs {
-    const bf16* halves;
-    int64_t stride;
-    std::vector<float>& wide;  // [rows, inner]
-    int64_t inner;
-
-    Inputs(const Op& op, int64_t row, int64_t rows, std::vector<float>& scratch)
-        : halves((const bf16*)op.in + row * op.in_stride), stride(op.in_stride), wide(scratch), inner(op.inner) {
-        if (PAIRED) return;
-        if (int64_t(wide.size()) < rows * inner) wide.resize(rows * inner);
-        for (int64_t r = 0; r < rows; r++) {
-            const bf16* x = halves + r * stride;
-            float* to = &wide[r * inner];
-            int64_t i = 0;
-            for (; i + LANES <= inner; i += LANES) store(to + i, widen(x + i));
-            for (; i < inner; i++) to[i] = std::bit_cast<float>(uint32_t(x[i]) << 16);
-        }
-    }
-};
-
-// Sums of R rows from `row` on, for the outputs of a group: the products of a pair of inputs come to them.
-template <int R>
-inline void add_pair(Floats (&low)[R], Floats (&high)[R], const Pairs& first, const Pairs& second, const Inputs& x,
-                     int64_t row, int64_t pair) {
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-    for (int r = 0; r < R; r++) {
-        Words both = both_at(x.halves + (row + r) * x.stride + 2 * pair);
-        low[r] = pairs(low[r], first, both);
-        high[r] = pairs(high[r], second, both);
-    }
-#else
-    const float* wide = &x.wide[row * x.inner + 2 * pair];
-    auto add = [&](Floats one, Floats other, int half) {
-        for (int r = 0; r < R; r++) {
-            Floats input = all(wide[r * x.inner + half]);
-            low[r] = fma(one, input, low[r]);
-            high[r] = fma(other, input, high[r]);
-        }
-    };
-    add(first.one, second.one, 0), add(first.other, second.other, 1);
-#endif
-}
-
-template <class Weights, int R>
-void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t row) {
-    const uint8_t* weight = (const uint8_t*)op.weight + group * Weights::BYTES * (op.inner / 2);
-    Floats low[R] = {}, high[R] = {};
-    for (int64_t pair = 0; pair < op.inner / 2; pair++, weight += Weights::BYTES) {
-        for (int line = 0; line < Weights::BYTES; line += 64) __builtin_prefetch(weight + AHEAD + line, 0, 1);
-        Pairs first, second;
-        Weights::read(weight, first, second);
-        add_pair<R>(low, high, first, second, x, row, pair);
-    }
-    for (int r = 0; r < R; r++) {
-        if (Weights::SCALED) low[r] *= load(op.scales + group * GROUP), high[r] *= load(op.scales + group * GROUP + LANES);
-        finish(op, begin + row + r, group, low[r], high[r]);
-    }
-}
-
-// Of `rows` rows from `begin` on, which `x` holds.
-template <class Weights>
-void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t rows) {
-    constexpr void (*blocks[])(const Op&, const Inputs&, int64_t, int64_t, int64_t) = {
-        nullptr, product_block<Weights, 1>, product_block<Weights, 2>, product_block<Weights, 3>, product_block<Weights, 4>,
-        product_block<Weights, 5>, product_block<Weights, 6>, product_block<Weights, 7>, product_block<Weights, 8>,
-        product_block<Weights, 9>, product_block<Weights, 10>, product_block<Weights, 11>, product_block<Weights, 12>};
-    int64_t parts = (rows + BLOCK - 1) / BLOCK;  // about equally long: one row alone waits for its own sums
-    for (int64_t part = 0; part < parts; part++) {
-        int64_t row = rows * part / parts;
-        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row);
-    }
-}
-
-template <class Weights>
-void product(const Op& op, int64_t first, int64_t last, int64_t rows, std::vector<float>& scratch) {
-    int64_t slabs = (rows + SLAB - 1) / SLAB;
-    for (int64_t slab = 0; slab < slabs; slab++) {
-        int64_t begin = rows * slab / slabs, count = rows * (slab + 1) / slabs - begin;
-        Inputs x(op, begin, count, scratch);
-        for (int64_t group = first; group < last; group++) product_group<Weights>(op, x, group, begin, count);
-    }
 }
 
 // A head of queries or keys, normed if there is a norm, rotated; size is a multiple of GROUP.
@@ -273,10 +146,7 @@ int64_t best_of(const float* x, int64_t count) {
 int64_t rows_of(const Op& op, const Frame& frame) { return op.few ? frame.num_picked : frame.rows; }
 
 int64_t parts_of(const Op& op, const Frame& frame, int threads) {
-    if (op.kind == PRODUCT) {
-        int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
-        return std::min<int64_t>(groups, threads == 1 ? 1 : 8 * threads);
-    }
+    if (op.kind == PRODUCT || op.kind == SCREEN) return std::min<int64_t>(groups_of(op), threads == 1 ? 1 : PARTS * threads);
     return op.kind == ATTEND ? frame.rows * splits_of(frame, threads) : rows_of(op, frame);
 }
 
@@ -292,12 +162,16 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
             const Races& races = *(const Races*)op.extra;
             return race_row(races, part, (const float*)op.in + row_of(races, part) * op.in_stride, op.inner, scores);
         }
+        case SCREEN: {
+            int64_t groups = groups_of(op), first = first_group(groups, part, parts), last = first_group(groups, part + 1, parts);
+            return screen(op, first, last, rows_of(op, frame));
+        }
+        case CHOOSE: ((int64_t*)op.out)[part] = chosen(op, part, scores); return;
         case ROPE: return rope_row(op, frame, part);
         case ATTEND: return attend_part(op, frame, part, parts / frame.rows, scores, splits);
         case PRODUCT: {
-            int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
-            auto some = op.scales ? product<Whole> : product<Halves>;
-            return some(op, groups * part / parts, groups * (part + 1) / parts, rows_of(op, frame), scores);
+            int64_t groups = groups_of(op), first = first_group(groups, part, parts), last = first_group(groups, part + 1, parts);
+            return (op.scales ? product<Whole> : product<Halves>)(op, first, last, rows_of(op, frame), scores);
         }
     }
 }

@@ -28,6 +28,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, Tensors
 from slipstream.engine.native.compiled_kernels import Kernels
 from slipstream.engine.ops.layer import Heads, LayerWeights, Rope
+from slipstream.observe.log import logger
 
 FIRST_POSITIONS = 4096  # of a table of rotary rows
 
@@ -117,6 +118,7 @@ class Table:
 
 
 FEW_ROWS = 64  # buffers begin with so many
+TRIED = 8  # states that a screen is tried on
 
 
 def fits(weight: torch.Tensor) -> bool:
@@ -125,14 +127,37 @@ def fits(weight: torch.Tensor) -> bool:
 
 
 class NativeHead:
-    """x W^T in float32: of final states, logits."""
+    """x W^T in float32: of final states, logits; and which of them is the greatest."""
 
-    __slots__ = ("_team", "packed")
+    __slots__ = ("_screen", "_team", "packed")
 
     def __init__(self, team: Team, weight: Matrix) -> None:
         """weight [V, H], any float dtype or whole numbers."""
         self._team = team
         self.packed = Packed(team, weight)
+        self._screen: Screen | None = None
+
+    def choose(self, program: Program, x: torch.Tensor, best: torch.Tensor, logits: torch.Tensor) -> None:
+        """The argmax of as many rows of x bfloat16 [C, H] as the frame picks, to best int64 [C]. The first call makes a
+        screen, and tries it; without one all logits float32 [C, V] are computed."""
+        if self._screen is None and (made := Screen.of(self._team, self.packed)) is not None and self._right(made):
+            self._screen = made
+        if self._screen is not None:
+            program.choose(x, self.packed, self._screen, best)
+        else:
+            program.product(x, self.packed, logits, few=True)
+            program.best(logits, best)
+
+    def _right(self, screen: Screen) -> bool:
+        """Whether it finds the argmax of some random states on this processor."""
+        states = torch.randn(TRIED, self.packed.inner, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        best, program = torch.empty(TRIED, dtype=torch.int64), Program(self._team)
+        program.choose(states, self.packed, screen, best)
+        program.run(BatchFrame(Frame(rows=TRIED, num_picked=TRIED)))
+        right = torch.equal(best, self(states).argmax(1))
+        if not right:
+            logger("engine").warning("a screened choice was wrong on this processor; all logits are computed")
+        return right
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """bfloat16 [R, H] -> float32 [R, V]."""
@@ -171,7 +196,7 @@ class NativeLinear:
         self._program.rounded(sums, self._out)
 
 
-NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE = range(10)
+NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE, SCREEN, CHOOSE = range(12)
 STORE, ADD, SILU = range(3)
 LINE, CHUNK = 64, 32 << 20  # bytes of a line of a cache, and of memory that is asked for at a time
 LANES, GROUP = 16, 32  # what widths are multiples of: floats of the widest vector, and of two
@@ -265,6 +290,28 @@ class Packed:
         self.bias = None if bias is None else _padded(bias[order], padded)
 
 
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """Of which outputs of a product it can be said beforehand that they are not the greatest; see ``screen.h``."""
+
+    numbers: torch.Tensor  # int8, as many as weights
+    scales: torch.Tensor  # float32 [O], to whole groups
+    off: torch.Tensor  # float32 [groups, 2]
+
+    @staticmethod
+    def of(team: Team, packed: Packed) -> Screen | None:
+        """None where nothing can be said, or gained: weights that are not all finite, or are whole numbers already."""
+        if packed.scales is not None or packed.silu or packed.bias is not None:
+            return None
+        group = 2 * team.kernels.lanes
+        groups = -(-packed.outer // group)
+        numbers, scales, off = (team.weights.take(groups * group * packed.inner), torch.empty(groups * group),
+                                torch.empty(groups, 2))
+        known = team.kernels.functions.slipstream_screen(packed.weight.data_ptr(), groups, packed.inner,
+                                                         *(to.data_ptr() for to in (numbers, scales, off)))
+        return Screen(numbers, scales, off) if known else None
+
+
 def _padded(vector: torch.Tensor, size: int) -> torch.Tensor:
     return F.pad(vector.float(), (0, size - len(vector)))
 
@@ -337,6 +384,17 @@ class Program:
         """The greatest column of as many rows of x float32 [C, V] as the frame picks, to out int64 [C]: the first among
         equals, and the first that is not a number before all others, as in torch."""
         self._add(Op(kind=BEST, inner=x.shape[1], few=True), x, out.view(-1, 1))
+
+    def choose(self, x: torch.Tensor, packed: Packed, screen: Screen, out: torch.Tensor) -> None:
+        """What ``best`` would find in the product of as many rows of x bfloat16 [C, I] as the frame picks, to out int64
+        [C]."""
+        most = torch.empty(len(x), len(screen.off))
+        assert x.shape[1] == packed.inner and packed.inner % LANES == 0
+        self._kept.append((packed, screen))
+        shape = {"inner": packed.inner, "outer": packed.outer, "few": True}
+        self._add(Op(kind=SCREEN, scales=screen.scales.data_ptr(), **shape), x, most, screen.numbers)
+        self._add(Op(kind=CHOOSE, scales=most.data_ptr(), layer=most.stride(0), **shape), x, out.view(-1, 1),
+                  packed.weight, screen.off)
 
     def listed(self) -> ctypes.Array[Op]:
         """The list, complete."""

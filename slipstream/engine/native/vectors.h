@@ -145,6 +145,31 @@ inline void widen_line(const uint8_t* line, Pairs& first, Pairs& second) {
 }
 #endif
 
+// 2 LANES whole numbers of 8 bits, each two side by side in a lane, and the sum of two such products in each lane.
+inline Ints bytes_at(const void* p) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(2 * LANES)));
+    typedef int16_t Wide __attribute__((vector_size(4 * LANES)));
+    Bytes v;
+    memcpy(&v, p, sizeof v);
+    return (Ints)__builtin_convertvector(v, Wide);
+#endif
+}
+
+inline Ints twofold(Ints a, Ints b) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
 inline float total(Floats v) {
     float half[LANES];
     store(half, v);

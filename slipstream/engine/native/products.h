@@ -1,0 +1,186 @@
+// Products of rows and packed weights, a group of outputs at a time.
+//
+// Rules: those of `kernels.cpp`. Each sum is taken in an order that depends on its own row alone.
+//
+// It knows nothing about what is made of the sums beyond an addition and a gate.
+
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "list.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
+constexpr int BLOCK = LANES == 8 ? 4 : 12;  // rows of a product that are computed together, at most: as registers hold
+constexpr int FEW = LANES == 8 ? 6 : BLOCK;  // so many alone are computed together all the same: reading weights again costs more
+constexpr int BESIDE = LANES == 16 ? 1 : 4;  // groups that are computed beside one another for one row, half as many for two
+constexpr int PARTS = 8;  // of a product, for each thread. The first part of each is three quarters of its share: a new part
+                          // finds none of its weights asked for. The others are for whoever comes first
+constexpr int SLAB = PAIRED ? 1 << 30 : 8 * BLOCK;  // rows whose inputs are widened together: they stay in the second cache
+constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by. Into the
+                                 // second cache: what is asked for "once" (NTA) an Intel loses before it is read
+constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
+
+int64_t groups_of(const Op& op) { return (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP; }
+
+// The first group of a product's part; of part `parts`: the end.
+int64_t first_group(int64_t groups, int64_t part, int64_t parts) {
+    if (groups < 4 * parts || parts < PARTS) return groups * part / parts;
+    int64_t threads = parts / PARTS, large = groups * 3 / 4;
+    return part <= threads ? large * part / threads : large + (groups - large) * (part - threads) / (parts - threads);
+}
+
+void finish(const Op& op, int64_t row, int64_t group, Floats low, Floats high) {
+    if (op.extra) {
+        low += load((const float*)op.extra + group * GROUP);
+        high += load((const float*)op.extra + group * GROUP + LANES);
+    }
+    if (op.result == SILU) {  // gates below, what they gate above
+        Floats down = exponential((Floats)((Words)low | 0x80000000u));  // e^-|gate|
+        Floats one = all(1.0f);
+        Words negative = (Words)(low < Floats{});
+        Floats top = (Floats)(((Words)down & negative) | ((Words)one & ~negative));
+        narrow((bf16*)op.out + row * op.out_stride + group * LANES, low * (top / (one + down)) * high);
+        return;
+    }
+    float* out = (float*)op.out + row * op.out_stride + group * GROUP;
+    int64_t left = op.outer - group * GROUP;
+    float part[GROUP];
+    float* to = left >= GROUP ? out : part;
+    if (left < GROUP) memcpy(part, out, left * sizeof(float));
+    store(to, op.result == ADD ? load(to) + low : low);
+    store(to + LANES, op.result == ADD ? load(to + LANES) + high : high);
+    if (left < GROUP) memcpy(out, part, left * sizeof(float));
+}
+
+struct Halves {  // weights in bfloat16
+    static constexpr int BYTES = 2 * LINE;
+    static constexpr bool SCALED = false;
+    static void read(const uint8_t* weight, Pairs& first, Pairs& second) {
+        first = pairs_of(words_at(weight)), second = pairs_of(words_at(weight + LINE));
+    }
+};
+
+struct Whole {  // weights as whole numbers
+    static constexpr int BYTES = LINE;
+    static constexpr bool SCALED = true;
+    static void read(const uint8_t* weight, Pairs& first, Pairs& second) { widen_line(weight, first, second); }
+};
+
+// What some rows bring to a product: pairs of bfloat16 where these are multiplied as such, else each widened, once for many
+// groups.
+struct Inputs {
+    const bf16* halves;
+    int64_t stride;
+    std::vector<float>& wide;  // [rows, inner]
+    int64_t inner;
+
+    Inputs(const Op& op, int64_t row, int64_t rows, std::vector<float>& scratch)
+        : halves((const bf16*)op.in + row * op.in_stride), stride(op.in_stride), wide(scratch), inner(op.inner) {
+        if (PAIRED) return;
+        if (int64_t(wide.size()) < rows * inner) wide.resize(rows * inner);
+        for (int64_t r = 0; r < rows; r++) {
+            const bf16* x = halves + r * stride;
+            float* to = &wide[r * inner];
+            int64_t i = 0;
+            for (; i + LANES <= inner; i += LANES) store(to + i, widen(x + i));
+            for (; i < inner; i++) to[i] = std::bit_cast<float>(uint32_t(x[i]) << 16);
+        }
+    }
+};
+
+// Sums of R rows from `row` on, for the outputs of a group: the products of a pair of inputs come to them.
+template <int R>
+inline void add_pair(Floats (&low)[R], Floats (&high)[R], const Pairs& first, const Pairs& second, const Inputs& x,
+                     int64_t row, int64_t pair) {
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+    for (int r = 0; r < R; r++) {
+        Words both = both_at(x.halves + (row + r) * x.stride + 2 * pair);
+        low[r] = pairs(low[r], first, both);
+        high[r] = pairs(high[r], second, both);
+    }
+#else
+    const float* wide = &x.wide[row * x.inner + 2 * pair];
+    auto add = [&](Floats one, Floats other, int half) {
+        for (int r = 0; r < R; r++) {
+            Floats input = all(wide[r * x.inner + half]);
+            low[r] = fma(one, input, low[r]);
+            high[r] = fma(other, input, high[r]);
+        }
+    };
+    add(first.one, second.one, 0), add(first.other, second.other, 1);
+#endif
+}
+
+// Rows `row` to `row + R` of the block, and groups `group` to `group + S` beside one another: few sums wait for themselves. The
+// order of a sum knows neither R nor S.
+template <class Weights, int R, int S>
+void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t row) {
+    constexpr int64_t SOON = S == 1 ? AHEAD : AHEAD / 2 / S;
+    const int64_t pairs = op.inner / 2, size = pairs * Weights::BYTES;
+    const uint8_t* weight = (const uint8_t*)op.weight + group * size;
+    Floats low[S][R] = {}, high[S][R] = {};
+    auto add = [&](int64_t pair, int64_t last, int64_t soon) {
+        for (; pair < last; pair++, weight += Weights::BYTES)
+            for (int s = 0; s < S; s++) {
+                const uint8_t* one = weight + s * size;
+                for (int line = 0; line < Weights::BYTES; line += 64) __builtin_prefetch(one + soon + line, 0, 1);
+                Pairs first, second;
+                Weights::read(one, first, second);
+                add_pair<R>(low[s], high[s], first, second, x, row, pair);
+            }
+    };
+    const int64_t near = S == 1 ? pairs : std::max<int64_t>(0, pairs - SOON / Weights::BYTES);
+    add(0, near, SOON);
+    add(near, pairs, SOON + (S - 1) * size);  // what comes next is of the next groups
+    for (int s = 0; s < S; s++)
+        for (int r = 0; r < R; r++) {
+            const float* scales = op.scales + (group + s) * GROUP;
+            if (Weights::SCALED) low[s][r] *= load(scales), high[s][r] *= load(scales + LANES);
+            finish(op, begin + row + r, group + s, low[s][r], high[s][r]);
+        }
+}
+
+// Of `rows` rows from `begin` on, which `x` holds.
+template <class Weights>
+void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t rows) {
+    constexpr void (*blocks[])(const Op&, const Inputs&, int64_t, int64_t, int64_t) = {
+        nullptr, product_block<Weights, 1, 1>, product_block<Weights, 2, 1>, product_block<Weights, 3, 1>,
+        product_block<Weights, 4, 1>, product_block<Weights, 5, 1>, product_block<Weights, 6, 1>, product_block<Weights, 7, 1>,
+        product_block<Weights, 8, 1>, product_block<Weights, 9, 1>, product_block<Weights, 10, 1>,
+        product_block<Weights, 11, 1>, product_block<Weights, 12, 1>};
+    int64_t parts = rows <= FEW ? 1 : (rows + BLOCK - 1) / BLOCK;  // about equally long
+    for (int64_t part = 0; part < parts; part++) {
+        int64_t row = rows * part / parts;
+        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row);
+    }
+}
+
+// R rows and the groups up to `last`, S at a time. Returns the first that is left.
+template <class Weights, int R, int S>
+int64_t product_beside(const Op& op, const Inputs& x, int64_t group, int64_t last, int64_t begin) {
+    if constexpr (S > 1)
+        for (; group + S <= last; group += S) product_block<Weights, R, S>(op, x, group, begin, 0);
+    return group;
+}
+
+template <class Weights>
+void product(const Op& op, int64_t first, int64_t last, int64_t rows, std::vector<float>& scratch) {
+    int64_t slabs = (rows + SLAB - 1) / SLAB;
+    for (int64_t slab = 0; slab < slabs; slab++) {
+        int64_t begin = rows * slab / slabs, count = rows * (slab + 1) / slabs - begin, group = first;
+        Inputs x(op, begin, count, scratch);
+        if (count == 1) group = product_beside<Weights, 1, BESIDE>(op, x, group, last, begin);
+        if (count == 2) group = product_beside<Weights, 2, BESIDE / 2>(op, x, group, last, begin);
+        for (; group < last; group++) product_group<Weights>(op, x, group, begin, count);
+    }
+}
+
+}  // namespace
