@@ -89,6 +89,38 @@ async def test_a_forced_call_is_bound_to_its_schema(tiny_folder: Path) -> None:
             assert choice["finish_reason"] == "length" and not choice["message"]["content"], "no call is no content"
 
 
+SHAPES = {"$defs": {"day": {"enum": ["Mon", "Tue"]}}, "type": "object", "properties": {"day": {"$ref": "#/$defs/day"}},
+          "required": ["day"], "additionalProperties": False}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SHAPES}}
+
+
+async def test_an_answer_that_is_bound_to_a_schema_may_call_all_the_same(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    target.grammars, target.context, target.says = True, 4096, '{"name": "weather", "arguments": {"city": "Rome"}}'
+    async with routing(tiny_folder, target) as r:
+        for stream in (False, True):
+            answer = await r.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], response_format=FORM, stream=stream)
+            told = events(answer.text) if stream else [answer.json()]
+            choices = [choice for part in told for choice in part["choices"]]
+            calls = [call for choice in choices
+                     for call in (choice["delta"] if stream else choice["message"]).get("tool_calls", ())]
+            assert calls[0]["function"]["name"] == "weather" and choices[-1]["finish_reason"] == "tool_calls"
+            assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Rome"}'
+        bound = target.requests[-1].grammar
+        assert bound is not None
+        target.says = '{"day": "Mon"}'
+        choice = (await r.post(CHAT, messages=HELLO, tools=[WEATHER], response_format=FORM)).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (target.says, "stop")
+        await r.post(CHAT, messages=HELLO, tools=[WEATHER], tool_choice="none", response_format=FORM)
+        alone = target.requests[-1].grammar
+        assert alone is not None and json.loads(alone.source) == SHAPES, "nothing may be called"
+    vocabulary = Vocabulary(tiny_tokenizer(), 256)
+    for text, fits in (('{"day":"Mon"}', True), ('{"day":"Fri"}', False), ('{"name":"now","arguments":{}}', True),
+                       ('{"name":"weather","arguments":{"city":"Rome"}}', True), ('{"name":"weather"}', False),
+                       ('{"name":"other","arguments":{}}', False)):
+        assert (vocabulary.compile(bound, Ends((0,))).commit(list(text.encode())) == len(text)) == fits, text
+
+
 @pytest.mark.parametrize("where", ["$defs", "definitions"])
 def test_what_one_tool_refers_to_is_its_own(where: str) -> None:
     def tool(name: str, value: int) -> dict[str, Any]:
@@ -259,12 +291,13 @@ async def test_marks_in_a_users_words_begin_no_reasoning(thinking_folder: Path) 
 def test_marks_show_only_where_calls_or_reasoning_are_told_apart() -> None:
     plain, thinks = Style(), Style(thoughts=THOUGHTS[0])
     offered, forced, none = (use_of([NOW], choice, None) for choice in ("auto", "required", "none"))
-    bound = Grammar("regex", "a")
+    bound, schema = Grammar("regex", "a"), Grammar("json_schema", "{}")
     cases: list[tuple[Style, dict[str, Any], bool]] = [
         (plain, {}, False), (thinks, {}, True), (plain, {"use": offered}, True), (plain, {"use": none}, False),
         (thinks, {"mixed": True}, False), (thinks, {"use": offered, "mixed": True}, True),
         (thinks, {"use": offered, "parsed": False}, False), (thinks, {"use": offered, "grammar": bound}, False),
-        (plain, {"use": forced, "grammar": bound}, True)]
+        (plain, {"use": forced, "grammar": schema}, True), (plain, {"use": offered, "grammar": schema}, True),
+        (plain, {"use": none, "grammar": schema}, False)]
     for style, options, apart in cases:
         assert Options(Sampling(), **{"parsed": True, **options}).told_apart(style) == apart, options
 

@@ -111,11 +111,17 @@ class Options:
 
     def told_apart(self, style: Style) -> bool:
         """Whether calls and reasoning are told apart from the other words of an answer. Where a grammar binds it from
-        its first character on, only calls that it forces are."""
+        its first character on, only calls that it forces or lets through are."""
         if self.grammar is not None:
-            return self.parsed and self.use is not None and self.use.forced
+            return self.parsed and self.calls_bound
         reasons = style.thoughts is not None and not self.mixed
         return self.parsed and (reasons or (self.use is not None and self.use.offered))
+
+    @property
+    def calls_bound(self) -> bool:
+        """Whether a grammar says how calls are written: as JSON that nothing begins."""
+        return self.grammar is not None and self.grammar.kind == "json_schema" and (
+            self.use is not None and self.use.offered)
 
     @property
     def asked_by(self) -> dict[Need, str]:
@@ -238,6 +244,8 @@ class Generation(Strict):
             if grammar is not None:
                 raise InvalidRequest("tool_choice", f"cannot force a call beside {bound_by}")
             bound_by, grammar = "tool_choice", use.grammar()
+        elif use is not None and use.offered and grammar is not None and grammar.kind == "json_schema":
+            grammar = use.beside(bound_by, grammar)
         return Options(
             sampling, max_tokens, self.n or 1, tuple(filter(None, self.stop or ())), use=use,
             keep_stop=bool(self.include_stop_str_in_output), show_specials=self.skip_special_tokens is False,

@@ -7,7 +7,7 @@ Rules:
 3. A template that takes no tools is told of them in the system's message, and of calls and results in the words of
    ``<tool_call>`` and ``<tool_response>``.
 4. A call that has to be made binds the answer to a grammar: the arguments of the one that is named, else a list of
-   calls.
+   calls. Where the answer is bound to a JSON schema and may call, it is either one call or what the schema says.
 
 Format: the OpenAI API's. It knows nothing about what a model answers.
 """
@@ -66,15 +66,27 @@ class ToolUse:
 
     def grammar(self) -> Grammar:
         """What a forced call binds the answer to. Raises InvalidRequest."""
-        schemas = self.schemas
         if self.named:
-            return made("tool_choice", "json_schema", _written(_closed(schemas[self.choice])))
-        defs = {str(i): _moved(_closed(given), f"#/$defs/{i}") for i, given in enumerate(schemas.values())}
-        calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
-                  "required": ["name", "arguments"], "additionalProperties": False} for i, name in enumerate(schemas)]
+            return made("tool_choice", "json_schema", _written(_closed(self.schemas[self.choice])))
+        calls, defs = self._calls()
         most = {} if self.parallel else {"maxItems": 1}
         return made("tool_choice", "json_schema", _written(
             {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs}))
+
+    def beside(self, field: str, grammar: Grammar) -> Grammar:
+        """A JSON schema of ``field``, or a call of one of the tools. Raises InvalidRequest."""
+        schema = read_json(field, grammar.source.encode())
+        calls, defs = self._calls()
+        defs["answer"] = _moved(schema, "#/$defs/answer")
+        return made(field, "json_schema", _written({"anyOf": [{"$ref": "#/$defs/answer"}, *calls], "$defs": defs}))
+
+    def _calls(self) -> tuple[list[Json], Json]:
+        """Schemas of one call of each function, and of what they refer to."""
+        schemas = self.schemas
+        defs = {str(i): _moved(_closed(given), f"#/$defs/{i}") for i, given in enumerate(schemas.values())}
+        calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
+                  "required": ["name", "arguments"], "additionalProperties": False} for i, name in enumerate(schemas)]
+        return calls, defs
 
 
 def _moved(schema: Any, to: str) -> Any:
