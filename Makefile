@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm conformance clients lint proto bench bench-peers bench-router \
-	bench-floods bench-overload bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-early bench-network bench-vllm \
+	bench-floods bench-overload bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network bench-vllm \
 	gpu gpu-bundle walk families demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
 help:  ## what there is
@@ -136,9 +136,6 @@ bench-steps: setup  ## milliseconds of a step by rows and threads, and what a pl
 bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PROMPTS=folder [COUNT=n] [DRAFTERS="ngram eagle3-chain5"])
 	$(BIN)/python -m bench.drafters.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \
 		$(if $(DRAFTERS),--drafters "$(DRAFTERS)") $(ARGS)
-
-bench-early: setup  ## how well a middle layer foretells how a round ends, and what that gives a draft apart (PROMPTS=folder)
-	$(BIN)/python -m bench.drafters.early --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(ARGS)
 
 bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full": the whole sweep; ARGS=--real PROMPTS=folder: the default pair, simulated)
 	$(BIN)/python -m bench.traffic.network $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)

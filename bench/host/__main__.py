@@ -3,8 +3,7 @@
 A round of one session as ``make run`` has it: a tree of 8 nodes below the root, 49,152 tokens in the vocabulary, 12,288
 of them the draft's, feature rows of 576 numbers. Logits fall off as a model's do: Zipf's law in random order, one draw
 a row. The exchange is with a draft service whose device takes no time, over gRPC on loopback; then sums. What is not
-here: forwards, and threads that wait for one another. ``--rounds`` measures real rounds instead (``rounds``), and
-``--floor`` what is under them (``floor``).
+here: forwards, and threads that wait for one another. ``--rounds`` measures real rounds instead (``rounds``).
 
 ``p50_us`` and ``p99_us`` are of a part that runs again and again. ``once_a_step_us`` is the median where all parts run
 one after the other and then none for as long as a step of a device takes, as in a service: by then others have the
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from bench.host import floor, rounds
+from bench.host import rounds
 from bench.inputs import SAMPLINGS, choice_rows, zipf_logits
 from bench.report import Row, number, write
 from bench.timed import deployed, text
@@ -281,11 +280,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1, help="as each service has where two share the cores")
     parser.add_argument("--rounds", action="store_true", help="where the time goes between the steps of real rounds")
-    parser.add_argument("--floor", action="store_true", help="what is under a round whatever we do")
     options = parser.parse_args()
-    if options.floor:
-        floor.main()
-        return
     if options.rounds:
         rounds.main()
         return
