@@ -25,6 +25,7 @@ namespace {
 constexpr int BUNDLE = 4;   // query heads that are computed together, at most
 constexpr int EARLY = 32;   // KV entries that are asked for in advance
 constexpr int CHUNK = 128;  // KV entries that are weighed together, at most
+constexpr int LONG = 2;     // chunks; a row of more, whose entries one thread reads, asks for a whole chunk in advance
 constexpr int WIDE = LANES == 16 ? 2 : 1;  // pairs of vectors of a value that are computed together, as registers hold
 
 int64_t seen_by(const Frame& frame, int64_t row) { return frame.shared[row] + __builtin_popcountll(frame.words[row]); }
@@ -81,6 +82,12 @@ struct Place {  // where keys are read, and values `width` further on
     int64_t column;
 
     const bf16* operator[](int64_t i) const { return chunk.entries[i] + column; }
+};
+
+// Of the chunk that a long row goes on with, entries whole, as memory has them: a part with each step of this chunk.
+struct Coming {
+    const Chunk* chunk;  // null: there is none
+    bool alone;  // this chunk was asked for in the same way
 };
 
 void ask(const bf16* columns, int size) {
@@ -143,7 +150,8 @@ void weighed(const Chunk& chunk, int64_t column, const float* scores, float* kno
 
 // What is known of one chunk, of H query heads that share a KV head. next: what is read after it.
 template <int H>
-void attend_heads(const Op& op, const Place& place, const Place& next, const Query* query, float* scores, float* known) {
+void attend_heads(const Op& op, const Place& place, const Place& next, const Coming& coming, const Query* query, float* scores,
+                  float* known) {
     const Chunk& chunk = place.chunk;
     int size = op.head_dim;
     int64_t width = int64_t(op.kv_heads) * size, stride = size + 2;
@@ -152,9 +160,15 @@ void attend_heads(const Op& op, const Place& place, const Place& next, const Que
         Floats sums[H][LANES];
         for (int i = 0; i < LANES; i++) {
             const bf16* key = place[first + i];
-            int64_t early = first + i + EARLY;
-            const bf16* then = early < chunk.count ? place[early] : next[early - chunk.count];
-            ask(then, size), ask(then + width, size);
+            if (coming.chunk) {
+                int64_t step = place.column / size * CHUNK + first + i;
+                ask(coming.chunk->entries[step / op.kv_heads] + step % op.kv_heads * 2 * size, 2 * size);
+            }
+            if (!coming.alone) {
+                int64_t early = first + i + EARLY;
+                const bf16* then = early < chunk.count ? place[early] : next[early - chunk.count];
+                ask(then, size), ask(then + width, size);
+            }
             Floats sum[H] = {};
             for (int j = 0; j < size; j += 2 * LANES) {
                 Pairs keys = pairs_of(words_at(key + j));
@@ -175,8 +189,9 @@ void attend_heads(const Op& op, const Place& place, const Place& next, const Que
 }
 
 // What is known of a chunk, of all heads. next: the row's next chunk, or the same one.
-void attend_chunk(const Op& op, const Chunk& chunk, const Chunk& next, const Query* query, float* scores, float* known) {
-    constexpr void (*widths[])(const Op&, const Place&, const Place&, const Query*, float*, float*) = {
+void attend_chunk(const Op& op, const Chunk& chunk, const Chunk& next, const Coming& coming, const Query* query, float* scores,
+                  float* known) {
+    constexpr void (*widths[])(const Op&, const Place&, const Place&, const Coming&, const Query*, float*, float*) = {
         nullptr, attend_heads<1>, attend_heads<2>, attend_heads<3>, attend_heads<4>};
     int group = op.heads / op.kv_heads, size = op.head_dim;
     for (int kv_head = 0; kv_head < op.kv_heads; kv_head++) {
@@ -184,7 +199,8 @@ void attend_chunk(const Op& op, const Chunk& chunk, const Chunk& next, const Que
         Place here = {chunk, int64_t(kv_head) * size}, there = {last ? next : chunk, last ? 0 : here.column + size};
         for (int begin = 0; begin < group; begin += BUNDLE) {
             int head = kv_head * group + begin;
-            widths[std::min(BUNDLE, group - begin)](op, here, there, query + head * size, scores, known + head * (size + 2));
+            widths[std::min(BUNDLE, group - begin)](op, here, there, begin ? Coming{nullptr, coming.alone} : coming,
+                                                    query + head * size, scores, known + head * (size + 2));
         }
     }
 }
@@ -224,7 +240,9 @@ void attend_part(const Op& op, const Frame& frame, int64_t part, int64_t parts, 
     for (int64_t which = begin; which < end; which++) {
         Chunk chunk(op, frame, row, which), next(op, frame, row, std::min(which + 1, end - 1));
         float* to = parts > 1 ? known + which * size : which ? whole + size : whole;
-        attend_chunk(op, chunk, next, query, scores, to);
+        Coming coming = {parts == 1 && chunks > LONG && which + 1 < end ? &next : nullptr,
+                         parts == 1 && chunks > LONG && which > begin};
+        attend_chunk(op, chunk, next, coming, query, scores, to);
         if (parts == 1 && which) join(op, whole, to);
     }
     if (parts == 1) return end_row(op, row, whole);
