@@ -28,11 +28,14 @@ from slipstream.observe.log import logger
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 COMPILE_S = 300  # of one build at most
 
 # What a processor must say of itself, and the flags for it; the first that fits is taken. AMD's alone multiply pairs of
-# bfloat16 as such: an Intel's core (family 6, model 207) multiplies float32 faster.
-X86 = (({"AuthenticAMD", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
+# bfloat16 as such: an Intel's core (family 6, model 207) multiplies float32 faster, where it has no tiles.
+X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "amx_tile", "amx_bf16"},
+        ("-march=x86-64-v4", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16")),
+       ({"AuthenticAMD", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
         ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi")),
        ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=x86-64-v4",)),
        ({"avx2", "fma", "bmi2"}, ("-march=x86-64-v3",)))
@@ -45,6 +48,7 @@ class Kernels:
     functions: ctypes.CDLL
     flags: tuple[str, ...]
     lanes: int  # floats of a vector
+    tiles: bool  # whether products are computed by tiles
 
     @staticmethod
     def of(path: Path, flags: tuple[str, ...]) -> Kernels:
@@ -62,7 +66,7 @@ class Kernels:
             pack.restype = None
         functions.slipstream_screen.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_void_p] * 3]
         functions.slipstream_screen.restype = ctypes.c_int32
-        return Kernels(functions, flags, functions.slipstream_lanes())
+        return Kernels(functions, flags, functions.slipstream_lanes(), bool(functions.slipstream_tiles()))
 
 
 @cache
@@ -128,8 +132,17 @@ def processor() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return set()
-    return set(" ".join(next((line.partition(":")[2] for line in lines if line.startswith(name)), "")
+    said = set(" ".join(next((line.partition(":")[2] for line in lines if line.startswith(name)), "")
                         for name in ("vendor_id", "flags")).split())
+    return said if "amx_tile" in said and _tiles_granted() else said - {"amx_tile"}
+
+
+def _tiles_granted() -> bool:
+    """Whether the system lets this process and its threads use tiles; it has to be asked (Linux, arch_prctl(2))."""
+    try:
+        return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def _cache() -> Path:

@@ -94,9 +94,10 @@ class NativeDecoder:
         """See ``model.ScoringModel``; the logits are a buffer's."""
         assert len(taps) * self.config.hidden_size == (0 if features is None else features.shape[1])
         few = len(batch.host.logit_rows)
-        listed = self.listed(batch.num_rows, taps, few, greedy)
+        alone = greedy and self._head.screens(few)
+        listed = self.listed(batch.num_rows, taps, few, alone)
         listed.program.run(self.frame(batch, pool, features))
-        return listed.logits[: 0 if greedy else few], listed.best[:few].tolist()
+        return listed.logits[: 0 if alone else few], listed.best[:few].tolist()
 
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """See ``model.ScoringModel``; on the model's threads where it fits them."""

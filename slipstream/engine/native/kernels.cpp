@@ -140,6 +140,7 @@ void slipstream_grow(Team* team, const Trees* trees) {
 }
 
 int32_t slipstream_lanes() { return LANES; }
+int32_t slipstream_tiles() { return TILES; }
 
 // weight: bfloat16 [outer, inner] -> packed: groups of 2 LANES outputs, and in each all of its pairs of inputs
 void slipstream_pack(const bf16* weight, int64_t outer, int64_t inner, bf16* packed) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "list.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -171,8 +172,52 @@ int64_t product_beside(const Op& op, const Inputs& x, int64_t group, int64_t las
     return group;
 }
 
+#if defined(__AMX_BF16__)
+// The weights of a group in bfloat16.
+template <class Weights>
+const uint8_t* halves_of(const uint8_t* weight, int64_t pairs, std::vector<float>& scratch) {
+    if (!Weights::SCALED) return weight;
+    if (int64_t(scratch.size()) < pairs * GROUP + LANES) scratch.resize(pairs * GROUP + LANES);
+    uint8_t* wide = (uint8_t*)((uintptr_t(scratch.data()) + 63) / 64 * 64);
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        Words first, second;
+        const uint8_t* line = weight + pair * LINE;
+        __builtin_prefetch(line + AHEAD, 0, 1);
+        halves_of_line(line, first, second);
+        memcpy(wide + pair * 2 * LINE, &first, sizeof first), memcpy(wide + pair * 2 * LINE + LINE, &second, sizeof second);
+    }
+    return wide;
+}
+
+template <class Weights>
+void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows, std::vector<float>& scratch) {
+    const int64_t pairs = op.inner / 2, stride = 2 * op.in_stride;
+    alignas(64) float sums[2 * SIDE * GROUP];
+    Tiles tiles;
+    for (int64_t group = first; group < last; group++) {
+        const uint8_t* weight = halves_of<Weights>((const uint8_t*)op.weight + group * pairs * Weights::BYTES, pairs, scratch);
+        for (int64_t row = 0; row < rows; row += 2 * SIDE) {
+            int64_t count = std::min<int64_t>(rows - row, 2 * SIDE), one = std::min<int64_t>(count, SIDE);
+            const bf16* x = (const bf16*)op.in + row * op.in_stride;
+            tiles.hold(one, count - one);
+            int64_t ahead = row || Weights::SCALED ? 0 : AHEAD;
+            (count > one ? sum_tiles<true> : sum_tiles<false>)(weight, op.inner / DEEP, x, stride, ahead, sums);
+            for (int64_t r = 0; r < count; r++) {
+                Floats low = load(sums + r * GROUP), high = load(sums + r * GROUP + LANES);
+                const float* scales = op.scales + group * GROUP;
+                if (Weights::SCALED) low *= load(scales), high *= load(scales + LANES);
+                finish(op, row + r, group, low, high);
+            }
+        }
+    }
+}
+#endif
+
 template <class Weights>
 void product(const Op& op, int64_t first, int64_t last, int64_t rows, std::vector<float>& scratch) {
+#if defined(__AMX_BF16__)
+    if (op.inner % DEEP == 0) return tile_product<Weights>(op, first, last, rows, scratch);
+#endif
     int64_t slabs = (rows + SLAB - 1) / SLAB;
     for (int64_t slab = 0; slab < slabs; slab++) {
         int64_t begin = rows * slab / slabs, count = rows * (slab + 1) / slabs - begin, group = first;

@@ -118,6 +118,7 @@ class Table:
 
 
 FEW_ROWS = 64  # buffers begin with so many
+FEW_SCREENED = 4  # rows that are screened where products are computed by tiles
 TRIED = 8  # states that a screen is tried on
 
 
@@ -136,6 +137,10 @@ class NativeHead:
         self._team = team
         self.packed = Packed(team, weight)
         self._screen: Screen | None = None
+
+    def screens(self, rows: int) -> bool:
+        """Whether it saves time to ``choose`` of so many rows: by tiles, sixteen of a product cost as much as one."""
+        return rows <= FEW_SCREENED or not self._team.kernels.tiles
 
     def choose(self, program: Program, x: torch.Tensor, best: torch.Tensor, logits: torch.Tensor) -> None:
         """The argmax of as many rows of x bfloat16 [C, H] as the frame picks, to best int64 [C]. The first call makes a

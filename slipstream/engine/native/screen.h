@@ -107,15 +107,15 @@ int64_t chosen(const Op& op, int64_t row, std::vector<float>& scratch) {
     float least = -INFINITY;  // of the greatest
     for (int64_t group = 0; group < groups; group++) least = std::max(least, most[group] - far(group));
     if (!std::isfinite(least)) least = -INFINITY;
-    Inputs x(op, row, 1, scratch);
     float sums[GROUP], top = -INFINITY;
     Op exact = op;
-    exact.scales = nullptr, exact.extra = nullptr, exact.result = STORE, exact.out_stride = 0;
+    exact.in = (const bf16*)op.in + row * op.in_stride, exact.scales = nullptr, exact.extra = nullptr;
+    exact.result = STORE, exact.out_stride = 0;
     int64_t found = 0;
     for (int64_t group = 0; group < groups; group++) {
         if (most[group] + far(group) < least) continue;  // what is no number is looked at
         exact.out = sums - group * GROUP;
-        product_block<Halves, 1, 1>(exact, x, group, 0, 0);
+        product<Halves>(exact, group, group + 1, 1, scratch);
         for (int64_t i = 0; i < std::min<int64_t>(GROUP, op.outer - group * GROUP); i++) {
             if (sums[i] != sums[i]) return group * GROUP + i;
             if (sums[i] > top) top = sums[i], found = group * GROUP + i;

@@ -114,7 +114,7 @@ inline Pairs pairs_of(Words v) { return {lower(v), upper(v)}; }
 
 // A line of 4 LANES whole numbers from -127 to 127, as two vectors of pairs: number `line_place(i, half)` of the line is the
 // half of pair i, of 2 LANES. How a byte holds its number is `line_byte`'s to say.
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)  // bfloat16 holds such numbers exactly
+#if defined(__AVX512VBMI__)  // bfloat16 holds such numbers exactly
 constexpr int line_place(int i, int half) { return 16 * (i % 16 / 4) + 8 * (i / 16) + 2 * (i % 4) + half; }
 inline uint8_t line_byte(int8_t number) { return number < 0 ? 0x80 | -number : number; }
 
@@ -125,13 +125,19 @@ constexpr std::array<uint8_t, 128> bytes_of_sizes() {
     return bytes;
 }
 
-inline void widen_line(const uint8_t* line, Pairs& first, Pairs& second) {
+inline void halves_of_line(const uint8_t* line, Words& first, Words& second) {
     static constexpr auto lower = bytes_of_sizes<16>(), upper = bytes_of_sizes<24>();
     __m512i v = _mm512_loadu_si512(line);  // a look-up reads seven bits: the size without its sign
     __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(&lower), v, _mm512_loadu_si512(&lower[64]));
     __m512i high = _mm512_permutex2var_epi8(_mm512_loadu_si512(&upper), v, _mm512_loadu_si512(&upper[64]));
     high = _mm512_ternarylogic_epi32(high, v, _mm512_set1_epi8(int8_t(0x80)), 0xf8);  // high | (v & sign)
     first = (Words)_mm512_unpacklo_epi8(low, high), second = (Words)_mm512_unpackhi_epi8(low, high);
+}
+
+inline void widen_line(const uint8_t* line, Pairs& first, Pairs& second) {
+    Words one, other;
+    halves_of_line(line, one, other);
+    first = pairs_of(one), second = pairs_of(other);
 }
 #else
 constexpr int line_place(int i, int half) { return 4 * (i % LANES) + 2 * (i / LANES) + half; }

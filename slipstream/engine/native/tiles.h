@@ -1,0 +1,86 @@
+// Products by tiles, where a processor has them (AMX): sixteen rows and sixteen outputs by one instruction.
+//
+// Rules: those of `products.h`. A sum takes 32 inputs at a time, the even ones and the odd ones of them each by themselves;
+// its order knows nothing of the rows beside it. So one row alone is computed by tiles, too.
+//
+// It knows nothing about what is made of the sums.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "list.h"
+#include "vectors.h"
+
+namespace {
+
+#if defined(__AMX_BF16__)
+constexpr bool TILES = true;
+constexpr int SIDE = 16;    // rows of a tile, and outputs
+constexpr int DEEP = 32;    // inputs that one instruction takes
+constexpr int PAGE = 2048;  // bytes of two tiles of weights side by side: DEEP inputs of 2 SIDE outputs
+
+// The shapes of a thread's tiles: sums of two blocks of rows (0, 1 and 2, 3), their inputs (4 and 5), weights (6 and 7).
+class Tiles {
+    int64_t first = 0, second = 0;
+
+  public:
+    Tiles() = default;
+    Tiles(const Tiles&) = delete;
+    ~Tiles() { _tile_release(); }
+
+    // For blocks of so many rows, at most SIDE each; the second may have none.
+    void hold(int64_t one, int64_t other) {
+        if (one == first && other == second) return;
+        first = one, second = other;
+        struct alignas(64) { uint8_t palette, start, zero[14]; uint16_t bytes[16]; uint8_t rows[16]; } shapes = {};
+        const int64_t rows[] = {one, one, other, other, one, other, SIDE, SIDE};
+        shapes.palette = 1;
+        for (int tile = 0; tile < 8; tile++)
+            if (rows[tile]) shapes.bytes[tile] = 64, shapes.rows[tile] = uint8_t(rows[tile]);
+        asm volatile("" : : "r"(&shapes) : "memory");
+        _tile_loadconfig(&shapes);
+    }
+};
+
+// Sums [2 SIDE, 2 SIDE] of one or two blocks of rows of x, whose rows are `stride` bytes apart, with `deep` times DEEP inputs.
+// ahead: bytes from weights to those that memory is asked for, 0 where they are near.
+template <bool TWO>
+void sum_tiles(const uint8_t* weight, int64_t deep, const bf16* x, int64_t stride, int64_t ahead, float* sums) {
+    const uint8_t *one = (const uint8_t*)x, *other = one + SIDE * stride;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (TWO) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    asm volatile("" : : : "memory");  // what the compiler has still to write, tiles read
+    for (int64_t k = 0; k < deep; k++, weight += PAGE, one += 2 * DEEP, other += 2 * DEEP) {
+        if (ahead)
+            for (int line = 0; line < PAGE; line += 64) __builtin_prefetch(weight + ahead + line, 0, 1);
+        _tile_loadd(6, weight, 128);
+        _tile_loadd(7, weight + 64, 128);
+        _tile_loadd(4, one, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (TWO) {
+            _tile_loadd(5, other, stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + SIDE, 128);
+    if (TWO) {
+        _tile_stored(2, sums + SIDE * 2 * SIDE, 128);
+        _tile_stored(3, sums + SIDE * 2 * SIDE + SIDE, 128);
+    }
+}
+#else
+constexpr bool TILES = false;
+#endif
+
+}  // namespace
