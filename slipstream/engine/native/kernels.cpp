@@ -85,7 +85,7 @@ struct Team {
     }
     void share(int thread) {
         for (int64_t i = 0; i < num_ops; i++) {
-            int64_t parts = parts_of(ops[i], *frame, int(scores.size()));
+            int64_t parts = parts_of(ops[i], *frame, int(scores.size()), splits);
             for (int64_t part; (part = progress[i].taken.fetch_add(1, std::memory_order_relaxed)) < parts;) {
                 compute(ops[i], *frame, part, parts, scores[thread], splits);
                 progress[i].done.fetch_add(1, std::memory_order_release);

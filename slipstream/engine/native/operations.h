@@ -145,9 +145,9 @@ int64_t best_of(const float* x, int64_t count) {
 
 int64_t rows_of(const Op& op, const Frame& frame) { return op.few ? frame.num_picked : frame.rows; }
 
-int64_t parts_of(const Op& op, const Frame& frame, int threads) {
+int64_t parts_of(const Op& op, const Frame& frame, int threads, const Splits& splits) {
     if (op.kind == PRODUCT || op.kind == SCREEN) return std::min<int64_t>(groups_of(op), threads == 1 ? 1 : PARTS * threads);
-    return op.kind == ATTEND ? frame.rows * splits_of(frame, threads) : rows_of(op, frame);
+    return op.kind == ATTEND ? int64_t(splits.blocks.size()) * splits.parts : rows_of(op, frame);
 }
 
 void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std::vector<float>& scores, Splits& splits) {
@@ -168,7 +168,7 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
         }
         case CHOOSE: ((int64_t*)op.out)[part] = chosen(op, part, scores); return;
         case ROPE: return rope_row(op, frame, part);
-        case ATTEND: return attend_part(op, frame, part, parts / frame.rows, scores, splits);
+        case ATTEND: return attend_part(op, frame, part, scores, splits);
         case PRODUCT: {
             int64_t groups = groups_of(op), first = first_group(groups, part, parts), last = first_group(groups, part + 1, parts);
             return (op.scales ? product<Whole> : product<Halves>)(op, first, last, rows_of(op, frame), scores);

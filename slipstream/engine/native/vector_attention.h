@@ -1,0 +1,168 @@
+// Chunks of attention by vectors, a row at a time: all that a row's heads make of a chunk.
+//
+// Rules: those of `attention.h`. Keys and values come from memory once; what is read next is asked for meanwhile.
+//
+// It knows nothing about what becomes of several chunks.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "chunk.h"
+#include "list.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int BLOCK_ROWS = 1;
+constexpr int BUNDLE = 4;   // query heads that are computed together, at most
+constexpr int EARLY = 32;   // KV entries that are asked for in advance
+constexpr int LONG = 2;     // chunks; a row of more, whose entries one thread reads, asks for a whole chunk in advance
+constexpr int WIDE = LANES == 16 ? 2 : 1;  // pairs of vectors of a value that are computed together, as registers hold
+
+struct Place {  // where keys are read, and values `width` further on
+    const Chunk& chunk;
+    int64_t column;
+
+    const bf16* operator[](int64_t i) const { return chunk.entries[i] + column; }
+};
+
+// Of the chunk that a long row goes on with, entries whole, as memory has them: a part with each step of this chunk.
+struct Coming {
+    const Chunk* chunk;  // null: there is none
+    bool alone;  // this chunk was asked for in the same way
+};
+
+// Queries as keys are multiplied with them: as they are where pairs of bfloat16 are, else widened, those of even columns of two
+// vectors before those of odd ones.
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+typedef bf16 Query;
+inline const Query* queries(const bf16* in, int64_t, float*) { return in; }
+inline Floats add_keys(Floats sums, const Query* query, const Pairs& keys) { return pairs(sums, words_at(query), keys); }
+#else
+typedef float Query;
+inline const Query* queries(const bf16* in, int64_t width, float* wide) {
+    for (int64_t i = 0; i < width; i += 2 * LANES)
+        store(wide + i, lower(words_at(in + i))), store(wide + i + LANES, upper(words_at(in + i)));
+    return wide;
+}
+inline Floats add_keys(Floats sums, const Query* query, const Pairs& keys) {
+    return fma(keys.other, load(query + LANES), fma(keys.one, load(query), sums));
+}
+#endif
+
+// Sums of values of H heads, W pairs of vectors from `column` on.
+template <int H, int W>
+void weighed(const Chunk& chunk, int64_t column, const float* scores, float* known, int64_t stride) {
+    Floats even[H][W] = {}, odd[H][W] = {};
+    for (int64_t i = 0; i < chunk.count; i++)
+        for (int w = 0; w < W; w++) {
+            Words both = words_at(chunk.entries[i] + column + w * 2 * LANES);
+            Floats low = lower(both), high = upper(both);
+            for (int h = 0; h < H; h++) {
+                Floats weight = all(scores[h * CHUNK + i]);
+                even[h][w] = fma(weight, low, even[h][w]);
+                odd[h][w] = fma(weight, high, odd[h][w]);
+            }
+        }
+    for (int h = 0; h < H; h++)
+        for (int w = 0; w < W; w++) {
+            store(known + h * stride + w * 2 * LANES, even[h][w]);
+            store(known + h * stride + w * 2 * LANES + LANES, odd[h][w]);
+        }
+}
+
+// What is known of one chunk, of H query heads that share a KV head. next: what is read after it.
+template <int H>
+void attend_heads(const Op& op, const Place& place, const Place& next, const Coming& coming, const Query* query, float* scores,
+                  float* known) {
+    const Chunk& chunk = place.chunk;
+    int size = op.head_dim;
+    int64_t width = int64_t(op.kv_heads) * size, stride = size + 2;
+    Floats scale = all(1.0f / sqrtf(float(size)));
+    for (int64_t first = 0; first < chunk.count; first += LANES) {
+        Floats sums[H][LANES];
+        for (int i = 0; i < LANES; i++) {
+            const bf16* key = place[first + i];
+            if (coming.chunk) {
+                int64_t step = place.column / size * CHUNK + first + i;
+                ask(coming.chunk->entries[step / op.kv_heads] + step % op.kv_heads * 2 * size, 2 * size);
+            }
+            if (!coming.alone) {
+                int64_t early = first + i + EARLY;
+                const bf16* then = early < chunk.count ? place[early] : next[early - chunk.count];
+                ask(then, size), ask(then + width, size);
+            }
+            Floats sum[H] = {};
+            for (int j = 0; j < size; j += 2 * LANES) {
+                Pairs keys = pairs_of(words_at(key + j));
+                for (int h = 0; h < H; h++) sum[h] = add_keys(sum[h], query + h * size + j, keys);
+            }
+            for (int h = 0; h < H; h++) sums[h][i] = sum[h];
+        }
+        for (int h = 0; h < H; h++) store(scores + h * CHUNK + first, totals(sums[h]) * scale);
+    }
+    for (int h = 0; h < H; h++) {
+        float* head = known + h * stride;
+        head[size + 1] = weigh(scores + h * CHUNK, chunk.count, head[size]);
+    }
+    int j = 0;
+    for (; j + WIDE * 2 * LANES <= size; j += WIDE * 2 * LANES)
+        weighed<H, WIDE>(chunk, place.column + width + j, scores, known + j, stride);
+    for (; j < size; j += 2 * LANES) weighed<H, 1>(chunk, place.column + width + j, scores, known + j, stride);
+}
+
+// What is known of a chunk, of all heads. next: the row's next chunk, or the same one.
+void attend_chunk(const Op& op, const Chunk& chunk, const Chunk& next, const Coming& coming, const Query* query, float* scores,
+                  float* known) {
+    constexpr void (*widths[])(const Op&, const Place&, const Place&, const Coming&, const Query*, float*, float*) = {
+        nullptr, attend_heads<1>, attend_heads<2>, attend_heads<3>, attend_heads<4>};
+    int group = op.heads / op.kv_heads, size = op.head_dim;
+    for (int kv_head = 0; kv_head < op.kv_heads; kv_head++) {
+        bool last = kv_head + 1 == op.kv_heads;
+        Place here = {chunk, int64_t(kv_head) * size}, there = {last ? next : chunk, last ? 0 : here.column + size};
+        for (int begin = 0; begin < group; begin += BUNDLE) {
+            int head = kv_head * group + begin;
+            widths[std::min(BUNDLE, group - begin)](op, here, there, begin ? Coming{nullptr, coming.alone} : coming,
+                                                    query + head * size, scores, known + head * (size + 2));
+        }
+    }
+}
+
+// What a row knows of chunks, one after the other.
+class Weigher {
+    const Op& op;
+    const Frame& frame;
+    const Reading reading;
+    float* scores;  // [BUNDLE, CHUNK]
+    const Query* query;
+    int64_t chunks;
+
+  public:
+    // Floats of scratch that it needs.
+    static int64_t floats(const Op& op) { return BUNDLE * CHUNK + op.heads * int64_t(op.head_dim); }
+
+    Weigher(const Op& op, const Frame& frame, int64_t row, Reading reading, float* scratch)
+        : op(op), frame(frame), reading(reading), scores(scratch), chunks(chunks_of(seen_by(frame, row))) {
+        query = queries((const bf16*)op.in + row * op.in_stride, op.heads * int64_t(op.head_dim), scratch + BUNDLE * CHUNK);
+    }
+
+    bool shares(int64_t, int64_t) const { return false; }
+
+    // What the row knows of a chunk.
+    void read(int64_t row, int64_t, int64_t which, float* known, int64_t) {
+        const bool goes_on = which + 1 < reading.end, whole = reading.all && chunks > LONG;
+        Chunk chunk(op, frame, row, which), next(op, frame, row, which + goes_on);
+        attend_chunk(op, chunk, next, {whole && goes_on ? &next : nullptr, whole && which > reading.begin}, query, scores, known);
+    }
+
+    // Two vectors of a row's result, as `known` has them.
+    static void end(const float* known, Floats factor, bf16* out) {
+        Words both = rounded(load(known) * factor) | rounded(load(known + LANES) * factor) << 16;
+        memcpy(out, &both, sizeof both);
+    }
+};
+
+}  // namespace
