@@ -214,7 +214,7 @@ def test_rotary_rows_of_the_table_are_those_of_single_positions() -> None:
 
 @pytest.mark.parametrize("flags", ABLE, ids=named)
 @pytest.mark.parametrize("inner", [46, 96])  # 96: whole tiles
-def test_a_products_rows_are_the_same_bits_for_any_number_of_rows_and_threads(inner: int, flags: tuple[str, ...]) -> None:
+def test_a_products_rows_are_the_same_bits_for_any_company_and_threads(inner: int, flags: tuple[str, ...]) -> None:
     dice, built = torch.Generator().manual_seed(7), kernels(flags)
     weight, rows = torch.randn(75, inner, generator=dice), torch.randn(53, inner, generator=dice).to(torch.bfloat16)
     whole = rounded(weight)
