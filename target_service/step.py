@@ -82,7 +82,6 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
     slots: list[int] = taken.tolist()
     levels = builder.add_trees([(tree, one.row, one.computed) for one, tree in trees if one.row is not None], slots)
     bare = all(one.bare for one, _ in trees)
-    sessions = _sessions(trees, levels, bare)
     try:
         batch = builder.build(runner.model.device)
         returns_at_once = batch.device.type != "cpu"
@@ -93,8 +92,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
                         else (runner.logits(batch, states), None))
         if returns_at_once:  # the device has its work before the host has others'
             meanwhile()
-        sessions, known = _bound(trees, sessions)
-        choices = choose(logits, sessions, best, runner.race) if sessions else []
+        choices, sessions, known = _chosen(runner, trees, levels, logits, best, bare)
         scored = [] if states is None else [part.scores(states, runner.model.logits) for part in scoring]
         outcomes = _outcomes(trees, levels, sessions, known, choices, logits, thresholds)
     except Exception as error:
@@ -113,6 +111,16 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
         first += len(level)
     runner.slots.free(np.array(refused, np.int64))
     return outcomes, [part.keep(scores) for part, scores in zip(scoring, scored, strict=True)]
+
+
+def _chosen(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]], logits: torch.Tensor,
+            best: list[int] | None, bare: bool) -> tuple[list[int], list[ChoiceRows], dict[int, frozenset[int]]]:
+    """The choices of all rows, what they were chosen by, and what rules are known to allow. Of bare answers nobody asks
+    for more than the argmax."""
+    if bare and best is not None:
+        return best, [], {}
+    sessions, known = _bound(trees, _sessions(trees, levels, bare))
+    return choose(logits, sessions, best, runner.race) if sessions else [], sessions, known
 
 
 def _sessions(trees: Trees, levels: abc.Sequence[list[int]], bare: bool) -> list[ChoiceRows]:
