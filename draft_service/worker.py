@@ -360,7 +360,7 @@ class DraftWorker:
 
     def _run(self) -> None:
         while self.turn():
-            self._engine.beat()
+            self._engine.pulse.beaten_s = self.vitals.clock()
 
     def turn(self, block: bool = True) -> bool:
         """Wait for something to come (or for a lease to end), and do it; with nothing there, grow on where that pays.

@@ -212,7 +212,7 @@ class TargetWorker:
         wait_s: float | None = None
         try:
             while self.following.inbox.drain(BEAT_S if wait_s is None else wait_s, for_s=SLICE_S):
-                self._engine.beat()
+                self._engine.pulse.beaten_s = self.vitals.clock()
                 wait_s = self.turn()
             self._telling.deliver()
         except Exception as error:  # a bug of ours: the process ends by its vitals

@@ -357,7 +357,7 @@ class VllmService:
         try:
             with self._running.rounds.heard():
                 for looks in itertools.count():
-                    pulse.beat()
+                    pulse.beaten_s = self.vitals.clock()
                     self._look()
                     if not self._answers or looks % BUSY_LOOKS == 0:
                         await self.ask()

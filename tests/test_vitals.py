@@ -85,7 +85,7 @@ async def test_silence_takes_readiness_away_and_a_beat_gives_it_back() -> None:
     now_s, goes, shown = [100.0], threading.Event(), list[bool]()
     vitals, stop = Vitals("target", lambda: now_s[0]), asyncio.Event()
     thread = vitals.thread("target-worker", lambda: goes.wait(60) and None)
-    thread.beat()
+    thread.pulse.beaten_s = vitals.clock()
     thread.start()
 
     async def show(ready: bool) -> None:
@@ -97,7 +97,7 @@ async def test_silence_takes_readiness_away_and_a_beat_gives_it_back() -> None:
         now_s[0] += 2.0
         assert not vitals.ready
         await eventually(lambda: shown == [False])
-        thread.beat()
+        thread.pulse.beaten_s = vitals.clock()
         await eventually(lambda: shown == [False, True])
         stop.set()
 

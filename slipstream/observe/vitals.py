@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from slipstream.base.errors import PartLost, SlipstreamError
@@ -32,19 +33,12 @@ GRACE_S = 20.0
 LOOK_S = 0.5
 
 
+@dataclass(slots=True)
 class Pulse:
-    """Made by ``Vitals.pulse``."""
+    """Made by ``Vitals.pulse``. Who goes on writes the time, by the vitals' clock: that is a beat."""
 
-    def __init__(self, name: str, clock: Callable[[], float]) -> None:
-        self.name, self._clock = name, clock
-        self.beaten_s: float | None = None  # None: it does not beat, or has ended
-
-    def beat(self) -> None:
-        """It goes on."""
-        self.beaten_s = self._clock()
-
-    def end(self) -> None:
-        self.beaten_s = None
+    name: str
+    beaten_s: float | None = None  # None: it does not beat, or has ended
 
 
 class Supervised(threading.Thread):
@@ -53,10 +47,7 @@ class Supervised(threading.Thread):
     def __init__(self, name: str, work: Callable[[], None], vitals: Vitals) -> None:
         super().__init__(name=name, daemon=True)
         self._work, self._vitals = work, vitals
-        self._pulse = vitals.pulse(name)
-
-    def beat(self) -> None:
-        self._pulse.beat()
+        self.pulse = vitals.pulse(name)
 
     def run(self) -> None:
         try:
@@ -64,7 +55,7 @@ class Supervised(threading.Thread):
         except BaseException as error:
             self._vitals.lost(self.name, error)
         finally:
-            self._pulse.end()
+            self.pulse.beaten_s = None
 
 
 class Vitals:
@@ -88,7 +79,7 @@ class Vitals:
 
     def pulse(self, name: str) -> Pulse:
         """Of what may not be silent from its first beat on."""
-        one = Pulse(name, self.clock)
+        one = Pulse(name)
         self._pulses.append(one)
         return one
 
