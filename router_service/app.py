@@ -250,7 +250,7 @@ class Surface:
                         raise TooLarge("body", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
         finally:
             limit.close()
-        await self._gateway.pause(len(data))
+        await self._gateway.lanes.pause(len(data))
         return read_json("body", data)
 
     def _chat_reply(self, run: Run, origin: Origin) -> Reply:
@@ -281,7 +281,8 @@ class Surface:
             return EventStream(events, client, run.aclose, headers)
         answers: list[list[TextDelta]] = [[] for _ in run.completions]
         await _taken(run, client, lambda number, delta: answers[number].append(delta))
-        written = await self._gateway.beside(run.num_told, lambda: orjson.dumps(reply.whole(answers, run.usage())))
+        written = await self._gateway.lanes.beside(run.num_told,
+                                                   lambda: orjson.dumps(reply.whole(answers, run.usage())))
         return Response(written, headers=headers, media_type="application/json")
 
     async def _begun(self, request: Request, asked: Asked) -> tuple[Presence, Run]:
@@ -383,7 +384,7 @@ class Surface:
                         chunks.written(choice, had)  # what comes then counts from there
                         yield COMMENT  # computing all of it again takes time
                     number = ids.after(delta)
-                data = (chunks.written(choice, delta) if not delta.prompt else await self._gateway.beside(
+                data = (chunks.written(choice, delta) if not delta.prompt else await self._gateway.lanes.beside(
                     run.job.num_scores, partial(chunks.written, choice, delta)))
                 if data or beginning:
                     yield beginning + framed(data, number) if data else beginning

@@ -18,11 +18,11 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
@@ -50,7 +50,6 @@ from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, Targ
 MAX_N = 8  # answers that one request may ask for
 MAX_ANSWER_SCORES = 1 << 20  # log probabilities of its answers: 32k tokens with 20 alternatives, or 128k of 8 answers
 MESSAGE = 32  # characters that one costs a template besides its own
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ class Gateway:
         self._balancer = balancer
         self._fallback = fallback
         self._section = section
-        self._lanes = Lanes()
+        self.lanes = Lanes()
         self._trial, self._trials = trial, Turns()  # a grammar that takes long holds up no text
 
     @property
@@ -206,7 +205,7 @@ class Gateway:
 
     def close(self) -> None:
         """Nothing runs any more."""
-        self._lanes.close()
+        self.lanes.close()
         self._trials.close()
         self._trial.close()
         self.codec.close()
@@ -254,7 +253,7 @@ class Gateway:
         try:
             await self._try(asked.options, tenant)
             # A conversation may have to wait for the process of its template.
-            job = await self._lanes.run(asked.size, partial(self._job, asked), at_once=not asked.messages)
+            job = await self.lanes.run(asked.size, partial(self._job, asked), at_once=not asked.messages)
             # The head is as much work for a token that is scored as for one that is answered.
             place.spend(sum(map(len, job.prompts)) * (1 if job.options.scored is None else 1 + job.options.n))
             self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
@@ -267,7 +266,7 @@ class Gateway:
         """Those of the prompt that is ``asked`` about. It waits for room as an answer would. Raises as ``start``."""
         place = await self.admission.enter(tenant, 1)
         try:
-            (tokens,) = await self._lanes.run(asked.size, partial(self._prompts, asked), not asked.messages)
+            (tokens,) = await self.lanes.run(asked.size, partial(self._prompts, asked), not asked.messages)
             _check_ids("prompt", tokens, self._info())
             return list(tokens)
         finally:
@@ -279,15 +278,7 @@ class Gateway:
         if not isinstance(tokens, list) or len(tokens) > info.max_context or not set(map(type, tokens)) <= {int}:
             raise InvalidRequest("tokens", f"must be a list of at most {info.max_context} token ids")
         _check_ids("tokens", tokens, info)
-        return await self._lanes.run(len(tokens), partial(self.codec.text, tokens), at_once=True)
-
-    async def pause(self, size: int) -> None:
-        """Until a body of so many bytes may be read, which holds the event loop."""
-        await self._lanes.pause(size)
-
-    async def beside(self, size: int, work: Callable[[], Made]) -> Made:
-        """What ``work`` on so many numbers gives, beside the event loop if they are many."""
-        return await self._lanes.run(size, work, at_once=True, patient=True)
+        return await self.lanes.run(len(tokens), partial(self.codec.text, tokens), at_once=True)
 
     def completion(self, job: Job, tenant: Tenant, request_id: str, number: int, trace: str) -> Completion:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""

@@ -50,8 +50,13 @@ class Lanes:
         self._num_long += 1
         return await asyncio.wrap_future(self._long.submit(work, loop.call_soon_threadsafe, self._left))
 
+    async def beside(self, size: int, work: Callable[[], Made]) -> Made:
+        """What ``work`` on so many numbers of an answer gives, beside the event loop if they are many."""
+        return await self.run(size, work, at_once=True, patient=True)
+
     async def pause(self, size: int) -> None:
-        """Until a body of so many bytes may be read. Whatever follows without a wait belongs to its turn."""
+        """Until a body of so many bytes may be read, which holds the event loop. Whatever follows without a wait
+        belongs to its turn."""
         if size > LARGE_BODY:
             async with self._large:
                 await asyncio.sleep(PAUSE_S)
