@@ -50,7 +50,7 @@ from slipstream.drafting import Drafter
 from slipstream.drafting.tree import GrowingTree
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
-from slipstream.observe.spans import NoSpans, Span, Spans, Unfollowed
+from slipstream.observe.spans import Span, Spans
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.observe.vitals import Vitals
 from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace
@@ -181,7 +181,7 @@ class Drafted:
     number: int
     peer: Peer
     side: DraftSide
-    span: Span = field(default_factory=Unfollowed)
+    span: Span | None = None
     tree: GrowingTree = field(default_factory=lambda: GrowingTree(0))  # the drafter's, once it has opened the session
     wanted: int = 0  # nodes that the target would verify next; 0: none are to be grown
     stale: bool = False  # committed since the last growth
@@ -302,7 +302,7 @@ class DraftWorker:
         self._run_ahead = run_ahead
         self._made_for = made_for
         self._trace = trace or Trace("", "draft")
-        self._spans = spans or NoSpans()
+        self._spans = spans
         self._log = logger("draft")
         self._inbox: queue.SimpleQueue[Callable[[Round], None] | None] = queue.SimpleQueue()
         self._intake = Intake(clock)
@@ -468,8 +468,8 @@ class DraftWorker:
         if self._draining or (len(self._sessions) >= self._drafter.max_sessions and not self._yields(peer, round_)):
             round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
             return None
-        drafted = Drafted(next(self._numbers), peer, DraftSide(item.session),
-                          span=self._spans.begin("draft.session", item.trace, prompt=item.prompt_len))
+        span = None if self._spans is None else self._spans.begin("draft.session", item.trace, prompt=item.prompt_len)
+        drafted = Drafted(next(self._numbers), peer, DraftSide(item.session), span)
         self._sessions[(peer, item.session)] = drafted
         self._by_number[drafted.number] = drafted
         return drafted
@@ -532,7 +532,8 @@ class DraftWorker:
             return
         self._metrics.grew(grown.ended_s - grown.began_s, sum(len(growth.ids) for _, growth in round_.sent))
         for drafted, growth in round_.sent:
-            drafted.span.event("growth", base=growth.base, nodes=len(growth.ids), draft_s=growth.draft_s)
+            if drafted.span is not None:
+                drafted.span.event("growth", base=growth.base, nodes=len(growth.ids), draft_s=growth.draft_s)
 
     def _picture(self, round_: Round) -> None:
         for session, base, came_s in round_.came:
@@ -552,7 +553,8 @@ class DraftWorker:
         self._sessions.pop((drafted.peer, drafted.side.session), None)
         self._by_number.pop(drafted.number, None)
         round_.unsay(drafted.number)
-        drafted.span.end()
+        if drafted.span is not None:
+            drafted.span.end()
         round_.closes.append(drafted.number)
 
     def _forget_peer(self, peer: Peer, round_: Round) -> None:

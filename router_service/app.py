@@ -52,7 +52,7 @@ from router_service.text.tokens import TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
-from slipstream.observe.spans import HEADER, well_formed
+from slipstream.observe.spans import HEADER
 from slipstream.protocol.chat import MAX_BODY_BYTES, Usage
 
 BODY_S = 30.0  # a body that takes longer is refused
@@ -289,8 +289,7 @@ class Surface:
         client = Presence(connection_of(request.scope))
         try:
             with client:
-                trace = well_formed(request.headers.get(HEADER, ""))
-                return client, await self._gateway.start(asked, request.scope[TENANT], trace)
+                return client, await self._gateway.start(asked, request.scope[TENANT], request.headers.get(HEADER, ""))
         except BaseException:
             client.close()
             raise

@@ -42,7 +42,7 @@ from slipstream.base.errors import CapacityError, DeadlineExceeded, InvalidReque
 from slipstream.grammar.trial import Trial
 from slipstream.grammar.turns import Turns
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.observe.spans import Spans
+from slipstream.observe.spans import Spans, well_formed
 from slipstream.protocol.chat import Begun, Usage
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, TargetInfo
@@ -141,7 +141,7 @@ class Gateway:
     """Plans and starts requests for one model."""
 
     def __init__(self, codec: TextCodec, balancer: Balancer, fallback: PoolFallback, metrics: RouterMetrics,
-                 section: RouterSection, spans: Spans, trial: Trial) -> None:
+                 section: RouterSection, spans: Spans | None, trial: Trial) -> None:
         """trial: of what answers are to be bound to."""
         self.codec = codec
         self.metrics = metrics
@@ -476,8 +476,10 @@ class Run:
         self._closing: asyncio.Future[None] | None = None
         self._failed = False
         self._limit = Limit(_too_long, max(deadline_s - time.monotonic(), 0.0))
-        self._span = gateway.spans.begin("router.request", trace, endpoint=job.endpoint, answers=job.num_answers)
-        self.completions = [gateway.completion(job, place.tenant, self.id, i, self._span.parent)
+        self._span = None if gateway.spans is None else gateway.spans.begin(
+            "router.request", well_formed(trace), endpoint=job.endpoint, answers=job.num_answers)
+        parent = "" if self._span is None else self._span.parent
+        self.completions = [gateway.completion(job, place.tenant, self.id, i, parent)
                             for i in range(job.num_answers)]
         # No queue between a single answer and its reader.
         self._many = merged(self.completions) if job.num_answers > 1 else None
@@ -559,7 +561,8 @@ class Run:
             self.place.spend(self._generated())
             self.place.leave()
             self._count()
-            self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
+            if self._span is not None:
+                self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
 
     def _generated(self) -> int:
         return sum(completion.tally.tokens for completion in self.completions)

@@ -26,7 +26,7 @@ from slipstream.following.followed import LOOKED_UP, RoundRecord, Step, Verified
 from slipstream.following.following import Following
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.observe.spans import NoSpans, Spans
+from slipstream.observe.spans import Spans
 from slipstream.observe.trace import Trace
 from slipstream.observe.vitals import BEAT_S, Vitals
 from slipstream.protocol.requests import Finish, Piece, PromptScores, Request, State
@@ -55,8 +55,9 @@ class Telling:
         mode = one.followed.policy.mode
         if record.outcome == LOOKED_UP:  # which says nothing of drafters
             plain_s = 0.0
-        one.span.event("round", drafted=record.drafted, accepted=record.accepted, rows=step.rows, step_s=step.seconds,
-                       wait_s=record.waited_s, mode=mode.value, why=record.why)
+        if one.span is not None:
+            one.span.event("round", drafted=record.drafted, accepted=record.accepted, rows=step.rows,
+                           step_s=step.seconds, wait_s=record.waited_s, mode=mode.value, why=record.why)
         piece = Piece(tokens, record.accepted, record.drafted, outcome.logprobs[: len(tokens)], finish, step.seconds,
                       record.waited_s, mode.value, lossy=outcome.lossy, plain_s=plain_s, late=record.late)
         piece = self._first(one, piece)
@@ -121,7 +122,7 @@ class TargetWorker:
         self._metrics = metrics
         self._clock = clock
         self._trace = trace or Trace("", "target")
-        self._spans = spans or NoSpans()
+        self._spans = spans
         self._log = logger("target")
         self.following = Following(config, costs, metrics, self._kv.keep_rows, clock, self._trace)
         self._telling = Telling(metrics, costs, dispatch)
@@ -395,7 +396,8 @@ class TargetWorker:
         self.following.close(one.followed)
         self._queues.remove(one)
         self._kv.release(one)  # nothing, of one that waits
-        one.span.end(tokens=one.followed.side.num_output)
+        if one.span is not None:
+            one.span.end(tokens=one.followed.side.num_output)
 
     def hand_back(self) -> None:
         """End every answer with Draining, so that another target goes on where it stopped."""

@@ -78,7 +78,7 @@ class Sequence:
     arrived_s: float
     followed: Followed  # its tokens, tree, drafter and decisions
     history: TokenHistory | None
-    span: Span
+    span: Span | None
     rule: Rule | None = None  # what it is bound to
     row: Row | None = None  # of the runner's table, while it is computed
     computed: int = 0
@@ -94,17 +94,18 @@ class Sequence:
 
     @staticmethod
     def begin(number: int, request: Request, sink: Sink, arrived_s: float, following: Following,
-              spans: Spans, rule: Rule | None = None) -> Sequence:
+              spans: Spans | None, rule: Rule | None = None) -> Sequence:
         """An answer that waits for its turn."""
         prompt = len(request.tokens) - request.answered
-        span = spans.begin("target.answer", request.trace, prompt=prompt, answered=request.answered)
+        span = None if spans is None else spans.begin("target.answer", request.trace, prompt=prompt,
+                                                      answered=request.answered)
         history: TokenHistory | None = None
         if request.sampling.path_dependent:
             history = TokenHistory.of(request.sampling, request.tokens[:prompt])
         if history is not None:
             history.append(request.tokens[prompt:])
         followed = following.open(number, request.tokens, prompt, request.sampling, prompt + request.max_tokens,
-                                  request.speculate, span.parent)
+                                  request.speculate, "" if span is None else span.parent)
         asked = request.sampling
         bare = (asked.greedy and not (asked.path_dependent or asked.logit_bias) and rule is None
                 and request.top_logprobs is None)

@@ -114,16 +114,16 @@ class Running:
 class VllmAnswer:
     """One running answer as its reader sees it. Implements ``requests.Answer``. It begins with its iteration."""
 
-    def __init__(self, running: Running, name: str, request: Request, metrics: TargetMetrics, spans: Spans,
-                 over: Callable[[VllmAnswer], None]) -> None:
+    def __init__(self, running: Running, name: str, request: Request, metrics: TargetMetrics,
+                 spans: Spans | None, over: Callable[[VllmAnswer], None]) -> None:
         """over: told when it is over or handed back. Raises InvalidRequest."""
         self._engine, self._drafted, self._rounds, self._name = running.engine, running.drafted, running.rounds, name
         self._refusals, self._keyed, self._trials = running.refusals, running.keyed, running.trials
         self._request = request
         asked = parameters(request, running.drafted, running.keyed, running.bounds)
-        self._span = spans.begin("target.answer", request.trace, prompt=len(request.tokens) - request.answered,
-                                 answered=request.answered)
-        extra = {HEADER: self._span.parent} if self._span.parent else {}
+        self._span = None if spans is None else spans.begin(
+            "target.answer", request.trace, prompt=len(request.tokens) - request.answered, answered=request.answered)
+        extra = {HEADER: self._span.parent} if self._span is not None and self._span.parent else {}
         if not request.speculate:
             extra[SWITCH] = PLAIN
         followed = {"extra_args": extra} if running.drafted and extra else {}
@@ -131,7 +131,8 @@ class VllmAnswer:
             with self._refusing():
                 self._params = running.params(**asked, **followed)
         except Exception:
-            self._span.end(tokens=0)
+            if self._span is not None:
+                self._span.end(tokens=0)
             raise
         self._metrics, self._gone = metrics, over
         self._allowed = request.speculate
@@ -162,7 +163,8 @@ class VllmAnswer:
         if self._over:
             return
         self._over = True
-        self._span.end(tokens=self._tokens)
+        if self._span is not None:
+            self._span.end(tokens=self._tokens)
         self._metrics.request(self._outcome)
         self._gone(self)
         known, self._known = self._known, ""
@@ -250,8 +252,9 @@ class VllmAnswer:
             step, told = taken
             piece = piece._replace(drafted=told.drafted, verify_s=step.seconds, wait_s=told.waited_s, state=told.state,
                                    plain_s=0.0 if told.looked_up else step.plain_s, late=told.late)
-            self._span.event("round", drafted=told.drafted, accepted=piece.accepted, step_s=step.seconds,
-                             wait_s=told.waited_s, mode=told.state)
+            if self._span is not None:
+                self._span.event("round", drafted=told.drafted, accepted=piece.accepted, step_s=step.seconds,
+                                 wait_s=told.waited_s, mode=told.state)
         if output.finished:
             piece = self._last(piece, completion)
         self._pieces += 1
@@ -291,7 +294,7 @@ class VllmAnswer:
 class VllmService:
     """Takes requests for one vLLM. Make and use it on one event loop."""
 
-    def __init__(self, running: Running, config: TargetSection, metrics: TargetMetrics, spans: Spans,
+    def __init__(self, running: Running, config: TargetSection, metrics: TargetMetrics, spans: Spans | None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._running, self._config, self._metrics, self._spans = running, config, metrics, spans
         self._clock = clock

@@ -25,7 +25,7 @@ from slipstream.base.errors import CapacityError, ConfigError, Draining, Invalid
 from slipstream.following.chains import Chains
 from slipstream.following.rounds import Told, ToldStep, decode
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.observe.spans import HEADER, NoSpans, Spans, Value
+from slipstream.observe.spans import HEADER, Spans, Value
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
@@ -197,7 +197,7 @@ async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, 
     running = Running(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
                       Fill(0.25), engine.rounds, Trials(Tried()) if tries else None)
     loop = asyncio.get_running_loop()
-    service = VllmService(running, TargetSection(**settings), TargetMetrics("function"), spans or NoSpans(),
+    service = VllmService(running, TargetSection(**settings), TargetMetrics("function"), spans,
                           lambda: loop.time())
     with engine.rounds.heard():
         yield service

@@ -1,7 +1,8 @@
 """Spans: what one request met on its way, followed from the router through the target to the drafts.
 
 Rules:
-1. Off unless ``log.spans`` names a collector; OpenTelemetry (the extra ``otel``) is imported only then.
+1. Off unless ``log.spans`` names a collector: whoever would begin one has None in its place. OpenTelemetry (the extra
+   ``otel``) is imported only then.
 2. A span's ``parent`` text (W3C ``traceparent``) travels with the work: over gRPC as metadata of a request's call, to
    a draft in the message that opens the session. What came from outside counts only if it has that form.
 3. Numbers and names of modes only: no prompt, no token, no key.
@@ -41,37 +42,15 @@ class Spans(Protocol):
     def begin(self, name: str, parent: str = "", **values: Value) -> Span: ...
 
 
-class Unfollowed:
-    """A span that nobody records; all are one."""
-
-    parent = ""
-
-    def event(self, name: str, **values: Value) -> None:
-        pass
-
-    def end(self, **values: Value) -> None:
-        pass
-
-
-class NoSpans:
-    """Spans that are off."""
-
-    def __init__(self) -> None:
-        self._span = Unfollowed()
-
-    def begin(self, name: str, parent: str = "", **values: Value) -> Span:
-        return self._span
-
-
 def well_formed(parent: str) -> str:
     """``parent`` if it has the form of a traceparent, else "": a span then begins a trace of its own."""
     return parent if _FORM.fullmatch(parent) else ""
 
 
-def spans_of(section: LogSection, service: str) -> Spans:
-    """As the configuration says. Raises ConfigError if OpenTelemetry is wanted and not installed."""
+def spans_of(section: LogSection, service: str) -> Spans | None:
+    """As the configuration says; None: off. Raises ConfigError if OpenTelemetry is wanted and not installed."""
     if not section.spans:
-        return NoSpans()
+        return None
     try:
         from slipstream.observe.otel import exported
     except ImportError as error:
