@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Backend, Piece, Request
+from slipstream.protocol.requests import Backend, Piece, Request, Sampling
 from slipstream.train.dialogue import read_prompts
 
 SETS = Path(__file__).parent / "sets"

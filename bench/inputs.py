@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.choosing.sampling import ChoiceRows
 from slipstream.engine.batch import BatchBuilder
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 STEEPNESS = 1.3  # of the fall from the likeliest token to the next
 FIRST = 256  # position of the first row

@@ -26,9 +26,8 @@ from slipstream.cli.process import until_signalled
 from slipstream.models.folder import resolve
 from slipstream.observe.log import configure
 from slipstream.observe.trace import Trace
-from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.session import LEASE_S
 from slipstream.simulate.timed import STREAMS, SYMBOLS, VOCAB, Device, TimedDrafter, TimedModel, Timing
 from slipstream.wire.drafts import Drafts

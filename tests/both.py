@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.protocol.requests import Sampling
 from tests.tiny import VOCAB
 
 MIXED = (Sampling(), Sampling(), Sampling(temperature=0.8, seed=3), Sampling(frequency_penalty=0.5))

@@ -39,8 +39,8 @@ from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends, Masks, Matcher
 from slipstream.models.folder import load_tokenizer, resolve
 from slipstream.observe.log import configure
-from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.tree import DraftTree
 from target_service.grammars import Grammars
 from tests.grammars import MAKERS, Bound, Dice, made

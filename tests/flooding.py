@@ -35,11 +35,10 @@ from slipstream.protocol.messages import (
     Drop,
     Growth,
     Open,
-    Sampling,
     TargetBound,
     TargetHello,
 )
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.v1 import draft_pb2
 from slipstream.wire.codec import (
     FrameLimits,

@@ -14,10 +14,10 @@ from slipstream.protocol.messages import (
     Commit,
     Growth,
     Open,
-    Sampling,
     TargetBound,
     TargetHello,
 )
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.session import DraftSide, TargetSide
 from slipstream.simulate.timed import SYMBOLS, VOCAB, Device, Law, TimedDrafter, Timing
 from tests.test_draft_worker import Listener

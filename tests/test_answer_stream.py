@@ -22,8 +22,7 @@ from slipstream.base.errors import (
     SlipstreamError,
     Unavailable,
 )
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Finish, Piece, Request, TargetInfo, TokenLogprob
+from slipstream.protocol.requests import Finish, Piece, Request, Sampling, TargetInfo, TokenLogprob
 from slipstream.wire.answers import (
     TAKEN,
     Flow,

@@ -11,8 +11,7 @@ import pytest
 from router_service.balance import Balancer, BalanceRules, Targets
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Answer, Request
+from slipstream.protocol.requests import Answer, Request, Sampling
 from tests.echo import EchoTarget
 from tests.loop import settled
 

@@ -17,8 +17,7 @@ from slipstream.base.config import DraftSection, GrowthSection, ModelSection, Po
 from slipstream.base.errors import ConfigError
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Acceptance
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece
+from slipstream.protocol.requests import Piece, Sampling
 from tests.pair import Rig, drafting, local_link, target
 from tests.tiny import write_tiny_model
 

@@ -22,7 +22,8 @@ from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
-from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.protocol.requests import Sampling
 from tests.block_folder import (
     BLOCK,
     block_tensors,

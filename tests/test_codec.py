@@ -24,7 +24,6 @@ from slipstream.protocol.messages import (
     FeatureSpec,
     Growth,
     Open,
-    Sampling,
     TargetHello,
 )
 from slipstream.protocol.requests import (
@@ -36,6 +35,7 @@ from slipstream.protocol.requests import (
     Piece,
     PromptScores,
     Request,
+    Sampling,
     TargetInfo,
     TokenLogprob,
 )

@@ -20,8 +20,8 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.layer import TORCH, LayerOps
-from slipstream.protocol.messages import Open, Sampling
-from slipstream.protocol.requests import Request
+from slipstream.protocol.messages import Open
+from slipstream.protocol.requests import Request, Sampling
 from tests.eagle_folder import write_eagle2_folder, write_eagle_folder
 from tests.growth_rules import scored_paths
 from tests.pair import drafting, local_link, target

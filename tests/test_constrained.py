@@ -22,8 +22,7 @@ from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from tests.bound import BATCH, Bench, bench, is_wrong, swept
 from tests.grammars import MAKERS, made
 from tests.pair import HASTY, STUBBORN, drafting, local_link, target

@@ -27,7 +27,7 @@ from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.cli.process import kept_up
 from slipstream.observe.lag import EVERY_S, watch_lag
 from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, ChatOptions, Message
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 from slipstream.v1 import inference_pb2
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
 from tests.echo import CONTEXT, EchoTarget

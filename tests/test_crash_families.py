@@ -22,8 +22,8 @@ from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.protocol.messages import Features, Open, Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.messages import Features, Open
+from slipstream.protocol.requests import Piece, Request, Sampling
 from tests.block_folder import block_tensors, speculators_block_config, write_block_folder
 from tests.eagle_folder import (
     eagle2_config,

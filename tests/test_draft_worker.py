@@ -22,10 +22,10 @@ from slipstream.protocol.messages import (
     Features,
     Growth,
     Open,
-    Sampling,
     TargetBound,
     TargetHello,
 )
+from slipstream.protocol.requests import Sampling
 
 TEXT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 HELLO = TargetHello(PROTOCOL_VERSION, 1, "m", 100, "hash", 32, 4, 64)

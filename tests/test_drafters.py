@@ -13,7 +13,8 @@ from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.drafting import Drafter, create
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.protocol.messages import Commit, Features, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Open
+from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.growth_rules import GrowthLedger
 from tests.mtp_folder import mtp_config, write_mtp_target

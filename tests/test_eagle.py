@@ -17,7 +17,8 @@ from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
-from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
 from tests.growth_rules import assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB, write_tiny_model

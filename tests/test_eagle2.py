@@ -21,7 +21,8 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import load_tensors
 from slipstream.engine.runner import ModelRunner
-from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import (
     eagle2_config,
     eagle2_tensors,

@@ -17,8 +17,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import check_exact, load_model, passes_trial
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.tree import DraftTree
 from tests.pair import drafting, local_link, target
 from tests.sequences import run, run_tree

@@ -16,9 +16,9 @@ import pytest
 from slipstream.base.config import Config, load
 from slipstream.decision.beliefs import SHARE
 from slipstream.decision.decide import Rules
-from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Sampling
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.simulate.simulation import Accelerator, Deployment, World
 from slipstream.simulate.simulation import Target as Simulated
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing

@@ -18,8 +18,7 @@ import httpx
 import pytest
 
 from bench.fleet import Process, free_port
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
 from slipstream.wire.target import TargetClient
 from tests.test_timed import text

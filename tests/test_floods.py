@@ -42,10 +42,10 @@ from slipstream.protocol.messages import (
     Features,
     Growth,
     Open,
-    Sampling,
     TargetBound,
     TargetHello,
 )
+from slipstream.protocol.requests import Sampling
 from slipstream.v1 import draft_pb2
 from slipstream.wire.codec import (
     FRAME_ITEMS,

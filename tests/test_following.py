@@ -34,9 +34,9 @@ from slipstream.protocol.messages import (
     FeatureSpec,
     Growth,
     Open,
-    Sampling,
     TargetHello,
 )
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import DraftTree, walk
 from tests.pair import STUBBORN, local_link_to
 

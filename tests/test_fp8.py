@@ -20,7 +20,8 @@ from slipstream.engine.fp8 import MOST, Fp8Weights, into_fp8, multiplied, rounde
 from slipstream.engine.loading import load_model
 from slipstream.engine.ops.layer import Linear
 from slipstream.engine.runner import ModelRunner
-from slipstream.protocol.messages import Features, Open, Sampling
+from slipstream.protocol.messages import Features, Open
+from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import eagle2_config, eagle_config, write_eagle2_folder, write_eagle_folder
 from tests.sequences import run
 from tests.tiny import write_tiny_model

@@ -29,7 +29,8 @@ from slipstream.engine.preparation import prepare_as
 from slipstream.engine.ranks import part_of
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import FORMAT, HEADS, RECEIPT, head_for, is_prepared
-from slipstream.protocol.messages import Features, Open, Sampling
+from slipstream.protocol.messages import Features, Open
+from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.sequences import run
 from tests.tiny import VOCAB, write_tiny_model

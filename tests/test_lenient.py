@@ -15,8 +15,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.choosing.sampling import ChoiceRows, adjusted, choose, coins, probabilities
 from slipstream.cli.doctor import checks
 from slipstream.drafting import Drafter, create
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.tree import DraftTree, Thresholds, relaxed
 from slipstream.wire.answers import decode_info, decode_told, encode_info, encode_told
 from tests.echo import EchoTarget

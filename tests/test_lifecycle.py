@@ -24,9 +24,9 @@ from router_service.balance import Balancer, Targets
 from slipstream.base.config import Config
 from slipstream.base.errors import Draining
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.protocol.messages import Drop, Open, Sampling
+from slipstream.protocol.messages import Drop, Open
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.link import DraftLink
 from target_service.__main__ import serve as serve_target
 from tests.api_server import StandIn, endpoint

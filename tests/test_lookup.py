@@ -19,8 +19,8 @@ from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.following import HELD
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.lookup import Doubt, PromptLookup
-from slipstream.protocol.messages import Commit, DraftBound, Faults, Peer, PeerEvents, Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.messages import Commit, DraftBound, Faults, Peer, PeerEvents
+from slipstream.protocol.requests import Piece, Request, Sampling
 from tests.pair import STUBBORN, drafting, local_link, target
 from tests.tiny import EOS, write_tiny_model
 

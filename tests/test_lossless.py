@@ -23,8 +23,8 @@ from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.protocol.messages import PeerEvents, Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.messages import PeerEvents
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.wire.local import LocalLink
 from tests.block_folder import speculators_block_config, write_block_folder
 from tests.eagle_folder import eagle2_config, eagle_config, write_eagle2_folder, write_eagle_folder

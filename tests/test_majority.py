@@ -13,9 +13,8 @@ from slipstream.protocol.messages import (
     FeatureSpec,
     Open,
     Projection,
-    Sampling,
 )
-from slipstream.protocol.requests import DraftStatus
+from slipstream.protocol.requests import DraftStatus, Sampling
 from tests.test_following import PROMPT, SILENT, following
 
 ODD, USUAL = FeatureSpec((0,), 2), FeatureSpec((1, 2), 4)

@@ -16,8 +16,7 @@ from router_service.balance import Balancer, BalanceRules, Targets
 from slipstream.base.config import WireSection
 from slipstream.base.errors import CapacityError, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Answer, Request
+from slipstream.protocol.requests import Answer, Request, Sampling
 from slipstream.simulate.timed import SYMBOLS
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer

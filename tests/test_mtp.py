@@ -21,7 +21,8 @@ from slipstream.drafting.heads.mtp import MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
 from slipstream.drafting.loading import mtp_blocks
 from slipstream.engine.batch import BatchBuilder
-from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.protocol.requests import Sampling
 from tests.growth_rules import best_paths, scored_paths
 from tests.mtp_folder import (
     HIDDEN,

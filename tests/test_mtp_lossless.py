@@ -16,8 +16,7 @@ from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import create
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from tests.mtp_folder import mtp_config, write_mtp_target
 from tests.pair import HASTY, STUBBORN, FaultyEvents, Rig, drafting, grpc_link, local_link, target
 from tests.sequences import run

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
-from slipstream.protocol.messages import Commit, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Growth, Open
+from slipstream.protocol.requests import Sampling
 from tests.growth_rules import GrowthLedger, scored_paths
 
 

@@ -20,8 +20,7 @@ from slipstream.drafting import Drafter, create
 from slipstream.following.pool import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
 from slipstream.models.folder import MADE_FOR, made_for, weights_hash
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import DraftStatus, Request, Served
+from slipstream.protocol.requests import DraftStatus, Request, Sampling, Served
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
 from target_service.service import TargetService

@@ -17,9 +17,9 @@ from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.decision.beliefs import StepCosts
 from slipstream.following.following import Following
 from slipstream.observe.metrics import RouterMetrics, TargetMetrics
-from slipstream.protocol.messages import Drop, Link, Sampling
+from slipstream.protocol.messages import Drop, Link
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.discovery import RosterRules, WatchRules, following
 from slipstream.wire.drafts import Drafts

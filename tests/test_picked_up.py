@@ -31,8 +31,7 @@ from slipstream.base.errors import InvalidRequest, ModelChanged, Unavailable
 from slipstream.client import AsyncClient, Client
 from slipstream.protocol.chat import Begun, Delta
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.wire import client as wire_client
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer

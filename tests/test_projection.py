@@ -33,11 +33,10 @@ from slipstream.protocol.messages import (
     Peer,
     PeerEvents,
     Projection,
-    Sampling,
     TargetHello,
 )
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.v1 import draft_pb2
 from slipstream.wire.codec import (
     ROOM,

@@ -17,7 +17,7 @@ from slipstream.choosing.sampling import ChoiceRows, Race, TokenHistory, Winners
 from slipstream.engine.native.compiled_kernels import X86, kernels
 from slipstream.engine.native.program import Team
 from slipstream.engine.native.races import NativeRace
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 Rows = NDArray[np.float32]
 Dice = np.random.Generator

@@ -32,8 +32,7 @@ from slipstream.engine.orders import ForwardOrder, LogitsOrder, Pipe, WarmOrder,
 from slipstream.engine.ranks import RankedModel, part_config, part_of, ranked_model, sharded_decoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.vitals import Vitals, until
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.target import TargetClient
 from tests.pair import drafting, local_link, target
 from tests.tiny import write_tiny_model

@@ -14,8 +14,7 @@ from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.models.folder import is_prepared, prepare, resolve
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from tests.pair import STUBBORN, drafting, grpc_link, target
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]

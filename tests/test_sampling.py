@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.choosing.noise import leaders, noise, row_keys
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, adjusted, choose, rank, ranked
 from slipstream.choosing.scores import logprobs
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 WORD = (1 << 64) - 1
 CPU = torch.device("cpu")

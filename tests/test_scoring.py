@@ -30,8 +30,7 @@ from slipstream.client import AsyncClient
 from slipstream.decision.beliefs import StepCosts
 from slipstream.following.following import Following
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import MAX_SCORES, LogprobsMode, Piece, PromptScores, Request
+from slipstream.protocol.requests import MAX_SCORES, LogprobsMode, Piece, PromptScores, Request, Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
 from target_service.scheduler import Limits
 from target_service.sequence import Sequence

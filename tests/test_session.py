@@ -17,10 +17,10 @@ from slipstream.protocol.messages import (
     Drop,
     FeatureSpec,
     Growth,
-    Sampling,
     TargetHello,
 )
 from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.session import (
     DRAFT_TABLE,
     TARGET_TABLE,

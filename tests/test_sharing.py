@@ -15,8 +15,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 from target_service.sequence import KV, LUMPS, SHARED, Sink

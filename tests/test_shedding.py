@@ -32,8 +32,8 @@ from slipstream.engine.native.draft import Grown, Seed
 from slipstream.engine.runner import FeatureReader, ModelRunner
 from slipstream.following.pool import DraftPool
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import Commit, FeatureSpec, Open, Sampling
-from slipstream.protocol.requests import DraftStatus, Request, TokenLogprob
+from slipstream.protocol.messages import Commit, FeatureSpec, Open
+from slipstream.protocol.requests import DraftStatus, Request, Sampling, TokenLogprob
 from target_service.scheduler import CALM_S, LEVELS, Limits, Queues, Shedding
 from target_service.sequence import KV
 from tests.both import Both

@@ -21,7 +21,8 @@ from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.protocol.messages import Commit, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Growth, Open
+from slipstream.protocol.requests import Sampling
 from tests.growth_rules import GrowthLedger, assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB, write_tiny_model
 from tests.written import WrittenPard

@@ -17,8 +17,8 @@ from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello
+from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
 from target_service.sequence import Sink
 from target_service.service import TargetAnswer

@@ -15,8 +15,7 @@ import pytest
 from router_service.tenants import ANYONE, ApiKeys
 from slipstream.base.errors import CapacityError, ConfigError
 from slipstream.client import AsyncClient
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.echo import EchoTarget

@@ -13,8 +13,8 @@ from bench.delayed import exact_loop, relay
 from bench.drafters.demo_fallback import tell
 from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError
-from slipstream.protocol.messages import Commit, Open, Sampling
-from slipstream.protocol.requests import Request
+from slipstream.protocol.messages import Commit, Open
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.simulate.timed import SYMBOLS, Device, Law, TimedDrafter, TimedModel, Timing
 from target_service.assembly import assemble
 from tests.growth_rules import GrowthLedger

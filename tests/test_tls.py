@@ -15,9 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.base.config import TlsSection, WireSection
 from slipstream.base.errors import ConfigError, Unavailable
-from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.channel import ConnectionRules, open_channel
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer

@@ -21,7 +21,8 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
-from slipstream.protocol.messages import Open, Sampling
+from slipstream.protocol.messages import Open
+from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import write_eagle2_folder, write_eagle_folder
 from tests.growth_rules import scored_paths
 from tests.tiny import VOCAB, write_tiny_model

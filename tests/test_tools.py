@@ -17,7 +17,7 @@ from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
 from slipstream.protocol.chat import MAX_CALLS, MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 from tests.echo import EchoTarget
 from tests.routing import CHAT, HELLO, events, routing
 from tests.tiny import tiny_tokenizer

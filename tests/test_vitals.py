@@ -23,8 +23,8 @@ from slipstream.following.following import Following
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.vitals import SILENT_S, Vitals, until
-from slipstream.protocol.messages import Growth, Open, Sampling, TargetHello
-from slipstream.protocol.requests import Request
+from slipstream.protocol.messages import Growth, Open, TargetHello
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.link import DraftLink
 from tests.loop import eventually
 from tests.pair import STUBBORN, target

@@ -13,8 +13,7 @@ import pytest
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import SPACE
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from target_service.vllm_asked import FIELDS, Bounds, barred, field_of, parameters, resumes, structured
 from target_service.vllm_start import params_of
 

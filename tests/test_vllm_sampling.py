@@ -18,7 +18,7 @@ from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import Known, sampling_of
 
 from slipstream.choosing.sampling import ChoiceRows, choose, probabilities
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 VOCAB, PROMPT, CHAIN = 40, [3, 1, 4, 1, 5], 4
 # Texts so far, and what the session of each says -> a chain for each.

@@ -28,8 +28,7 @@ from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans, Value
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Request, Served, TokenLogprob
+from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Request, Sampling, Served, TokenLogprob
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service import vllm_told

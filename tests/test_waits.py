@@ -14,7 +14,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.model import ModelConfig, load_tensors
 from slipstream.engine.runner import ModelRunner
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 from tests.far import FAR, crossings, sent
 
 PENALISED = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": ((7, 2.0),)}

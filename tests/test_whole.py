@@ -19,7 +19,8 @@ from slipstream.engine.batch import rows_batch
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.draft import CHILD, Grown, Seed
 from slipstream.engine.native.program import BatchFrame, Frame, Program, Team
-from slipstream.protocol.messages import Commit, Features, Sampling
+from slipstream.protocol.messages import Commit, Features
+from slipstream.protocol.requests import Sampling
 from tests.both import MIXED, Both
 from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
 from tests.tiny import VOCAB, write_tiny_model

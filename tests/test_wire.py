@@ -34,11 +34,10 @@ from slipstream.protocol.messages import (
     FeatureSpec,
     Growth,
     Open,
-    Sampling,
     TargetHello,
 )
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Piece, Request, TargetInfo
+from slipstream.protocol.requests import Piece, Request, Sampling, TargetInfo
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.client import AsyncClient, Client
 from slipstream.wire.codec import decode_target_hello, encode_draft_frames, encode_draft_hello, encode_target_hello

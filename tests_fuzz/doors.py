@@ -49,11 +49,10 @@ from slipstream.protocol.messages import (
     FeatureSpec,
     Growth,
     Open,
-    Sampling,
     TargetBound,
     TargetHello,
 )
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.wire.answers import decode_asked, decode_told, encode_asked, encode_told
 from slipstream.wire.codec import (
     FrameLimits,

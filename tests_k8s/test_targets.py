@@ -11,8 +11,7 @@ import pytest
 from router_service.balance import Balancer, Targets
 from slipstream.base.config import WireSection
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.discovery import RosterRules, following
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer

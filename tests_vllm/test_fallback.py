@@ -26,11 +26,10 @@ from slipstream.protocol.messages import (
     Growth,
     Open,
     Peer,
-    Sampling,
     TargetBound,
     TargetHello,
 )
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient

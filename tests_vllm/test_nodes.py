@@ -13,8 +13,7 @@ import pytest
 from bench.fleet import free_port
 from slipstream.base.errors import Unavailable
 from slipstream.models.folder import resolve
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.wire.target import TargetClient
 from tests_vllm.running import MODEL, Server, draft, quiet
 from tests_vllm.test_parallel import SHARED

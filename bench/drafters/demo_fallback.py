@@ -15,8 +15,7 @@ from rich.console import Console
 
 from bench.asking import Measured, ask
 from bench.timed import deployed, text
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece
+from slipstream.protocol.requests import Piece, Sampling
 from slipstream.simulate.timed import Timing
 
 TOKENS = 900  # the drafter is good for the first third of them, bad for the second, good for the last

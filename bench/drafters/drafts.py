@@ -36,8 +36,7 @@ from slipstream.base.config import ModelSection
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.rounds import Acceptance
 from slipstream.models.folder import resolve
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Backend, Piece
+from slipstream.protocol.requests import Backend, Piece, Sampling
 from slipstream.protocol.tree import MAX_NODES
 
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")

@@ -20,7 +20,7 @@ from bench.report import Row, finished, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 KERNELS = {"auto": ("auto",), "torch": ("torch",), "native": ("native",), "both": ("torch", "native")}
 

@@ -46,7 +46,8 @@ from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerOps, LayerWeights, Rope, Step, linear
-from slipstream.protocol.messages import Commit, Features, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Open
+from slipstream.protocol.requests import Sampling
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SESSIONS = (8, 32, 64)

@@ -29,9 +29,8 @@ from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.ops.fused import operations_for
-from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.session import LEASE_S
 from slipstream.wire.local import LocalLink
 from target_service.assembly import Target

@@ -53,11 +53,11 @@ from slipstream.protocol.messages import (
     Growth,
     Link,
     Open,
-    Sampling,
     TargetBound,
     TargetHello,
 )
 from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import DraftTree, walk
 from slipstream.simulate.timed import MAX_CONTEXT, Timing

@@ -26,8 +26,7 @@ from bench.fleet import LOGS, Process, cpu_s, free_port, resident, running, serv
 from bench.report import Row, finished, number, write
 from bench.timed import deployed, text
 from slipstream.cli.process import kept_up
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.simulate.timed import Timing
 from slipstream.wire.client import AsyncClient
 

@@ -38,8 +38,7 @@ from router_service.text.marks import Style
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOP_IDS, MAX_STOPS, MAX_WORD, MAX_WORDS
 from slipstream.protocol.grammar import Grammar
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import MAX_ALLOWED, MAX_TOP_LOGPROBS, LogprobsMode, Need
+from slipstream.protocol.requests import MAX_ALLOWED, MAX_TOP_LOGPROBS, LogprobsMode, Need, Sampling
 
 MAX_STOP_CHARS = 1024
 MAX_NAMES = 64  # for the chat template

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from slipstream.choosing.transfer import sent
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 FIRST_WIDTH_CPU, FIRST_WIDTH = 64, 1024  # candidates looked at before the search widens; a device's host waits to hear
 BLOCK = 64  # columns that are summed, or searched, as one

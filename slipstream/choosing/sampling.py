@@ -37,7 +37,7 @@ from slipstream.choosing.logits import (
 )
 from slipstream.choosing.noise import leaders, noise, row_keys
 from slipstream.choosing.transfer import sent
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 __all__ = ["Children", "ChoiceRows", "Race", "TokenHistory", "Winners", "adjusted", "adjusted_rows", "choices",
            "choose", "coins", "probabilities", "rank", "ranked", "shares"]

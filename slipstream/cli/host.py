@@ -31,8 +31,7 @@ from slipstream.base.errors import ConfigError, SlipstreamError
 from slipstream.cli.process import Launch
 from slipstream.cli.terminal import clean, legend, plain_table, show_answer, summary
 from slipstream.models.folder import KNOWN, load_tokenizer, prepare, resolve
-from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.client import Client
 from slipstream.wire.target import TargetClient
 from slipstream.wire.tls import tls_files

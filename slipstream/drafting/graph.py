@@ -31,7 +31,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
 from slipstream.observe.log import logger
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 Indices = NDArray[np.int64]
 SESSIONS = (1, 2, 4, MOST_SESSIONS)

@@ -29,7 +29,8 @@ from slipstream.drafting import Drafter
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import FeatureRows, ModelRunner
-from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_NODES, DraftTree, walk
 
 Indices = NDArray[np.int64]

@@ -51,7 +51,8 @@ from numpy.typing import NDArray
 from slipstream.choosing.sampling import Children, TokenHistory
 from slipstream.drafting.block import BlockPass
 from slipstream.engine.native.draft import Seed
-from slipstream.protocol.messages import Growth, Sampling
+from slipstream.protocol.messages import Growth
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 
 AHEAD, SENT = 8, 2  # nodes that are expanded at once at least; nodes sent for each

@@ -33,7 +33,8 @@ from slipstream.following.rounds import Told, ToldStep
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import well_formed
-from slipstream.protocol.messages import FeatureSpec, Sampling
+from slipstream.protocol.messages import FeatureSpec
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import DraftTree
 
 # Seconds of a step by its rows, until steps were seen: their growth is a guess, their height does not matter. Plain

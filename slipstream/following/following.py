@@ -33,7 +33,8 @@ from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.protocol.conduct import FaultRate
 from slipstream.protocol.lookup import Doubt
-from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Growth, Link, Sampling, TargetBound
+from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Growth, Link, TargetBound
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import DraftTree
 

@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 from slipstream.base.errors import InvalidRequest, ModelChanged
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.messages import Sampling
 
 Finish = Literal["", "stop", "length"]
 State = Literal["speculate", "shadow", "plain"]
@@ -37,6 +36,56 @@ MAX_ALLOWED = 1024  # token ids
 MAX_BAD_WORDS, MAX_BAD_WORD = 512, 32  # runs of tokens, and tokens of one
 MAX_WAITING = 256  # that wait for room at a target: a router with another one does better than to queue there
 MAX_SCORES = 1 << 18  # entries, so many as ``Request.num_scores`` counts
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens of one answer are chosen. Defaults are greedy decoding without limits.
+
+    The same values reach the drafter, which ranks its children by them (keyed noise shared through ``seed``).
+    ``stop_token_ids`` end the answer and include the end-of-text tokens of the model unless they are to be ignored.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0  # uint64
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "must be between 0 and 100"),
+            ("top_k", 0 <= self.top_k <= 1 << 30, "must be 0 (off) or positive"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "must be between 0 and 1"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be between -2 and 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100"),
+            ("logit_bias", len(self.logit_bias) <= 300, "has more than 300 entries"),
+            ("logit_bias", all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "must be between -100 and 100"),
+            ("min_tokens", 0 <= self.min_tokens <= 1 << 30, "must not be negative"),
+            ("stop_token_ids", len(self.stop_token_ids) <= 64, "has more than 64 entries"),
+            ("seed", 0 <= self.seed < 1 << 64, "must fit 64 bits without a sign"),
+        )
+        for name, holds, message in checks:
+            if not holds:
+                raise InvalidRequest(name, message)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def path_dependent(self) -> bool:
+        """Whether the choice at a node depends on which tokens stand before it, beyond the logits."""
+        return (self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+                or self.min_tokens > 0)
 
 
 @dataclass(frozen=True, slots=True)

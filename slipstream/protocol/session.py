@@ -20,7 +20,8 @@ from math import isfinite
 import numpy as np
 
 from slipstream.base.errors import LocalProtocolError, RemoteProtocolError
-from slipstream.protocol.messages import Close, Commit, Drop, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Close, Commit, Drop, Features, Growth, Open
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
 
 LOOKED_UP = 1 << 30  # ids of nodes from no drafter begin here; one that goes so far loses nodes, and nothing else

@@ -24,8 +24,8 @@ from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, Sampling, TargetBound, TargetHello
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, TargetBound, TargetHello
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.simulate.timed import (
     MAX_CONTEXT,
     STREAMS,

@@ -20,8 +20,8 @@ from google.protobuf.message import DecodeError, Message
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError
 from slipstream.protocol.grammar import KINDS, Grammar
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.messages import FEATURE_DTYPES, Sampling
-from slipstream.protocol.requests import LogprobsMode
+from slipstream.protocol.messages import FEATURE_DTYPES
+from slipstream.protocol.requests import LogprobsMode, Sampling
 from slipstream.protocol.tree import Ints
 from slipstream.v1 import common_pb2
 

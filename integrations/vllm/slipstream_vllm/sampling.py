@@ -23,7 +23,7 @@ import torch
 
 from slipstream.choosing.sampling import ChoiceRows, choices
 from slipstream.choosing.transfer import sent
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 SEEDS = 1 << 64
 HOTTEST = 100.0  # temperature, and repetition penalty, that ``Sampling`` holds; vLLM knows no bound

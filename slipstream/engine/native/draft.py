@@ -38,7 +38,7 @@ from slipstream.engine.native.program import (
     check_sizes,
 )
 from slipstream.engine.native.races import NativeRace, asked_plainly
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 Indices = NDArray[np.int64]
 CHILD = np.dtype([("token", np.int64), ("score", np.float64)])

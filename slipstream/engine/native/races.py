@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from slipstream.choosing.noise import BLOCK
 from slipstream.choosing.sampling import ChoiceRows, Winners
 from slipstream.engine.native.program import LANES, RACE, Frame, Op, Team
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Sampling
 
 ASKED = struct.Struct("=QdddqdddQQqQQqQqqqqQq")
 NONE = array("q")
