@@ -24,7 +24,7 @@ from typing import Protocol
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import Beliefs, StepCosts
-from slipstream.decision.decide import Seen
+from slipstream.decision.decide import Rules, Seen
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.followed import Changed, Followed, RoundRecord, Shared, Step, Verified, logged
 from slipstream.following.pool import DraftPool, GiveRows, no_rows
@@ -165,6 +165,7 @@ class Following:
         self.pool = DraftPool(metrics, gives)
         # One for all: a new session need not learn how far the drafts are.
         self._beliefs = Beliefs(costs, config.shared_cores, together)
+        self._rules = Rules.of(config.policy)
         self._post = Post()
         self._shared = Shared(self.pool, self._post.say, config.policy, self._beliefs, metrics, config.prompt_lookup,
                               changed or logged)
@@ -239,7 +240,7 @@ class Following:
         """A session that may be drafted for once it begins. ``tokens``: what is committed, the first ``prompt_len`` of
         them the prompt; ``limit``: at most so many in the end."""
         now_s, sampled = self._clock(), not sampling.greedy
-        policy = SpeculationPolicy(self._shared.policy, self._beliefs, now_s, sampled)
+        policy = SpeculationPolicy(self._shared.policy, self._beliefs, now_s, sampled, self._rules)
         if not speculate:
             policy.forbid(now_s)
         followed = Followed(TargetSide(session, tokens, prompt_len, sampling, trace), policy, self._shared, limit,
