@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
@@ -21,17 +22,19 @@ from string import ascii_lowercase
 import httpx
 import psutil
 import pytest
+from tokenizers import Tokenizer
 
 from bench.fleet import Process, free_port, running, service
 from bench.timed import deployed
-from slipstream.simulate.timed import VOCAB, Timing
+from slipstream.models.folder import load_tokenizer, resolve
+from slipstream.simulate.timed import STREAMS, SYMBOLS, VOCAB, Timing
 from slipstream.wire.client import AsyncClient
-from tests_chaos.history import streams, tokenizer, word
 
 TIMING = Timing(step_s=0.001, draft_s=0.0002, seed=3)
 AT_ONCE = 8
 PARTS, SETTLING = 12, 4  # parts of the requests, and how many of them fill caches
 MOST_BYTES = 256  # of memory that a request may leave behind: a leaked request is kilobytes
+FIRST = 36  # stream of a timed target: from here on the default tokenizer has whole characters for its tokens
 WORDS = 40_000  # that nobody has said before: they fill the tokenizer's memory
 
 
@@ -108,6 +111,22 @@ async def soaked(count: int, told: Callable[[str], None]) -> tuple[dict[str, lis
     return held, made
 
 
+@cache
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve("smollm2-135m"))
+
+
+@cache
+def starts() -> tuple[str, ...]:
+    """Texts of one token each, of as many streams as have one: an answer is of its prompt's last token's stream."""
+    found: dict[int, str] = {}
+    for token in range(FIRST * SYMBOLS, STREAMS * SYMBOLS):
+        text = tokenizer().decode([token])
+        if text.strip() and tokenizer().encode(text, add_special_tokens=False).ids == [token]:
+            found.setdefault(token // SYMBOLS, text)
+    return tuple(found.values())
+
+
 def unheard(random: Random) -> list[str]:
     """Words whose tokens a timed target has."""
     made = [f" {''.join(random.choices(ascii_lowercase, k=5))}" for _ in range(WORDS)]
@@ -118,8 +137,8 @@ async def ask_in_turn(turns: Iterator[int], http: httpx.AsyncClient, caller: Asy
                       words: list[str]) -> None:
     """One request after the other: read whole, left in the midst, wrong, or over gRPC."""
     for _ in turns:
-        stream, kind = random.choice(streams()), random.choice(("whole", "stream", "left", "wrong", "grpc", "chat"))
-        said = "".join(random.choices(words, k=30)) + "\n" + word(stream)
+        start, kind = random.choice(starts()), random.choice(("whole", "stream", "left", "wrong", "grpc", "chat"))
+        said = "".join(random.choices(words, k=30)) + "\n" + start
         body = {"model": "timed", "prompt": said, "max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
         match kind:
             case "whole":

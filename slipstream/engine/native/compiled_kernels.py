@@ -140,7 +140,7 @@ def processor() -> set[str]:
 def _tiles_granted() -> bool:
     """Whether the system lets this process and its threads use tiles; it has to be asked (Linux, arch_prctl(2))."""
     try:
-        return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0
+        return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0)
     except (OSError, AttributeError):
         return False
 
