@@ -191,7 +191,8 @@ const uint8_t* halves_of(const uint8_t* weight, int64_t pairs, std::vector<float
 
 template <class Weights>
 void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows, std::vector<float>& scratch) {
-    const int64_t pairs = op.inner / 2, stride = 2 * op.in_stride;
+    const int64_t pairs = op.inner / 2, stride = 2 * op.in_stride, blocks = (rows + 2 * SIDE - 1) / (2 * SIDE);
+    const int64_t part = (PAGE / blocks + 63) / 64 * 64;  // of the next group, which all blocks of this one ask for
     alignas(64) float sums[2 * SIDE * GROUP];
     Tiles tiles;
     for (int64_t group = first; group < last; group++) {
@@ -200,8 +201,10 @@ void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows, std::
             int64_t count = std::min<int64_t>(rows - row, 2 * SIDE), one = std::min<int64_t>(count, SIDE);
             const bf16* x = (const bf16*)op.in + row * op.in_stride;
             tiles.hold(one, count - one);
-            int64_t ahead = row || Weights::SCALED ? 0 : AHEAD;
-            (count > one ? sum_tiles<true> : sum_tiles<false>)(weight, op.inner / DEEP, x, stride, ahead, sums);
+            const bool alone = blocks == 1 || (group == first && !row);
+            const uint8_t* soon = weight + (alone ? AHEAD : pairs * Weights::BYTES + row / (2 * SIDE) * part * (op.inner / DEEP));
+            int64_t each = Weights::SCALED ? 0 : alone ? PAGE : part;
+            (count > one ? sum_tiles<true> : sum_tiles<false>)(weight, op.inner / DEEP, x, stride, soon, each, sums);
             for (int64_t r = 0; r < count; r++) {
                 Floats low = load(sums + r * GROUP), high = load(sums + r * GROUP + LANES);
                 const float* scales = op.scales + group * GROUP;

@@ -47,9 +47,10 @@ class Tiles {
 };
 
 // Sums [2 SIDE, 2 SIDE] of one or two blocks of rows of x, whose rows are `stride` bytes apart, with `deep` times DEEP inputs.
-// ahead: bytes from weights to those that memory is asked for, 0 where they are near.
+// soon: what memory is asked for meanwhile, `each` bytes of it with every DEEP inputs. Weights pass by the first cache's other
+// lines, rows stay in it.
 template <bool TWO>
-void sum_tiles(const uint8_t* weight, int64_t deep, const bf16* x, int64_t stride, int64_t ahead, float* sums) {
+void sum_tiles(const uint8_t* weight, int64_t deep, const bf16* x, int64_t stride, const uint8_t* soon, int64_t each, float* sums) {
     const uint8_t *one = (const uint8_t*)x, *other = one + SIDE * stride;
     _tile_zero(0);
     _tile_zero(1);
@@ -59,10 +60,10 @@ void sum_tiles(const uint8_t* weight, int64_t deep, const bf16* x, int64_t strid
     }
     asm volatile("" : : : "memory");  // what the compiler has still to write, tiles read
     for (int64_t k = 0; k < deep; k++, weight += PAGE, one += 2 * DEEP, other += 2 * DEEP) {
-        if (ahead)
-            for (int line = 0; line < PAGE; line += 64) __builtin_prefetch(weight + ahead + line, 0, 1);
-        _tile_loadd(6, weight, 128);
-        _tile_loadd(7, weight + 64, 128);
+        for (const uint8_t* line = soon; line < soon + each; line += 64) __builtin_prefetch(line, 0, 1);
+        soon += each;
+        _tile_stream_loadd(6, weight, 128);
+        _tile_stream_loadd(7, weight + 64, 128);
         _tile_loadd(4, one, stride);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
