@@ -10,6 +10,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "list.h"
@@ -173,38 +174,23 @@ int64_t product_beside(const Op& op, const Inputs& x, int64_t group, int64_t las
 }
 
 #if defined(__AMX_BF16__)
-// The weights of a group in bfloat16.
 template <class Weights>
-const uint8_t* halves_of(const uint8_t* weight, int64_t pairs, std::vector<float>& scratch) {
-    if (!Weights::SCALED) return weight;
-    if (int64_t(scratch.size()) < pairs * GROUP + LANES) scratch.resize(pairs * GROUP + LANES);
-    uint8_t* wide = (uint8_t*)((uintptr_t(scratch.data()) + 63) / 64 * 64);
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        Words first, second;
-        const uint8_t* line = weight + pair * LINE;
-        __builtin_prefetch(line + AHEAD, 0, 1);
-        halves_of_line(line, first, second);
-        memcpy(wide + pair * 2 * LINE, &first, sizeof first), memcpy(wide + pair * 2 * LINE + LINE, &second, sizeof second);
-    }
-    return wide;
-}
-
-template <class Weights>
-void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows, std::vector<float>& scratch) {
+void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows) {
+    typedef std::conditional_t<Weights::SCALED, Widened, Halved> Pages;
     const int64_t pairs = op.inner / 2, stride = 2 * op.in_stride, blocks = (rows + 2 * SIDE - 1) / (2 * SIDE);
-    const int64_t part = (PAGE / blocks + 63) / 64 * 64;  // of the next group, which all blocks of this one ask for
+    const int64_t size = pairs * Weights::BYTES, part = (Pages::BYTES / blocks + 63) / 64 * 64;  // of the next group, which all blocks of this one ask for
     alignas(64) float sums[2 * SIDE * GROUP];
     Tiles tiles;
     for (int64_t group = first; group < last; group++) {
-        const uint8_t* weight = halves_of<Weights>((const uint8_t*)op.weight + group * pairs * Weights::BYTES, pairs, scratch);
+        const uint8_t* weight = (const uint8_t*)op.weight + group * size;
         for (int64_t row = 0; row < rows; row += 2 * SIDE) {
             int64_t count = std::min<int64_t>(rows - row, 2 * SIDE), one = std::min<int64_t>(count, SIDE);
             const bf16* x = (const bf16*)op.in + row * op.in_stride;
             tiles.hold(one, count - one);
             const bool alone = blocks == 1 || (group == first && !row);
-            const uint8_t* soon = weight + (alone ? AHEAD : pairs * Weights::BYTES + row / (2 * SIDE) * part * (op.inner / DEEP));
-            int64_t each = Weights::SCALED ? 0 : alone ? PAGE : part;
-            (count > one ? sum_tiles<true> : sum_tiles<false>)(weight, op.inner / DEEP, x, stride, soon, each, sums);
+            const uint8_t* soon = weight + (alone ? AHEAD : size + row / (2 * SIDE) * part * (op.inner / DEEP));
+            (count > one ? sum_tiles<Pages, true> : sum_tiles<Pages, false>)(weight, op.inner / DEEP, x, stride, soon,
+                                                                             alone ? Pages::BYTES : part, sums);
             for (int64_t r = 0; r < count; r++) {
                 Floats low = load(sums + r * GROUP), high = load(sums + r * GROUP + LANES);
                 const float* scales = op.scales + group * GROUP;
@@ -219,7 +205,7 @@ void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows, std::
 template <class Weights>
 void product(const Op& op, int64_t first, int64_t last, int64_t rows, std::vector<float>& scratch) {
 #if defined(__AMX_BF16__)
-    if (op.inner % DEEP == 0) return tile_product<Weights>(op, first, last, rows, scratch);
+    if (op.inner % DEEP == 0) return tile_product<Weights>(op, first, last, rows);
 #endif
     int64_t slabs = (rows + SLAB - 1) / SLAB;
     for (int64_t slab = 0; slab < slabs; slab++) {

@@ -46,12 +46,34 @@ class Tiles {
     }
 };
 
+struct Halved {  // weights in bfloat16, as tiles have them
+    static constexpr int BYTES = PAGE;
+    const uint8_t* page(const uint8_t* weight, int64_t) const { return weight; }
+};
+
+struct Widened {  // weights as whole numbers: a page of them is widened while tiles multiply the one before
+    static constexpr int BYTES = PAGE / 2;
+    alignas(64) uint8_t pages[2][PAGE];
+
+    const uint8_t* page(const uint8_t* weight, int64_t k) {
+        uint8_t* wide = pages[k % 2];
+        for (int line = 0; line < BYTES; line += 64) {
+            Words first, second;
+            halves_of_line(weight + line, first, second);
+            memcpy(wide + 2 * line, &first, sizeof first), memcpy(wide + 2 * line + 64, &second, sizeof second);
+        }
+        asm volatile("" : : : "memory");  // what the compiler has still to write, tiles read
+        return wide;
+    }
+};
+
 // Sums [2 SIDE, 2 SIDE] of one or two blocks of rows of x, whose rows are `stride` bytes apart, with `deep` times DEEP inputs.
 // soon: what memory is asked for meanwhile, `each` bytes of it with every DEEP inputs. Weights pass by the first cache's other
 // lines, rows stay in it.
-template <bool TWO>
+template <class Pages, bool TWO>
 void sum_tiles(const uint8_t* weight, int64_t deep, const bf16* x, int64_t stride, const uint8_t* soon, int64_t each, float* sums) {
     const uint8_t *one = (const uint8_t*)x, *other = one + SIDE * stride;
+    Pages pages;
     _tile_zero(0);
     _tile_zero(1);
     if (TWO) {
@@ -59,11 +81,15 @@ void sum_tiles(const uint8_t* weight, int64_t deep, const bf16* x, int64_t strid
         _tile_zero(3);
     }
     asm volatile("" : : : "memory");  // what the compiler has still to write, tiles read
-    for (int64_t k = 0; k < deep; k++, weight += PAGE, one += 2 * DEEP, other += 2 * DEEP) {
+    const uint8_t* next = pages.page(weight, 0);
+    for (int64_t k = 0; k < deep; k++, one += 2 * DEEP, other += 2 * DEEP) {
+        const uint8_t* page = next;
+        weight += Pages::BYTES;
         for (const uint8_t* line = soon; line < soon + each; line += 64) __builtin_prefetch(line, 0, 1);
         soon += each;
-        _tile_stream_loadd(6, weight, 128);
-        _tile_stream_loadd(7, weight + 64, 128);
+        if (k + 1 < deep) next = pages.page(weight, k + 1);
+        _tile_stream_loadd(6, page, 128);
+        _tile_stream_loadd(7, page + 64, 128);
         _tile_loadd(4, one, stride);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
