@@ -4,7 +4,8 @@
 // Rules:
 // 1. What is chosen is what `best_of` would choose of the product, for every state: how far an output may be off is bounded,
 //    not estimated. By Cauchy and Schwarz that is the length of what rounding took from its weights times the state's, and
-//    the length of its rounded weights times what rounding took from the state; float32's own errors are added.
+//    the length of its rounded weights times what rounding took from the state; float32's own errors are added, those of
+//    numbers that are too small for it among them.
 // 2. A state that is not finite, or sums that are not, make every output one that is computed.
 //
 // It knows nothing about why only the greatest is wanted.
@@ -22,6 +23,9 @@
 #include "products.h"
 
 namespace {
+
+// More than an output loses where float32 is below its normal numbers: it has fewer digits there, or is zero.
+constexpr float LOST = 1e-30f;
 
 struct Off {  // how far the outputs of a group may be off, for a state of length 1 and for one unit of what rounding took
     float weights, state;
@@ -41,7 +45,7 @@ struct Rounded {
             greatest_of_lanes = greater((Floats)((Words)v & 0x7fffffffu), greatest_of_lanes);
         }
         const float unit = greatest(greatest_of_lanes) / limit;
-        if (!(unit > std::numeric_limits<float>::min())) return;
+        if (!(unit > LOST)) return;
         for (int64_t i = 0; i < inner; i += LANES) {
             Floats v = widen(x + i) * all(1 / unit), whole = (v + magic) - magic;
             squares += v * v, off += (v - whole) * (v - whole);
@@ -103,7 +107,7 @@ int64_t chosen(const Op& op, int64_t row, std::vector<float>& scratch) {
     const Off* off = (const Off*)op.extra;
     const Rounded state((const bf16*)op.in + row * op.in_stride, op.inner);
     const int64_t groups = groups_of(op);
-    auto far = [&](int64_t group) { return off[group].weights * state.length + off[group].state * state.missed; };
+    auto far = [&](int64_t group) { return off[group].weights * state.length + off[group].state * state.missed + LOST; };
     float least = -INFINITY;  // of the greatest
     for (int64_t group = 0; group < groups; group++) least = std::max(least, most[group] - far(group));
     if (!std::isfinite(least)) least = -INFINITY;
@@ -150,8 +154,7 @@ bool make_screen(const bf16* packed, int64_t groups, int64_t inner, int8_t* numb
             size = std::max(size, std::sqrt(whole));
             far = std::max(far, std::sqrt(missed) + sums * (std::sqrt(exact) + std::sqrt(whole)));
         }
-        const float tiny = std::numeric_limits<float>::min();
-        off[group] = {float(far * 1.0001) + tiny, float(size * 1.0001) + tiny};
+        off[group] = {float(far * 1.0001) + LOST, float(size * 1.0001) + LOST};
     }
     return true;
 }
