@@ -122,7 +122,7 @@ class Job:
             return [Markup(BARE, use.schemas, bound=True) for _ in range(count)]
         schemas, most = ({}, None) if use is None else (use.schemas, None if use.parallel else 1)
         if options.calls_bound:
-            return [Markup(BARE, schemas, most=most) for _ in range(count)]
+            return [Markup(BARE, schemas, either=True) for _ in range(count)]
         thinks = codec.thinks(self.prompts[0])
         return [Markup(codec.style, schemas, thinks, most, mixed=options.mixed) for _ in range(count)]
 

@@ -221,6 +221,21 @@ def test_only_so_many_calls_are_told() -> None:
     assert told(style, list(text), most=1) == told(style, [text], most=1)
 
 
+@pytest.mark.parametrize(("text", "known_at"), [
+    ('{"day": "Mon", "name": "weather", "arguments": {}}', 6), ('{"name": "weather", "why": "<|python_tag|>"}', 25),
+    ('{"name": "Bob", "arguments": {}}', 14), ('{"arguments": {}, "name": "weather"}', 12),
+    ('[{"name": "weather", "arguments": {}}]', 1), ('{"name": "weather", "arguments": "all of them"}', 34),
+    ('{"name": "weather"}', 19), ("7", 1)])
+def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: str, known_at: int) -> None:
+    markup = Markup(BARE, TOOLS, either=True)
+    assert markup.push(text[: known_at - 1]).content == ""
+    parts = [markup.push(text[known_at - 1 : known_at]), markup.push(text[known_at:], over=True)]
+    assert parts[0].content == text[:known_at] and "".join(part.content for part in parts) == text
+    assert not markup.num_calls
+    whole = Markup(BARE, TOOLS, either=True).push(f'{{"name":"weather","arguments":{JSON}}}', over=True)
+    assert (whole.content, [(call.name, call.arguments) for call in whole.calls]) == ("", [("weather", JSON)])
+
+
 def test_an_answer_may_begin_in_the_midst_of_reasoning() -> None:
     assert told(HERMES, list("Hm. \n</think>\n\nSo."), thinking=True) == ("Hm.", "So.", [])
     assert told(HERMES, list("So.</think>")) == ("", "So.</think>", [])

@@ -111,6 +111,10 @@ async def test_an_answer_that_is_bound_to_a_schema_may_call_all_the_same(tiny_fo
         target.says = '{"day": "Mon"}'
         choice = (await r.post(CHAT, messages=HELLO, tools=[WEATHER], response_format=FORM)).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == (target.says, "stop")
+        target.says = '{"name": "weather", "day": "Mon"}'  # what another schema lets through
+        told = events((await r.post(CHAT, messages=HELLO, tools=[WEATHER], response_format=FORM, stream=True)).text)
+        deltas = [choice["delta"].get("content", "") for part in told for choice in part["choices"]]
+        assert "".join(deltas) == target.says and len(deltas) > 3, "as it comes, and no call"
         await r.post(CHAT, messages=HELLO, tools=[WEATHER], tool_choice="none", response_format=FORM)
         alone = target.requests[-1].grammar
         assert alone is not None and json.loads(alone.source) == SHAPES, "nothing may be called"

@@ -66,6 +66,13 @@ class Calls:
         """JSON that nothing began, of tools that there are. Raises NoCall."""
         yield from self._objects(known=True)
 
+    def read_bound(self) -> Step:
+        """One call as a grammar has it written: its name, then its arguments. Raises NoCall at the first character of
+        anything else."""
+        if self._text.rest[0] != "{":
+            raise NoCall
+        yield from self._object(known=True, ordered=True)
+
     def _tool_call(self) -> Step:
         yield from self._text.skip()
         if (yield from self._text.starts("<function=")):
@@ -190,7 +197,7 @@ class Calls:
                 return
             self._text.taken = []
 
-    def _object(self, known: bool) -> Step:
+    def _object(self, known: bool, ordered: bool = False) -> Step:
         name, arguments, index = "", "", -1
         self._text.eat(1)
         while True:
@@ -199,6 +206,8 @@ class Calls:
                 self._text.eat(1)
                 break
             key = loaded((yield from self._text.value()))
+            if ordered and index < 0 and key != (ARGUMENTS[0] if name else "name"):
+                raise NoCall
             yield from self._text.skip()
             if not isinstance(key, str) or self._text.rest[:1] != ":":
                 raise NoCall
@@ -208,6 +217,8 @@ class Calls:
                 index = self._begin(name, "")
                 yield from self._text.value(partial(self._more, index))
                 continue
+            if ordered and index < 0 and name:
+                raise NoCall
             raw = yield from self._text.value()
             if key in ARGUMENTS:
                 arguments = raw
@@ -217,7 +228,7 @@ class Calls:
                     raise NoCall
                 name = found
         if index < 0:
-            if not name:
+            if not name or ordered:
                 raise NoCall
             within = loaded(arguments)
             self._begin(name, within if isinstance(within, str) and within.startswith("{") else arguments or "{}")

@@ -84,19 +84,20 @@ class Named:
 
 class Markup:
     """The text of one answer. ``tools``: names of those that may be called -> their schemas; ``thinking``: it begins in
-    the midst of reasoning; ``most``: calls that are told; ``bound``: it is calls and nothing else; ``mixed``: reasoning
-    is content, with its marks."""
+    the midst of reasoning; ``most``: calls that are told; ``bound``: it is calls and nothing else; ``either``: a
+    grammar makes it one call, or no call at all; ``mixed``: reasoning is content, with its marks."""
 
     def __init__(self, style: Style, tools: Mapping[str, Any] = MappingProxyType({}), thinking: bool = False,
-                 most: int | None = None, bound: bool = False, mixed: bool = False) -> None:
+                 most: int | None = None, bound: bool = False, mixed: bool = False, either: bool = False) -> None:
         self._tools = tools
         self._bound = bound
         self._mixed = mixed
+        self._either = either
         self._text = Scanner()
         self._calls = Calls(self._text, tools, most, self._called)
         self._bare = style.bare and bool(tools)
         self._thoughts = style.thoughts
-        openers = style.openers if tools else ()
+        openers = style.openers if tools and not either else ()
         begins = ("<function=",) if "<tool_call>" in openers else ()
         # What closes nothing is no text either.
         self._stray = () if not tools else (*(("</tool_call>", "</function>") if begins else ()), *(
@@ -187,7 +188,7 @@ class Markup:
         """Llama 3 writes a call as the whole of its answer."""
         blank = yield from self._text.skip()
         if self._text.rest[:1] in ("{", "[") and self._text.rest:
-            yield from self._maybe_call(self._calls.read_bare(), blank)
+            yield from self._maybe_call(self._calls.read_bound() if self._either else self._calls.read_bare(), blank)
         else:
             self._blank.append(blank)
 
