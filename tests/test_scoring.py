@@ -38,7 +38,7 @@ from tests.echo import EchoTarget
 from tests.pair import Rig, target
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, events, routing
 from tests.test_lossless import MAX_TOKENS, PROMPTS, folders, joined, tokens_of
-from tests.tiny import EOS, VOCAB
+from tests.tiny import EOS, VOCAB, write_tiny_model
 
 __all__ = ["folders"]
 TEXT = "the cat sat on the mat. the cat sat on the hat, and then it went: 1 2 3"
@@ -109,6 +109,19 @@ async def test_scores_are_the_same_with_drafts_and_beside_others(fate: str, fold
         np.testing.assert_allclose(scores_of(pieces).logprobs, scores_of(expected).logprobs, atol=1e-9)
         check(scores_of(pieces), right)
     assert sum(piece.accepted for pieces in found for piece in pieces) > 0
+
+
+@pytest.mark.parametrize("others", [0, 3])
+async def test_on_the_kernels_a_greedy_answer_has_its_prompt_scored(others: int, tmp_path: Path) -> None:
+    """Alone, and in steps where others want the argmax and nothing else."""
+    folder = write_tiny_model(tmp_path, hidden_size=64, intermediate_size=176, head_dim=32)
+    async with target(folder, dtype="bfloat16", exact=True, limits=FEW) as rig:
+        plain = await rig.answer(asked(prompt_logprobs=None))
+        beside = [asked(prompt_logprobs=None, max_tokens=30) for _ in range(others)]
+        found = await asyncio.gather(*(rig.answer(request) for request in [*beside, asked()]))
+        await rig.check()
+    assert tokens_of(found[-1]) == tokens_of(plain)
+    assert len(scores_of(found[-1]).logprobs) == len(TEXT) - 1
 
 
 async def test_an_answer_that_is_put_back_is_scored_once(folders: dict[str, Path], right: torch.Tensor) -> None:

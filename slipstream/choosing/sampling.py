@@ -111,6 +111,8 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int]
            race: Race | None = None) -> list[int]:
     """The chosen token of every row of ``logits`` [R, V]; the sessions' rows tile 0 .. R. From a device all choices
     come back in one copy. best: the argmax of each row, where it is known."""
+    if best is None and race is not None and any(session.plain_greedy for session in sessions):
+        best = _argmax(logits).tolist()  # no race: of such rows nothing else may be known
     if best is not None and all(session.plain_greedy for session in sessions):
         return best
     if race is not None:
