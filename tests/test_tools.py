@@ -125,6 +125,21 @@ async def test_an_answer_that_is_bound_to_a_schema_may_call_all_the_same(tiny_fo
         assert (vocabulary.compile(bound, Ends((0,))).commit(list(text.encode())) == len(text)) == fits, text
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_call_may_be_forced_where_text_would_keep_to_a_schema(choice: Any, tiny_folder: Path) -> None:
+    target = EchoTarget()
+    target.grammars, target.context, target.says = True, 4096, '[{"name": "weather", "arguments": {"city": "Rome"}}]'
+    asked: dict[str, Any] = {"messages": HELLO, "tools": [WEATHER, NOW], "tool_choice": choice}
+    async with routing(tiny_folder, target) as r:
+        await r.post(CHAT, **asked)
+        for form in (FORM, {"type": "json_object"}):
+            answer = (await r.post(CHAT, **asked, response_format=form)).json()
+            assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+            assert target.requests[-1].grammar == target.requests[0].grammar
+        refused = (await r.post(CHAT, **asked, structured_outputs={"regex": "a"})).json()["error"]
+        assert refused["param"] == "tool_choice" and "structured_outputs" in refused["message"]
+
+
 @pytest.mark.parametrize("where", ["$defs", "definitions"])
 def test_what_one_tool_refers_to_is_its_own(where: str) -> None:
     def tool(name: str, value: int) -> dict[str, Any]:

@@ -240,8 +240,8 @@ class Generation(Strict):
         binding = {name: value for name in READERS if (value := getattr(self, name)) is not None}
         bound_by, grammar = (grammar_of(binding) if binding else None) or ("", None)
         if use is not None and use.forced:
-            if grammar is not None:
-                raise InvalidRequest("tool_choice", f"cannot force a call beside {bound_by}")
+            if grammar is not None and grammar.kind != "json_schema":  # that is of the text, and there will be none
+                raise InvalidRequest("tool_choice", f"cannot force a call beside {bound_by}; leave out one of them")
             bound_by, grammar = "tool_choice", use.grammar()
         elif use is not None and use.offered and grammar is not None and grammar.kind == "json_schema":
             grammar = use.beside(bound_by, grammar)

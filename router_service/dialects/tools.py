@@ -7,7 +7,8 @@ Rules:
 3. A template that takes no tools is told of them in the system's message, and of calls and results in the words of
    ``<tool_call>`` and ``<tool_response>``.
 4. A call that has to be made binds the answer to a grammar: the arguments of the one that is named, else a list of
-   calls. Where the answer is bound to a JSON schema and may call, it is either one call or what the schema says.
+   calls, also where a JSON schema says what text would be. Where the answer is bound to one and may call, it is either
+   one call or what the schema says.
 
 Format: the OpenAI API's. It knows nothing about what a model answers.
 """
