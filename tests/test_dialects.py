@@ -243,6 +243,11 @@ def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
     assert chat["response_format"] == {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
+def test_who_sends_a_chat_to_the_responses_is_told_what_is_called_otherwise() -> None:
+    with pytest.raises(InvalidRequest, match=r"messages: .* send them as input"):
+        responses.chat_of({"messages": HELLO})
+
+
 @pytest.mark.parametrize(("translate", "body", "field"), [
     (messages.chat_of, [], "body"), (messages.chat_of, {}, "messages"), (messages.chat_of, {"messages": [1]},
                                                                          "messages[0].role"),

@@ -69,6 +69,8 @@ def test_the_nearest_field_is_named() -> None:
     ({"continue_final_message": True, "add_generation_prompt": True},
      "add_generation_prompt: must be false where the final message is continued"),
     ({"logit_bias": []}, "logit_bias: must be an object"),
+    ({"messages": ["hello"]}, "messages[0]: must be an object"),
+    ({"stream_options": True}, "stream_options: must be an object"),
     ({"model": "m" * 300}, "model: must have at most 256 characters"),
     ({"seed": 1 << 64}, f"seed: must be below {1 << 64}"),
 ])

@@ -58,6 +58,7 @@ MODES: Mapping[str, LogprobsMode] = MappingProxyType({
 # The names that pydantic gives to mistakes -> our words, with its context filled in. None shows what was sent.
 TOLD: Mapping[str, str] = MappingProxyType({
     "string_type": "must be a string", "list_type": "must be a list", "dict_type": "must be an object",
+    "model_type": "must be an object",
     "int_type": "must be a whole number", "float_type": "must be a number", "bool_type": "must be true or false",
     "too_short": "must have at least {min_length} item(s)", "too_long": "must have at most {max_length} items",
     "string_too_long": "must have at most {max_length} characters", "literal_error": "must be {expected}",

@@ -31,7 +31,8 @@ ALIKE = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed
 _KEPT = "nothing is kept: send the whole conversation as input"
 _LOGPROBS = "chat completions and completions tell log probabilities"
 REFUSED: Mapping[str, Refused] = MappingProxyType({
-    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "messages"), Refused((), _KEPT)),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), Refused((), _KEPT)),
+    "messages": Refused((), "send them as input"),
     "background": Refused((False,), "leave it out and stream the answer"), "top_logprobs": Refused((0,), _LOGPROBS),
     "truncation": Refused(("disabled",), "shorten the input"),
     "max_tool_calls": Refused((), "leave it out: whoever asks runs the tools"),
