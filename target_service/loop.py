@@ -136,7 +136,7 @@ class TargetWorker:
         # Not _thread: compiled, that is a word of C.
         self._engine = self.vitals.thread("target-worker", self._run)
         self._failed: Exception | None = None  # what ended the thread
-        self._show_slots()
+        self._show()
 
     # From any thread.
 
@@ -248,6 +248,8 @@ class TargetWorker:
         plan, waiting = self._queues.schedule(self._clock(), self._kv, self.shedding)
         held_s = self._held_s(plan, waiting)
         if held_s != 0.0:
+            if held_s is None:  # who left last did so without a step
+                self._show()
             self._telling.deliver()
             return held_s
         if plan.admit:
@@ -257,11 +259,11 @@ class TargetWorker:
         done = self._forward(plan)
         if done is not None:
             self._send(done, self._commit(done))
-        self._metrics.sessions(len(self._queues.running), len(self._queues.waiting))
-        self._show_slots()
+        self._show()
         return 0.0
 
-    def _show_slots(self) -> None:
+    def _show(self) -> None:
+        self._metrics.sessions(len(self._queues.running), len(self._queues.waiting))
         self._metrics.slots(self._runner.slots.num_slots, self._runner.slots.num_free, self._kv.num_cached)
 
     def _held_s(self, plan: Schedule, waiting: list[Sequence]) -> float | None:

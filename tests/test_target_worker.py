@@ -70,6 +70,23 @@ def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMet
     return worker
 
 
+def test_an_answer_that_is_left_alone_is_shown_as_gone(tiny_folder: Path) -> None:
+    """Without a step behind it, on which the page would wait: what scales targets reads it."""
+    told, metrics = list[Piece | Exception](), TargetMetrics("tiny")
+    worker = plain_worker(tiny_folder, told, metrics, tokens=99)
+
+    def shown(state: str) -> str:
+        page = metrics.registry.page("")[1].decode()
+        return re.findall(rf'^slipstream_(?:sessions|kv_slots){{.*state="{state}"}} (.*)$', page, re.MULTILINE)[0]
+
+    while len(told) < 3:
+        worker.poll()
+    assert shown("running") == "1.0" and shown("used") != "0.0"
+    worker.cancel(1)
+    worker.poll()
+    assert shown("running") == shown("used") == "0.0"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("dies", [False, True])
 def test_pieces_that_wait_for_the_next_step_are_not_lost_with_the_thread(tiny_folder: Path, dies: bool) -> None:
