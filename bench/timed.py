@@ -1,9 +1,8 @@
 """Timed devices as processes, a network between them, and readers of what they say.
 
 ``python -m bench.timed ROLE TIMING.json --set …`` is one of them, a composition root. ROLE is target, draft, or
-colocated: a target whose drafter is in the same process and on the same device. ``--bound``: a target's answers may be
-bound to grammars, of the default model's tokens. ``deployed`` starts as many as a benchmark needs. It knows nothing
-about what is measured.
+colocated: a target whose drafter is in the same process and on the same device. ``deployed`` starts as many as a
+benchmark needs. It knows nothing about what is measured.
 """
 
 from __future__ import annotations
@@ -23,19 +22,17 @@ from draft_service.assembly import Draft
 from draft_service.assembly import assemble as assemble_draft
 from slipstream.base.config import Config, load
 from slipstream.cli.process import until_signalled
-from slipstream.models.folder import resolve
 from slipstream.observe.log import configure
 from slipstream.observe.trace import Trace
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.session import LEASE_S
-from slipstream.simulate.timed import STREAMS, SYMBOLS, VOCAB, Device, TimedDrafter, TimedModel, Timing
+from slipstream.simulate.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.local import LocalLink
 from slipstream.wire.target import TargetClient
 from target_service.__main__ import host as host_target
 from target_service.assembly import assemble as assemble_target
-from target_service.assembly import grammars
 
 
 @dataclass(slots=True)
@@ -86,9 +83,9 @@ class Reader:
                 self.take(time.perf_counter(), piece)
 
 
-def text(stream: int, first: int = 0) -> tuple[int, int]:
-    """The prompt of a stream, of those from ``first`` on: what follows depends on it alone."""
-    token = (first + stream % (STREAMS - first)) * SYMBOLS
+def text(stream: int) -> tuple[int, int]:
+    """The prompt of a stream: what follows depends on it alone."""
+    token = stream % STREAMS * SYMBOLS
     return token, token
 
 
@@ -104,18 +101,17 @@ class Timed:
 @asynccontextmanager
 async def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | None = None,
                    settings: Sequence[str] = (), role: str = "target",
-                   traces: Mapping[str, Path] | None = None, bound: bool = False) -> AsyncIterator[Timed]:
+                   traces: Mapping[str, Path] | None = None) -> AsyncIterator[Timed]:
     """Every target knows every draft, through a relay where there is an ``rtt_ms``. traces: files for those of a role,
-    written when they stop. bound: answers may be. Raises Unavailable."""
+    written when they stop. Raises Unavailable."""
     LOGS.mkdir(parents=True, exist_ok=True)
     file = str(timing.save(LOGS / "timing.json"))
     relays: list[Process] = []
 
     def process(role: str, number: int, *own: str) -> Process:
         trace = (f"log.trace={traces[role]}",) if traces else ()
-        flags = ("--bound",) if bound and role == "target" else ()
         return service("draft" if role == "draft" else "target", f"timed-{role}-{number}", LOGS,
-                       (*settings, *own, *trace), "bench.timed", (role, file, *flags))
+                       (*settings, *own, *trace), "bench.timed", (role, file))
 
     def reached(draft: Process) -> str:
         if rtt_ms is None:
@@ -146,16 +142,14 @@ def draft(config: Config, timing: Timing, device: Device) -> Draft:
     return assemble_draft(drafter, "", LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"))
 
 
-async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, colocated: bool = False,
-                       bound: bool = False) -> None:
-    """``colocated``: its drafter is here, and ``target.drafts`` are left alone. ``bound``: answers may be."""
+async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, colocated: bool = False) -> None:
+    """``colocated``: its drafter is here, and ``target.drafts`` are left alone."""
     known: list[Drafts] = []
     local: list[LocalLink] = []
     device, loop = Device(), asyncio.get_running_loop()
     target = await asyncio.to_thread(assemble_target, config, TimedModel(timing, device), "timed", "", loop,
                                      lambda: [*(status for drafts in known for status in drafts.statuses()),
-                                              *(link.status() for link in local)],
-                                     grammars=grammars(resolve(config.model.path), VOCAB) if bound else None)
+                                              *(link.status() for link in local)])
     if not colocated:
         await host_target(config, target, known, stop)
         return
@@ -171,7 +165,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=("target", "draft", "colocated"))
     parser.add_argument("timing", type=Path)
-    parser.add_argument("--bound", action="store_true")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     arguments = parser.parse_args()
     # A timed device's text is no text: what it repeats says nothing.
@@ -183,7 +176,7 @@ def main() -> None:
         if arguments.role == "draft":
             await serve_draft(config, timing, stop)
         else:
-            await serve_target(config, timing, stop, arguments.role == "colocated", arguments.bound)
+            await serve_target(config, timing, stop, arguments.role == "colocated")
 
     asyncio.run(until_signalled(config, serve))
 

@@ -201,7 +201,7 @@ class Transformers:
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
         assert self.process is not None and self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens}).encode() + b"\n")
-        return Answered(**await self._line(), prompt_tokens=len(prompt))
+        return Answered(**await self._line())
 
     async def _line(self) -> dict[str, Any]:
         assert self.process is not None and self.process.stdout is not None

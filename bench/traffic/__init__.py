@@ -1,1 +1,1 @@
-"""Services under many requests, on timed devices: what the router adds, overload, scale, networks."""
+"""Services under many requests, on timed devices: scale, networks."""
