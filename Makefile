@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm conformance clients lint proto bench bench-peers \
-	bench-floods bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network bench-vllm \
+	bench-floods bench-scale bench-smoke bench-drafts bench-host bench-steps bench-network bench-vllm \
 	gpu gpu-bundle walk families demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
 help:  ## what there is
@@ -119,13 +119,8 @@ bench-scale: setup $(COMPILED)/.made  ## up to 4 targets, 4 drafts and 512 strea
 bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side
 	$(BIN)/python -m bench.peers --peers $(PEERS) --runs 0 --systems slipstream-plain slipstream-ngram slipstream-default slipstream-standalone $(ARGS)
 
-bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
-	$(BIN)/python -m bench.drafters.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
-
-# gRPC's core as services have it (slipstream/cli/process.py).
-bench-host: setup  ## what a round costs besides its forwards, part by part, in microseconds
-	GRPC_EXPERIMENTS=-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints \
-		$(BIN)/python -m bench.host $(ARGS)
+bench-host: setup  ## where the microseconds of a real round go besides the devices, piece by piece and by thread
+	$(BIN)/python -m bench.host.rounds $(ARGS)
 
 bench-steps: setup  ## milliseconds of a step by rows and threads, and what a plain step consists of
 	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.host.steps $(ARGS)

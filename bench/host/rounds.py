@@ -1,4 +1,4 @@
-"""``make bench-host ARGS=--rounds``: where the microseconds between two steps of a device go, in real rounds.
+"""``make bench-host``: where the microseconds between two steps of a device go, in real rounds.
 
 A target and a draft with timed devices (``bench.timed``), a stream, 8 and 64. What is said comes from what both write
 down of each round (``log.trace``), and from the processor time of their threads:
@@ -11,6 +11,7 @@ down of each round (``log.trace``), and from the processor time of their threads
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import bisect
 import json
@@ -25,7 +26,7 @@ from typing import Any
 import psutil
 
 from bench.fleet import LOGS, Process
-from bench.report import Row, write
+from bench.report import Row, finished, write
 from bench.timed import Reader, deployed
 from slipstream.cli.process import kept_up
 from slipstream.simulate.timed import Timing
@@ -104,11 +105,18 @@ def picture(took: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def main(seconds: float = 5.0) -> None:
-    timing = Timing()
-    found = {streams: asyncio.run(measured(streams, seconds, timing)) for streams in STREAMS}
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each number of streams")
+    parser.add_argument("--rounds", action="store_true", help="may be said: rounds are all that is measured here")
+    seconds, timing = parser.parse_args().seconds, Timing()
+    found = {streams: finished(measured(streams, seconds, timing)) for streams in STREAMS}
     rows: list[Row] = [{"part": name, **{f"{streams}_streams": took[name] for streams, took in found.items()}}
                        for name in found[STREAMS[0]]]
     write("rounds", rows, "a round of so many streams on timed devices, microseconds")
     for streams, took in found.items():
         print(f"\n{streams} streams\n{picture(took)}")
+
+
+if __name__ == "__main__":
+    main()
