@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm conformance clients lint proto bench bench-peers \
-	bench-floods bench-scale bench-smoke bench-drafts bench-host bench-steps bench-network bench-vllm \
+	bench-floods bench-scale bench-smoke bench-host bench-steps bench-network bench-vllm \
 	gpu gpu-bundle walk families demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
 help:  ## what there is
@@ -124,10 +124,6 @@ bench-host: setup  ## where the microseconds of a real round go besides the devi
 
 bench-steps: setup  ## milliseconds of a step by rows and threads, and what a plain step consists of
 	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.host.steps $(ARGS)
-
-bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PROMPTS=folder [COUNT=n] [DRAFTERS="ngram eagle3-chain5"])
-	$(BIN)/python -m bench.drafters.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \
-		$(if $(DRAFTERS),--drafters "$(DRAFTERS)") $(ARGS)
 
 bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full": the whole sweep; ARGS=--real PROMPTS=folder: the default pair, simulated)
 	$(BIN)/python -m bench.traffic.network $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)

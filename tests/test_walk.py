@@ -9,11 +9,11 @@ from types import FrameType
 
 import pytest
 
-from bench.drafters.drafts import WHOLE_TREES
 from bench.host.walk import OURS, ROOT, Call, Way, config_of, walk
 from slipstream.protocol.tree import DraftTree
 
 FOLDERS = (*OURS, f"{ROOT}/tests/")
+WHOLE_TREES = ("target.policy.max_nodes=16", "target.policy.deadline_max_s=10", "target.prompt_lookup=false")
 
 
 def begin() -> None:

@@ -11,8 +11,9 @@ What is measured, and how:
    tokens by the time until the last answer ends, the median of some runs, plain and drafted in turn. With one wave that
    time is the slowest answer's, and what makes others faster does not count. A group is one prompt of copy, answered
    so many times at once at T = 1.
-5. Sets: mt_bench of the folder, and ours of ``bench/sets``: copy, in which answers repeat their prompts; extraction
-   and record, in which Slipstream's are bound to a schema of JSON, of several people and of one.
+5. Sets: those of the folder, mt_bench where none is named, and ours of ``bench/sets``: copy, in which answers repeat
+   their prompts; extraction and record, in which Slipstream's are bound to a schema of JSON, of several people and of
+   one.
 6. Between questions, while nobody works, a sum over memory is timed. The table's title tells its rates, as a machine
    has fast and slow hours, and ratios to others differ between them.
 7. Rows are in ``build/bench/peers.json`` after each question; table, a verdict for each goal, and memory come last.
@@ -243,10 +244,10 @@ def row_of(key: tuple[str, int, str], results: Results) -> Row:
             "answers": sum(answer.tokens > 0 for answer in answers)}
 
 
-def questions_of(folder: str | None) -> dict[str, list[Question]]:
-    """By set: mt_bench of the folder, or our own chat; and ours."""
+def questions_of(folder: str | None, sets: Sequence[str]) -> dict[str, list[Question]]:
+    """By set: those of the folder, or our own chat; and ours. Raises ConfigError."""
     if folder is not None:
-        free = {"mt_bench": read(folder, "mt_bench", 99), "copy": read(SETS, "copy", 99)}
+        free = {**{name: read(folder, name, 99) for name in sets}, "copy": read(SETS, "copy", 99)}
     else:
         free = {set_: [question for question in own() if question.set == set_] for set_ in ("chat", "copy")}
     return free | {name: read(SETS, name, 99) for name in BOUND}
@@ -255,7 +256,7 @@ def questions_of(folder: str | None) -> dict[str, list[Question]]:
 async def run(arguments: argparse.Namespace) -> None:
     """Start, ask, print; what was measured stays, whatever ends it."""
     codec = TextCodec(resolve(MODEL))
-    name, questions = "peers" if arguments.prompts else "smoke", questions_of(arguments.prompts)
+    name, questions = "peers" if arguments.prompts else "smoke", questions_of(arguments.prompts, arguments.sets)
     sets = {set_: [codec.chat([{"role": "user", "content": q.text}]) for q in all_] for set_, all_ in questions.items()}
     few = {set_: prompts[::max(1, len(prompts) // arguments.count)][:arguments.count] for set_, prompts in sets.items()}
     results: Results = defaultdict(list)
@@ -293,6 +294,7 @@ async def run(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", help="folder with mt_bench.jsonl; without one our own dozen is asked")
+    parser.add_argument("--sets", nargs="+", default=["mt_bench"], help="names of JSONL sets in the folder")
     parser.add_argument("--count", type=int, default=8, help="questions of each set, one at a time")
     parser.add_argument("--runs", type=int, default=3, help="of each batch size and set; 0: no batches")
     parser.add_argument("--waves", type=int, default=3, help="questions of each stream of a batch; 1: all at once")
