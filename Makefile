@@ -150,7 +150,7 @@ families: .venv/.project  ## which causal models of transformers model.engine=hf
 	$(BIN)/python -m bench.families $(ARGS)
 
 demo-fallback: setup  ## on timed devices: a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
-	$(BIN)/python -m bench.drafters.demo_fallback $(ARGS)
+	$(BIN)/python -m bench.traffic.fallback $(ARGS)
 
 docs: .venv/.project  ## print the tables of docs/, the chart's values, schema, dashboards and alerts from the code
 	$(BIN)/python -m deploy

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.drafters.records import load, recorder_of, save
 from bench.report import number
-from bench.traffic.real import schedules, second
+from bench.traffic.real import recorder_of, schedules, second
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.records import Place, Record, place_of
@@ -71,10 +70,7 @@ def test_records_are_what_the_drafter_that_serves_would_say(tmp_path: Path) -> N
     head = write_eagle_folder(tmp_path / "head", eagle_config(eagle_config={
         "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}))
     records = recorder_of(folder, head, 24, "float64").record(PROMPTS)
-    save(records[0], tmp_path / "one.npz")
-    again = load(tmp_path / "one.npz")
-    assert again.answer == records[0].answer and len(again.places) == len(again.answer)
-    assert np.array_equal(again.places[3].tokens, records[0].places[3].tokens)
+    assert len(records[0].places) == len(records[0].answer)
     runner = ModelRunner(load_model(folder, ModelSection(dtype="float64")), 2000)
     drafter = create(DraftSection(drafter="eagle3", model=str(head), dtype="float64", growth=GrowthSection(
         num_steps=2, topk=3, num_draft_tokens=12)), ModelSection(path=str(folder), dtype="float64"), 1000)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.delayed import exact_loop, relay
-from bench.drafters.demo_fallback import tell
+from bench.traffic.fallback import tell
 from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError
 from slipstream.protocol.messages import Commit, Open

@@ -1,1 +1,1 @@
-"""Services under many requests, on timed devices: scale, networks."""
+"""Services on timed devices, under many requests, over networks, with a drafter that turns bad."""

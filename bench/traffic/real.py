@@ -1,9 +1,9 @@
 """``make bench-network ARGS=--real PROMPTS=folder``: schedules on a real pair, in simulated time; and what a second
 device is worth.
 
-1. Records of real answers (``bench.drafters.records``) are played by real workers, scheduler and policy
-   (``slipstream.simulate.replay``): a step takes 20 ms, a tree what is said, and a forward of few rows what one row
-   takes.
+1. Records of real answers (``slipstream.drafting.records``), of the default model and its shipped head, are played by
+   real workers, scheduler and policy (``slipstream.simulate.replay``): a step takes 20 ms, a tree what is said, and a
+   forward of few rows what one row takes. Recording 25 answers takes two minutes of a CPU.
 2. Bounds: ``bound`` is a step and a tree by a step, as if every tree were there and as good as one that is waited for.
    ``oracle`` knows how each round ends: all trees are there, as good as those that were.
 """
@@ -11,22 +11,56 @@ device is worth.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from rich.progress import track
 
-from bench.drafters.records import gathered
-from bench.report import FOLDER, Row, write
-from slipstream.base.config import LogSection, ModelSection
+from bench.asking import read
+from bench.report import Row, write
+from router_service.text.tokens import TextCodec
+from slipstream.base.config import DraftSection, Dtype, LogSection, ModelSection
+from slipstream.drafting.loading import load_eagle
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.records import TOGETHER, Record, Recorder, slots_for
+from slipstream.drafting.rounds import slots_needed
+from slipstream.engine.loading import load_model
+from slipstream.engine.runner import ModelRunner
+from slipstream.models.folder import head_for, packaged_head, resolve
 from slipstream.observe.log import configure
 from slipstream.simulate.replay import Answers, ReplayedCast
 from slipstream.simulate.simulation import Deployment, of_schedule, simulate
 from slipstream.simulate.timed import KNEE_ROWS, Timing
 
+SETS = ("mt_bench", "alpaca", "gsm8k", "humaneval", "cnn_dm")
+PROMPT = 512  # of its newest tokens
 STEP_MS, LEVELS, CHILDREN = 20.0, 5, 16  # of a tree: its levels, and children of a node
 DRAFTS_MS, ROUND_TRIPS_MS = (1.0, 2.0, 5.0, 10.0), (0.2, 1.0, 5.0)
 SECOND_MS, TARGETS, PRICE = (5.0, 10.0), (1, 2, 4, 8), 0.25  # of a draft's device, by a target's
 SECONDS = 12.0  # simulated
+
+
+def recorder_of(target: Path, head: Path, tokens: int, dtype: Dtype = "bfloat16") -> Recorder:
+    """A target and its EAGLE-3 head. Raises ModelError."""
+    model, draft = ModelSection(path=str(target), dtype=dtype), DraftSection(model=str(head), dtype=dtype)
+    drafter = load_eagle(draft, model, TOGETHER * slots_for(PROMPT, tokens))
+    assert isinstance(drafter, NeuralDrafter)
+    runner = ModelRunner(load_model(target, model), slots_needed([[0] * PROMPT] * TOGETHER, tokens))
+    return Recorder(runner, drafter.network, tokens)
+
+
+def recorded(prompts: str, count: int, tokens: int) -> list[Record]:
+    """``count`` questions of each of SETS in the folder ``prompts``, answered. Raises ConfigError, ModelError."""
+    target = ModelSection().path
+    known = head_for(target)
+    assert known is not None
+    codec = TextCodec(resolve(target))
+    asked = [codec.chat([{"role": "user", "content": question.text}])[-PROMPT:]
+             for name in SETS for question in read(prompts, name, count)]
+    recorder, records = recorder_of(resolve(target), packaged_head(known), tokens), list[Record]()
+    for first in track(range(0, len(asked), TOGETHER), "answers and trees"):
+        records += recorder.record(asked[first : first + TOGETHER])
+    return records
 
 
 def timing_of(draft_ms: float) -> Timing:
@@ -65,7 +99,7 @@ def second(cast: ReplayedCast, draft_ms: float, targets: int, seconds: float) ->
 def run(prompts: str, count: int, tokens: int, seconds: float = SECONDS) -> None:
     """Print both tables."""
     configure(LogSection(level="error"))
-    records = gathered(prompts, count, tokens, FOLDER.parent / "records")
+    records = recorded(prompts, count, tokens)
     torch.set_num_threads(1)
     cast = ReplayedCast(Answers(records))
     cells = [(draft_ms, rtt_ms) for draft_ms in DRAFTS_MS for rtt_ms in ROUND_TRIPS_MS]

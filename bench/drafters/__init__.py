@@ -1,1 +1,0 @@
-"""What drafters are worth on questions, and that they change no answer."""
