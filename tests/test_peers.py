@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 
 from bench.asking import read
@@ -29,10 +27,8 @@ from bench.peers.__main__ import (
     row_of,
     verdicts,
 )
-from bench.peers.systems import llama_server, vllm, write_bfloat16
+from bench.peers.systems import in_bfloat16, llama_server, vllm
 from slipstream.base.errors import ConfigError, Unavailable
-from slipstream.models.gguf import GgufFile
-from tests.small_gguf import small_metadata, small_tensors, write_gguf
 
 
 @dataclass(slots=True)
@@ -184,16 +180,17 @@ def test_a_peer_that_is_not_installed_is_named_with_the_command(tmp_path: Path) 
         vllm("plain", tmp_path, tmp_path, tmp_path, "bfloat16")
 
 
-def test_the_copied_model_has_the_same_weights_rounded_once(tmp_path: Path) -> None:
-    source = write_gguf(tmp_path / "small.gguf", small_metadata(), small_tensors())
-    copy = write_bfloat16(source, tmp_path / "copy.gguf")
-    before, after = GgufFile(source), {t.name: t for t in gguf.GGUFReader(copy).tensors}
-    for name, shape in before.tensor_shapes.items():
-        kind = after[name].tensor_type
-        values = gguf.quants.dequantize(after[name].data, kind).reshape(shape)
-        assert kind.name == ("F32" if len(shape) == 1 else "BF16")
-        np.testing.assert_allclose(values, before.tensor(name), rtol=2 ** -8)
-    assert GgufFile(copy).values("tokenizer.ggml.tokens", str) == before.values("tokenizer.ggml.tokens", str)
+def test_a_model_is_converted_once_and_whole(tmp_path: Path) -> None:
+    program, source, file = tmp_path / "quantize", tmp_path / "some.gguf", tmp_path / "new" / "some.gguf"
+    source.write_text("weights")
+    program.write_text('#!/bin/sh\necho "no room" >&2; exit 1')
+    program.chmod(0o755)
+    with pytest.raises(Unavailable, match="no room"):
+        in_bfloat16(program, source, file)
+    assert not file.exists()
+    program.write_text('#!/bin/sh\n[ "$1 $4" = "--allow-requantize BF16" ] && mv "$2" "$3"')
+    assert in_bfloat16(program, source, file).read_text() == "weights"
+    assert in_bfloat16(program, source, file) == file, "its source is gone by now"
 
 
 @pytest.mark.parametrize(("name", "count"), [("copy", 12), ("extraction", 8)])

@@ -37,7 +37,7 @@ from rich.progress import Progress
 from bench.asking import SETS, Question, own, read
 from bench.completions import Answered
 from bench.memory import Memory
-from bench.peers.systems import Slipstream, System, Transformers, llama_server, llamacpp, vllm, write_bfloat16
+from bench.peers.systems import Slipstream, System, Transformers, in_bfloat16, llama_server, llamacpp, vllm
 from bench.report import FOLDER, Row, finished, save, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
@@ -133,7 +133,8 @@ def system_of(name: str, arguments: argparse.Namespace) -> System:
     if arguments.peers is None:
         raise ConfigError("--peers: give the folder that `make bench-peers` installed")
     binary, file = llama_server(arguments.peers), FOLDER / f"{MODEL}-bf16.gguf"
-    return llamacpp(kind, LOGS, binary, write_bfloat16(packaged_file(KNOWN[MODEL]), file))
+    source = packaged_file(KNOWN[MODEL])
+    return llamacpp(kind, LOGS, binary, in_bfloat16(binary.with_name("llama-quantize"), source, file))
 
 
 async def started(names: Sequence[str], arguments: argparse.Namespace, stack: AsyncExitStack,

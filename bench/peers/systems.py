@@ -22,13 +22,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import gguf
-
 from bench.completions import Answered, Server
 from bench.fleet import Process, free_port, resident, service
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.cli.process import answers
-from slipstream.models.gguf import GgufFile
 
 START_S, PEER_START_S = 180.0, 600.0  # vLLM compiles its model
 PEER_MODEL = "model"
@@ -228,30 +225,15 @@ def llama_server(peers: Path) -> Path:
     return found[-1]
 
 
-def write_bfloat16(source: Path, file: Path) -> Path:
-    """The GGUF file ``source`` as ``file``, which is whole when it exists, with the weights that Slipstream serves, not
-    requantised ones: matrices in bfloat16, norms in float32, metadata (tokenizer included) as it is. Raises ModelError.
-    """
+def in_bfloat16(quantize: Path, source: Path, file: Path) -> Path:
+    """The GGUF file ``source`` as ``file``, which is whole when it exists, with the weights that Slipstream serves, as
+    llama.cpp's own ``quantize`` writes them: matrices in bfloat16, norms in float32. Raises Unavailable."""
     if file.exists():
         return file
     file.parent.mkdir(parents=True, exist_ok=True)
-    tensors, reader = GgufFile(source), gguf.GGUFReader(source)
     fresh = file.with_suffix(".part")
-    writer = gguf.GGUFWriter(fresh, tensors.value("general.architecture", str))
-    for entry in reader.fields.values():
-        if entry.name in ("general.architecture", "general.file_type") or entry.name.startswith("GGUF."):
-            continue
-        kind = entry.types[0]
-        inner = entry.types[-1] if kind is gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(entry.name, entry.contents(), kind, inner)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    for name, shape in tensors.tensor_shapes.items():
-        kept = len(shape) == 1
-        stored = gguf.GGMLQuantizationType.F32 if kept else gguf.GGMLQuantizationType.BF16
-        values = tensors.tensor(name)
-        writer.add_tensor(name, values if kept else gguf.quants.quantize(values, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    command: list[str | Path] = [quantize, "--allow-requantize", source, fresh, "BF16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unavailable(f"{quantize} did not write {file}: {done.stderr[-500:]}")
     return fresh.rename(file)
