@@ -13,11 +13,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
-from bench.gpu.piece import FAULTS, Died, Piece, found_by, prepare
+from bench.gpu.piece import Died, Piece, found_by, prepare
 from bench.gpu.stage import Finding, Given
 from bench.gpu.stages import PIECES, STAGES
 from bench.report import Row, save, write
@@ -29,7 +30,8 @@ LIMIT_S = 570.0
 LOST = ("DIED", "FAILED")  # what a row is called that stands for a piece's end
 
 
-def run(pieces: Sequence[Piece], given: Given, out: Path, limit_s: float, faults: dict[str, str]) -> list[Row]:
+def run(pieces: Sequence[Piece], given: Given, out: Path, limit_s: float,
+        faults: Mapping[str, str] = MappingProxyType({})) -> list[Row]:
     """The rows of all pieces. limit_s: of all of them; what does not come to its turn has a row that says so. faults:
     see ``piece.FAULTS``, by stage."""
     out.mkdir(parents=True, exist_ok=True)
@@ -88,18 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all pieces together")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes: does it run?")
-    parser.add_argument("--fault", action="append", default=[], metavar="STAGE=KIND",
-                        help=f"break a stage on purpose, to see the others survive it: {', '.join(FAULTS)}")
     options = parser.parse_args(arguments)
     names = options.stages.split()
-    faults = dict(fault.partition("=")[::2] for fault in options.fault)
-    if unknown := [name for name in [*names, *faults] if name not in STAGES]:
+    if unknown := [name for name in names if name not in STAGES]:
         parser.error(f"no stage {unknown[0]}; there are {', '.join(STAGES)}")
-    if unknown := [fault for fault in faults.values() if fault not in FAULTS]:
-        parser.error(f"no fault {unknown[0]}; there are {', '.join(FAULTS)}")
     model = prepare_model(options.model) if options.model in KNOWN else Path(options.model) if options.model else None
     given = Given(device_of(options.device), not options.rehearse, model, options.repeats)
-    rows = run([piece for piece in PIECES if piece.stage in names], given, options.out, options.limit_s, faults)
+    rows = run([piece for piece in PIECES if piece.stage in names], given, options.out, options.limit_s)
     title = "a rehearsal: these numbers mean nothing" if options.rehearse else "the engine on one device"
     write("gpu", rows, title, options.out)
     return int(any(row["what"] in LOST for row in rows))
