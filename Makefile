@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm conformance clients lint proto bench bench-peers \
-	bench-floods bench-scale bench-smoke bench-host bench-steps bench-network bench-vllm \
+	bench-floods bench-scale bench-smoke bench-exact bench-host bench-steps bench-network bench-vllm \
 	gpu gpu-bundle walk families demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
 help:  ## what there is
@@ -118,6 +118,9 @@ bench-scale: setup $(COMPILED)/.made  ## up to 4 targets, 4 drafts and 512 strea
 
 bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side
 	$(BIN)/python -m bench.peers --peers $(PEERS) --runs 0 --systems slipstream-plain slipstream-ngram slipstream-default slipstream-standalone $(ARGS)
+
+bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
+	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
 bench-host: setup  ## where the microseconds of a real round go besides the devices, piece by piece and by thread
 	$(BIN)/python -m bench.host.rounds $(ARGS)
