@@ -140,10 +140,12 @@ async def test_a_call_may_be_forced_where_text_would_keep_to_a_schema(choice: An
         assert refused["param"] == "tool_choice" and "structured_outputs" in refused["message"]
 
 
-@pytest.mark.parametrize("where", ["$defs", "definitions"])
-def test_what_one_tool_refers_to_is_its_own(where: str) -> None:
+@pytest.mark.parametrize(("where", "own", "before"), [
+    ("$defs", {}, ""), ("definitions", {}, ""), ("$defs", {"$id": "https://a.b/c"}, ""),
+    ("$defs", {"$id": "https://a.b/c"}, "https://a.b/c")])
+def test_what_one_tool_refers_to_is_its_own(where: str, own: dict[str, str], before: str) -> None:
     def tool(name: str, value: int) -> dict[str, Any]:
-        thing = {"type": "object", "properties": {"x": {"$ref": f"#/{where}/Item"}}, "required": ["x"],
+        thing = {**own, "type": "object", "properties": {"x": {"$ref": f"{before}#/{where}/Item"}}, "required": ["x"],
                  "additionalProperties": False, where: {"Item": {"const": value}}}
         return {"type": "function", "function": {"name": name, "parameters": thing}}
 
@@ -155,6 +157,17 @@ def test_what_one_tool_refers_to_is_its_own(where: str) -> None:
             matcher = vocabulary.compile(use.grammar(), Ends((0,)))
             text = f'[{{"name": "{name}", "arguments": {{"x": {x}}}}}]'.encode()
             assert (matcher.commit(list(text)) == len(text)) == (x == value), (name, x)
+
+
+@pytest.mark.parametrize("referring", [
+    {"$ref": "#day", "$defs": {"day": {"$anchor": "day", "const": "Mon"}}},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "b", "$ref": "#/$defs/c", "$defs": {"c": {"const": "Mon"}}}}}])
+def test_a_schema_beside_tools_may_refer_by_name_and_hold_another(referring: dict[str, Any]) -> None:
+    use = use_of([WEATHER], "auto", None)
+    assert use is not None
+    bound = use.beside("response_format", Grammar("json_schema", json.dumps(referring)))
+    matcher = Vocabulary(tiny_tokenizer(), 256).compile(bound, Ends((0,)))
+    assert matcher.commit(list(b'"Mon"')) == 5
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])

@@ -91,13 +91,26 @@ class ToolUse:
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """A schema that stands at ``to`` in another one: what refers to itself goes on to do so."""
-    if isinstance(schema, list):
-        return [_moved(item, to) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {key: to + value[1:] if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, to) for key, value in schema.items()}
+    """A schema that stands at ``to`` in another one: what refers to itself goes on to do so, by its ``$id`` too, which
+    it loses: two may bear the same."""
+    own = schema.get("$id") if isinstance(schema, dict) else None
+    if not isinstance(own, str):
+        return _referring(schema, "", to)
+    return _referring({key: value for key, value in schema.items() if key != "$id"}, own, to)
+
+
+def _referring(part: Any, own: str, to: str) -> Any:
+    """A part of the schema ``own``, whose paths begin at ``to``. One with an ``$id`` is a document of its own wherever
+    it stands; and a name, unlike a path, is the same everywhere."""
+    if isinstance(part, list):
+        return [_referring(item, own, to) for item in part]
+    if not isinstance(part, dict) or isinstance(part.get("$id"), str):
+        return part
+    referring = {key: _referring(value, own, to) for key, value in part.items()}
+    if isinstance(ref := part.get("$ref"), str):
+        path = ref.removeprefix(own) or "#"
+        referring["$ref"] = to + path[1:] if path == "#" or path.startswith("#/") else ref
+    return referring
 
 
 def _closed(schema: Mapping[str, Any]) -> Json:
