@@ -251,7 +251,7 @@ class Gateway:
         place = await self.admission.enter(tenant, asked.num_answers)
         waited_s = time.monotonic() - arrived_s
         try:
-            await self._try(asked.options, tenant)
+            asked = replace(asked, options=await self._try(asked.options, tenant))
             # A conversation may have to wait for the process of its template.
             job = await self.lanes.run(asked.size, partial(self._job, asked), at_once=not asked.messages)
             # The head is as much work for a token that is scored as for one that is answered.
@@ -349,14 +349,18 @@ class Gateway:
             raise InvalidRequest("begun", "is for answers without their prompt")
         return asked
 
-    async def _try(self, options: Options, tenant: Tenant) -> None:
-        """Raises InvalidRequest for a grammar that is none, or too dear, and CapacityError."""
+    async def _try(self, options: Options, tenant: Tenant) -> Options:
+        """With the grammar that can be kept to. Raises InvalidRequest for one that is none, or too dear, and
+        CapacityError."""
         grammar, whose = options.grammar, tenant.namespace
         if grammar is not None and not self._trial.passed(grammar, whose):
             try:
                 await self._trials.run(whose, partial(self._trial.check, grammar, whose))
             except InvalidRequest as error:
+                if options.looser is not None:
+                    return await self._try(replace(options, grammar=options.looser, looser=None), tenant)
                 raise InvalidRequest(options.bound_by, error.message) from None
+        return options
 
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""

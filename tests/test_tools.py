@@ -16,7 +16,7 @@ from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
 from slipstream.protocol.chat import MAX_CALLS, MAX_TOOLS
-from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.grammar import MAX_SOURCE, Grammar
 from slipstream.protocol.requests import Sampling
 from tests.echo import EchoTarget
 from tests.routing import CHAT, HELLO, events, routing
@@ -89,6 +89,10 @@ async def test_a_forced_call_is_bound_to_its_schema(tiny_folder: Path) -> None:
             assert choice["finish_reason"] == "length" and not choice["message"]["content"], "no call is no content"
 
 
+def parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "weather", "parameters": schema}}
+
+
 SHAPES = {"$defs": {"day": {"enum": ["Mon", "Tue"]}}, "type": "object", "properties": {"day": {"$ref": "#/$defs/day"}},
           "required": ["day"], "additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SHAPES}}
@@ -115,6 +119,14 @@ async def test_an_answer_that_is_bound_to_a_schema_may_call_all_the_same(tiny_fo
         told = events((await r.post(CHAT, messages=HELLO, tools=[WEATHER], response_format=FORM, stream=True)).text)
         deltas = [choice["delta"].get("content", "") for part in told for choice in part["choices"]]
         assert "".join(deltas) == target.says and len(deltas) > 3, "as it comes, and no call"
+        answer = await r.post(CHAT, messages=HELLO, tools=[parameters({**SCHEMA, "uniqueItems": True})],
+                              response_format=FORM)
+        assert answer.status_code == 200, "of what no grammar can be made, arguments may be anything"
+        loose = target.requests[-1].grammar
+        assert loose is not None and "uniqueItems" not in loose.source
+        unknown = {**FORM, "json_schema": {"name": "x", "schema": {**SHAPES, "not": {}}}}
+        refused = (await r.post(CHAT, messages=HELLO, tools=[WEATHER], response_format=unknown)).json()["error"]
+        assert refused["param"] == "response_format" and '"not"' in refused["message"]
         await r.post(CHAT, messages=HELLO, tools=[WEATHER], tool_choice="none", response_format=FORM)
         alone = target.requests[-1].grammar
         assert alone is not None and json.loads(alone.source) == SHAPES, "nothing may be called"
@@ -165,9 +177,14 @@ def test_what_one_tool_refers_to_is_its_own(where: str, own: dict[str, str], bef
 def test_a_schema_beside_tools_may_refer_by_name_and_hold_another(referring: dict[str, Any]) -> None:
     use = use_of([WEATHER], "auto", None)
     assert use is not None
-    bound = use.beside("response_format", Grammar("json_schema", json.dumps(referring)))
-    matcher = Vocabulary(tiny_tokenizer(), 256).compile(bound, Ends((0,)))
-    assert matcher.commit(list(b'"Mon"')) == 5
+    bound, loose = use.beside("response_format", Grammar("json_schema", json.dumps(referring)))
+    large = use_of([parameters({"description": "x" * MAX_SOURCE})], "auto", None)
+    assert large is not None and large.beside("response_format", Grammar("json_schema", json.dumps(referring))) == (
+        loose, loose)
+    for grammar, calls in ((bound, False), (loose, True)):
+        for text, fits in ((b'"Mon"', True), (b'{"name":"weather","arguments":{"any":[1]}}', calls)):
+            matcher = Vocabulary(tiny_tokenizer(), 256).compile(grammar, Ends((0,)))
+            assert (matcher.commit(list(text)) == len(text)) == fits
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])

@@ -96,6 +96,7 @@ class Options:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = field(default=(), repr=False)
     grammar: Grammar | None = None  # what the answers are bound to
+    looser: Grammar | None = None  # where nothing can be made of that
     bound_by: str = ""  # the field that says so
 
     @property
@@ -240,18 +241,19 @@ class Generation(Strict):
                             seed=secrets.randbits(64) if self.seed is None else self.seed % SEEDS)
         binding = {name: value for name in READERS if (value := getattr(self, name)) is not None}
         bound_by, grammar = (grammar_of(binding) if binding else None) or ("", None)
+        looser: Grammar | None = None
         if use is not None and use.forced:
             if grammar is not None and grammar.kind != "json_schema":  # that is of the text, and there will be none
                 raise InvalidRequest("tool_choice", f"cannot force a call beside {bound_by}; leave out one of them")
             bound_by, grammar = "tool_choice", use.grammar()
         elif use is not None and use.offered and grammar is not None and grammar.kind == "json_schema":
-            grammar = use.beside(bound_by, grammar)
+            grammar, looser = use.beside(bound_by, grammar)
         return Options(
             sampling, max_tokens, self.n or 1, tuple(filter(None, self.stop or ())), use=use,
             keep_stop=bool(self.include_stop_str_in_output), show_specials=self.skip_special_tokens is False,
             top_logprobs=top_logprobs, token_ids=bool(self.return_token_ids), ignore_eos=bool(self.ignore_eos),
             truncate=self.truncate_prompt_tokens, salt=self.cache_salt or "", answer_id=self.request_id or "",
-            speculate=self.speculate is not False, grammar=grammar, bound_by=bound_by,
+            speculate=self.speculate is not False, grammar=grammar, looser=looser, bound_by=bound_by,
             prompt_logprobs=self.prompt_logprobs, logprobs_mode=MODES[self.logprobs_mode or "raw_logprobs"],
             allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids or ())),
             bad_words=tuple(dict.fromkeys(filter(None, self.bad_words or ()))))

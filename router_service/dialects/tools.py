@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -74,8 +74,19 @@ class ToolUse:
         return made("tool_choice", "json_schema", _written(
             {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs}))
 
-    def beside(self, field: str, grammar: Grammar) -> Grammar:
-        """A JSON schema of ``field``, or a call of one of the tools. Raises InvalidRequest."""
+    def beside(self, field: str, grammar: Grammar) -> tuple[Grammar, Grammar]:
+        """A JSON schema of ``field``, or a call of one of the tools; and the same with any arguments: a tool's schema may
+        be more than a grammar can be made of, which is nothing to refuse where nothing asks for the call. Raises
+        InvalidRequest."""
+        anything = {"additionalProperties": True}
+        loose = replace(self, tools=tuple({"function": {"name": name, "parameters": anything}} for name in self.schemas)
+                        )._either(field, grammar)
+        try:
+            return self._either(field, grammar), loose
+        except InvalidRequest:  # they are too large together
+            return loose, loose
+
+    def _either(self, field: str, grammar: Grammar) -> Grammar:
         schema = read_json(field, grammar.source.encode())
         calls, defs = self._calls()
         defs["answer"] = _moved(schema, "#/$defs/answer")
