@@ -36,6 +36,9 @@ from slipstream.cli.process import places
      "draft.metrics_listen: 'here:99999' is not host:port, such as 127.0.0.1:8000"),
     ("target.drafts=127.0.0.1:8052", "target.drafts: write a list, as in [127.0.0.1:8051]; [] for none"),
     ("router.targets=[one]", "router.targets: 'one' is not host:port, such as 127.0.0.1:8000"),
+    ("target.drafts=['http://here:8052']", "target.drafts: 'http://here:8052' is not host:port, such as 127.0.0.1:8000"),
+    ("log.spans=collector:4317",
+     "log.spans: 'collector:4317' is no such address; write http://HOST:PORT, or https://"),
     ("router.targets=['kubernetes:///target:8051']",
      "router.targets: 'kubernetes:///target:8051' is not kubernetes:///SERVICE.NAMESPACE:PORT"),
     ("wire.tls.key=tls.key", "wire.tls.key: is no setting any more; write wire.tls.folder: tls.crt, tls.key and ca.crt "
@@ -77,6 +80,8 @@ def test_addresses_that_can_be_dialled(addresses: str) -> None:
 @pytest.mark.parametrize(("content", "told"), [
     (b"target: [", " is not YAML: "), (b"\xff\xfe", " is not YAML: "),
     (b"- target", "expected sections like 'target:'"),
+    (b"target:\n  max_sessions: 4\nrouter: {}\ntarget:\n  drain_s: 3\n", ": line 4: target stands there twice; "),
+    (b"draft:\n  growth:\n    topk: 1\n    topk: 2\n", ": line 4: topk stands there twice; "),
 ])
 def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes, told: str) -> None:
     file = tmp_path / "slipstream.yaml"

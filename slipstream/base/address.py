@@ -17,7 +17,7 @@ SERVICE = re.compile(rf"kubernetes:///({LABEL})\.({LABEL})(?:\.svc)?:({LABEL})")
 def host_port(address: str) -> tuple[str, int]:
     """The two parts of ``address``, an IPv6 host without its brackets. Raises ValueError with an example."""
     host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdecimal()) or int(port) >= 1 << 16:
+    if not host or "/" in host or not (port.isascii() and port.isdecimal()) or int(port) >= 1 << 16:
         raise ValueError(f"{address!r} is not host:port, such as 127.0.0.1:8000")
     return host.strip("[]"), int(port)
 

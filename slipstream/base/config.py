@@ -58,6 +58,7 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "greater_than_equal": "must be at least {ge:g}",
     "less_than": "must be below {lt:g}",
     "less_than_equal": "must be at most {le:g}",
+    "string_pattern_mismatch": "'{input}' is no such address; write http://HOST:PORT, or https://",
 })
 _FOLDER = "write wire.tls.folder: tls.crt, tls.key and ca.crt stand in it"
 # Settings that went -> what to write instead.
@@ -224,6 +225,19 @@ class Config(Section):
         return self.model_copy(update={"target": self.target.model_copy(update={"shared_cores": shared})})
 
 
+class _Once(yaml.SafeLoader):
+    """YAML in which no key stands twice in a section: what the first one says would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise ConfigError(f"line {key.start_mark.line + 1}: {key.value} stands there twice; write what belongs "
+                                  "to it once, in one place")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
     """The configuration of a YAML file (None: all defaults) with ``section.key=value`` overrides on top.
 
@@ -232,11 +246,13 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Con
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+            tree = yaml.load(Path(path).read_text(encoding="utf-8"), _Once) or {}
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except (ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{path} is not YAML: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
         if not isinstance(tree, dict):
             raise ConfigError(f"{path}: expected sections like 'target:', found {type(tree).__name__}")
     for override in overrides:
