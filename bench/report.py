@@ -19,6 +19,7 @@ from rich.table import Table
 
 from slipstream.base.errors import SlipstreamError
 from slipstream.cli.terminal import complain
+from slipstream.engine.native.compiled_kernels import processor
 
 FOLDER = Path("build/bench")
 SHOWN = 5  # numbers of a list in the table
@@ -47,7 +48,8 @@ def device() -> str:
     """The machine in words: cores and instruction set, or the GPU."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{os.cpu_count()} cores {platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    tiles = " and AMX" if "amx_tile" in processor() else ""
+    return f"{os.cpu_count()} cores {platform.machine()} ({torch.backends.cpu.get_cpu_capability()}{tiles})"
 
 
 def commit() -> str:
