@@ -350,8 +350,7 @@ class Gateway:
         return asked
 
     async def _try(self, options: Options, tenant: Tenant) -> Options:
-        """With the grammar that can be kept to. Raises InvalidRequest for one that is none, or too dear, and
-        CapacityError."""
+        """With the grammar that can be kept to. Raises InvalidRequest where none can, and CapacityError."""
         grammar, whose = options.grammar, tenant.namespace
         if grammar is not None and not self._trial.passed(grammar, whose):
             try:

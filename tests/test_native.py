@@ -303,6 +303,33 @@ def test_attention_is_the_same_bits_for_any_company_and_threads(flags: tuple[str
             assert error(together[0][row], torch.einsum("hn,nhd->hd", weights, v).reshape(-1)) < 3e-3
 
 
+@pytest.mark.parametrize("flags", ABLE, ids=named)
+def test_attention_of_a_prompts_rows_is_that_of_single_ones(flags: tuple[str, ...]) -> None:
+    """With prompts of others beside it, and heads in groups smaller and larger than a block of rows."""
+    dice, built = torch.Generator().manual_seed(10), kernels(flags)
+    pool = KVPool(2, 700, 2, 32, torch.bfloat16)
+    pool.kv.copy_(torch.randn(pool.kv.shape, generator=dice))
+    place = torch.randperm(700, generator=dice).numpy()
+    for heads in (2, 6, 40):
+        shape, builder, prompts = Heads(heads, 2, 32, None, None, 1e-5), BatchBuilder(), ((0, 150), (100, 45), (250, 3))
+        parts, taken = list[np.ndarray[Any, np.dtype[np.int64]]](), 0
+        for known, rows in prompts:
+            parts.append(place[taken : taken + known + rows])
+            taken += known + rows
+            builder.add([0] * rows, range(rows), parts[-1][known:].tolist(), parts[-1][:known])
+        queries = torch.randn(198, heads * 32, generator=dice).bfloat16()
+        together = [attended(Team(built, threads), builder.build(), pool, queries, shape) for threads in (1, 2)]
+        assert torch.equal(*together)
+        first = 0
+        for (known, rows), entries in zip(prompts, parts, strict=True):
+            for row in range(rows):
+                plain, seen = BatchBuilder(), entries[: known + row + 1]
+                plain.add([0], [0], seen[-1:].tolist(), seen[:-1])
+                alone = attended(Team(built, 1), plain.build(), pool, queries[first + row : first + row + 1], shape)
+                assert torch.equal(alone[0], together[0][first + row]), f"{heads} heads, {known} known, row {row}"
+            first += rows
+
+
 def attended(team: Team, batch: ForwardBatch, pool: KVPool, queries: torch.Tensor, shape: Heads) -> torch.Tensor:
     out, program, none = torch.empty_like(queries), Program(team), torch.empty(0)
     program.attention(queries, shape, 1, out)

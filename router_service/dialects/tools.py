@@ -75,9 +75,8 @@ class ToolUse:
             {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs}))
 
     def beside(self, field: str, grammar: Grammar) -> tuple[Grammar, Grammar]:
-        """A JSON schema of ``field``, or a call of one of the tools; and the same with any arguments: a tool's schema
-        may be more than a grammar can be made of, which is nothing to refuse where nothing asks for the call. Raises
-        InvalidRequest."""
+        """A JSON schema of ``field``, or a call of one of the tools; and the same with any arguments: where nobody asks
+        for a call, a tool's schema that no grammar can be made of is nothing to refuse. Raises InvalidRequest."""
         anything = {"additionalProperties": True}
         loose = replace(self, tools=tuple({"function": {"name": name, "parameters": anything}} for name in self.schemas)
                         )._either(field, grammar)

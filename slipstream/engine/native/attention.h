@@ -60,7 +60,7 @@ struct Splits {  // of a forward's rows, for each of its layers
         const int64_t some = int64_t(blocks.size());
         parts = threads == 1 ? 1 : std::clamp<int64_t>(4 * threads / std::max<int64_t>(some, 1), 1, std::max<int64_t>(chunks, 1));
         if (parts == 1) return;
-        if (int64_t(known.size()) < frame.rows * chunks * size) known.resize(2 * frame.rows * chunks * size);
+        if (int64_t(known.size()) < frame.rows * chunks * size) known.resize(frame.rows * chunks * size / 4 * 5);
         if (room < some) room = some, left = std::make_unique<std::atomic<int64_t>[]>(room);
         for (int64_t block = 0; block < some; block++) left[block] = parts;
     }
