@@ -285,7 +285,7 @@ class Gateway:
         prompt, choice = divmod(number, job.options.n)
         options = job.options
         sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS,
-                           stop_token_ids=self._stop_ids(options))
+                           stop_token_ids=options.ends(self.codec.stop_token_ids, job.vocab_size))
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
                           options.top_logprobs, options.speculate, trace=trace,
                           namespace=_salted(tenant.namespace, options.salt), identity=job.identity,
@@ -315,10 +315,6 @@ class Gateway:
         if options.show_specials:
             return self.codec.specials
         return self.codec.marks if options.told_apart(self.codec.style) else ()
-
-    def _stop_ids(self, options: Options) -> tuple[int, ...]:
-        own = () if options.ignore_eos else self.codec.stop_token_ids
-        return tuple(dict.fromkeys((*own, *options.sampling.stop_token_ids)))
 
     def _checked(self, asked: Asked) -> Asked:
         info = self._info()
@@ -407,7 +403,7 @@ class Gateway:
             raise InvalidRequest("begun.tokens", f"must be fewer than the answer's {job.max_tokens[0]}")
         if tokens and (min(tokens) < 0 or max(tokens) >= job.vocab_size):
             raise InvalidRequest("begun.tokens", f"one is outside the vocabulary of {job.vocab_size}")
-        if not set(tokens).isdisjoint(self._stop_ids(job.options)):
+        if not set(tokens).isdisjoint(job.options.ends(self.codec.stop_token_ids, job.vocab_size)):
             raise InvalidRequest("begun.tokens", "one of them ends an answer")
         return replace(job, begun=tokens, identity=self._balancer.identity(begun.identity))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,15 @@ async def test_chat_whole(tiny_folder: Path) -> None:
         assert extension == {"rounds": 11, "acceptance_length": round(41 / 11, 4), "drafted_tokens": 40,
                              "lossy": False}
         assert raw.headers["x-slipstream-mode"] == "speculative" and len(raw.headers["x-request-id"]) == 32
+
+
+async def test_ends_that_a_model_names_and_does_not_have_are_not_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
+    folder, target = tmp_path / "cut", EchoTarget()
+    shutil.copytree(tiny_folder, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 128009]}')
+    async with routing(folder, target) as r:
+        assert (await r.post(CHAT, messages=HELLO)).status_code == 200
+    assert target.requests[-1].sampling.stop_token_ids == (257,)
 
 
 async def test_chat_stream(tiny_folder: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -123,6 +123,12 @@ class Options:
         """Whether a grammar says how calls are written: as JSON that nothing begins."""
         return self.grammar is not None and self.grammar.kind == "json_schema" and (
             self.use is not None and self.use.offered)
+
+    def ends(self, own: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+        """What ends an answer of a model that names its ``own``: one that was cut out of a larger one may have some of
+        them no more."""
+        kept = () if self.ignore_eos else [token for token in own if token < vocab_size]
+        return tuple(dict.fromkeys((*kept, *self.sampling.stop_token_ids)))
 
     @property
     def asked_by(self) -> dict[Need, str]:
