@@ -22,7 +22,7 @@ from slipstream.engine.loading import graphed, identity_of, load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
-from slipstream.engine.runner import TYPICAL_CONTEXT, Memory, ModelRunner, default_slots
+from slipstream.engine.runner import PROFILE_CONTEXT, TYPICAL_CONTEXT, Memory, ModelRunner, default_slots
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.trial import AGAIN_S, Trial
 from slipstream.models.folder import load_tokenizer, resolve, tokenizer_hash, weights_hash
@@ -38,6 +38,8 @@ from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, TargetService
+
+LEAST_SLOTS = PROFILE_CONTEXT + MAX_NODES  # steps are measured with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,15 @@ def threads(wanted: int) -> int:
 
 def slots_for(config: TargetSection, model: CausalModel, max_context: int) -> int:
     """KV slots: what the configuration says, else room for all sessions at a typical length, and for one whole context
-    with its tree in any case. Raises ConfigError where that does not fit a GPU."""
+    with its tree in any case. Raises ConfigError where that does not fit."""
     memory = Memory.of(model.config, model.dtype, model.device,
                        Limits.on(model.device.type, config.max_sessions).max_step_rows)
-    slots = config.slots or _slots(config, model, max_context, memory)
-    if model.device.type == "cuda":  # a CPU's memory is taken as it is written
+    if 0 < config.slots < LEAST_SLOTS:
+        raise ConfigError(f"target.slots: {config.slots} are too few for one answer and its tree: at least "
+                          f"{LEAST_SLOTS}, or 0 for as many as there is room for")
+    slots = config.slots or max(_slots(config, model, max_context, memory), LEAST_SLOTS)
+    # A CPU's memory is taken as it is written, but cannot be more than there is.
+    if model.device.type == "cuda" or slots * memory.slot > memory.total:
         memory.check(slots)
     logger("target").info("memory", device=str(model.device), gb=memory.report(slots), slots=slots)
     return slots

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from deploy.values import DraftValues, PodValues, TargetValues
 from slipstream.base.config import DraftSection, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.heads.checkpoint import read_head
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.runner import Memory, default_slots, kv_bytes, slot_bytes, step_bytes
 from slipstream.models.folder import resolve, settled_draft
 from slipstream.observe.log import refuse_private
+from target_service.assembly import slots_for
 
 CONFIG = config_of(LLAMA_8B)
 GB = 10**9
@@ -24,6 +27,16 @@ def test_bytes_of_a_published_shape() -> None:
     assert slot_bytes(CONFIG, torch.bfloat16) == 2 * 32 * 8 * 128 * 2 + 3 * 4096 * 2
     # 512 rows: logits of 128256 tokens alone are a gigabyte.
     assert 1.0e9 < step_bytes(CONFIG, torch.bfloat16, 512) < 1.4e9
+
+
+@pytest.mark.parametrize(("slots", "told"), [
+    (10, "target.slots: 10 are too few for one answer and its tree: at least 192, or 0"),
+    (10**12, r"target.slots: 1000000000000 tokens need .* GB that are free .*: lower target.slots")])
+def test_slots_that_cannot_be_had_are_refused_by_name(slots: int, told: str, tiny_folder: Path) -> None:
+    model = load_model(tiny_folder, ModelSection(dtype="float64"))
+    with pytest.raises(ConfigError, match=told):
+        slots_for(TargetSection(slots=slots), model, 64)
+    assert slots_for(TargetSection(max_sessions=1), model, 8) == slots_for(TargetSection(slots=192), model, 8) == 192
 
 
 def test_slots_leave_room_for_a_step() -> None:
