@@ -194,6 +194,20 @@ def test_traces_of_two_processes_become_one(tmp_path: Path) -> None:
         merge([tmp_path / "none"], tmp_path / "both")
 
 
+def test_services_with_one_file_keep_each_others_events(tmp_path: Path) -> None:
+    """As those of a launch, which end one after the other."""
+    file = tmp_path / "trace"
+    file.write_text("of yesterday")
+    target, draft = Trace(str(file), "target"), Trace(str(file), "draft")
+    target.mark("device", "one", 1.0)
+    draft.mark("device", "two", 2.0)
+    target.write()
+    draft.write()
+    assert {event["name"] for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "i"} == {"one", "two"}
+    with pytest.raises(ConfigError, match=r"log\.trace: cannot write .*: No such file or directory"):
+        Trace(str(tmp_path / "none" / "trace"), "target")
+
+
 def test_a_trace_without_a_path_keeps_nothing(tmp_path: Path) -> None:
     trace = Trace("", "target")
     trace.mark("device", "nothing", 0.0)

@@ -3,7 +3,8 @@
 Rules:
 1. Times are given by a monotone clock and written as the machine's wall clock, so files of several processes can be
    joined (``merge``); across machines they agree as well as their clocks do.
-2. Without a path it keeps nothing; with one it keeps the newest ``KEPT`` events and writes them at the end.
+2. Without a path it keeps nothing; with one it keeps the newest ``KEPT`` events and writes them at the end, beside what
+   services that ended before have written there since this one began.
 3. Numbers, and words of ours: no token, no text, no request id.
 
 An arrow leads from ``left`` to ``came`` with the same key: a message on the wire.
@@ -31,7 +32,10 @@ class Trace:
     """The trace of one process, called ``name`` in it."""
 
     def __init__(self, path: str, name: str) -> None:
+        """Raises ConfigError where the file could not be written at the end."""
         self._path = path
+        if path:
+            self._put("")
         self.keeps = bool(path)  # whether anything is kept
         self._name = name
         self._pid = crc32(f"{os.getpid()} {name}".encode())  # two of one process are two in the picture
@@ -63,10 +67,20 @@ class Trace:
         names: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": self._name}}]
         names += [{"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": row}}
                   for row, tid in self._rows.items()]
+        self._put(json.dumps({"traceEvents": [*self._of_others(), *names, *self._events]}))
+
+    def _put(self, text: str) -> None:
         try:
-            Path(self._path).write_text(json.dumps({"traceEvents": [*names, *self._events]}))
+            Path(self._path).write_text(text)
         except OSError as error:
-            raise ConfigError(f"log.trace: cannot write {self._path}: {error}") from error
+            raise ConfigError(f"log.trace: cannot write {self._path}: {error.strerror}") from error
+
+    def _of_others(self) -> list[Any]:
+        try:
+            found: list[Any] = json.loads(Path(self._path).read_text())["traceEvents"]
+        except (OSError, ValueError):
+            return []
+        return found
 
     def _add(self, row: str, at_s: float, **event: Any) -> None:
         if self._path:
