@@ -32,10 +32,10 @@ async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callabl
     tls = tls_files(config.wire.tls)
     servicer = DraftServicer(draft.worker, connected=draft.metrics.targets_connected)
     server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls)
-    await server.start()
     up = asyncio.Event()
     vitals = draft.worker.vitals
     metrics = MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set, vitals)
+    await server.start()
     metrics.start()
     draft.worker.start()
     try:

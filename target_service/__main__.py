@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.base.config import Config
+from slipstream.base.errors import SlipstreamError
 from slipstream.cli.process import kept_up, main
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -75,9 +76,9 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
     known.append(drafts)
     await target.service.warm()
     server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
-    await server.start()
     up = asyncio.Event()
     metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals)
+    await server.start()
     metrics.start()
     target.worker.start()
     try:
@@ -86,6 +87,9 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
                     kept_up(export_bytes([counts], target.metrics.wire_bytes),
                             export_end(tls, target.metrics.registry.certificate_ends), vitals=target.vitals)):
             await _serve_until(until(stop, target.vitals, show=server.set_ready), config, target, server, up, ready)
+    except SlipstreamError:
+        await server.drain(0.0)
+        raise
     finally:
         await asyncio.to_thread(target.end)
         await asyncio.to_thread(metrics.close)

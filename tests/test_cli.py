@@ -202,6 +202,28 @@ def test_a_taken_port_is_named_with_a_flag_that_helps(host: str, family: socket.
     require_free(load(None, (*overrides, flag)))
 
 
+def test_a_port_that_is_given_twice_is_named() -> None:
+    overrides = on_free_ports()
+    twice = load(None, overrides).router.listen
+    with pytest.raises(ConfigError) as caught:
+        require_free(load(None, (*overrides, f"router.grpc_listen={twice}")))
+    assert str(caught.value) == f"router.grpc_listen: {twice} is router.listen already; give each a port of its own"
+
+
+@pytest.mark.parametrize(("role", "change", "told"), [
+    ("target", "target.drafts=[kubernetes:///a.b:1]", "kubernetes:/// addresses need a cluster"),
+    ("target", "target.metrics_listen={taken}", "choose another port"),
+    ("draft", "draft.metrics_listen={taken}", "choose another port")])
+def test_a_service_that_cannot_begin_says_why_at_last(role: str, change: str, told: str, tiny_folder: Path) -> None:
+    """What a launch shows is the end of its log."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        sets = [*on_free_ports(), f"model.path={tiny_folder}", "draft.drafter=ngram", "target.slots=512",
+                change.format(taken=f"127.0.0.1:{holder.getsockname()[1]}")]
+        done = subprocess.run([sys.executable, "-m", f"{role}_service", *(word for one in sets for word in ("--set", one))],
+                              capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and told in done.stderr.splitlines()[-1], done.stderr
+
+
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="'8000' is not host:port"):
         require_free(load(None, ("router.listen='8000'",)))
