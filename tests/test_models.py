@@ -90,6 +90,11 @@ def test_failed_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert list((tmp_path / "models").iterdir()) == []
 
 
+def test_no_name_is_no_folder() -> None:
+    with pytest.raises(ModelError, match="no model is named: give a folder"):
+        resolve("")
+
+
 def test_another_file_than_the_pinned_one_is_refused(small_gguf: Path, tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     known = packaged(tmp_path, monkeypatch, "pinned", small_gguf.read_bytes())

@@ -158,6 +158,9 @@ def device_of(name: str) -> torch.device:
     """The torch device of a configured name. Raises ModelError when torch cannot use it here."""
     try:
         device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device '{name}' is not known; write cpu, or cuda for a GPU") from error
+    try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error

@@ -132,6 +132,8 @@ def list_models(root: Path | None = None, heads: Path = HEADS_ROOT) -> list[List
 def resolve(name_or_path: str | Path, root: Path | None = None, heads: Path = HEADS_ROOT) -> Path:
     """The folder of a model or head. Raises ModelError that says what to do when there is none."""
     folder = Path(name_or_path).expanduser()
+    if not str(name_or_path):
+        raise ModelError(f"no model is named: give a folder with config.json, or a known name: {', '.join(KNOWN)}")
     if (folder / "config.json").is_file():
         return folder
     name = str(name_or_path)
