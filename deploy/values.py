@@ -212,10 +212,10 @@ class NetworkPolicyValues(Section):
     dns: Blobs = Field([{"namespaceSelector": {}}], description="who answers port 53")
     apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}],
                              description="where the Kubernetes API is; discovery only")
-    apiServerPorts: list[int] = Field([443, 6443])
+    apiServerPorts: list[int] = Field([443, 6443], min_length=1)  # without ports a rule opens all
     collector: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
                              description="who takes spans, where config.log.spans names one")
-    collectorPorts: list[int] = Field([4317])
+    collectorPorts: list[int] = Field([4317], min_length=1)
 
 
 class DashboardsValues(Section):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from deploy.__main__ import pages
 from deploy.values import OWNED, Values
@@ -263,6 +264,15 @@ def test_a_list_of_nobody_denies(value: str, port: int) -> None:
 
     assert port in opened()
     assert port not in opened("--set-json", f"networkPolicy.{value}=[]")
+
+
+@pytest.mark.parametrize("ports", ["apiServerPorts", "collectorPorts"])
+def test_a_rule_has_ports(ports: str) -> None:
+    """Without any it would open all of them."""
+    with pytest.raises(ValidationError, match=f"networkPolicy.{ports}\n.*at least 1 item"):
+        Values.model_validate({"networkPolicy": {ports: []}})
+    schema = json.loads((CHART / "values.schema.json").read_text())["$defs"]["NetworkPolicyValues"]
+    assert schema["properties"][ports]["minItems"] == 1
 
 
 def test_spans_reach_their_collector_and_nobody_else_does() -> None:
