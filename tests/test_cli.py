@@ -219,8 +219,9 @@ def test_a_service_that_cannot_begin_says_why_at_last(role: str, change: str, to
     with socket.create_server(("127.0.0.1", 0)) as holder:
         sets = [*on_free_ports(), f"model.path={tiny_folder}", "draft.drafter=ngram", "target.slots=512",
                 change.format(taken=f"127.0.0.1:{holder.getsockname()[1]}")]
-        done = subprocess.run([sys.executable, "-m", f"{role}_service", *(word for one in sets for word in ("--set", one))],
-                              capture_output=True, text=True, timeout=300)
+        words = [word for one in sets for word in ("--set", one)]
+        done = subprocess.run([sys.executable, "-m", f"{role}_service", *words], capture_output=True, text=True,
+                              timeout=300)
     assert done.returncode == 1 and told in done.stderr.splitlines()[-1], done.stderr
 
 

@@ -203,7 +203,8 @@ def test_services_with_one_file_keep_each_others_events(tmp_path: Path) -> None:
     draft.mark("device", "two", 2.0)
     target.write()
     draft.write()
-    assert {event["name"] for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "i"} == {"one", "two"}
+    told = json.loads(file.read_text())["traceEvents"]
+    assert {event["name"] for event in told if event["ph"] == "i"} == {"one", "two"}
     with pytest.raises(ConfigError, match=r"log\.trace: cannot write .*: No such file or directory"):
         Trace(str(tmp_path / "none" / "trace"), "target")
 
