@@ -63,6 +63,7 @@ WRONG = {
     "a model for auto": (("draft.pools[0].name=a", "draft.pools[0].model=m"), "say for which one with config.drafter"),
     "a map for what": (("config.draft.token_map=ids.json",), "say for which one with config.drafter"),
     "pools of one name": (("draft.pools[0].name=a", "draft.pools[1].name=a"), 'the name "a" is there twice'),
+    "no pools": (("draft.pools=null",), "draft.pools is empty but draft.replicas is 1"),
     "nothing but shares": (("draft.pools[0].name=a", "draft.pools[0].share=10"), "every pool has a share"),
     "shares above all": (("draft.pools[0].name=a", "draft.pools[1].name=b", "draft.pools[0].share=60",
                           "draft.pools[1].share=60"), "the shares add up to 120 per cent"),

@@ -119,6 +119,9 @@
 {{- if gt (int $shares) 99 -}}
 {{- fail (printf "draft.pools: the shares add up to %d per cent; leave some for a pool without a share" (int $shares)) -}}
 {{- end -}}
+{{- if and (not .Values.draft.pools) .Values.draft.replicas -}}
+{{- fail (printf "draft.pools is empty but draft.replicas is %d: name a pool for them, or set draft.replicas=0 for plain decoding" (int .Values.draft.replicas)) -}}
+{{- end -}}
 {{- if and .Values.draft.pools (eq (int $open) 0) -}}
 {{- fail "draft.pools: every pool has a share; one without a share takes the rest" -}}
 {{- end -}}
