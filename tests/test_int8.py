@@ -148,6 +148,7 @@ def test_other_kinds_are_rounded_once(tmp_path: Path, kind: str) -> None:
 def test_it_is_prepared_once_and_never_over_something_else(tmp_path: Path) -> None:
     folder, place = tiny(tmp_path / "model"), tmp_path / "int8"
     prepare_as("int8", folder, place)
+    assert len({path.stat().st_mode for path in place.iterdir()}) == 1, "who serves it may be somebody else"
     written = (place / "model.safetensors").stat().st_mtime_ns
     assert prepare_as("int8", folder, place) == place
     assert (place / "model.safetensors").stat().st_mtime_ns == written

@@ -7,10 +7,13 @@ import math
 import multiprocessing
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -35,6 +38,7 @@ from slipstream.protocol.messages import Features
 from slipstream.train.anchors import blocks_of, learn
 from slipstream.train.anchors import states_of as block_states
 from slipstream.train.block_head import warm_block_head
+from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
 from slipstream.train.dialogue import plan_of
 from slipstream.train.distil import Distilled, Lesson
@@ -44,7 +48,7 @@ from slipstream.train.fit import Progress, Training
 from slipstream.train.generate import Limits
 from slipstream.train.head import Head, warm_head
 from slipstream.train.recipe import Recipe
-from slipstream.train.shards import ANSWER, GIVEN, Conversation, Shards, Totals
+from slipstream.train.shards import ANSWER, GIVEN, Conversation, Shards, ShardWriter, Totals
 from slipstream.train.stages import Job, make_head
 from slipstream.train.unroll import Rows, rows_of, states_of
 from tests.tiny import VOCAB, write_tiny_model
@@ -466,7 +470,40 @@ def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:
     assert f"going on at step {step}" in done.stdout and newest_step(work) == 30, done.stdout
     numbers = Shards([work], identity_of(simple_folder, ModelConfig.from_folder(simple_folder))).numbers()
     assert len(numbers) == sum(path.read_text().count('"number"') for path in work.glob("shard-*[0-9]/index.json"))
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "who serves it may be somebody else"
     assert "tokens a target step" in done.stdout and read_head(out, simple_folder).draft_vocab_size == 100
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """In any one file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_and_what_is_whole_is_kept(tmp_path: Path) -> None:
+    def talk(number: int, tokens: int) -> Conversation:
+        return Conversation(number, False, 1.0, np.zeros(tokens, np.int32), np.zeros(tokens, np.uint8),
+                            np.zeros(tokens, np.int32), np.zeros((tokens, 64), np.uint16))
+
+    writer, identity = ShardWriter(tmp_path / "work", {"target": "this"}), {"target": "this"}
+    folder, learnt = tmp_path / "work" / "checkpoints", {"w": torch.zeros(1 << 18)}
+    writer.add(talk(0, 8))
+    writer.flush(1.0)
+    save(folder, 1, Checkpoint(learnt, {}, {"step": 1}), identity)
+    writer.add(talk(1, 4096))
+    for write in (lambda: writer.flush(1.0), lambda: save(folder, 2, Checkpoint(learnt, {}, {"step": 2}), identity)):
+        with room_for(1 << 16), pytest.raises(ConfigError, match=r"^--work: cannot write .*; make room there"):
+            write()
+    assert not list(tmp_path.rglob("*.partial")), "halves keep the room that is wanted"
+    found = newest(folder, identity)
+    assert found is not None and found.state == {"step": 1}
+    writer.flush(1.0)
+    assert Shards([tmp_path / "work"], identity).numbers() == {0, 1}
 
 
 def kill_when(command: list[str], folder: Path, pattern: str) -> None:

@@ -65,6 +65,7 @@ def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
                    for name, tensor in tensors.items()}
     write_json(fresh / "config.json", content)
     save_file(written, fresh / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(fresh / "config.json", fresh / WEIGHTS)  # which safetensors keeps to its owner
 
 
 def _in_int8(config: ModelConfig, tensors: Tensors) -> dict[str, torch.Tensor]:

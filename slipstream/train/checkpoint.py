@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.base.errors import ConfigError
+from slipstream.train.places import fresh, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +33,20 @@ class Checkpoint:
 
 
 def save(folder: Path, step: int, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
-    """Write the checkpoint of ``step`` and remove older ones."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the checkpoint of ``step`` and remove older ones. Raises ConfigError where it cannot be written; the older
+    one stays."""
     place = folder / f"step-{step:08d}"
-    partial = place.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    save_file(_plain(checkpoint.tensors), partial / "head.safetensors")
-    save_file(_plain(checkpoint.optimizer), partial / "optimizer.safetensors")
-    text = json.dumps({"identity": dict(identity), "state": checkpoint.state})
-    (partial / "state.json").write_text(text, encoding="utf-8")
-    for file in partial.iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    if place.exists():  # the same step again: nothing was trained in between
-        shutil.rmtree(place)
-    partial.rename(place)
+    with named("--work", folder), fresh(place.with_suffix(".partial")) as partial:
+        save_file(_plain(checkpoint.tensors), partial / "head.safetensors")
+        save_file(_plain(checkpoint.optimizer), partial / "optimizer.safetensors")
+        text = json.dumps({"identity": dict(identity), "state": checkpoint.state})
+        (partial / "state.json").write_text(text, encoding="utf-8")
+        for file in partial.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        if place.exists():  # the same step again: nothing was trained in between
+            shutil.rmtree(place)
+        partial.rename(place)
     for old in folder.glob("step-*"):
         if old != place:
             shutil.rmtree(old)

@@ -28,6 +28,7 @@ from slipstream.engine.model import ModelConfig, RopeScaling
 from slipstream.models.folder import MADE_FOR
 from slipstream.train.block_head import block_config
 from slipstream.train.head import Head
+from slipstream.train.places import fresh
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -37,18 +38,17 @@ def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str
            weights: str = "") -> None:
     """Write the head into ``folder``; what stands there under the same names is replaced. texts: further files;
     weights: the hash of those of its target."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(published_tensors(head, dtype), partial / WEIGHTS, metadata={"format": "pt"})
-    for name, text in (texts or {}).items():
-        (partial / name).write_text(text, encoding="utf-8")
-    config = published_config(head, dtype) | ({MADE_FOR: weights} if weights else {})
-    (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (WEIGHTS, *(texts or {}), CONFIG):
-        (partial / name).replace(folder / name)
-    partial.rmdir()
+    with fresh(folder.with_name(f".{folder.name}.partial")) as partial:
+        save_file(published_tensors(head, dtype), partial / WEIGHTS, metadata={"format": "pt"})
+        for name, text in (texts or {}).items():
+            (partial / name).write_text(text, encoding="utf-8")
+        config = published_config(head, dtype) | ({MADE_FOR: weights} if weights else {})
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # which safetensors keeps to its owner
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (WEIGHTS, *(texts or {}), CONFIG):
+            (partial / name).replace(folder / name)
+        partial.rmdir()
 
 
 def published_tensors(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -3,16 +3,20 @@
 Rules:
 1. A head replaces nothing but an earlier head of ours: its folder is empty, not there, or says whom it was made for.
 2. What the system says of a folder becomes an error that names the option.
+3. What cannot be written whole is removed: it would keep the room that is wanted.
 
 It knows nothing about what is written.
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from slipstream.base.errors import ConfigError
 from slipstream.models.folder import made_for
@@ -20,11 +24,24 @@ from slipstream.models.folder import made_for
 
 @contextmanager
 def named(option: str, folder: Path) -> Iterator[None]:
-    """Inside, an OSError becomes a ConfigError about ``option``."""
+    """Inside, an OSError, or safetensors' word for one, becomes a ConfigError about ``option``."""
     try:
         yield
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot write {folder}: {error}; choose another folder") from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{option}: cannot write {folder}: {error}; make room there, and the same command goes on "
+                          "with what is whole; or choose another folder") from error
+
+
+@contextmanager
+def fresh(folder: Path) -> Iterator[Path]:
+    """``folder``, empty and to be filled; removed where that fails."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def check_work(folder: Path) -> None:

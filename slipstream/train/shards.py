@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.base.errors import ConfigError
+from slipstream.train.places import fresh, named
 
 FORMAT = 1
 GIVEN, QUESTION, ANSWER = 0, 1, 2  # roles of tokens: template and given text, the target's questions, its answers
@@ -74,12 +75,18 @@ class ShardWriter:
         self.num_waiting += len(conversation.tokens)
 
     def flush(self, seconds: float) -> None:
-        """Write what waits as one shard. seconds: what it took to make. Nothing waits: nothing is written."""
+        """Write what waits as one shard. seconds: what it took to make. Nothing waits: nothing is written. Raises
+        ConfigError where it cannot be written."""
         if not self._waiting:
             return
         place = self.folder / f"shard-{self._next:05d}{self._mark}"
-        partial = place.with_suffix(".partial")
-        partial.mkdir()
+        with named("--work", self.folder), fresh(place.with_suffix(".partial")) as partial:
+            self._fill(partial, seconds)
+            partial.rename(place)
+        self._next += 1
+        self._waiting, self.num_waiting = [], 0
+
+    def _fill(self, partial: Path, seconds: float) -> None:
         for name in ("tokens", "roles", "greedy", "states"):
             np.save(partial / f"{name}.npy", np.concatenate([getattr(c, name) for c in self._waiting]))
         entries = [{"number": c.number, "held_out": c.held_out, "temperature": c.temperature, "tokens": len(c.tokens),
@@ -88,9 +95,6 @@ class ShardWriter:
         (partial / "index.json").write_text(json.dumps(index), encoding="utf-8")
         for file in partial.iterdir():
             _sync(file)
-        partial.rename(place)
-        self._next += 1
-        self._waiting, self.num_waiting = [], 0
 
 
 class Shards:

@@ -14,6 +14,7 @@ On a CPU this scales where threads inside an operation do not. It knows nothing 
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from slipstream.base.errors import CapacityError
+from slipstream.base.errors import CapacityError, SlipstreamError
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.train.dialogue import Plan, Turns, plan_of
@@ -110,8 +111,8 @@ class Others:
         for process in self._processes:
             process.join()
         if any(process.exitcode for process in self._processes):
-            raise CapacityError("a process that talks has ended, for want of memory perhaps; what it finished is kept: "
-                                "go on with the same command and fewer --threads")
+            raise CapacityError("a process that talks has ended, for want of memory perhaps, if it did not say why; "
+                                "what it finished is kept: go on with the same command and fewer --threads")
 
 
 def _follow(task: Task, rank: int, pipe: Connection, inherited: Sequence[Connection]) -> None:
@@ -122,3 +123,5 @@ def _follow(task: Task, rank: int, pipe: Connection, inherited: Sequence[Connect
         talk(task, rank, lambda waiting, seconds: pipe.poll())
     except KeyboardInterrupt:
         return  # the first process is interrupted too, and says so
+    except SlipstreamError as error:
+        sys.exit(str(error))
