@@ -238,6 +238,7 @@ def test_a_products_rows_are_the_same_bits_for_any_company_and_threads(inner: in
         assert error(together, rows.double() @ exact.T) < 1e-5
         for threads in (1, 2, 3):
             head = NativeHead(Team(built, threads), given)
+            assert head(rows[:0]).shape == (0, 75)
             for count in range(1, len(rows) + 1):
                 assert torch.equal(head(rows[-count:]), together[-count:]), f"{count} rows, {threads} threads"
 

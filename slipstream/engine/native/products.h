@@ -177,8 +177,10 @@ int64_t product_beside(const Op& op, const Inputs& x, int64_t group, int64_t las
 template <class Weights>
 void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows) {
     typedef std::conditional_t<Weights::SCALED, Widened, Halved> Pages;
+    if (!rows) return;
     const int64_t pairs = op.inner / 2, stride = 2 * op.in_stride, blocks = (rows + 2 * SIDE - 1) / (2 * SIDE);
-    const int64_t size = pairs * Weights::BYTES, part = (Pages::BYTES / blocks + 63) / 64 * 64;  // of the next group, which all blocks of this one ask for
+    const int64_t size = pairs * Weights::BYTES;
+    const int64_t part = (Pages::BYTES / blocks + 63) / 64 * 64;  // of the next group, which all blocks of this one ask for
     alignas(64) float sums[2 * SIDE * GROUP];
     Tiles tiles;
     for (int64_t group = first; group < last; group++) {
