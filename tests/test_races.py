@@ -132,7 +132,7 @@ def test_choices_are_those_of_the_specification(team: Team) -> None:
     agrees(NativeRace(team), 1, 600)
 
 
-@pytest.mark.parametrize("flags", [X86[2][1], ()], ids=["AVX2", "any processor"])
+@pytest.mark.parametrize("flags", [X86[-1][1], ()], ids=["AVX2", "any processor"])
 def test_every_kind_of_processor_chooses_the_same(flags: tuple[str, ...]) -> None:
     if flags and platform.machine() != "x86_64":
         pytest.skip("not an x86-64 machine")
