@@ -282,6 +282,10 @@ class BrokenGateway:
     def ready(self) -> bool:
         raise RuntimeError("a secret")
 
+    @property
+    def lanes(self) -> BrokenGateway:
+        return self
+
     async def pause(self, size: int) -> None:
         """Nobody else reads."""
 

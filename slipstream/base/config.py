@@ -246,7 +246,7 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Con
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = yaml.load(Path(path).read_text(encoding="utf-8"), _Once) or {}
+            tree = _Once(Path(path).read_text(encoding="utf-8")).get_single_data() or {}
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except (ValueError, yaml.YAMLError) as error:
