@@ -25,6 +25,7 @@ from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.rounds import Acceptance, Measured, Rounds, Sweep, Tally, largest, shapes, slots_needed, sweep
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
+from slipstream.models.folder import settled_draft
 from slipstream.simulate import apart
 from slipstream.simulate.apart import Compared, Devices, knee
 from slipstream.simulate.simulation import AHEAD, Predicted
@@ -171,12 +172,21 @@ def test_simulated_devices_take_what_was_measured() -> None:
     (lambda: numbers("--steps", "1;2", 16), "--steps"), (lambda: numbers("--topk", "0,4", 16), "between 1 and 16"),
     (lambda: with_pair(Config(), "", "", "eagle2"), "--head"),
     (lambda: with_pair(Config(), "", "x", "eagle9"), "eagle9"),
+    (lambda: with_pair(Config(), "none-has-one", "", ""), "--head"),
+    (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, Way(0.001), False,
+                  Path("/none/x.yaml"), Console()), "--out: cannot write /none/x.yaml: there is no folder /none"),
     (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, Way(0.001, draft_s=0.001), False,
                   Path("x"), Console()), "--draft-ms.*--apart"),
 ])
 def test_what_cannot_be_tuned_is_named(wrong: object, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         wrong()  # type: ignore[operator]
+
+
+def test_the_shipped_head_is_tuned_where_none_is_named() -> None:
+    """As a launch would take it."""
+    found = with_pair(Config(), "", "", "").draft
+    assert found == settled_draft(DraftSection(), ModelSection()) and found.drafter == "eagle3"
 
 
 def test_a_question_that_is_none_is_named_by_its_line(tmp_path: Path, tiny_folder: Path) -> None:

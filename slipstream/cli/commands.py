@@ -189,7 +189,8 @@ def show_config(config: ConfigFile = None, overrides: Overrides = None) -> None:
 @app.command()
 def tune(
     target: Annotated[str, typer.Option(metavar="NAME", help="A name or a folder; else `model.path`.")] = "",
-    head: Annotated[str, typer.Option(metavar="NAME", help="Its draft head or model; else `draft.model`.")] = "",
+    head: Annotated[str, typer.Option(metavar="NAME", help="Its draft head or model; else `draft.model`, or "
+                                "the shipped head.")] = "",
     drafter: Annotated[str, typer.Option(
         metavar="KIND", help="eagle3, eagle2, block, mtp or standalone; else `draft.drafter`, or eagle3.")] = "",
     prompts: Prompts = None,

@@ -32,7 +32,7 @@ from slipstream.drafting.rounds import Measured, Sweep, largest, shapes, slots_n
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.runner import ModelRunner
-from slipstream.models.folder import resolve
+from slipstream.models.folder import resolve, settled_draft
 from slipstream.observe.log import configure
 from slipstream.simulate.apart import Compared, Devices, compared
 from slipstream.simulate.simulation import SCHEDULES
@@ -57,14 +57,16 @@ def numbers(option: str, text: str, most: int) -> list[int]:
 
 
 def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
-    """``config`` with what was given on the command line ("": nothing). Raises ConfigError when no head is named."""
+    """``config`` with what was given on the command line ("": nothing), and the shipped head where none is named.
+    Raises ConfigError when there is none."""
     if drafter and drafter not in ("eagle3", "eagle2", "block", "mtp", "standalone"):
         raise ConfigError(f"--drafter {drafter}: choose eagle3, eagle2, block, mtp or standalone")
-    kind = drafter or (config.draft.drafter if config.draft.drafter not in ("auto", "ngram") else "eagle3")
-    if not head and not config.draft.model and kind != "mtp":
-        raise ConfigError(f"--head: which {kind} head or draft model? give its name or folder")
-    draft = config.draft.model_copy(update={"drafter": kind, "model": head or config.draft.model})
     model = config.model.model_copy(update={"path": target or config.model.path})
+    draft = config.draft if head or drafter else settled_draft(config.draft, model)
+    kind = drafter or (draft.drafter if draft.drafter not in ("auto", "ngram") else "eagle3")
+    if not head and not draft.model and kind != "mtp":
+        raise ConfigError(f"--head: which {kind} head or draft model? give its name or folder")
+    draft = draft.model_copy(update={"drafter": kind, "model": head or draft.model})
     return config.model_copy(update={"draft": draft, "model": model})
 
 
@@ -97,6 +99,8 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
     if not wanted:
         raise ConfigError("no tree has these shapes: --nodes must be at least --steps, and a tree of topk t has "
                           "at most t + (steps - 1) * t * t nodes")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out: cannot write {out}: there is no folder {out.parent}")
     if way.draft_s and not apart:
         raise ConfigError("--draft-ms: it says what a draft on a device of its own takes; add --apart, or leave it out")
     exchange_s = way.exchange_s
