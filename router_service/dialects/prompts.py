@@ -52,7 +52,8 @@ class Prompts:
         told: dict[str, Iterable[list[Any]]] = {
             "tokens": ([self.codec.token_text(token) for token in part] for part in _parts(self._tokens(number))),
             "token_logprobs": chain(none, ([max(value, LOWEST) for _, value, _, _ in part] for part in rows())),
-            "top_logprobs": chain(none, ([alternatives(self.codec, top) for *_, top in part] for part in rows())),
+            "top_logprobs": chain(none, ([alternatives(self.codec, (token, value), top) for token, value, _, top in part]
+                                          for part in rows())),
             "text_offset": self._offsets(number)}
         return {name: _written(chain(parts, [answer[name]])) for name, parts in told.items()}
 
@@ -105,10 +106,10 @@ class Prompts:
         return ([max(0, offset - before) for offset in part] for part in _parts(offsets))
 
 
-def alternatives(codec: TextCodec, top: Sequence[tuple[int, float]]) -> Json:
-    """By text, the likeliest first; ``top`` is in that order."""
+def alternatives(codec: TextCodec, own: tuple[int, float], top: Sequence[tuple[int, float]]) -> Json:
+    """By text, the likeliest first; ``top`` is in that order. ``own``, the token that stands there, is among them."""
     told: Json = {}
-    for token, value in top:
+    for token, value in (*top, own):
         told.setdefault(codec.token_text(token), max(value, LOWEST))
     return told
 

@@ -182,7 +182,8 @@ class TextReply:
             if token.logprob is not None:
                 columns["tokens"].append(self._codec.token_text(token.id))
                 columns["token_logprobs"].append(max(token.logprob.logprob, LOWEST))
-                columns["top_logprobs"].append(alternatives(self._codec, token.logprob.top))
+                columns["top_logprobs"].append(alternatives(self._codec, (token.id, token.logprob.logprob),
+                                                            token.logprob.top))
                 columns["text_offset"].append(offset)
             offset += len(token.text)
         return columns
