@@ -52,8 +52,8 @@ class Prompts:
         told: dict[str, Iterable[list[Any]]] = {
             "tokens": ([self.codec.token_text(token) for token in part] for part in _parts(self._tokens(number))),
             "token_logprobs": chain(none, ([max(value, LOWEST) for _, value, _, _ in part] for part in rows())),
-            "top_logprobs": chain(none, ([alternatives(self.codec, (token, value), top) for token, value, _, top in part]
-                                          for part in rows())),
+            "top_logprobs": chain(none, ([alternatives(self.codec, (token, value), top)
+                                          for token, value, _, top in part] for part in rows())),
             "text_offset": self._offsets(number)}
         return {name: _written(chain(parts, [answer[name]])) for name, parts in told.items()}
 
