@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from slipstream.base.config import Config, load
 from slipstream.cli.commands import app
 from slipstream.cli.doctor import Check, checks
+from tests.certificates import authority, issue, laid
 
 
 def found(name: str, config: Config) -> list[Check]:
@@ -44,6 +45,24 @@ def test_a_missing_model_fails(tmp_path: Path) -> None:
 def test_a_model_folder_is_fine(tiny_folder: Path) -> None:
     (model,) = found("model", Config.model_validate({"model": {"path": str(tiny_folder)}}))
     assert (model.status, model.found) == ("ok", str(tiny_folder))
+
+
+def test_files_that_services_need_are_read(tiny_folder: Path, tmp_path: Path) -> None:
+    """All was well with the doctor, and no service began."""
+    def of(name: str, key: str, place: Path) -> Check:
+        (check,) = found(name, load(None, (f"model.path={tiny_folder}", "draft.drafter=ngram", f"{key}={place}")))
+        return check
+
+    folder = tmp_path / "tls"
+    for name, key in (("certificates", "wire.tls.folder"), ("API keys", "router.api_keys_file")):
+        check = of(name, key, folder)
+        assert check.status == "fail" and str(folder) in check.found and key in check.advice
+    laid(issue(authority(tmp_path / "signed"), "a"), folder)
+    assert of("certificates", "wire.tls.folder", folder) == Check("certificates", "ok", str(folder))
+    (keys := tmp_path / "keys").write_text("abc name=alice\n")
+    assert of("API keys", "router.api_keys_file", keys) == Check("API keys", "ok", str(keys))
+    keys.write_text("abc colour=red\n")
+    assert "line 1" in of("API keys", "router.api_keys_file", keys).found
 
 
 def test_a_target_alone_has_no_pair_to_check(tiny_folder: Path, tmp_path: Path) -> None:

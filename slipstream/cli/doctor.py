@@ -50,8 +50,8 @@ class Check:
 def checks(config: Config | None = None) -> list[Check]:
     """All checks for ``config`` (None: the default one), in the order in which a newcomer meets the problems."""
     wanted, found = config or Config(), list[Check]()
-    for part in (_python, _grpc, _torch, _flashinfer, _compiler, _kernels, _memory, _disk, _model, _pairing, _ports,
-                 _exactness):
+    for part in (_python, _grpc, _torch, _flashinfer, _compiler, _kernels, _memory, _disk, _model, _pairing, _files,
+                 _ports, _exactness):
         try:
             found.extend(part(wanted))
         except Exception as error:  # a broken installation breaks in its own ways; the other checks still help
@@ -227,6 +227,25 @@ def _tried(draft: DraftSection, model: ModelSection) -> Check:
     few = "" if agreement.rounds >= SUSPECT_ROUNDS else ", too few rounds to judge by"
     return Check("pairing", "ok", f"{draft.drafter}: acceptance length {acceptance.length:.2f} on {len(prompts)} "
                  f"questions{few}")
+
+
+def _files(config: Config) -> Iterator[Check]:
+    """What services read besides, where it is set."""
+    from router_service.tenants import ApiKeys
+    from slipstream.wire.tls import server_credentials, tls_files
+
+    tls, keys = tls_files(config.wire.tls), config.router.api_keys_file
+    for name, setting, place, read in (
+            ("certificates", "wire.tls.folder", config.wire.tls.folder, lambda: tls and server_credentials(tls)),
+            ("API keys", "router.api_keys_file", keys, lambda: ApiKeys(Path(keys)))):
+        if not place:
+            continue
+        try:
+            read()
+        except ConfigError as error:
+            yield Check(name, "fail", str(error), f"correct {setting}, or what is there")
+        else:
+            yield Check(name, "ok", place)
 
 
 def _exactness(config: Config) -> Iterator[Check]:
