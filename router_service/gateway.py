@@ -431,7 +431,7 @@ def _salted(namespace: str, salt: str) -> str:
 
 
 def _too_long() -> DeadlineExceeded:
-    return DeadlineExceeded("the request took longer than this server allows")
+    return DeadlineExceeded("the request took longer than this server allows; ask for fewer tokens")
 
 
 def _check_ids(param: str, tokens: Sequence[int], info: TargetInfo) -> None:

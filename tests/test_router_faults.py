@@ -159,6 +159,7 @@ async def test_targets_that_fail(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget(hang=True), request_timeout_s=0.2) as r:
         late = await r.post(CHAT, messages=HELLO)
         assert late.status_code == 504 and late.headers["x-should-retry"] == "false"
+        assert "ask for fewer tokens" in late.json()["error"]["message"]
 
 
 async def test_another_target_takes_over(tiny_folder: Path) -> None:
