@@ -17,8 +17,8 @@ from slipstream.engine.int8 import rounded
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import parse_config
-from slipstream.engine.native import native_or
-from slipstream.engine.native.compiled_kernels import X86, build, file_name, flags_for, kernels, processor
+from slipstream.engine.native import compiled_kernels, native_or
+from slipstream.engine.native.compiled_kernels import SOURCE, X86, build, file_name, kernels, kinds_of, processor
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import (
     BatchFrame,
@@ -378,6 +378,25 @@ def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.M
         native_or("native", torch.bfloat16, cpu, "model", missing, lambda: "torch")
 
 
+def test_a_compiler_that_does_not_know_a_processor_builds_for_a_lesser_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, *others = kinds_of(processor()) if ABLE != [()] else [("-march=here",), ()]
+    missing, tried = SOURCE.with_name("none.so"), list[tuple[str, ...]]()
+    kernels(others[0])  # it is there
+
+    def refuse(flags: tuple[str, ...], path: Path) -> None:
+        tried.append(flags)
+        raise ModelError(f"no {' '.join(flags)}")
+
+    monkeypatch.setattr(compiled_kernels, "kinds_of", lambda _: [best, *others])
+    monkeypatch.setattr(compiled_kernels, "build", refuse)
+    named = {best: missing.name, others[0]: file_name(others[0])}
+    monkeypatch.setattr(compiled_kernels, "file_name", lambda flags: named[flags])
+    assert kernels.__wrapped__().flags == others[0] and tried == [best]
+    monkeypatch.setattr(compiled_kernels, "file_name", lambda flags: missing.name)
+    with pytest.raises(ModelError, match=f"no {best[0]}"):
+        kernels.__wrapped__()
+
+
 def test_a_source_that_does_not_build_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="could not build"):
         build(("-march=no-such-thing",), tmp_path / "kernels.so")
@@ -397,7 +416,7 @@ def test_the_kernels_are_for_bfloat16_on_a_cpu_alone(tmp_path: Path) -> None:
 
 
 def test_a_processor_gets_the_flags_that_it_knows() -> None:
-    assert flags_for(X86[0][0] | {"sse"}) == X86[0][1]
-    assert flags_for(X86[1][0]) == X86[1][1]
-    assert flags_for({"avx2", "fma"}) == ()
+    assert kinds_of(X86[0][0] | {"sse"})[0] == X86[0][1]
+    assert kinds_of(X86[1][0])[0] == X86[1][1]
+    assert kinds_of({"avx2", "fma"}) == [()]
     assert len({file_name(flags) for _, flags in X86}) == len(X86)

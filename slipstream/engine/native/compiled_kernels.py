@@ -71,16 +71,20 @@ class Kernels:
 
 @cache
 def kernels(flags: tuple[str, ...] | None = None) -> Kernels:
-    """The kernels for this machine, or those of some flags, built if need be (seconds, once). Raises ModelError that
-    says why none are."""
-    flags = flags_for(processor()) if flags is None else flags
-    name = file_name(flags)
-    cached = _cache() / name
-    for path in (SOURCE.with_name(name), cached):
-        if path.exists():
-            return Kernels.of(path, flags)
-    build(flags, cached)
-    return Kernels.of(cached, flags)
+    """The kernels for this machine, or those of some flags, built if need be (seconds, once); those of a lesser kind of
+    processor where the compiler does not know this one's. Raises ModelError that says why none are."""
+    kinds, refused = kinds_of(processor()) if flags is None else [flags], list[ModelError]()
+    for kind in kinds:
+        name = file_name(kind)
+        cached = _cache() / name
+        found = next((path for path in (SOURCE.with_name(name), cached) if path.exists()), cached)
+        try:
+            if not found.exists():
+                build(kind, found)
+            return Kernels.of(found, kind)
+        except ModelError as error:
+            refused.append(error)
+    raise refused[0]
 
 
 def build_all(folder: Path) -> list[Path]:
@@ -93,9 +97,10 @@ def build_all(folder: Path) -> list[Path]:
     return paths
 
 
-def flags_for(processor: set[str]) -> tuple[str, ...]:
-    """The compiler's flags for a processor that names these features; without a known one, the compiler's default."""
-    return next((flags for needed, flags in X86 if needed <= processor), ())
+def kinds_of(processor: set[str]) -> list[tuple[str, ...]]:
+    """The compiler's flags for a processor that names these features, the best ones first; last the compiler's
+    default."""
+    return [*(flags for needed, flags in X86 if needed <= processor), ()]
 
 
 def file_name(flags: tuple[str, ...]) -> str:
