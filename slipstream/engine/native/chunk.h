@@ -16,6 +16,7 @@
 namespace {
 
 constexpr int CHUNK = 128;  // KV entries that are weighed together, at most
+constexpr int EARLY = 32;   // KV entries that are asked for in advance
 
 int64_t seen_by(const Frame& frame, int64_t row) { return frame.shared[row] + __builtin_popcountll(frame.words[row]); }
 int64_t chunks_of(int64_t count) { return (count + CHUNK - 1) / CHUNK; }
@@ -46,6 +47,12 @@ struct Reading {
 
 void ask(const bf16* columns, int size) {
     for (int line = 0; line < size; line += 32) __builtin_prefetch(columns + line, 0, 1);
+}
+
+// With entry i of a KV head a part of the chunk that comes next, whose entries are asked for whole, as memory has them.
+void ask_next(const Op& op, const Chunk& next, int64_t kv_head, int64_t i) {
+    int64_t step = kv_head * CHUNK + i, size = op.head_dim;
+    ask(next.entries[step / op.kv_heads] + step % op.kv_heads * 2 * size, 2 * int(size));
 }
 
 // e^(score - top), and their sum

@@ -3,7 +3,7 @@
 // Rules: those of `attention.h`, and
 // 1. Keys are turned and values paired as tiles want them, once for all rows of a block and all heads that share them.
 // 2. Weights are two bfloat16 each, the second what rounding took from the first: bfloat16 alone would cost accuracy.
-// 3. A row's sums do not depend on the rows beside it: what it does not see weighs zero.
+// 3. A row's sums do not depend on the rows beside it: what it does not see weighs zero, and is a number.
 //
 // It knows nothing about what becomes of several chunks.
 
@@ -23,7 +23,6 @@
 namespace {
 
 constexpr int BLOCK_ROWS = SIDE;
-constexpr int EARLY = 32;            // KV entries that are asked for in advance
 constexpr int TILE_BYTES = 64 * SIDE;
 
 // Keys i to i + SIDE, DEEP columns of each, as weights: pairs of columns below one another, a word of each key in a line.
@@ -79,8 +78,7 @@ class Weigher {
         const int64_t column = kv_head * size, width = op.kv_heads * size, count = (chunk.count + DEEP - 1) / DEEP * DEEP;
         for (int64_t first = 0; first < count; first += SIDE) {
             for (int64_t i = first; i < first + SIDE; i++) {
-                int64_t step = int64_t(kv_head) * CHUNK + i;
-                if (next) ask(next->entries[step / op.kv_heads] + step % op.kv_heads * 2 * size, 2 * size);
+                if (next) ask_next(op, *next, kv_head, i);
                 if (!asked && !kv_head && i + EARLY < chunk.count) ask(chunk.entries[i + EARLY], 2 * width);
             }
             for (int64_t d = 0; d < deep; d++)
@@ -92,6 +90,7 @@ class Weigher {
                     pair(chunk.entries[i] + at, chunk.entries[i + 1] + at, tile, tile + TILE_BYTES);
                 }
         }
+        written();
     }
 
     // Products with keys, four tiles of them at a time.
@@ -99,7 +98,7 @@ class Weigher {
         for (int64_t first = 0; first < count; first += 4 * SIDE) {
             const uint8_t* tile = keys + first / SIDE * deep * TILE_BYTES;
             const int64_t beside = deep * TILE_BYTES;
-            const bool two = first + 2 * SIDE < count;  // whether there are more than two of the four
+            const bool more = first + 2 * SIDE < count;  // than two of the four
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
@@ -110,7 +109,7 @@ class Weigher {
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_loadd(7, tile + beside, 64);
                 _tile_dpbf16ps(1, 4, 7);
-                if (!two) continue;
+                if (!more) continue;
                 _tile_loadd(6, tile + 2 * beside, 64);
                 _tile_dpbf16ps(2, 4, 6);
                 _tile_loadd(7, tile + 3 * beside, 64);
@@ -118,7 +117,7 @@ class Weigher {
             }
             _tile_stored(0, scores + first, 4 * CHUNK);
             _tile_stored(1, scores + first + SIDE, 4 * CHUNK);
-            if (!two) continue;
+            if (!more) continue;
             _tile_stored(2, scores + first + 2 * SIDE, 4 * CHUNK);
             _tile_stored(3, scores + first + 3 * SIDE, 4 * CHUNK);
         }
@@ -143,7 +142,7 @@ class Weigher {
             for (; i < count; i += LANES)
                 memset(high + c * CHUNK + i, 0, 2 * LANES), memset(low + c * CHUNK + i, 0, 2 * LANES);
         }
-        asm volatile("" : : : "memory");  // what the compiler has still to write, tiles read
+        written();
     }
 
     // Sums of weighed values, DEEP columns of them or twice as many at a time.

@@ -7,10 +7,8 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "list.h"
 #include "vectors.h"
@@ -22,6 +20,9 @@ constexpr bool TILES = true;
 constexpr int SIDE = 16;    // rows of a tile, and outputs
 constexpr int DEEP = 32;    // inputs that one instruction takes
 constexpr int PAGE = 2048;  // bytes of two tiles of weights side by side: DEEP inputs of 2 SIDE outputs
+
+// Compilers do not know that tiles read memory: what they have still to write is written here.
+inline void written() { asm volatile("" : : : "memory"); }
 
 // The shapes of a thread's tiles: sums of two blocks of rows (0, 1 and 2, 3), their inputs (4 and 5), weights (6 and 7).
 class Tiles {
@@ -41,7 +42,7 @@ class Tiles {
         shapes.palette = 1;
         for (int tile = 0; tile < 8; tile++)
             if (rows[tile]) shapes.bytes[tile] = 64, shapes.rows[tile] = uint8_t(rows[tile]);
-        asm volatile("" : : "r"(&shapes) : "memory");
+        asm volatile("" : : "r"(&shapes) : "memory");  // as `written`, of what nobody else has seen
         _tile_loadconfig(&shapes);
     }
 };
@@ -62,7 +63,7 @@ struct Widened {  // weights as whole numbers: a page of them is widened while t
             halves_of_line(weight + line, first, second);
             memcpy(wide + 2 * line, &first, sizeof first), memcpy(wide + 2 * line + 64, &second, sizeof second);
         }
-        asm volatile("" : : : "memory");  // what the compiler has still to write, tiles read
+        asm volatile("" : : "r"(wide) : "memory");  // as `written`, of what nobody else has seen
         return wide;
     }
 };
@@ -80,7 +81,7 @@ void sum_tiles(const uint8_t* weight, int64_t deep, const bf16* x, int64_t strid
         _tile_zero(2);
         _tile_zero(3);
     }
-    asm volatile("" : : : "memory");  // what the compiler has still to write, tiles read
+    written();
     const uint8_t* next = pages.page(weight, 0);
     for (int64_t k = 0; k < deep; k++, one += 2 * DEEP, other += 2 * DEEP) {
         const uint8_t* page = next;

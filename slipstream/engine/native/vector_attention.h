@@ -18,7 +18,6 @@ namespace {
 
 constexpr int BLOCK_ROWS = 1;
 constexpr int BUNDLE = 4;   // query heads that are computed together, at most
-constexpr int EARLY = 32;   // KV entries that are asked for in advance
 constexpr int LONG = 2;     // chunks; a row of more, whose entries one thread reads, asks for a whole chunk in advance
 constexpr int WIDE = LANES == 16 ? 2 : 1;  // pairs of vectors of a value that are computed together, as registers hold
 
@@ -86,10 +85,7 @@ void attend_heads(const Op& op, const Place& place, const Place& next, const Com
         Floats sums[H][LANES];
         for (int i = 0; i < LANES; i++) {
             const bf16* key = place[first + i];
-            if (coming.chunk) {
-                int64_t step = place.column / size * CHUNK + first + i;
-                ask(coming.chunk->entries[step / op.kv_heads] + step % op.kv_heads * 2 * size, 2 * size);
-            }
+            if (coming.chunk) ask_next(op, *coming.chunk, place.column / size, first + i);
             if (!coming.alone) {
                 int64_t early = first + i + EARLY;
                 const bf16* then = early < chunk.count ? place[early] : next[early - chunk.count];
