@@ -183,6 +183,12 @@ class Sequence:
             tree = tree.select(self.rule.kept(tree))
         return tree.best(rows)
 
+    @property
+    def newest_slot(self) -> int:
+        """Of the newest token that is computed; -1: none is."""
+        row = self.row
+        return int(row.table.entries[row.begin + self.computed - 1]) if row is not None and self.computed else -1
+
     def take_slots(self, slots: NDArray[np.int64] | Iterable[int]) -> None:
         """``slots`` hold the KV of the committed tokens that follow."""
         assert self.row is not None

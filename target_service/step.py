@@ -78,8 +78,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
     """
     builder = BatchBuilder()
     scoring = [part for one, rows in prefill if (part := _add_prefill(builder, runner, one, rows)) is not None]
-    taken = runner.slots.alloc(sum([len(tree.token_list) for _, tree in trees]))  # of all nodes
-    slots: list[int] = taken.tolist()
+    slots = runner.slots.alloc_behind([(len(tree.token_list), one.newest_slot) for one, tree in trees])  # of all nodes
     levels = builder.add_trees([(tree, one.row, one.computed) for one, tree in trees if one.row is not None], slots)
     bare = all(one.bare for one, _ in trees)
     try:
@@ -96,7 +95,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
         scored = [] if states is None else [part.scores(states, runner.model.logits) for part in scoring]
         outcomes = _outcomes(trees, levels, sessions, known, choices, logits, thresholds)
     except Exception as error:
-        runner.slots.free(taken)  # nobody owns them yet
+        runner.slots.free(slots)  # nobody owns them yet
         for one, rows in prefill:  # what nobody has computed must not reach the prefix cache
             runner.slots.free(one.untake_slots(rows))
         if isinstance(error, torch.OutOfMemoryError):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slipstream.base.errors import CapacityError
-from slipstream.engine.kv import KVPool, Slots
+from slipstream.engine.kv import RUN, KVPool, Slots
 
 
 def test_slots_are_handed_out_from_the_lowest_in_runs() -> None:
@@ -27,6 +27,38 @@ def test_too_many_raises_and_changes_nothing() -> None:
 
 def test_alloc_of_none_is_empty() -> None:
     assert Slots(1).alloc(0).shape == (0,)
+
+
+def test_answers_that_decode_together_fill_runs_of_their_own() -> None:
+    slots = Slots(RUN * 6)
+    held = [[int(slot)] for slot in slots.alloc(2)]
+    for _ in range(RUN + 4):
+        for one, slot in zip(held, slots.alloc_behind((1, one[-1]) for one in held), strict=True):
+            one.append(slot)
+    for one in held:
+        own = [slot for slot in one if slot >= RUN]  # they began in one run
+        assert len(own) > RUN - 4 and own == list(range(own[0], own[0] + len(own)))
+    slots.check([np.array(one) for one in held])
+
+
+def test_without_a_run_the_lowest_free_slots_are_taken() -> None:
+    slots = Slots(RUN + 8)
+    held = slots.alloc(RUN + 8)
+    slots.free(held[[1, 3, RUN + 2]])
+    with pytest.raises(CapacityError, match="4 KV slots wanted, 3 of"):
+        slots.alloc_behind([(3, RUN), (1, 5)])
+    assert slots.num_free == 3
+    assert slots.alloc_behind([(1, RUN), (1, -1), (1, RUN + 4)]) == [RUN + 2, 1, 3]
+    slots.check([held])
+
+
+def test_a_long_text_lies_in_one_piece_where_there_is_room() -> None:
+    slots = Slots(RUN * 4)
+    held = slots.alloc(8)
+    slots.free(held[2:4])
+    assert slots.alloc(RUN + 1).tolist() == list(range(8, RUN + 9))
+    rest = slots.alloc(slots.num_free)
+    assert rest[:2].tolist() == [2, 3] and len(set(rest.tolist())) == len(rest)
 
 
 @pytest.mark.parametrize("wrong", [[5], [0, 0]])

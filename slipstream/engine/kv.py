@@ -4,6 +4,7 @@ Rules of slots:
 1. Every slot is free or owned by exactly one holder (a session, the prefix cache); ``check`` proves it.
 2. A slot is written before it is read. The pool is not cleared when a slot changes hands.
 3. Accepting a token moves no data: its slot joins a list, nothing else.
+4. The slots of an answer lie near one another where the pool has room: neighbours in memory are read faster.
 
 RadixCache: prompts that were computed once, kept by their tokens so that the next one with the same start is cheap.
 
@@ -47,10 +48,12 @@ Indices = NDArray[np.int64]
 SCAN = 4096  # free flags looked at in one go
 FIRST_ROWS, FIRST_WIDTH = 8, 1024  # of a table
 FEW = 32  # slots for which Python is faster than numpy, most of all with cold caches: a tree's
+RUN = 16  # slots of a run that one answer fills; longer ones measured the same
+FREE_RUN = b"\x01" * RUN
 
 
 class Slots:
-    """The free list of a pool. The lowest free slots are handed out first, so runs stay contiguous where they can."""
+    """The free list of a pool."""
 
     __slots__ = ("_flags", "_free", "_lowest", "_num_free", "num_slots")
 
@@ -67,16 +70,48 @@ class Slots:
         return self._num_free
 
     def alloc(self, n: int) -> Indices:
-        """int64 [n], ascending. Raises CapacityError, and changes nothing, when fewer are free."""
+        """The lowest free ones, those of a text side by side where the pool has room; int64 [n], ascending. Raises
+        CapacityError, and changes nothing, when fewer are free."""
         if n > self._num_free:
-            raise CapacityError(f"{n} KV slots wanted, {self._num_free} of {self.num_slots} are free; "
-                                "wait for answers to end, or raise 'slots' in the configuration")
+            raise _none_left(n, self)
         if n <= 0:
             return np.zeros(0, np.int64)
-        slots = self._take_few(n) if n <= FEW else self._take(n)
         self._num_free -= n
+        if n > RUN and (begin := self._flags.find(b"\x01" * n, self._lowest)) >= 0:
+            self._free[begin : begin + n] = False
+            return np.arange(begin, begin + n)
+        slots = self._take_few(n) if n <= FEW else self._take(n)
         self._lowest = int(slots[-1]) + 1
         return slots
+
+    def alloc_behind(self, wanted: Iterable[tuple[int, int]]) -> list[int]:
+        """For each (count, slot) so many slots: what follows in the run of ``slot``, then runs that nobody fills yet,
+        else the lowest free ones. Raises CapacityError, and changes nothing, when fewer are free in all."""
+        wanted = list(wanted)
+        n = sum([count for count, _ in wanted])
+        if n > self._num_free:
+            raise _none_left(n, self)
+        flags, taken = self._flags, list[int]()
+        for count, place in wanted:
+            for _ in range(count):
+                place = flags.find(1, place + 1, place + RUN - place % RUN)
+                if place < 0:
+                    place = self._run()
+                flags[place] = 0
+                taken.append(place)
+        self._num_free -= n
+        return taken
+
+    def _run(self) -> int:
+        """Where the lowest free run begins; without one, the lowest free slot. One must be free."""
+        place = self._lowest
+        while (place := self._flags.find(FREE_RUN, place)) >= 0:
+            begin = -(-place // RUN) * RUN  # runs begin at multiples, or two answers would fill one together
+            if self._flags.startswith(FREE_RUN, begin):
+                return begin
+            place = begin
+        self._lowest = self._flags.find(1, self._lowest)
+        return self._lowest
 
     def _take_few(self, n: int) -> Indices:
         place, few = self._lowest - 1, list[int]()
@@ -128,6 +163,11 @@ class Slots:
         assert len(wrong) == 0, (f"{int((holders == 0).sum())} slots lost, {int((holders > 1).sum())} owned twice; "
                                  f"first: {wrong[:8].tolist()}")
         assert self._num_free == int(self._free.sum()), "the count of free slots is wrong"
+
+
+def _none_left(wanted: int, slots: Slots) -> CapacityError:
+    return CapacityError(f"{wanted} KV slots wanted, {slots.num_free} of {slots.num_slots} are free; "
+                         "wait for answers to end, or raise 'slots' in the configuration")
 
 
 class KVPool:
