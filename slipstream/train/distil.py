@@ -20,7 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-CHUNK = 512  # rows of all steps together
+CHUNK = 512  # rows of all steps together, at most
+STRIDE = 32  # a chunk's rows of a step are so many, or a multiple
+COLUMNS = 128  # as many tokens are drawn more as fill up the last so many (see rule 4 of ``unroll``)
 LIKELY = 1 / 512  # share of a token, from which on it is always looked at
 COMMON = 1024  # low ids are those that a tokenizer's training met most
 
@@ -59,7 +61,7 @@ class Distilled(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0]
         to_states = torch.zeros_like(states) if wanted else None
         to_weight = torch.zeros_like(lm_head) if wanted else None
-        size = max(1, CHUNK // steps)
+        size = max(1, CHUNK // steps // STRIDE) * STRIDE
         for first in range(0, count, size):
             rows = slice(first, first + size)
             x = states[:, rows].to(kind)
@@ -108,6 +110,7 @@ def columns_of(truth: torch.Tensor, best: torch.Tensor, drawn: int) -> Columns:
     known[:COMMON] = True
     known[best] = True
     certain, others = torch.nonzero(known)[:, 0], torch.nonzero(~known)[:, 0]
+    drawn += -(len(certain) + drawn) % COLUMNS
     some = others[torch.randperm(len(others), device=truth.device)[:drawn]]
     counts = truth.new_ones(len(certain) + len(some))
     counts[len(certain):] = len(others) / max(1, len(some))

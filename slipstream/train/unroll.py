@@ -7,7 +7,9 @@ Rules:
    it had drafted k tokens. Rows before k have none and do not count.
 3. In step k row r sees the true rows up to r - k (keys and values of step 0), then its own history: row r - k + j of
    step j, for j = 1 .. k. That is the path from the newest committed token down to it.
-4. The loss of a step is the cross-entropy with the target's distribution over the draft vocabulary. Rows whose
+4. The rows of a conversation, and those with a loss, are filled up to whole ``STRIDE``s with some that count for
+   nothing: a product of a shape that was not seen before costs a CPU four times as much (oneDNN makes a kernel for it).
+5. The loss of a step is the cross-entropy with the target's distribution over the draft vocabulary. Rows whose
    likeliest token is outside it are left out of the loss; in the agreement they count as misses.
 
 It knows nothing about files or optimisers. Shapes: R rows of all conversations of a step, M of them with a loss.
@@ -30,11 +32,12 @@ from slipstream.train.head import Head
 from slipstream.train.shards import ANSWER, Conversation
 
 DECAY = 0.8  # weight of each further step's loss
+STRIDE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of whole conversations, side by side."""
+    """Rows of whole conversations, side by side, each filled up (rule 4)."""
 
     tokens: torch.Tensor  # int64 [R] token r + 1
     positions: torch.Tensor  # int64 [R]
@@ -43,15 +46,9 @@ class Rows:
     wanted: torch.Tensor  # int64 [M] rows with a loss
     best: torch.Tensor  # int64 [M] the target's likeliest token after token r + 1, as a draft id
     finals: torch.Tensor  # bfloat16 [M, H] the target's final states after token r + 1
-    num_spoken: int  # rows that predict what the target said, those without a loss included
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def num_wanted(self) -> int:
-        return len(self.wanted)
+    num_rows: int  # of conversations
+    num_wanted: int  # with a loss
+    num_spoken: int  # that predict what the target said, those without a loss included
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ def rows_of(conversations: Sequence[Conversation], head: Head, max_rows: int,
     hidden, device = head.config.hidden_size, head.vocabulary.device
     draft_ids = np.full(head.config.vocab_size, -1, np.int64)
     draft_ids[head.vocabulary.cpu().numpy()] = np.arange(len(head.vocabulary))
-    tokens, positions, states, finals, wanted, bests, bounds, spoken = [], [], [], [], [], [], [0], 0
+    tokens, positions, states, finals, wanted, bests, bounds, num_rows, spoken = [], [], [], [], [], [], [0], 0, 0
     for c in conversations:
         count = min(len(c.tokens) - 2, max_rows)
         if count < 1:
@@ -76,22 +73,33 @@ def rows_of(conversations: Sequence[Conversation], head: Head, max_rows: int,
         said = np.isin(c.roles[2:count + 2], roles)
         greedy = np.asarray(c.greedy[1:count + 1])
         best = np.where(said & (greedy >= 0), draft_ids[np.maximum(greedy, 0)], -1)
-        own = np.flatnonzero(best >= 0)
+        own, width = np.flatnonzero(best >= 0), whole(count)
         bits = torch.from_numpy(np.array(c.states[:count + 1])).view(torch.bfloat16)
-        tokens.append(np.asarray(c.tokens[1:count + 1], np.int64))
-        positions.append(np.arange(count))
-        states.append(bits[:count, :-hidden])
+        tokens.append(filled(torch.from_numpy(c.tokens[1:count + 1].astype(np.int64)), width))
+        positions.append(torch.arange(width))
+        states.append(filled(bits[:count, :-hidden], width))
         finals.append(bits[1 + own, -hidden:])
-        wanted.append(bounds[-1] + own)
-        bests.append(best[own])
-        spoken += int(said.sum())
-        bounds.append(bounds[-1] + count)
+        wanted.append(torch.from_numpy(bounds[-1] + own))
+        bests.append(torch.from_numpy(best[own]))
+        num_rows, spoken = num_rows + count, spoken + int(said.sum())
+        bounds.append(bounds[-1] + width)
+    num_wanted = sum(map(len, wanted))
 
-    def placed(arrays: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(device)
+    def learnt(parts: list[torch.Tensor]) -> torch.Tensor:
+        return filled(torch.cat(parts), whole(num_wanted)).to(device)
 
-    return Rows(placed(tokens), placed(positions), torch.cat(states).to(device), tuple(bounds), placed(wanted),
-                placed(bests), torch.cat(finals).to(device), spoken)
+    return Rows(torch.cat(tokens).to(device), torch.cat(positions).to(device), torch.cat(states).to(device),
+                tuple(bounds), learnt(wanted), learnt(bests), learnt(finals), num_rows, num_wanted, spoken)
+
+
+def whole(count: int) -> int:
+    """``count`` rows, filled up."""
+    return -(-count // STRIDE) * STRIDE
+
+
+def filled(rows: torch.Tensor, upto: int) -> torch.Tensor:
+    """``rows`` [R, …] and zeros behind them, [upto, …]."""
+    return torch.cat((rows, rows.new_zeros(upto - len(rows), *rows.shape[1:])))
 
 
 def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float32, drawn: int = 0) -> Unrolled:
@@ -101,7 +109,8 @@ def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float3
         outs = states_of(head, rows, steps)
     config = head.config
     normed = torch.stack([norm(out[rows.wanted], head.tensors["norm.weight"], config.norm_eps) for out in outs])
-    counted = torch.stack([rows.positions[rows.wanted] >= k for k in range(steps)])
+    counts = torch.arange(len(rows.wanted), device=rows.wanted.device) < rows.num_wanted
+    counted = torch.stack([(rows.positions[rows.wanted] >= k) & counts for k in range(steps)])
     shares = counted.to(normed.dtype) / counted.sum(1, keepdim=True).clamp(min=1)
     decay = DECAY ** torch.arange(steps, dtype=normed.dtype, device=normed.device)[:, None]
     lesson = Lesson(rows.finals, head.teacher, rows.best, shares * decay / decay.sum(), dtype, drawn)
@@ -157,26 +166,33 @@ def _layer(head: Head, own: str, state: torch.Tensor, x: torch.Tensor, rope: tup
 def _attend(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
             bounds: tuple[int, ...]) -> torch.Tensor:
     """q [R, Q, D], keys and values of each step [R, G, D] -> [R, Q * D], as rule 3 says."""
-    step, heads = len(keys) - 1, keys[0].shape[1]
-    q = q.view(len(q), heads, -1, q.shape[-1])  # [R, G, Q/G, D]
+    step, groups, width = len(keys) - 1, *keys[0].shape[1:]
+    q = q.view(len(q), groups, -1, width)  # [R, G, Q/G, D]
     own_keys = [shifted(keys[j], step - j)[:, :, None] for j in range(1, step + 1)]
     own_values = [shifted(values[j], step - j)[:, :, None] for j in range(1, step + 1)]
     own = torch.stack([(q * key).sum(-1) for key in own_keys], -1) if own_keys else None  # [R, G, Q/G, step]
-    mixed = []
-    for first, stop in pairwise(bounds):
-        rows = slice(first, stop)
-        query = q[rows].permute(1, 2, 0, 3)  # [G, Q/G, n, D]
-        true = query @ keys[0][rows].permute(1, 2, 0)[:, None]  # [G, Q/G, n, n]
-        hidden = torch.ones(true.shape[-2:], dtype=torch.bool, device=q.device).triu(1 - step)
+    sizes = [stop - first for first, stop in pairwise(bounds)]
+    parts = zip(*(t.split(sizes) for t in (q, keys[0], values[0])), strict=True)
+    ours = own.split(sizes) if own is not None else [None] * len(sizes)
+    mixed, weights = [], []
+    for (query, key, value), mine in zip(parts, ours, strict=True):
+        n = len(query)
+        flat = query.permute(1, 2, 0, 3).reshape(groups, -1, width)  # [G, Q/G * n, D]
+        true = (flat @ key.permute(1, 2, 0)).view(groups, -1, n, n)
+        hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1 - step)
         scores = true.float().masked_fill(hidden, float("-inf"))
-        if own is not None:
-            scores = torch.cat((scores, own[rows].permute(1, 2, 0, 3)), -1)
+        if mine is not None:
+            scores = torch.cat((scores, mine.permute(1, 2, 0, 3)), -1)
         shares = scores.softmax(-1)
-        out = (shares[..., :stop - first] @ values[0][rows].permute(1, 0, 2)[:, None]).permute(2, 0, 1, 3)
+        out = shares[..., :n].reshape(groups, -1, n) @ value.permute(1, 0, 2)
+        mixed.append(out.view(groups, -1, n, width).permute(2, 0, 1, 3))
+        weights.append(shares[..., n:].permute(2, 0, 1, 3))
+    out = torch.cat(mixed)
+    if own_values:
+        share = torch.cat(weights)
         for j, value in enumerate(own_values):
-            out = out + shares[..., stop - first + j].permute(2, 0, 1)[..., None] * value[rows]
-        mixed.append(out)
-    return torch.cat(mixed).reshape(len(q), -1)
+            out = out + share[..., j, None] * value
+    return out.reshape(len(q), -1)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
