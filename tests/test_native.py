@@ -280,11 +280,13 @@ def test_attention_is_the_same_bits_for_any_company_and_threads(flags: tuple[str
     pool = KVPool(2, 900, 2, 96, torch.bfloat16)
     pool.kv.copy_(torch.randn(pool.kv.shape, generator=dice))
     place = torch.randperm(900, generator=dice).numpy()
-    for length in (1, 127, 128, 250, 800):  # 250: the tree goes on from one chunk into the next
-        context, own = place[:length], place[length : length + 30]
-        tree = random_tree(np.random.default_rng(length), len(own), base=length + 1, vocab=VOCAB)
+    for length in (1, 100, 127, 128, 250, 800):  # 250: the tree goes on from one chunk into the next
+        context, own = place[:length], place[length : length + 62]
+        tree = random_tree(np.random.default_rng(length), 30, base=length + 1, vocab=VOCAB)
+        chain = [(2 << i) - 1 for i in range(len(own))]
+        words = chain if length == 100 else tree.ancestor_words().tolist()
+        own = own[: len(words)]
         queries = torch.randn(len(own), 960, generator=dice).bfloat16()
-        words = tree.ancestor_words().tolist()
         builder = BatchBuilder()
         builder.add([0] * len(own), range(len(own)), own.tolist(), context, words, len(own))
         together = [attended(Team(built, threads), builder.build(), pool, queries, shape) for threads in (1, 2)]

@@ -94,8 +94,7 @@ void read_chunk(const Frame& frame, const Block& block, Weigher& weigher, int64_
     for (int64_t row = block.row, next; row < end; row = next) {
         next = row + 1;
         if (!sees(row)) continue;
-        if (weigher.shares(row, which))
-            while (next < end && sees(next) && weigher.shares(next, which)) next++;
+        while (next < end && sees(next) && weigher.together(row, next, which)) next++;
         weigher.read(row, next - row, which, known + (row - block.row) * apart, apart);
     }
 }

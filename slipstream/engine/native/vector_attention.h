@@ -145,7 +145,7 @@ class Weigher {
         query = queries((const bf16*)op.in + row * op.in_stride, op.heads * int64_t(op.head_dim), scratch + BUNDLE * CHUNK);
     }
 
-    bool shares(int64_t, int64_t) const { return false; }
+    bool together(int64_t, int64_t, int64_t) const { return false; }
 
     // What the row knows of a chunk.
     void read(int64_t row, int64_t, int64_t which, float* known, int64_t) {
