@@ -52,15 +52,6 @@ def test_without_a_run_the_lowest_free_slots_are_taken() -> None:
     slots.check([held])
 
 
-def test_a_long_text_lies_in_one_piece_where_there_is_room() -> None:
-    slots = Slots(RUN * 4)
-    held = slots.alloc(8)
-    slots.free(held[2:4])
-    assert slots.alloc(RUN + 1).tolist() == list(range(8, RUN + 9))
-    rest = slots.alloc(slots.num_free)
-    assert rest[:2].tolist() == [2, 3] and len(set(rest.tolist())) == len(rest)
-
-
 @pytest.mark.parametrize("wrong", [[5], [0, 0]])
 def test_freeing_twice_is_caught(wrong: list[int]) -> None:
     slots = Slots(8)

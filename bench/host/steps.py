@@ -28,6 +28,7 @@ from slipstream.base.config import ModelSection
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.kv import RUN
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import ATTEND, PRODUCT
@@ -46,8 +47,11 @@ def batch_of(rows: int) -> ForwardBatch:
 
 
 def of_answers(count: int, context: int) -> ForwardBatch:
-    """A plain step of so many answers. Their entries alternate in memory, as those of answers that decode together."""
-    return chains(np.arange((context + 1) * count).reshape(-1, count).T, 1).build()
+    """A plain step of so many answers. Their runs of slots alternate in memory, as those of answers that decode
+    together."""
+    runs = -(-(context + 1) // RUN)
+    slots = np.arange(runs * count * RUN).reshape(runs, count, RUN).swapaxes(0, 1).reshape(count, -1)
+    return chains(slots[:, : context + 1], 1).build()
 
 
 def chosen(runner: ModelRunner, batch: ForwardBatch) -> object:
@@ -133,7 +137,7 @@ def run(threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], 
 def side_by_side(threads: int, kinds: list[str], repeats: int) -> list[Row]:
     """Plain steps of several answers behind contexts of several lengths, and the attention in them."""
     torch.set_num_threads(threads)
-    runners = {kind: loaded(kind, max(ANSWERS) * (1 + max(CONTEXTS))) for kind in kinds}
+    runners = {kind: loaded(kind, max(ANSWERS) * (RUN + max(CONTEXTS))) for kind in kinds}
     rows: list[Row] = []
     for context in track(CONTEXTS, description="contexts"):
         keys = [(kind, answers) for kind in kinds for answers in ANSWERS]

@@ -70,17 +70,13 @@ class Slots:
         return self._num_free
 
     def alloc(self, n: int) -> Indices:
-        """The lowest free ones, those of a text side by side where the pool has room; int64 [n], ascending. Raises
-        CapacityError, and changes nothing, when fewer are free."""
+        """int64 [n], ascending, the lowest. Raises CapacityError, and changes nothing, when fewer are free."""
         if n > self._num_free:
             raise _none_left(n, self)
         if n <= 0:
             return np.zeros(0, np.int64)
-        self._num_free -= n
-        if n > RUN and (begin := self._flags.find(b"\x01" * n, self._lowest)) >= 0:
-            self._free[begin : begin + n] = False
-            return np.arange(begin, begin + n)
         slots = self._take_few(n) if n <= FEW else self._take(n)
+        self._num_free -= n
         self._lowest = int(slots[-1]) + 1
         return slots
 

@@ -172,8 +172,8 @@ def _attend(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torc
     own_values = [shifted(values[j], step - j)[:, :, None] for j in range(1, step + 1)]
     own = torch.stack([(q * key).sum(-1) for key in own_keys], -1) if own_keys else None  # [R, G, Q/G, step]
     sizes = [stop - first for first, stop in pairwise(bounds)]
-    parts = zip(*(t.split(sizes) for t in (q, keys[0], values[0])), strict=True)
-    ours = own.split(sizes) if own is not None else [None] * len(sizes)
+    parts = zip(*(torch.split(t, sizes) for t in (q, keys[0], values[0])), strict=True)
+    ours = torch.split(own, sizes) if own is not None else [None] * len(sizes)
     mixed, weights = [], []
     for (query, key, value), mine in zip(parts, ours, strict=True):
         n = len(query)
