@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slipstream.base.errors import CapacityError
-from slipstream.engine.kv import RUN, KVPool, Slots
+from slipstream.engine.kv import RUN, SCAN, KVPool, Slots
 
 
 def test_slots_are_handed_out_from_the_lowest_in_runs() -> None:
@@ -33,12 +33,20 @@ def test_answers_that_decode_together_fill_runs_of_their_own() -> None:
     slots = Slots(RUN * 6)
     held = [[int(slot)] for slot in slots.alloc(2)]
     for _ in range(RUN + 4):
-        for one, slot in zip(held, slots.alloc_behind((1, one[-1]) for one in held), strict=True):
+        for one, slot in zip(held, slots.alloc_behind([(1, one[-1]) for one in held]), strict=True):
             one.append(slot)
     for one in held:
         own = [slot for slot in one if slot >= RUN]  # they began in one run
         assert len(own) > RUN - 4 and own == list(range(own[0], own[0] + len(own)))
     slots.check([np.array(one) for one in held])
+
+
+def test_a_run_is_looked_for_near_the_lowest_free_slot_alone() -> None:
+    slots = Slots(SCAN + 4 * RUN)
+    held = slots.alloc(SCAN + 2 * RUN)
+    slots.free(held[[5, 7]])
+    assert slots.alloc_behind([(2, -1)]) == [5, 7]
+    assert slots.alloc_behind([(1, -1)]) == [SCAN + 2 * RUN]
 
 
 def test_without_a_run_the_lowest_free_slots_are_taken() -> None:

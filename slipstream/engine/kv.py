@@ -80,10 +80,9 @@ class Slots:
         self._lowest = int(slots[-1]) + 1
         return slots
 
-    def alloc_behind(self, wanted: Iterable[tuple[int, int]]) -> list[int]:
+    def alloc_behind(self, wanted: Sequence[tuple[int, int]]) -> list[int]:
         """For each (count, slot) so many slots: what follows in the run of ``slot``, then runs that nobody fills yet,
         else the lowest free ones. Raises CapacityError, and changes nothing, when fewer are free in all."""
-        wanted = list(wanted)
         n = sum([count for count, _ in wanted])
         if n > self._num_free:
             raise _none_left(n, self)
@@ -99,9 +98,10 @@ class Slots:
         return taken
 
     def _run(self) -> int:
-        """Where the lowest free run begins; without one, the lowest free slot. One must be free."""
-        place = self._lowest
-        while (place := self._flags.find(FREE_RUN, place)) >= 0:
+        """Where the lowest free run begins; without one near the lowest free slot, that one, so that a full pool costs
+        no search of all of it. One must be free."""
+        place, end = self._lowest, self._lowest + SCAN
+        while (place := self._flags.find(FREE_RUN, place, end)) >= 0:
             begin = -(-place // RUN) * RUN  # runs begin at multiples, or two answers would fill one together
             if self._flags.startswith(FREE_RUN, begin):
                 return begin

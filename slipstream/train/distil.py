@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 512  # rows of all steps together, at most
-STRIDE = 32  # a chunk's rows of a step are so many, or a multiple
-COLUMNS = 128  # as many tokens are drawn more as fill up the last so many (see rule 4 of ``unroll``)
+STRIDE = 32  # rows come in whole multiples of it (rule 4 of ``unroll``)
+COLUMNS = 128  # as many tokens are drawn more as fill up the last so many (the same rule)
 LIKELY = 1 / 512  # share of a token, from which on it is always looked at
 COMMON = 1024  # low ids are those that a tokenizer's training met most
 

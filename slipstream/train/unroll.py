@@ -8,7 +8,7 @@ Rules:
 3. In step k row r sees the true rows up to r - k (keys and values of step 0), then its own history: row r - k + j of
    step j, for j = 1 .. k. That is the path from the newest committed token down to it.
 4. The rows of a conversation, and those with a loss, are filled up to whole ``STRIDE``s with some that count for
-   nothing: a product of a shape that was not seen before costs a CPU four times as much (oneDNN makes a kernel for it).
+   nothing: a product of a shape that was not seen before costs a CPU more (oneDNN makes a kernel for it).
 5. The loss of a step is the cross-entropy with the target's distribution over the draft vocabulary. Rows whose
    likeliest token is outside it are left out of the loss; in the agreement they count as misses.
 
@@ -27,12 +27,11 @@ import torch.nn.functional as F
 
 from slipstream.drafting.heads.checkpoint import LAYER
 from slipstream.engine.ops.layer import Rope
-from slipstream.train.distil import Distilled, Lesson
+from slipstream.train.distil import STRIDE, Distilled, Lesson
 from slipstream.train.head import Head
 from slipstream.train.shards import ANSWER, Conversation
 
 DECAY = 0.8  # weight of each further step's loss
-STRIDE = 32
 
 
 @dataclass(frozen=True, slots=True)

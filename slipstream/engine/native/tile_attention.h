@@ -56,15 +56,6 @@ inline void pair(const bf16* one, const bf16* other, uint8_t* first, uint8_t* se
     _mm512_storeu_si512(second, _mm512_unpackhi_epi16(a, b));
 }
 
-// Weights as two bfloat16 each: what stands in their upper halves, and what is left, rounded.
-inline void halve(Floats v, bf16* high, bf16* low) {
-    const Words bits = (Words)v;
-    const Floats rest = v - (Floats)(bits & 0xffff0000u);
-    const Shorts above = __builtin_convertvector(bits >> 16, Shorts);
-    const Shorts below = __builtin_convertvector(((Words)rest + 0x8000) >> 16, Shorts);
-    memcpy(high, &above, sizeof above), memcpy(low, &below, sizeof below);
-}
-
 // Some queries that are a tile's rows: as many rows of one head, or heads of one row.
 struct Queries {
     const bf16* first;
@@ -146,21 +137,21 @@ class Weigher {
 
     // Scores become weights; of entries that a row does not see, zero.
     void rate(const Queries& q, int64_t count, bf16* high, bf16* low) {
-        const float scale = 1.0f / sqrtf(float(size));
+        const Floats scale = all(1.0f / sqrtf(float(size)));
         for (int64_t c = 0; c < q.count; c++, high += CHUNK, low += CHUNK) {
             float *row = scores + c * SPAN, *head = q.known + c * q.apart;
-            const int64_t seen = q.seen[c * q.step], padded = (seen + LANES - 1) / LANES * LANES;
-            Floats most = all(-INFINITY), sum = {};
-            for (int64_t i = seen; i < padded; i++) row[i] = -INFINITY;
-            for (int64_t i = 0; i < padded; i += LANES) most = greater(load(row + i), most);
-            const float top = greatest(most) * scale;
-            for (int64_t i = 0; i < padded; i += LANES) {
-                const Floats v = exponential(fma(load(row + i), all(scale), all(-top)));
-                sum += v;
-                halve(v, high + i, low + i);
+            const int64_t seen = q.seen[c * q.step];
+            for (int64_t i = 0; i < seen; i += LANES) store(row + i, load(row + i) * scale);
+            head[size + 1] = weigh(row, seen, head[size]);
+            int64_t i = 0;
+            for (; i < seen; i += LANES) {
+                Floats v = load(row + i);
+                Words above = rounded(v);
+                Shorts one = __builtin_convertvector(above, Shorts);
+                memcpy(high + i, &one, sizeof one);
+                narrow(low + i, v - (Floats)(above << 16));
             }
-            for (int64_t i = padded; i < count; i += LANES) memset(high + i, 0, 2 * LANES), memset(low + i, 0, 2 * LANES);
-            head[size] = top, head[size + 1] = total(sum);
+            for (; i < count; i += LANES) memset(high + i, 0, 2 * LANES), memset(low + i, 0, 2 * LANES);
         }
         written();
     }
@@ -280,7 +271,7 @@ class Weigher {
                     const Queries q = {in + (begin + h) * size, rows, op.in_stride, known + (begin + h) * entry, apart, nodes.seen, 1};
                     score(q, nodes.count);
                     for (int64_t r = 0; r < rows; r++) take_own(nodes, r);
-                    rate(q, CHUNK, high + h * block, low + h * block);
+                    rate(q, std::min<int64_t>(nodes.count, CHUNK), high + h * block, low + h * block);
                     sums(q.known, apart, high + h * block, low + h * block, CHUNK, values, common, false);
                 }
                 tiles.hold(heads, heads);
