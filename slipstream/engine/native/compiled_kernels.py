@@ -33,8 +33,8 @@ COMPILE_S = 300  # of one build at most
 
 # What a processor must say of itself, and the flags for it; the first that fits is taken. AMD's alone multiply pairs of
 # bfloat16 as such: an Intel's core (family 6, model 207) multiplies float32 faster, where it has no tiles.
-X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "amx_tile", "amx_bf16"},
-        ("-march=x86-64-v4", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16")),
+X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
+        ("-march=x86-64-v4", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
        ({"AuthenticAMD", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
         ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi")),
        ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=x86-64-v4",)),
@@ -64,7 +64,7 @@ class Kernels:
         for pack in (functions.slipstream_pack, functions.slipstream_pack_whole):
             pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
             pack.restype = None
-        functions.slipstream_screen.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_void_p] * 3]
+        functions.slipstream_screen.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_void_p] * 2]
         functions.slipstream_screen.restype = ctypes.c_int32
         return Kernels(functions, flags, functions.slipstream_lanes(), bool(functions.slipstream_tiles()))
 

@@ -164,7 +164,7 @@ void slipstream_pack_whole(const int8_t* weight, int64_t outer, int64_t inner, u
 }
 
 // See `make_screen`; 0 where a weight is not finite.
-int32_t slipstream_screen(const bf16* packed, int64_t groups, int64_t inner, int8_t* numbers, float* scales, Off* off) {
-    return make_screen(packed, groups, inner, numbers, scales, off);
+int32_t slipstream_screen(const bf16* packed, int64_t outer, int64_t inner, int8_t* numbers, float* bounds) {
+    return make_screen(packed, outer, inner, numbers, bounds);
 }
 }

@@ -23,8 +23,7 @@ struct Op {  // `program.Op` is the same
     int64_t in_stride;     // elements from row to row
     const void* weight;    // NORM: float32 [inner]; PRODUCT, CHOOSE: packed; SCREEN: numbers; ROPE: norm of queries, float32 [D], or null
                            // RANK: tokens of the columns, int64 [inner], or null
-    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: Races;
-                           // CHOOSE: Off [groups]
+    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: Races
     void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32;
                            // EMBED, WIDEN: float32; RANK: Child [T, outer], as int64; BEST: int64 [T];
                            // SCREEN: float32 [T, groups]; CHOOSE: int64 [T];
@@ -35,7 +34,7 @@ struct Op {  // `program.Op` is the same
     float eps;
     int32_t heads, kv_heads, head_dim;
     const float* scales;   // PRODUCT, of whole numbers: [outer], to whole groups; null: weights are bfloat16;
-                           // SCREEN: [outer], to whole groups; CHOOSE: what SCREEN wrote
+                           // SCREEN: see `make_screen`; CHOOSE: what SCREEN wrote
     int64_t few;           // 1: over as many rows as the frame picks; NORM reads those, others what it has written
 };
 

@@ -118,7 +118,7 @@ class Table:
 
 
 FEW_ROWS = 64  # buffers begin with so many
-FEW_SCREENED = 4  # rows that are screened where products are computed by tiles
+FEW_SCREENED = 64  # rows that are screened where products are computed by tiles
 TRIED = 8  # states that a screen is tried on
 
 
@@ -300,8 +300,8 @@ class Screen:
     """Of which outputs of a product it can be said beforehand that they are not the greatest; see ``screen.h``."""
 
     numbers: torch.Tensor  # int8, as many as weights
-    scales: torch.Tensor  # float32 [O], to whole groups
-    off: torch.Tensor  # float32 [groups, 2]
+    bounds: torch.Tensor  # float32 [3, O], to whole groups
+    groups: int
 
     @staticmethod
     def of(team: Team, packed: Packed) -> Screen | None:
@@ -310,11 +310,10 @@ class Screen:
             return None
         group = 2 * team.kernels.lanes
         groups = -(-packed.outer // group)
-        numbers, scales, off = (team.weights.take(groups * group * packed.inner), torch.empty(groups * group),
-                                torch.empty(groups, 2))
-        known = team.kernels.functions.slipstream_screen(packed.weight.data_ptr(), groups, packed.inner,
-                                                         *(to.data_ptr() for to in (numbers, scales, off)))
-        return Screen(numbers, scales, off) if known else None
+        numbers, bounds = team.weights.take(groups * group * packed.inner), torch.empty(3, groups * group)
+        known = team.kernels.functions.slipstream_screen(packed.weight.data_ptr(), packed.outer, packed.inner,
+                                                         numbers.data_ptr(), bounds.data_ptr())
+        return Screen(numbers, bounds, groups) if known else None
 
 
 def _padded(vector: torch.Tensor, size: int) -> torch.Tensor:
@@ -393,13 +392,13 @@ class Program:
     def choose(self, x: torch.Tensor, packed: Packed, screen: Screen, out: torch.Tensor) -> None:
         """What ``best`` would find in the product of as many rows of x bfloat16 [C, I] as the frame picks, to out int64
         [C]."""
-        most = torch.empty(len(x), len(screen.off))
+        most = torch.empty(len(x), screen.groups)
         assert x.shape[1] == packed.inner and packed.inner % LANES == 0
         self._kept.append((packed, screen))
         shape = {"inner": packed.inner, "outer": packed.outer, "few": True}
-        self._add(Op(kind=SCREEN, scales=screen.scales.data_ptr(), **shape), x, most, screen.numbers)
+        self._add(Op(kind=SCREEN, scales=screen.bounds.data_ptr(), **shape), x, most, screen.numbers)
         self._add(Op(kind=CHOOSE, scales=most.data_ptr(), layer=most.stride(0), **shape), x, out.view(-1, 1),
-                  packed.weight, screen.off)
+                  packed.weight)
 
     def listed(self) -> ctypes.Array[Op]:
         """The list, complete."""

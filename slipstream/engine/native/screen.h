@@ -1,5 +1,5 @@
 // The greatest output of a product without most of its weights: all outputs from whole numbers of 8 bits, about, and exactly
-// those of which this does not say that they are not the greatest.
+// those of which this does not say that they are less than one that is known.
 //
 // Rules:
 // 1. What is chosen is what `best_of` would choose of the product, for every state: how far an output may be off is bounded,
@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "list.h"
@@ -26,10 +27,7 @@ namespace {
 
 // More than an output loses where float32 is below its normal numbers: it has fewer digits there, or is zero.
 constexpr float LOST = 1e-30f;
-
-struct Off {  // how far the outputs of a group may be off, for a state of length 1 and for one unit of what rounding took
-    float weights, state;
-};
+constexpr int QUADS = 4 * GROUP;  // whole numbers that weigh four inputs for a group of outputs
 
 // A state as whole numbers of some 13 bits, two in a word, times `scale`.
 struct Rounded {
@@ -62,38 +60,91 @@ struct Rounded {
     }
 };
 
-// Rows `row` to `row + R`: the greatest output of a group, about.
+// Of a group's sums of whole numbers: what none of its outputs is above.
+float most_of(const Op& op, int64_t group, const Rounded& state, Ints low, Ints high) {
+    const int64_t outputs = groups_of(op) * GROUP;  // `make_screen` says what is read of each
+    auto bound = [&](Ints sums, const float* of) {
+        Floats about = __builtin_convertvector(sums, Floats) * (load(of) * all(state.scale));
+        Floats most = about + (load(of + outputs) * all(state.length) + load(of + 2 * outputs) * all(state.missed)) + all(LOST);
+        Words none = (Words)(most != most);
+        return (Floats)(((Words)most & ~none) | ((Words)all(INFINITY) & none));
+    };
+    return greatest(greater(bound(low, op.scales + group * GROUP), bound(high, op.scales + group * GROUP + LANES)));
+}
+
+template <int... I>
+inline Ints of_halves(Ints a, Ints b, std::integer_sequence<int, I...>) {  // lanes 2 i and 2 i + 1 of both, added
+    return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
+}
+
+// Rows `row` to `row + R`.
 template <int R>
 void screen_block(const Op& op, const std::vector<Rounded>& states, int64_t group, int64_t row) {
-    const uint8_t* weight = (const uint8_t*)op.weight + group * LINE * (op.inner / 2);
-    Ints low[R] = {}, high[R] = {};
+    typedef uint64_t Longs __attribute__((vector_size(4 * LANES)));
+    const uint8_t* weight = (const uint8_t*)op.weight + group * GROUP * op.inner;
+    Ints sums[R][4] = {};  // two beside one another for each output
 #pragma GCC unroll 4
-    for (int64_t pair = 0; pair < op.inner / 2; pair++, weight += LINE) {
-        __builtin_prefetch(weight + AHEAD / 2, 0, 1);
-        Ints first = bytes_at(weight), second = bytes_at(weight + LINE / 2);
+    for (int64_t quad = 0; quad < op.inner / 4; quad++, weight += QUADS) {
+        for (int line = 0; line < QUADS; line += 64) __builtin_prefetch(weight + AHEAD / 2 + line, 0, 1);
+        Ints numbers[4];
+        for (int i = 0; i < 4; i++) numbers[i] = bytes_at(weight + i * QUADS / 4);
         for (int r = 0; r < R; r++) {
-            Ints both = (Ints)(Words{} + states[row + r].pairs[pair]);
-            low[r] += twofold(first, both), high[r] += twofold(second, both);
+            uint64_t four;
+            memcpy(&four, &states[row + r].pairs[2 * quad], sizeof four);
+            for (int i = 0; i < 4; i++) sums[r][i] += twofold(numbers[i], (Ints)(Longs{} + four));
         }
     }
-    int64_t count = std::min<int64_t>(GROUP, op.outer - group * GROUP);
-    for (int r = 0; r < R; r++) {
-        Floats scale = all(states[row + r].scale);
-        Floats one = __builtin_convertvector(low[r], Floats) * (load(op.scales + group * GROUP) * scale);
-        Floats other = __builtin_convertvector(high[r], Floats) * (load(op.scales + group * GROUP + LANES) * scale);
-        float about[GROUP];
-        store(about, one), store(about + LANES, other);
+    auto whole = [](Ints a, Ints b) { return of_halves(a, b, std::make_integer_sequence<int, LANES>()); };
+    for (int r = 0; r < R; r++)
         ((float*)op.out + (row + r) * op.out_stride)[group] =
-            count == GROUP ? greatest(greater(one, other)) : *std::max_element(about, about + count);
+            most_of(op, group, states[row + r], whole(sums[r][0], sums[r][1]), whole(sums[r][2], sums[r][3]));
+}
+
+#if defined(__AMX_BF16__)
+constexpr int TILED = 3;   // rows from which tiles are faster
+constexpr int HIGH = 128;  // a state's number is so many times one of 8 bits, and another one
+
+// As `screen_block`, of all rows: the two numbers of each stand in two rows of a tile.
+void tile_screen(const Op& op, const std::vector<Rounded>& states, int64_t first, int64_t last) {
+    const int64_t rows = int64_t(states.size()), size = op.inner * GROUP;
+    std::vector<int8_t> halves(2 * rows * op.inner);
+    for (int64_t row = 0; row < rows; row++) {
+        const int16_t* numbers = (const int16_t*)states[row].pairs.data();
+        int8_t *high = &halves[2 * row * op.inner], *low = high + op.inner;
+        for (int64_t i = 0; i < op.inner; i++)
+            high[i] = int8_t((numbers[i] + HIGH / 2) >> 7), low[i] = int8_t(numbers[i] - HIGH * high[i]);
+    }
+    alignas(64) int32_t sums[2 * SIDE * GROUP];
+    Tiles tiles;
+    for (int64_t group = first; group < last; group++) {
+        const uint8_t* weight = (const uint8_t*)op.weight + group * size;
+        for (int64_t row = 0; row < rows; row += SIDE) {
+            const int64_t some = std::min<int64_t>(rows - row, SIDE), one = std::min<int64_t>(2 * some, SIDE);
+            tiles.hold(one, 2 * some - one);
+            (2 * some > one ? sum_tiles<Numbered, true> : sum_tiles<Numbered, false>)(
+                weight, op.inner / (2 * DEEP), &halves[2 * row * op.inner], op.inner, weight + AHEAD,
+                row ? 0 : Numbered::BYTES, sums);
+            for (int64_t r = 0; r < some; r++) {
+                const int32_t *high = sums + 2 * r * GROUP, *low = high + GROUP;
+                auto sum = [&](int i) { return HIGH * (Ints)words_at(high + i) + (Ints)words_at(low + i); };
+                ((float*)op.out + (row + r) * op.out_stride)[group] =
+                    most_of(op, group, states[row + r], sum(0), sum(LANES));
+            }
+        }
     }
 }
+#endif
 
 void screen(const Op& op, int64_t first, int64_t last, int64_t rows) {
     constexpr void (*blocks[])(const Op&, const std::vector<Rounded>&, int64_t, int64_t) = {
         nullptr, screen_block<1>, screen_block<2>, screen_block<3>, screen_block<4>, screen_block<5>, screen_block<6>};
+    constexpr int64_t MOST = LANES == 8 ? 3 : 6;  // as registers hold
     std::vector<Rounded> states;
     for (int64_t row = 0; row < rows; row++) states.emplace_back((const bf16*)op.in + row * op.in_stride, op.inner);
-    int64_t parts = (rows + 5) / 6;
+#if defined(__AMX_BF16__)
+    if (rows >= TILED && op.inner % (2 * DEEP) == 0) return tile_screen(op, states, first, last);
+#endif
+    int64_t parts = (rows + MOST - 1) / MOST;
     for (int64_t group = first; group < last; group++)
         for (int64_t part = 0; part < parts; part++) {
             int64_t row = rows * part / parts;
@@ -104,58 +155,58 @@ void screen(const Op& op, int64_t first, int64_t last, int64_t rows) {
 // The column of a row's greatest output, the first among equals; the first that is no number, if one is none.
 int64_t chosen(const Op& op, int64_t row, std::vector<float>& scratch) {
     const float* most = op.scales + row * op.layer;
-    const Off* off = (const Off*)op.extra;
-    const Rounded state((const bf16*)op.in + row * op.in_stride, op.inner);
     const int64_t groups = groups_of(op);
-    auto far = [&](int64_t group) { return off[group].weights * state.length + off[group].state * state.missed + LOST; };
-    float least = -INFINITY;  // of the greatest
-    for (int64_t group = 0; group < groups; group++) least = std::max(least, most[group] - far(group));
-    if (!std::isfinite(least)) least = -INFINITY;
     float sums[GROUP], top = -INFINITY;
+    int64_t found = 0;
     Op exact = op;
     exact.in = (const bf16*)op.in + row * op.in_stride, exact.scales = nullptr, exact.extra = nullptr;
     exact.result = STORE, exact.out_stride = 0;
-    int64_t found = 0;
-    for (int64_t group = 0; group < groups; group++) {
-        if (most[group] + far(group) < least) continue;  // what is no number is looked at
+    auto look = [&](int64_t group) {  // false: at a number that is none, which is what is chosen
         exact.out = sums - group * GROUP;
         product<Halves>(exact, group, group + 1, 1, scratch);
-        for (int64_t i = 0; i < std::min<int64_t>(GROUP, op.outer - group * GROUP); i++) {
-            if (sums[i] != sums[i]) return group * GROUP + i;
-            if (sums[i] > top) top = sums[i], found = group * GROUP + i;
+        for (int64_t i = 0, column = group * GROUP; i < GROUP && column < op.outer; i++, column++) {
+            if (sums[i] != sums[i]) return found = column, false;
+            if (sums[i] > top || (sums[i] == top && column < found)) top = sums[i], found = column;
         }
-    }
+        return true;
+    };
+    // What is likely the greatest tells of most others that they are not.
+    int64_t likely = std::max_element(most, most + groups) - most;
+    if (!std::isfinite(most[likely]) || !look(likely)) likely = -1, top = -INFINITY;
+    for (int64_t group = 0; group < groups; group++)
+        if (group != likely && (likely < 0 || most[group] >= top) && !look(group)) break;
     return found;
 }
 
-// Of packed bfloat16: whole numbers with a scale an output, pairs of inputs side by side for a group of outputs; and how far
-// they may be off. False: a weight is not finite.
-bool make_screen(const bf16* packed, int64_t groups, int64_t inner, int8_t* numbers, float* scales, Off* off) {
+// Of packed bfloat16: whole numbers, four inputs side by side for a group of outputs. bounds: [3, outputs], to whole groups:
+// what a number stands for, and how far an output may be off for a state of length 1 and for one unit of what rounding took
+// from it. False: a weight is not finite.
+bool make_screen(const bf16* packed, int64_t outer, int64_t inner, int8_t* numbers, float* bounds) {
     const double sums = double(inner + 8) * 0x1p-23;  // of float32, an output's and the screen's
-    for (int64_t group = 0; group < groups; group++, packed += inner * GROUP, numbers += inner * GROUP) {
-        double far = 0, size = 0;
+    const int64_t groups = (outer + GROUP - 1) / GROUP, outputs = groups * GROUP;
+    for (int64_t group = 0; group < groups; group++, packed += inner * GROUP, numbers += inner * GROUP)
         for (int64_t i = 0; i < GROUP; i++) {
-            auto place = [i](int64_t k) { return (k / 2 * GROUP + i) * 2 + k % 2; };
-            auto weight = [&](int64_t k) { return std::bit_cast<float>(uint32_t(packed[place(k)]) << 16); };
+            auto weight = [&](int64_t k) { return std::bit_cast<float>(uint32_t(packed[(k / 2 * GROUP + i) * 2 + k % 2]) << 16); };
             float most = 0;
             for (int64_t k = 0; k < inner; k++) {
                 if (!std::isfinite(weight(k))) return false;
                 most = std::max(most, std::fabs(weight(k)));
             }
-            const float scale = scales[group * GROUP + i] = std::max(most / 127, std::numeric_limits<float>::min());
+            const float scale = std::max(most / 127, std::numeric_limits<float>::min());
             double missed = 0, exact = 0, whole = 0;
             for (int64_t k = 0; k < inner; k++) {
                 float number = std::clamp(std::nearbyint(weight(k) / scale), -127.0f, 127.0f);
-                numbers[place(k)] = int8_t(number);
+                numbers[(k / 4 * GROUP + i) * 4 + k % 4] = int8_t(number);
                 double near = double(number) * scale;
                 missed += (weight(k) - near) * (weight(k) - near);
                 exact += double(weight(k)) * weight(k), whole += near * near;
             }
-            size = std::max(size, std::sqrt(whole));
-            far = std::max(far, std::sqrt(missed) + sums * (std::sqrt(exact) + std::sqrt(whole)));
+            const double off = std::sqrt(missed) + sums * (std::sqrt(exact) + std::sqrt(whole));
+            float* bound = bounds + group * GROUP + i;
+            bound[0] = scale;
+            bound[outputs] = group * GROUP + i < outer ? float(off * 1.0001) + LOST : -INFINITY;  // what fills up is never it
+            bound[2 * outputs] = float(std::sqrt(whole) * 1.0001) + LOST;
         }
-        off[group] = {float(far * 1.0001) + LOST, float(size * 1.0001) + LOST};
-    }
     return true;
 }
 

@@ -1,7 +1,8 @@
 // Products by tiles, where a processor has them (AMX): sixteen rows and sixteen outputs by one instruction.
 //
-// Rules: those of `products.h`. A sum takes 32 inputs at a time, the even ones and the odd ones of them each by themselves;
-// its order knows nothing of the rows beside it. So one row alone is computed by tiles, too.
+// Rules: those of `products.h`. A sum of bfloat16 takes 32 inputs at a time, the even ones and the odd ones of them each by
+// themselves; its order knows nothing of the rows beside it. So one row alone is computed by tiles, too. Sums of whole numbers
+// are exact.
 //
 // It knows nothing about what is made of the sums.
 
@@ -9,6 +10,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "list.h"
 #include "vectors.h"
@@ -18,8 +20,8 @@ namespace {
 #if defined(__AMX_BF16__)
 constexpr bool TILES = true;
 constexpr int SIDE = 16;    // rows of a tile, and outputs
-constexpr int DEEP = 32;    // inputs that one instruction takes
-constexpr int PAGE = 2048;  // bytes of two tiles of weights side by side: DEEP inputs of 2 SIDE outputs
+constexpr int DEEP = 32;    // inputs that one instruction takes; of whole numbers twice as many
+constexpr int PAGE = 2048;  // bytes of two tiles of weights side by side: so many inputs of 2 SIDE outputs
 
 // Compilers do not know that tiles read memory: what they have still to write is written here.
 inline void written() { asm volatile("" : : : "memory"); }
@@ -48,11 +50,19 @@ class Tiles {
 };
 
 struct Halved {  // weights in bfloat16, as tiles have them
+    typedef float Sum;
+    static constexpr int BYTES = PAGE;
+    const uint8_t* page(const uint8_t* weight, int64_t) const { return weight; }
+};
+
+struct Numbered {  // weights and rows as whole numbers, as tiles have them
+    typedef int32_t Sum;
     static constexpr int BYTES = PAGE;
     const uint8_t* page(const uint8_t* weight, int64_t) const { return weight; }
 };
 
 struct Widened {  // weights as whole numbers: a page of them is widened while tiles multiply the one before
+    typedef float Sum;
     static constexpr int BYTES = PAGE / 2;
     alignas(64) uint8_t pages[2][PAGE];
 
@@ -68,11 +78,13 @@ struct Widened {  // weights as whole numbers: a page of them is widened while t
     }
 };
 
-// Sums [2 SIDE, 2 SIDE] of one or two blocks of rows of x, whose rows are `stride` bytes apart, with `deep` times DEEP inputs.
-// soon: what memory is asked for meanwhile, `each` bytes of it with every DEEP inputs. Weights pass by the first cache's other
-// lines, rows stay in it.
+// Sums [2 SIDE, 2 SIDE] of one or two blocks of rows from x on, which are `stride` bytes apart, with `deep` pages.
+// soon: what memory is asked for meanwhile, `each` bytes of it with every page. Weights pass by the first cache's other lines,
+// rows stay in it.
 template <class Pages, bool TWO>
-void sum_tiles(const uint8_t* weight, int64_t deep, const bf16* x, int64_t stride, const uint8_t* soon, int64_t each, float* sums) {
+void sum_tiles(const uint8_t* weight, int64_t deep, const void* x, int64_t stride, const uint8_t* soon, int64_t each,
+               typename Pages::Sum* sums) {
+    constexpr bool WHOLE = std::is_same_v<typename Pages::Sum, int32_t>;
     const uint8_t *one = (const uint8_t*)x, *other = one + SIDE * stride;
     Pages pages;
     _tile_zero(0);
@@ -92,10 +104,19 @@ void sum_tiles(const uint8_t* weight, int64_t deep, const bf16* x, int64_t strid
         _tile_stream_loadd(6, page, 128);
         _tile_stream_loadd(7, page + 64, 128);
         _tile_loadd(4, one, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (TWO) {
-            _tile_loadd(5, other, stride);
+        if (WHOLE) {
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+        } else {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (!TWO) continue;
+        _tile_loadd(5, other, stride);
+        if (WHOLE) {
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+        } else {
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
