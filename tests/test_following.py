@@ -195,6 +195,21 @@ def test_nobody_waits_longer_than_told_and_never_where_nobody_drafts() -> None:
     assert world.now_s == pytest.approx(0.05), "it waited until the deadline of the policy"
 
 
+def test_no_draft_is_wanted_for_a_last_token() -> None:
+    world, link = Waits(), Heard()
+    target = following(world=world)
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one, two = (target.open(number, PROMPT, len(PROMPT), Sampling(), len(PROMPT) + number) for number in (1, 2))
+    target.begin([one, two], 0.0)
+    target.flush()
+    assert one.link is None and [item.session for item in link.items] == [2], "nobody reads a prompt for nothing"
+    assert two.waits(0.0)
+    target.committed([Verified(2, (5,), 0, 0, 0)], Step(0.0, STEP_S, 1, 1))
+    target.flush()
+    assert [type(item) for item in link.items] == [Open, Commit, Close] and not two.waits(STEP_S)
+
+
 def test_rows_are_asked_for_and_sent_in_order() -> None:
     asked = list[FeatureSpec]()
 

@@ -319,7 +319,7 @@ class Followed:
             return record, None
         self._foretold = self._look_up(tokens, verified.forced)
         waiting.unasked += len(tokens)
-        return record, self._sees(now_s, step.sessions - 1, self._foretold[1])
+        return record, self._sees(now_s, step.sessions - 1, self._foretold[1], self.left - len(tokens))
 
     def commit(self, verified: Verified, decision: Decision | None, step: Step, now_s: float) -> None:
         """Make ``tokens`` part of the session, and have the drafter told by the next flush. ``decision``: of the next
@@ -410,13 +410,13 @@ class Followed:
         return self._lookup.chain(min(self._shared.policy.max_nodes, self.left - len(tokens) - 1), forced)
 
     def _decide(self, now_s: float, others: int, chances: Sequence[float]) -> Decision:
-        seen = self._sees(now_s, others, chances)
+        seen = self._sees(now_s, others, chances, self.left)
         return self.policy.decide(now_s, seen) if seen is not None else self._alone()
 
-    def _sees(self, now_s: float, others: int, chances: Sequence[float]) -> Seen | None:
-        """None: there is nothing to decide."""
+    def _sees(self, now_s: float, others: int, chances: Sequence[float], left: int) -> Seen | None:
+        """``left``: tokens that may come. None: there is nothing to decide; before the last one no draft is of use."""
         followed = self.link is not None
-        if not followed and not chances and not self._looks(now_s):
+        if left < 2 or (not followed and not chances and not self._looks(now_s)):
             return None
         return Seen(others, followed, chances, self.waiting.unasked, self._runs_ahead)
 
