@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from draft_service.worker import DraftWorker
@@ -17,7 +18,11 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Spans, spans_of
 from slipstream.observe.trace import Trace
+from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, Open
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.session import LEASE_S
+
+PROMPT, ROUNDS, BYTES = 24, 3, 256  # of a rehearsal: tokens of its prompt, and of a vocabulary where any will do
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +39,33 @@ def build(config: Config) -> Draft:
     if section.drafter != "ngram":
         torch.set_num_threads(config.model.threads or max(1, (os.cpu_count() or 1) // 2))
     drafter = create(section, config.model)
+    rehearse(drafter, section.growth.num_draft_tokens)
     # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
     return assemble(drafter, digest, LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"),
                     spans=spans_of(config.log, "draft"),
                     made_for=made_for(resolve(section.model)) if section.model else "")
+
+
+def rehearse(drafter: Drafter, nodes: int) -> None:
+    """Draft for made-up answers, a greedy and a sampled one. What is made at its first use (code, graphs, buffers) is
+    there before anybody waits for it."""
+    size, spec = drafter.vocab_size or BYTES, drafter.features
+
+    def states(session: int, start: int, rows: int) -> Features | None:
+        if spec is None:
+            return None
+        return Features(session, start, bytes(rows * spec.width * FEATURE_DTYPES[spec.dtype]), rows, spec.dtype)
+
+    for session, sampling in enumerate((Sampling(), Sampling(temperature=1.0)), 1):
+        drafter.open([Open(session, np.arange(PROMPT + 1, dtype=np.int32) % size, PROMPT, sampling)])
+        prompt = states(session, 0, PROMPT)
+        if prompt is not None:
+            drafter.absorb([prompt])
+        for base in range(PROMPT + 1, PROMPT + 1 + ROUNDS):
+            drafter.grow([session], [nodes])
+            drafter.commit([Commit(session, base, np.zeros(1, np.int32), states(session, base - 1, 1))])
+        drafter.close([session])
 
 
 def assemble(drafter: Drafter, digest: str, lease_s: float, run_ahead: int = 0, trace: Trace | None = None,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from draft_service.assembly import rehearse
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.drafting import Drafter, create
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.protocol.messages import Commit, Features, Open
+from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.growth_rules import GrowthLedger
@@ -30,7 +31,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder = tmp_path_factory.mktemp("drafters")
     target = ModelSection(path=str(write_tiny_model(folder / "target", num_hidden_layers=8)))
     made: dict[tuple[str, int], Path] = {}
-    for window in WINDOWS:
+    for window in (*WINDOWS, 8):
         room, place = {"max_position_embeddings": window}, folder / str(window)
         made["mimo", window] = write_mtp_target(place / "mimo", mtp_config("mimo", num_nextn_predict_layers=2, **room))
         made["standalone", window] = write_tiny_model(place / "draft", noise=0.1, **room)
@@ -141,6 +142,25 @@ def test_what_a_drafter_declares(make: Make, kind: str) -> None:
     assert 1 <= drafter.max_nodes <= 63
     assert drafter.vocab_size == (0 if kind == "ngram" else VOCAB)
     assert (drafter.features is not None) == (kind in ("eagle3", "mtp")) == (drafter.hidden_size > 0)
+
+
+@pytest.mark.parametrize("window", [*WINDOWS, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rehearsal_drafts_and_leaves_nothing(make: Make, kind: str, window: int, monkeypatch: pytest.MonkeyPatch
+                                               ) -> None:
+    drafter, grown = make({"drafter": kind, "max_sessions": 1}, window, num_slots=300), list[int]()
+    grow = drafter.grow
+
+    def counted(ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+        growths = grow(ids, budgets, steps)
+        grown.extend(len(growth.ids) for growth in growths)
+        return growths
+
+    monkeypatch.setattr(type(drafter), "grow", lambda _, *asked: counted(*asked))
+    rehearse(drafter, 8)
+    assert (sum(grown) > 8) == (kind != "ngram"), "its text repeats nothing"
+    if isinstance(drafter, NeuralDrafter):
+        drafter.slots.check([])
 
 
 def test_a_drafter_without_a_model_says_what_to_do(tmp_path: Path) -> None:
