@@ -423,3 +423,21 @@ def test_a_processor_gets_the_flags_that_it_knows() -> None:
     assert kinds_of(X86[1][0])[0] == X86[1][1]
     assert kinds_of({"avx2", "fma"}) == [()]
     assert len({file_name(flags) for _, flags in X86}) == len(X86)
+
+
+def test_a_head_whose_screen_leaves_too_much_has_none() -> None:
+    dice, team = torch.Generator().manual_seed(1), Team(kernels(), 2)
+    weight = torch.randn(4096, 576, generator=dice)
+    weight[:, :4] *= 30  # inputs that few states use, and all weights are rounded by
+    for made, screened in ((weight, False), (torch.randn(4096, 576, generator=dice), True)):
+        head, program = NativeHead(team, made), Program(team)
+        head.choose(program, torch.randn(2, 576).to(torch.bfloat16), torch.empty(2, dtype=torch.int64),
+                    torch.empty(2, 4096))
+        assert (head._screen is not None) is screened
+
+
+def test_weights_beyond_what_sums_hold_are_not_screened() -> None:
+    weight = torch.randn(64, 64)
+    weight[3, 5] = 1e35
+    team = Team(kernels(), 1)
+    assert Screen.of(team, Packed(team, weight)) is None

@@ -736,6 +736,25 @@ async def test_async_client() -> None:
     await server.drain(0)
 
 
+async def test_a_client_that_reads_nothing_keeps_no_answer() -> None:
+    class Endless(Parrot):
+        async def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions
+                       ) -> AsyncGenerator[Delta, None]:
+            try:
+                while True:
+                    yield Delta("x" * 100_000)
+            finally:
+                self.closed += 1
+
+    endless = Endless()
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda _: endless, stall_s=0.2)])
+    async with AsyncClient(f"127.0.0.1:{await server.start()}") as client:
+        stream = client.chat("a")
+        await anext(stream)
+        await eventually(lambda: endless.closed == 1)
+    await server.drain(0)
+
+
 async def test_sync_client() -> None:
     server, parrot, address = await serve_parrot()
 

@@ -248,8 +248,8 @@ def _bare(folder: str | Path, num_layers: int) -> Any:
     except AttributeError as error:
         raise ModelError(f"{folder}: transformers {transformers.__version__} cannot build prediction layers of this "
                          f"model ({error}); install transformers>=5.23") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{folder}: transformers cannot build it: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # transformers has a class of its own for each field
+        raise ModelError(f"{folder}: transformers cannot build it: {told(error)}") from error
     return model.eval().requires_grad_(False)
 
 

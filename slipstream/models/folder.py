@@ -131,11 +131,14 @@ def list_models(root: Path | None = None, heads: Path = HEADS_ROOT) -> list[List
 
 def resolve(name_or_path: str | Path, root: Path | None = None, heads: Path = HEADS_ROOT) -> Path:
     """The folder of a model or head. Raises ModelError that says what to do when there is none."""
-    folder = Path(name_or_path).expanduser()
     if not str(name_or_path):
         raise ModelError(f"no model is named: give a folder with config.json, or a known name: {', '.join(KNOWN)}")
-    if (folder / "config.json").is_file():
-        return folder
+    try:
+        folder = Path(name_or_path).expanduser()
+        if (folder / "config.json").is_file():
+            return folder
+    except (OSError, RuntimeError) as error:  # a folder that is not this user's to enter, a user who is not known
+        raise ModelError(f"{name_or_path}: cannot be looked into: {error}") from error
     name = str(name_or_path)
     if name in KNOWN:
         prepared = (root or default_root()) / name
@@ -300,7 +303,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}")

@@ -2,7 +2,8 @@
 
 Rules:
 1. Errors cross the wire as the class that was raised.
-2. A client that goes away ends its answer: the generator is closed.
+2. A client that goes away ends its answer, and so does one that takes nothing of it for ``STALL_S``: the generator is
+   closed.
 3. Who may ask is known by "authorization: Bearer <key>", as over HTTP; keys are never logged.
 4. Only the shape and the amount of what is asked are checked here, before anything is made of it; what an option may be
    is the business of who answers. An absent option stays absent, so that the server's default counts.
@@ -12,6 +13,7 @@ It knows nothing about tokenizers, models or balancing. Format: ``proto/slipstre
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sized
 from contextlib import aclosing
 from dataclasses import fields
@@ -20,7 +22,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from slipstream.base.errors import InvalidRequest, RemoteProtocolError, TooLarge
+from slipstream.base.errors import DeadlineExceeded, InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
 from slipstream.protocol.chat import (
     MAX_BEGUN,
     MAX_BIASES,
@@ -228,14 +230,17 @@ class Front(Protocol):
     async def models(self) -> list[str]: ...
 
 
+STALL_S = 60.0
+
+
 class InferenceServicer:
     """InferenceService. ``front_of`` says who answers a caller by the key that it shows ("" for none); None: nobody
     does."""
 
     service = INFERENCE_SERVICE
 
-    def __init__(self, front_of: Callable[[str], Front | None]) -> None:
-        self._front_of = front_of
+    def __init__(self, front_of: Callable[[str], Front | None], stall_s: float = STALL_S) -> None:
+        self._front_of, self._stall_s = front_of, stall_s
 
     def handler(self) -> grpc.GenericRpcHandler:
         chat: Any = grpc.unary_stream_rpc_method_handler(self._chat)
@@ -258,9 +263,18 @@ class InferenceServicer:
         try:
             async with aclosing(begin(front)) as deltas:
                 async for delta in deltas:
-                    await context.write(encode_delta(delta))
+                    await self._write(encode_delta(delta), context)
         except Exception as error:
             await abort(context, error)
+
+    async def _write(self, data: bytes, context: Context) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await context.write(data)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the client took nothing of its answer for {self._stall_s:g} s") from None
+        except grpc.aio.InternalError as error:  # the call is over
+            raise Unavailable("the client is gone") from error
 
     async def _models(self, _data: bytes, context: Context) -> bytes:
         front = await self._admit(context)

@@ -84,6 +84,8 @@ def kernels(flags: tuple[str, ...] | None = None) -> Kernels:
             return Kernels.of(found, kind)
         except ModelError as error:
             refused.append(error)
+        except OSError as error:  # a folder that nothing may be run from, a file of another system or half of one
+            refused.append(ModelError(f"{found} cannot be loaded ({error}); remove it, or set model.kernels=torch"))
     raise refused[0]
 
 

@@ -163,7 +163,7 @@ void slipstream_pack_whole(const int8_t* weight, int64_t outer, int64_t inner, u
             }
 }
 
-// See `make_screen`; 0 where a weight is not finite.
+// See `make_screen`; 0 where there is none.
 int32_t slipstream_screen(const bf16* packed, int64_t outer, int64_t inner, int8_t* numbers, float* bounds) {
     return make_screen(packed, outer, inner, numbers, bounds);
 }

@@ -119,7 +119,8 @@ class Table:
 
 FEW_ROWS = 64  # buffers begin with so many
 FEW_SCREENED = 64  # rows that are screened where products are computed by tiles
-TRIED = 8  # states that a screen is tried on
+TRIED = (2, 8, 19)  # states that a screen is tried on: so many are computed in different ways
+SEEN = 1 / 16  # of its groups, at most, for any of them: each is computed for each state by itself
 
 
 def fits(weight: torch.Tensor) -> bool:
@@ -130,13 +131,16 @@ def fits(weight: torch.Tensor) -> bool:
 class NativeHead:
     """x W^T in float32: of final states, logits; and which of them is the greatest."""
 
-    __slots__ = ("_screen", "_team", "packed")
+    __slots__ = ("_lengths", "_screen", "_team", "_tried", "packed")
 
     def __init__(self, team: Team, weight: Matrix) -> None:
         """weight [V, H], any float dtype or whole numbers."""
         self._team = team
         self.packed = Packed(team, weight)
         self._screen: Screen | None = None
+        self._tried = False
+        self._lengths = (torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)  # of what each input weighs
+                         if isinstance(weight, torch.Tensor) else torch.ones(self.packed.inner))
 
     def screens(self, rows: int) -> bool:
         """Whether it saves time to ``choose`` of so many rows: by tiles, sixteen of a product cost as much as one."""
@@ -145,24 +149,32 @@ class NativeHead:
     def choose(self, program: Program, x: torch.Tensor, best: torch.Tensor, logits: torch.Tensor) -> None:
         """The argmax of as many rows of x bfloat16 [C, H] as the frame picks, to best int64 [C]. The first call makes a
         screen, and tries it; without one all logits float32 [C, V] are computed."""
-        if self._screen is None and (made := Screen.of(self._team, self.packed)) is not None and self._right(made):
-            self._screen = made
+        if not self._tried:
+            self._tried, made = True, Screen.of(self._team, self.packed)
+            self._screen = made if made is not None and self._serves(made) else None
         if self._screen is not None:
             program.choose(x, self.packed, self._screen, best)
         else:
             program.product(x, self.packed, logits, few=True)
             program.best(logits, best)
 
-    def _right(self, screen: Screen) -> bool:
-        """Whether it finds the argmax of some random states on this processor."""
-        states = torch.randn(TRIED, self.packed.inner, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-        best, program = torch.empty(TRIED, dtype=torch.int64), Program(self._team)
-        program.choose(states, self.packed, screen, best)
-        program.run(BatchFrame(Frame(rows=TRIED, num_picked=TRIED)))
-        right = torch.equal(best, self(states).argmax(1))
-        if not right:
-            logger("engine").warning("a screened choice was wrong on this processor; all logits are computed")
-        return right
+    def _serves(self, screen: Screen) -> bool:
+        """Whether it finds the argmax of some random states on this processor, and leaves few groups to look at: where
+        some inputs have weights far above the others', it says little of states that favour nothing."""
+        dice, seen = torch.Generator().manual_seed(0), 0
+        for rows in TRIED:
+            states = torch.randn(rows, self.packed.inner, generator=dice)
+            states[::2] *= self._lengths.mean() / self._lengths.clamp(min=1e-9)  # all inputs matter alike
+            states = states.to(torch.bfloat16)
+            best, program = torch.empty(rows, dtype=torch.int64), Program(self._team)
+            most = program.choose(states, self.packed, screen, best)
+            program.run(BatchFrame(Frame(rows=rows, num_picked=rows)))
+            top, right = self(states).max(1)
+            if not torch.equal(best, right):
+                logger("engine").warning("a screened choice was wrong on this processor; all logits are computed")
+                return False
+            seen = max(seen, int((most >= top[:, None]).sum(1).max()))
+        return seen <= max(1, SEEN * screen.groups)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """bfloat16 [R, H] -> float32 [R, V]."""
@@ -242,7 +254,8 @@ class Weights:
         """uint8 [count], not cleared."""
         size = -(-count // LINE) * LINE
         if size > len(self._free):
-            memory = mmap.mmap(-1, max(size, CHUNK))
+            # Private: of shared memory, which is the default, Linux makes no large pages.
+            memory = mmap.mmap(-1, max(size, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._free = torch.frombuffer(memory, dtype=torch.uint8)
@@ -389,16 +402,17 @@ class Program:
         equals, and the first that is not a number before all others, as in torch."""
         self._add(Op(kind=BEST, inner=x.shape[1], few=True), x, out.view(-1, 1))
 
-    def choose(self, x: torch.Tensor, packed: Packed, screen: Screen, out: torch.Tensor) -> None:
+    def choose(self, x: torch.Tensor, packed: Packed, screen: Screen, out: torch.Tensor) -> torch.Tensor:
         """What ``best`` would find in the product of as many rows of x bfloat16 [C, I] as the frame picks, to out int64
-        [C]."""
-        most = torch.empty(len(x), screen.groups)
+        [C]. Returns float32 [C, groups]: what the outputs of a group are not above, once that is computed."""
+        most = torch.empty(len(out), screen.groups)
         assert x.shape[1] == packed.inner and packed.inner % LANES == 0
         self._kept.append((packed, screen))
         shape = {"inner": packed.inner, "outer": packed.outer, "few": True}
         self._add(Op(kind=SCREEN, scales=screen.bounds.data_ptr(), **shape), x, most, screen.numbers)
         self._add(Op(kind=CHOOSE, scales=most.data_ptr(), layer=most.stride(0), **shape), x, out.view(-1, 1),
                   packed.weight)
+        return most
 
     def listed(self) -> ctypes.Array[Op]:
         """The list, complete."""

@@ -6,7 +6,7 @@
 //    not estimated. By Cauchy and Schwarz that is the length of what rounding took from its weights times the state's, and
 //    the length of its rounded weights times what rounding took from the state; float32's own errors are added, those of
 //    numbers that are too small for it among them.
-// 2. A state that is not finite, or sums that are not, make every output one that is computed.
+// 2. A state that is not finite, or too large, makes every output one that is computed. Of weights that are, there is no screen.
 //
 // It knows nothing about why only the greatest is wanted.
 
@@ -27,6 +27,7 @@ namespace {
 
 // More than an output loses where float32 is below its normal numbers: it has fewer digits there, or is zero.
 constexpr float LOST = 1e-30f;
+constexpr float LARGE = 1e15f;  // products of numbers below are far from what float32 holds, and so are their sums
 constexpr int QUADS = 4 * GROUP;  // whole numbers that weigh four inputs for a group of outputs
 
 // A state as whole numbers of some 13 bits, two in a word, times `scale`.
@@ -43,7 +44,7 @@ struct Rounded {
             greatest_of_lanes = greater((Floats)((Words)v & 0x7fffffffu), greatest_of_lanes);
         }
         const float unit = greatest(greatest_of_lanes) / limit;
-        if (!(unit > LOST)) return;
+        if (!(unit > LOST && unit < LARGE)) return;
         for (int64_t i = 0; i < inner; i += LANES) {
             Floats v = widen(x + i) * all(1 / unit), whole = (v + magic) - magic;
             squares += v * v, off += (v - whole) * (v - whole);
@@ -126,7 +127,7 @@ void tile_screen(const Op& op, const std::vector<Rounded>& states, int64_t first
                 row ? 0 : Numbered::BYTES, sums);
             for (int64_t r = 0; r < some; r++) {
                 const int32_t *high = sums + 2 * r * GROUP, *low = high + GROUP;
-                auto sum = [&](int i) { return HIGH * (Ints)words_at(high + i) + (Ints)words_at(low + i); };
+                auto sum = [&](int i) { return (Ints)(HIGH * words_at(high + i) + words_at(low + i)); };
                 ((float*)op.out + (row + r) * op.out_stride)[group] =
                     most_of(op, group, states[row + r], sum(0), sum(LANES));
             }
@@ -180,7 +181,7 @@ int64_t chosen(const Op& op, int64_t row, std::vector<float>& scratch) {
 
 // Of packed bfloat16: whole numbers, four inputs side by side for a group of outputs. bounds: [3, outputs], to whole groups:
 // what a number stands for, and how far an output may be off for a state of length 1 and for one unit of what rounding took
-// from it. False: a weight is not finite.
+// from it. False: a weight is not finite, or too large.
 bool make_screen(const bf16* packed, int64_t outer, int64_t inner, int8_t* numbers, float* bounds) {
     const double sums = double(inner + 8) * 0x1p-23;  // of float32, an output's and the screen's
     const int64_t groups = (outer + GROUP - 1) / GROUP, outputs = groups * GROUP;
@@ -189,7 +190,7 @@ bool make_screen(const bf16* packed, int64_t outer, int64_t inner, int8_t* numbe
             auto weight = [&](int64_t k) { return std::bit_cast<float>(uint32_t(packed[(k / 2 * GROUP + i) * 2 + k % 2]) << 16); };
             float most = 0;
             for (int64_t k = 0; k < inner; k++) {
-                if (!std::isfinite(weight(k))) return false;
+                if (!(std::fabs(weight(k)) < LARGE)) return false;
                 most = std::max(most, std::fabs(weight(k)));
             }
             const float scale = std::max(most / 127, std::numeric_limits<float>::min());
