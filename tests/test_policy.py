@@ -573,3 +573,29 @@ def test_a_slow_hour_is_not_the_end_of_drafting_on_shared_cores() -> None:
     for _ in range(40):
         now_s, drafted = answered_by(beliefs, now_s, 0.030)
     assert drafted > 100
+
+
+def test_four_that_begin_at_once_on_shared_cores_find_out_whether_drafts_pay() -> None:
+    """Nobody knows what an exchange takes, and the guess forbids it: one of them has to be tried all the same."""
+    beliefs = Beliefs(StepCosts({1: 0.010, 64: 0.012}), shared_cores=True)
+    beliefs.latency.load = 4
+    four, spent_s, tried = [SpeculationPolicy(CONFIG, beliefs) for _ in range(4)], 0.0, 0
+    for _ in range(4000):
+        waits = [decided(policy, others=3).wait_s > 0 for policy in four]
+        if all(waits):
+            break
+        exchange_s = 0.002 if any(waits) else 0.0
+        spent_s, tried = spent_s + exchange_s, tried + any(waits)
+        for policy, waited in zip(four, waits, strict=True):
+            drafted = 7 if waited else 0
+            policy.observe(0.0, Round(drafted, min(drafted, 3), min(drafted, 3), 0.010, exchange_s if waited else 0.0,
+                                      4 + drafted, exchange_s=exchange_s if waited else None))
+    assert all(waits), "exchanges are short, and three of four draft tokens are right"
+    assert 0 < tried < 40 and spent_s < 0.1
+
+
+def test_what_exchanges_take_is_still_known_when_a_draft_comes_back_on_shared_cores() -> None:
+    policy, beliefs = policy_of({1: 0.010, 64: 0.012}, exchange_s=0.002, shared=True)
+    policy.drafter_lost(1.0)
+    policy.drafter_ready(2.0)
+    assert beliefs.latency.mean_s == 0.002

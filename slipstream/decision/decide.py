@@ -220,10 +220,11 @@ def tree_nodes(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rule
         return standing.most
     plain_s, wait_s, latency = prices.steps[0], standing.recent_wait_s, beliefs.latency
     expected = (acceptance or standing.acceptance).expected(standing.most)
+    # Of what nobody has seen yet a wait is judged (``_wait``), not a tree: else none would ever be.
     if wait_s == 0.0:
-        return prices.best(expected, rules.leave_gain, latency.toll_s(plain_s, 0.0) if latency.shared else 0.0)
+        return prices.best(expected, rules.leave_gain, latency.toll_s(0.0, 0.0) if latency.shared else 0.0)
     return prices.best(expected, rules.leave_gain * plain_s / (plain_s + prices.worth * wait_s),
-                       wait_s + latency.toll_s(plain_s, wait_s))
+                       wait_s + latency.toll_s(0.0, wait_s))
 
 
 def overloaded(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules) -> bool:

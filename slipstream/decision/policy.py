@@ -220,7 +220,7 @@ class SpeculationPolicy:
         self._plain_s = plain_s
         beside_s = wait_s
         if (drafted or wait_s) and not round_.lookup:
-            beside_s += beliefs.latency.toll_s(plain_s, wait_s)
+            beside_s += beliefs.latency.toll_s(0.0, wait_s)
         if drafted:  # a plain step is a plain step, whatever it took
             beside_s += waiting * (step_s - plain_s)
         earned_s, spent_s = (1 + round_.accepted) * plain_s, plain_s + beliefs.worth * beside_s
@@ -283,7 +283,8 @@ class SpeculationPolicy:
         """A drafter is there (again): probe soon, though later each time that it is lost at once."""
         if self._at.mode is not SPECULATE and (self._probe is None or not self._probe.answered):
             self._end_probe()
-            self._beliefs.latency.forget()  # how long the last one took says nothing about this one
+            if not self._beliefs.latency.shared:  # how long the last one took says nothing about this one
+                self._beliefs.latency.forget()
             # _postpone has doubled the wait already; an eighth of it is a quarter of the one that was due.
             self._next_probe_s = min(self._next_probe_s, now_s + self._backoff_s / 8)
             self._returns = "drafter_ready"
