@@ -132,6 +132,7 @@ class TargetWorker:
         self.shedding = Shedding(limits or Limits.on(runner.model.device.type, config.max_sessions), clock, metrics)
         self._queues = Queues()
         self._costs = costs
+        self._num_asked = self._num_arrived = 0  # of requests; the first is the event loop's, the other the engine's
         self.vitals = Vitals("target")
         # Not _thread: compiled, that is a word of C.
         self._engine = self.vitals.thread("target-worker", self._run)
@@ -162,7 +163,7 @@ class TargetWorker:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queues.waiting)
+        return len(self._queues.waiting) + self._num_asked - self._num_arrived
 
     @property
     def num_free_slots(self) -> int:
@@ -177,6 +178,7 @@ class TargetWorker:
         """An answer is wanted; ``sink`` takes its pieces, or the error that ends it. ``rule``: what it is bound to; it
         is the engine thread's from now on."""
         arrived_s = self._clock()
+        self._num_asked += 1
         self.post(lambda: self._arrive(number, request, sink, arrived_s, rule))
         if self._failed is not None:  # it failed since somebody looked
             self._dispatch([(sink, self._failed)])
@@ -377,16 +379,19 @@ class TargetWorker:
             self._end(one)
 
     def _arrive(self, number: int, request: Request, sink: Sink, arrived_s: float, rule: Rule | None) -> None:
+        self._num_arrived += 1
         try:
             one = Sequence.begin(number, request, sink, arrived_s, self.following, self._spans, rule)
         except Exception as error:  # its reader hears of it, and nobody else
             self._log.exception("request not begun", session=number)
+            self._metrics.request("failed")
             self._dispatch([(sink, error)])
         else:
             self._queues.waiting.append(one)
 
     def _drop(self, number: int) -> None:
         if (one := self._queues.find(number)) is not None:
+            self._metrics.request("cancelled")
             self._end(one)
 
     def _fail(self, one: Sequence, error: Exception, outcome: str = "failed") -> None:

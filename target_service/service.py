@@ -54,6 +54,7 @@ class TargetAnswer:
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._take: Callable[[Piece], bool] = _nobody
         self._over, self._asked, self._allowed = False, False, request.speculate
+        self._compiled = compiled
         if compiled is None:
             self._ask(rule)
         else:
@@ -90,6 +91,8 @@ class TargetAnswer:
     async def aclose(self) -> None:
         if not self._over:
             self._over = True
+            if self._compiled is not None:
+                self._compiled.cancel()  # unless it is done
             self._worker.cancel(self._number)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
@@ -121,6 +124,12 @@ class TargetService:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._draining = False
+        self._preparing = 0  # answers whose grammar is not there yet
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers that nothing is computed of yet."""
+        return self._worker.num_waiting + self._preparing
 
     def submit(self, request: Request) -> TargetAnswer:
         """Begin an answer. Raises InvalidRequest, CapacityError or Draining."""
@@ -129,8 +138,8 @@ class TargetService:
         if not self._worker.alive:
             raise Unavailable("the engine thread has ended; the service has to be restarted")
         self._served.check(request, min(self._served.max_context, self._served.num_slots - MAX_NODES))
-        if self._worker.num_waiting > MAX_WAITING:
-            raise CapacityError(f"{self._worker.num_waiting} requests are waiting already")
+        if self.num_waiting > MAX_WAITING:
+            raise CapacityError(f"{self.num_waiting} requests are waiting already")
         if self._worker.shedding.refuses:
             raise CapacityError("the device's memory is short: running answers go on, new ones have to wait", CALM_S)
         compiled: asyncio.Future[Matcher] | None = None
@@ -138,9 +147,14 @@ class TargetService:
             if self._grammars is None:
                 raise InvalidRequest("grammar", "this target binds no answer to one", "unsupported_parameter")
             compiled = self._grammars.compile(request)
+            self._preparing += 1
+            compiled.add_done_callback(self._prepared)
         bound = request.allowed_token_ids or request.bad_words
         return TargetAnswer(self._worker, next(self._numbers), request, compiled,
                             Permitted.of(request, self._served.vocab_size) if bound else None)
+
+    def _prepared(self, _: asyncio.Future[Matcher]) -> None:
+        self._preparing -= 1
 
     async def warm(self) -> None:
         """Have ready what the first grammar would have to wait for."""
@@ -150,7 +164,7 @@ class TargetService:
     async def info(self) -> TargetInfo:
         served, worker = self._served, self._worker
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
-                          worker.num_running, worker.num_waiting, served.num_slots, worker.num_free_slots,
+                          worker.num_running, self.num_waiting, served.num_slots, worker.num_free_slots,
                           self._draining, tuple(map(worker.following.pool.with_problem, self._drafts())),
                           served.lossy, identity=served.identity, grammars=self._grammars is not None,
                           takes=TAKES)
@@ -159,7 +173,7 @@ class TargetService:
         """Refuse new requests and wait for the running ones; those that do not finish in time are handed back, and run
         to their end if they return. Returns whether all finished in time."""
         self._draining = True
-        return await drained(lambda: self._worker.num_running + self._worker.num_waiting, self._hand_back, grace_s,
+        return await drained(lambda: self._worker.num_running + self.num_waiting, self._hand_back, grace_s,
                              self._clock)
 
     def _hand_back(self) -> None:

@@ -24,6 +24,7 @@ from slipstream.base.errors import (
 )
 from slipstream.protocol.requests import Finish, Piece, Request, Sampling, TargetInfo, TokenLogprob
 from slipstream.wire.answers import (
+    MOST_ITEMS,
     TAKEN,
     Flow,
     decode_asked,
@@ -275,6 +276,7 @@ def test_an_error_keeps_its_class(error: SlipstreamError) -> None:
 def test_frames_are_as_few_as_fit() -> None:
     items = [b"a" * size for size in (3, 3, 3, 9, 1)]
     assert [*joined(items, 6)] == [b"a" * 6, b"a" * 3, b"a" * 9, b"a"]
+    assert [len(frame) for frame in joined([b"a"] * (MOST_ITEMS + 1), 1 << 20)] == [MOST_ITEMS, 1]
     assert [*joined([], 6)] == [] and [*joined(items, 100)] == [b"a" * 19]
 
 

@@ -42,6 +42,7 @@ from slipstream.protocol.requests import (
 from slipstream.protocol.tree import MAX_HELD
 from slipstream.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from slipstream.wire.answers import (
+    MOST_ITEMS,
     Asked,
     Told,
     decode_asked,
@@ -421,6 +422,12 @@ def test_bad_grammar_is_refused_by_name(wire: common_pb2.Grammar) -> None:
     frame.items[0].start.grammar.CopyFrom(wire)
     [(number, error)] = decode_asked(frame.SerializeToString(), VOCAB, CONTEXT)
     assert number == 3 and isinstance(error, InvalidRequest) and error.field == "grammar"
+
+
+def test_a_frame_of_too_many_items_is_refused_before_they_are_made() -> None:
+    frame = target_pb2.GenerateManyRequest(items=[target_pb2.AnswerRequest(answer=1)] * (MOST_ITEMS + 1))
+    with pytest.raises(RemoteProtocolError, match="items"):
+        next(decode_asked(frame.SerializeToString(), VOCAB, CONTEXT))
 
 
 def test_an_option_its_field_cannot_hold_is_named() -> None:

@@ -85,6 +85,15 @@ def test_an_answer_that_is_left_alone_is_shown_as_gone(tiny_folder: Path) -> Non
     worker.cancel(1)
     worker.poll()
     assert shown("running") == shown("used") == "0.0"
+    assert re.search(r'^slipstream_answers_total{.*outcome="cancelled".*} 1', metrics.registry.page("")[1].decode(),
+                     re.MULTILINE)
+
+
+def test_what_is_asked_waits_before_the_thread_has_seen_it(tiny_folder: Path) -> None:
+    worker = plain_worker(tiny_folder, [])
+    assert worker.num_waiting == 1, "a drain, and the bound of those who wait, count it"
+    worker.poll()
+    assert (worker.num_waiting, worker.num_running) == (0, 1)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -172,3 +181,6 @@ async def test_an_answer_that_waits_for_its_grammar_begins_as_it_was_switched() 
         answer.set_speculation(True)
         assert posted.log == ["ask", *behind, "switch True"]
         await answer.aclose()
+    left = asyncio.get_running_loop().create_future()
+    await TargetAnswer(cast(TargetWorker, Posted()), 1, Request("one", (1,), Sampling(), 3), left).aclose()
+    assert left.cancelled(), "nobody compiles a grammar for who is gone"

@@ -88,6 +88,7 @@ class Taken:
 
 FLOWS: dict[int, Flow] = {flow.value: flow for flow in Flow}
 TAKEN = Taken()
+MOST_ITEMS = 4096  # of a frame: what is made of each takes the event loop some microseconds
 
 Asked = Request | bool | Flow | SlipstreamError  # a start, whether to speculate from now on, flow, or a bad item
 Told = Taken | Piece | Reported
@@ -110,6 +111,7 @@ def decode_asked(data: bytes, vocab_size: int, max_context: int) -> Iterator[tup
     """Raises RemoteProtocolError; of an item, the error is its content."""
     wire = target_pb2.GenerateManyRequest()
     parse(wire, data, "frame")
+    require(len(wire.items) <= MOST_ITEMS, "items", f"a frame has at most {MOST_ITEMS}, this one {len(wire.items)}")
     for item in wire.items:
         try:
             yield item.answer, _asked(item, vocab_size, max_context)
@@ -291,10 +293,11 @@ def decode_info(data: bytes) -> TargetInfo:
 
 
 def joined(items: Sequence[bytes], max_bytes: int) -> Iterator[bytes]:
-    """``items`` in order, side by side in frames of at most ``max_bytes``; an item that is longer is alone."""
+    """``items`` in order, side by side in frames of at most ``max_bytes`` and MOST_ITEMS; an item that is longer is
+    alone."""
     first, size = 0, 0
     for number, item in enumerate(items):
-        if number > first and size + len(item) > max_bytes:
+        if number > first and (size + len(item) > max_bytes or number - first == MOST_ITEMS):
             yield b"".join(items[first:number])
             first, size = number, 0
         size += len(item)

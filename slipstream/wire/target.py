@@ -158,6 +158,7 @@ class AnswerCall:
         while isinstance(data := await line.read(), bytes):
             for number, content in decode_asked(data, self._info.vocab_size, self._info.max_context):
                 self._heed(number, content)
+            await self._room.wait()  # who does not read what he is told is not read either
 
     def _heed(self, number: int, content: Asked) -> None:
         sender = self._senders.get(number)
