@@ -278,9 +278,9 @@ def commit_of(item: Commit, number: int) -> Commit:
     return Commit(number, item.base, item.tokens, states, item.drafted, item.wanted, item.ahead)
 
 
-def growth_of(growth: Growth, session: int, draft_s: float) -> Growth:
+def growth_of(growth: Growth, session: int) -> Growth:
     """``growth`` of the target's ``session``."""
-    return Growth(session, growth.base, growth.ids, growth.parents, growth.tokens, growth.scores, draft_s)
+    return Growth(session, growth.base, growth.ids, growth.parents, growth.tokens, growth.scores)
 
 
 HAND_OVER_S = 50e-6
@@ -517,7 +517,7 @@ class DraftWorker:
         for drafted in wanting:
             growth = growths.get(drafted.number) or Growth.empty(drafted.number, drafted.side.base)
             if drafted.grew(growth):
-                growth = growth_of(growth, drafted.side.session, ended_s - started_s)
+                growth = growth_of(growth, drafted.side.session)
                 round_.answers[drafted.peer].append(growth)
                 round_.sent.append((drafted, growth))
 
@@ -533,7 +533,8 @@ class DraftWorker:
         self._metrics.grew(grown.ended_s - grown.began_s, sum(len(growth.ids) for _, growth in round_.sent))
         for drafted, growth in round_.sent:
             if drafted.span is not None:
-                drafted.span.event("growth", base=growth.base, nodes=len(growth.ids), draft_s=growth.draft_s)
+                drafted.span.event("growth", base=growth.base, nodes=len(growth.ids),
+                                   draft_s=grown.ended_s - grown.began_s)
 
     def _picture(self, round_: Round) -> None:
         for session, base, came_s in round_.came:

@@ -175,7 +175,7 @@ class TellingDrafter:
             if (tree := self._trees.get(session)) is not None:
                 prompt = self._prompts[session]
                 self._extend(tree, self._told[prompt], tree.base - len(prompt))
-                grown.append(tree.growth(session, budget, perf_counter()))
+                grown.append(tree.growth(session, budget))
         return grown
 
     def tree(self, session: int) -> GrowingTree:

@@ -132,6 +132,3 @@ class Spoiling:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._graphed.logits(hidden)
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._graphed.embed(tokens)

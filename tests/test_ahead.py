@@ -150,11 +150,11 @@ def test_hopeless_nodes_stop_it() -> None:
     drafted = Drafted(1, Listener(), DraftSide(1), tree=GrowingTree(2))
     drafted.told(side.attach(wanted=8, ahead=True), 40)
     node = drafted.tree.propose(ROOT, 1, -0.1)
-    drafted.grew(drafted.tree.growth(1, 8, 0.0))
+    drafted.grew(drafted.tree.growth(1, 8))
     assert drafted.hungry
     for token in range(2, 5):
         drafted.tree.propose(node, token, -9.0)
-        drafted.grew(drafted.tree.growth(1, 8, 0.0))
+        drafted.grew(drafted.tree.growth(1, 8))
     assert not drafted.hungry
 
 
@@ -173,7 +173,7 @@ def test_a_tree_that_is_re_rooted_is_the_tree_below(seed: int) -> None:
         slots |= dict.fromkeys(new.tolist())
         tree.expand([(rng.permutation(50)[:3].tolist(), sorted((-rng.random(3)).tolist(), reverse=True))
                      for _ in tree.frontier], new)
-        tree.growth(1, int(rng.integers(0, 6)), 0.0)
+        tree.growth(1, int(rng.integers(0, 6)))
         if rng.random() < 0.5:
             tree.aim()
     before = {tuple(tree.path(node)): tree.scores[node] for node in range(len(tree.tokens))}

@@ -85,7 +85,7 @@ def ints(*values: int) -> np.ndarray:
 
 
 def growth(ids=(1, 2), parents=(-5, 1), tokens=(10, 11), scores=(-0.5, -1.0), base=5, session=3) -> Growth:
-    return Growth(session, base, ints(*ids), ints(*parents), ints(*tokens), np.array(scores, np.float32), 0.000125)
+    return Growth(session, base, ints(*ids), ints(*parents), ints(*tokens), np.array(scores, np.float32))
 
 
 def same(left: object, right: object) -> bool:
@@ -125,8 +125,8 @@ GOLDEN = {
         "0a0b3005120422020809"
     ),
     "draft_frame": (
-        "125309070000000000000012300a2e080310051a0801000000020000002208fbffffff010000002a080a0000000b00000032"
-        "08000000bf000080bf387d12060a0408041006120e120c080512086361706163697479"
+        "1251090700000000000000122e0a2c080310051a0801000000020000002208fbffffff010000002a080a0000000b00000032"
+        "08000000bf000080bf12060a0408041006120e120c080512086361706163697479"
     ),
     "start": (
         "0a75080312710a03722d31120c0100000002000000030000001a5609000000000000e03f102819000000000000e83f210000"
@@ -450,8 +450,7 @@ def growths(draw: st.DrawFn) -> Growth:
     parents = [draw(st.sampled_from([-base, *ids[:n]])) for n in range(count)]
     tokens = draw(st.lists(tokens_, min_size=count, max_size=count, unique=True))
     scores = draw(st.lists(st.floats(-100, 0, width=32), min_size=count, max_size=count))
-    spent = draw(st.integers(0, 2**32 - 1)) / 1e6
-    return Growth(draw(sessions), base, ints(*ids), ints(*parents), ints(*tokens), np.array(scores, np.float32), spent)
+    return Growth(draw(sessions), base, ints(*ids), ints(*parents), ints(*tokens), np.array(scores, np.float32))
 
 
 @given(st.lists(st.tuples(st.integers(-1, 6), st.integers(-9, 6), st.integers(-1, 3)), max_size=5), st.booleans())

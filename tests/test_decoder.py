@@ -80,13 +80,14 @@ def test_segments_of_one_batch_do_not_see_each_other(runner: ModelRunner) -> Non
 
 def test_taps_follow_the_convention_and_are_read_by_slot(tiny_folder: Path) -> None:
     model = load_model(tiny_folder, ModelSection(dtype="float64"))
+    assert isinstance(model, Decoder)
     runner = ModelRunner(model, 128)
     runner.set_taps((0, 1, 2))
     logits, slots = run(runner, TEXT)
     rows = runner.features(slots)
     assert rows.shape == (len(TEXT), runner.feature_width) == (len(TEXT), 3 * 48)
     entering, middle, final = rows.view(-1, 3, 48).unbind(1)
-    assert torch.equal(entering, model.embed(torch.tensor(TEXT)))
+    assert torch.equal(entering, model._embedding[TEXT])
     assert far(model.logits(final), logits) < 1e-12
     assert far(middle, entering) > 0.1 and far(middle, final) > 0.1
     assert torch.equal(runner.features(slots[[7, 3]]), rows[[7, 3]])
@@ -254,8 +255,9 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
 
 def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
     tied = load_model(write_tiny_model(tmp_path, tie_word_embeddings=True), ModelSection(dtype="float64"))
-    rows = tied.embed(torch.tensor([3, 5]))
-    assert far(tied.logits(rows), rows @ tied.embed(torch.arange(VOCAB)).T) < 1e-12
+    assert isinstance(tied, Decoder)
+    rows = tied._embedding[[3, 5]]
+    assert far(tied.logits(rows), rows @ tied._embedding.T) < 1e-12
 
 
 def test_a_window_hides_what_is_older(tmp_path: Path) -> None:

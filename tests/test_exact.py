@@ -43,9 +43,6 @@ class MoreWithCompany:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._model.embed(tokens)
-
 
 def load(folder: Path, quantize: str) -> ModelRunner:
     return ModelRunner(load_model(folder, ModelSection(kernels="native", quantize=quantize)), 1024)

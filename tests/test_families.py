@@ -113,9 +113,6 @@ class Faulty:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._model.embed(tokens)
-
 
 def blind_to_trees(batch: ForwardBatch) -> None:
     if any(batch.mask_lens):

@@ -65,9 +65,6 @@ class Cramped:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._model.embed(tokens)
-
 
 def request(tokens: tuple[int, ...] = PROMPT, max_tokens: int = 24) -> Request:
     return Request("r", tokens, Sampling(), max_tokens)

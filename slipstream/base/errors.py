@@ -2,8 +2,7 @@
 
 Rules:
 1. ``assert`` means a bug of ours; an exception of this module means that the world did something.
-2. ``DrafterLost`` never reaches a client: the answer goes on in plain decoding.
-3. An error in one session closes one session, never the stream or the process.
+2. An error in one session closes one session, never the stream or the process.
 
 It knows nothing about grpc or HTTP libraries: statuses are names and numbers.
 """
@@ -73,10 +72,6 @@ class DeadlineExceeded(SlipstreamError):
     """A request took longer than the configuration allows."""
 
 
-class DrafterLost(SlipstreamError):
-    """The drafter is gone or silent. Handled in the target; a client never sees it."""
-
-
 class LocalProtocolError(SlipstreamError):
     """We broke the protocol: a bug on this side."""
 
@@ -113,7 +108,6 @@ STATUS: tuple[tuple[type[SlipstreamError], str, int, str], ...] = (
     (Unavailable, "UNAVAILABLE", 503, "service_unavailable"),
     (ModelChanged, "ABORTED", 503, "model_changed"),
     (DeadlineExceeded, "DEADLINE_EXCEEDED", 504, "timeout_error"),
-    (DrafterLost, "UNAVAILABLE", 503, "service_unavailable"),
     (PairingError, "FAILED_PRECONDITION", 500, "server_error"),
     (RemoteProtocolError, "INVALID_ARGUMENT", 400, "invalid_request_error"),
     (SlipstreamError, "INTERNAL", 500, "server_error"),

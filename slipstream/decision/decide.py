@@ -341,12 +341,6 @@ class Turn:
     loses_s: float = 0.0  # by that
 
 
-def decide(beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules, leads: bool = False) -> Decision:
-    """The coming round of one session."""
-    (decision,) = decide_all(beliefs, [(standing, seen, leads)], rules)
-    return decision
-
-
 def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[Decision]:
     """The coming rounds of sessions that were in one step."""
     prices: Prices | None = None

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import Protocol
 
 import numpy as np
@@ -258,11 +257,11 @@ class NeuralDrafter:
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         """Up to ``budgets[i]`` further nodes for each known session, ``steps`` levels deeper at most; 0: ``num_steps``
         levels, and no more than ``num_draft_tokens`` nodes."""
-        began_s, most = perf_counter(), max(budgets, default=0) if steps else self._growth.num_draft_tokens
+        most = max(budgets, default=0) if steps else self._growth.num_draft_tokens
         wanted = [(self._contexts[session], min(budget, most))
                   for session, budget in zip(ids, budgets, strict=True) if session in self._contexts]
         self._deepen(wanted, steps)
-        return [context.tree.growth(context.session, budget, began_s) for context, budget in wanted]
+        return [context.tree.growth(context.session, budget) for context, budget in wanted]
 
     def tree(self, session: int) -> GrowingTree:
         return self._contexts[session].tree

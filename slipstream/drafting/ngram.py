@@ -17,7 +17,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log
-from time import perf_counter
 from typing import NamedTuple
 
 from slipstream.drafting.tree import ROOT, GrowingTree
@@ -115,7 +114,7 @@ class NgramDrafter:
             self._sessions.pop(session_id, None)
 
     def _grow(self, session_id: int, session: NgramSession, budget: int) -> Growth:
-        began_s, tree, heap = perf_counter(), session.tree, session.heap
+        tree, heap = session.tree, session.heap
         if not session.asked:  # earlier occurrences of the newest tokens, once at each base
             session.asked = True
             heap.clear()
@@ -127,7 +126,7 @@ class NgramDrafter:
             left -= tree.ids[node] == 0
             if branch.depth < self._shape.max_match:
                 self._push(session, node, branch.cost, branch.depth, branch.members)
-        return tree.growth(session_id, budget, began_s)
+        return tree.growth(session_id, budget)
 
     def _push(self, session: NgramSession, parent: int, cost: float, depth: int, members: list[Match]) -> None:
         """Put the children of a node at ``depth`` on the heap: one for each distinct continuation of its members."""

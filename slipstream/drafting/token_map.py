@@ -100,7 +100,3 @@ class MappedModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] after the final norm -> [R, K] in float32, float64 for a float64 model."""
         return self._head(hidden).to(torch.promote_types(self.dtype, torch.float32))
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """As the whole model's."""
-        return self._model.embed(tokens)

@@ -42,7 +42,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from math import exp, isfinite
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -180,9 +179,8 @@ class GrowingTree:
         most = min(self.rows, max(0, MAX_HELD - len(self.computed)))
         self.frontier = sorted(nlargest(most, waiting, key=self.scores.__getitem__))
 
-    def growth(self, session: int, most: int, began_s: float) -> Growth:
-        """The ``most`` best nodes that the target does not have, best first, which is parents first: they are sent.
-        began_s: when drafting began, by ``time.perf_counter``."""
+    def growth(self, session: int, most: int) -> Growth:
+        """The ``most`` best nodes that the target does not have, best first, which is parents first: they are sent."""
         ids, parents, tokens, scores = self.ids, self.parents, self.tokens, self.scores
         order = sorted(range(len(ids)), key=scores.__getitem__, reverse=True)  # the earlier among equals
         if self.num_sent:
@@ -195,7 +193,7 @@ class GrowingTree:
         above = [root if (parent := parents[node]) == ROOT else ids[parent] for node in nodes]
         return Growth(session, self.base, np.arange(first, self.next_id, dtype=np.int32), np.array(above, np.int32),
                       np.array([tokens[node] for node in nodes], np.int32),
-                      np.array([scores[node] for node in nodes], np.float32), perf_counter() - began_s)
+                      np.array([scores[node] for node in nodes], np.float32))
 
     def promise(self, count: int) -> float:
         """Tokens that the ``count`` best nodes that the target has would give, were scores true logarithms of the

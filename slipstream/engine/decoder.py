@@ -93,7 +93,7 @@ class Decoder:
     def run(self, tokens: torch.Tensor, step: Step, pool: KVPool,
             taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``forward`` of rows that are planned: tensors alone, which a graph may capture. tokens: int64 [T]."""
-        x = self.embed(tokens)
+        x = F.embedding(tokens, self._embedding)
         streams = [x]
         for layer, kv in zip(self._layers, pool.kv, strict=True):
             x = layer(x, step, kv)
@@ -105,11 +105,6 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] after the final norm -> [R, V] in float32, float64 for a float64 model."""
         return self._head(hidden).to(torch.promote_types(self.dtype, torch.float32))
-
-    @torch.inference_mode()
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [T] -> [T, H]."""
-        return F.embedding(tokens, self._embedding)
 
 
 def decoder_names(config: ModelConfig) -> set[str]:

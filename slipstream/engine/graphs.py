@@ -186,13 +186,13 @@ class GraphedDecoder:
     slots beyond those that are handed out, at its end: those of dummies, then those of trials."""
 
     __slots__ = ("_attention", "_capture", "_mirror", "_model", "_most_rows", "_pages", "_pool", "_refusals", "_sizes",
-                 "_steps", "config", "device", "dtype", "embed", "logits", "spare_slots")
+                 "_steps", "config", "device", "dtype", "logits", "spare_slots")
 
     def __init__(self, model: Decoder, attention: PagedAttention, capture: Capture,
                  wanted: Sequence[Size] | None = None) -> None:
         self._model, self._attention, self._capture = model, attention, capture
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
-        self.logits, self.embed = model.logits, model.embed
+        self.logits = model.logits
         self._sizes = sorted(sizes() if wanted is None else wanted)
         self._steps: dict[tuple[Size, tuple[int, ...]], CapturedStep] = {}
         self._refusals: dict[tuple[Size, tuple[int, ...]], Refusal] = {}

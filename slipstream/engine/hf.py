@@ -153,12 +153,6 @@ class HFModel:
         logits: torch.Tensor = self._behind(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.to(torch.promote_types(self.dtype, torch.float32))
 
-    @torch.inference_mode()
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [T] -> [T, H]."""
-        rows: torch.Tensor = self._embed(tokens)
-        return rows
-
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, step: Step | Probe, **options: Any) -> Any:
         return self._decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False,
                              slipstream_step=step, **options)

@@ -121,10 +121,6 @@ class CausalModel(Protocol):
         """[R, H] after the final norm -> [R, V] in float32 (float64 for a float64 model)."""
         ...
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [T] -> [T, H], what enters layer 0."""
-        ...
-
 
 @runtime_checkable
 class ScoringModel(CausalModel, Protocol):

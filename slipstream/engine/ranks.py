@@ -303,9 +303,6 @@ class RankedModel:
             own = self._model.logits(self._group.told(hidden.contiguous()))
             return self._group.beside(own)[:, : self._vocabulary]
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._model.embed(tokens)
-
     def warm(self, pool: KVPool, most_segments: int) -> int:
         """Capture graphs on all ranks, where there are any. Returns how many there are on each."""
         if not isinstance(self._model, GraphedDecoder):

@@ -125,12 +125,11 @@ class Growth:
     parents: Ints  # int32 [K] ids: of this growth, of an earlier one, or -b for the committed token at b - 1
     tokens: Ints  # int32 [K]
     scores: Floats  # float32 [K] cumulative log scores relative to the root at ``base``
-    draft_s: float = 0.0  # seconds the drafter spent on it; for the target's cost model, never trusted for more
 
     @staticmethod
-    def empty(session: int, base: int, draft_s: float = 0.0) -> Growth:
+    def empty(session: int, base: int) -> Growth:
         none = np.zeros(0, np.int32)
-        return Growth(session, base, none, none, none, np.zeros(0, np.float32), draft_s)
+        return Growth(session, base, none, none, none, np.zeros(0, np.float32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,9 +208,6 @@ class TimedModel:
         """[R, 1] -> [R, V], one where the token stands."""
         return torch.zeros(len(hidden), self.config.vocab_size).scatter_(1, hidden.long(), 1.0)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens[:, None].to(self.dtype)
-
 
 @dataclass(slots=True)
 class TimedSession:
@@ -275,7 +272,7 @@ class TimedDrafter:
             rows[level] += sum(len(session.tree.frontier) for session in growing)
             for session, children in zip(growing, self._text.children(growing) if growing else (), strict=True):
                 session.tree.expand(children)
-        growths = [session.tree.growth(number, budget, began_s) for number, session, budget in known]
+        growths = [session.tree.growth(number, budget) for number, session, budget in known]
         self._device.busy(began_s, sum(self._timing.level_of(count) for count in rows if count))
         return growths
 

@@ -61,7 +61,6 @@ from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import (
     DTYPE_NUMBERS,
     INT32_MAX,
-    UINT32_MAX,
     decode_identity,
     decode_sampling,
     dtype_of,
@@ -163,7 +162,6 @@ def _write(wire: Any, item: DraftBound | TargetBound) -> None:
         growth.parents = np.asarray(item.parents, "<i4").tobytes()
         growth.tokens = np.asarray(item.tokens, "<i4").tobytes()
         growth.scores = np.asarray(item.scores, "<f4").tobytes()
-        growth.draft_us = min(max(round(item.draft_s * 1e6), 0), UINT32_MAX)
     elif isinstance(item, Features):
         _write_features(wire.features, item)
     elif isinstance(item, Open):
@@ -291,7 +289,7 @@ def _growth(wire: draft_pb2.GrowthItem, limits: FrameLimits) -> Growth:
                                       "holds what is not a log score: infinite, not a number or above 0")
         if most > 0:
             scores = np.minimum(scores, np.float32(0))
-    return Growth(wire.session, base, ids, parents, tokens, scores, wire.draft_us / 1e6)
+    return Growth(wire.session, base, ids, parents, tokens, scores)
 
 
 def _check_nodes(ids: list[int], parents: list[int], tokens: list[int], limits: FrameLimits) -> None:

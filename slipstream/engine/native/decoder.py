@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import as_whole, head_of
@@ -83,11 +82,6 @@ class NativeDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """bfloat16 [R, H] after the final norm -> float32 [R, V]."""
         return self._head(hidden)
-
-    @torch.inference_mode()
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [T] -> [T, H]."""
-        return F.embedding(tokens, self._embedding)
 
     def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...],
                features: torch.Tensor | None, greedy: bool = False) -> tuple[torch.Tensor, list[int]]:
