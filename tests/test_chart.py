@@ -531,7 +531,7 @@ def test_the_question_of_helm_test(key: str, mode: str, patience_s: int, said: s
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-    (tmp_path / "keys").write_text(f"# ours\n{key}\nsecond\n")
+    (tmp_path / "keys").write_text(f"# ours\n\n{key} name=alice max_in_flight=4\nsecond\n")
     script = (CHART / "files/ask.py").read_text().replace("PATIENCE_S = 120", f"PATIENCE_S = {patience_s}")
     with HTTPServer(("127.0.0.1", 0), Router) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -50,8 +50,9 @@ def drafted(address: str, key: str, model: str) -> bool:
 
 
 def first_key(file: str) -> str:
-    lines = (line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines())
-    return next(line for line in lines if line and not line.startswith("#"))
+    """The first word of a line; its tenant's fields stand behind it."""
+    lines = (line.split() for line in Path(file).read_text(encoding="utf-8").splitlines())
+    return next(words[0] for words in lines if words and not words[0].startswith("#"))
 
 
 def main(address: str, wanted: str, keys: str = "") -> None:
