@@ -388,6 +388,8 @@ class DraftWorker:
             event(round_)
         for peer, said in self._intake.take(len({peer for peer, _ in self._sessions})):
             self._hear(peer, said, round_)
+        if self._clock() >= self._next_sweep_s:  # a busy inbox is never empty; what came is a sign of life
+            self._expire(round_)
         try:
             began_s = self._clock()
             self._tell(round_)
@@ -404,15 +406,18 @@ class DraftWorker:
         self._note(round_)
 
     def sweep(self) -> None:
-        """Free the sessions whose lease is over."""
+        """Free the sessions whose lease is over, where nothing else is to be done."""
+        round_ = Round()
+        self._expire(round_)
+        self._drafter.close(round_.closes)
+        round_.send()
+
+    def _expire(self, round_: Round) -> None:
         now_s = self._clock()
         self._next_sweep_s = now_s + self._lease_s / 4
-        round_ = Round()
         for drafted in [f for f in self._sessions.values() if now_s - f.side.heard_s > self._lease_s]:
             self._drop(drafted, DraftEvent.EXPIRE, "expired", round_)
             self._metrics.expired("lease")
-        self._drafter.close(round_.closes)
-        round_.send()
 
     def _hear(self, peer: Peer, said: Sequence[Said], round_: Round) -> None:
         for item in said:

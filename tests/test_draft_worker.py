@@ -170,6 +170,16 @@ def test_a_lease_ends_for_sessions_that_nobody_speaks_of() -> None:
     assert bench.worker.num_open == 1
 
 
+def test_a_lease_ends_while_there_is_always_something_to_do() -> None:
+    """Sessions that nobody spoke of kept their places on a busy draft. What waits is heard first: it may be of them."""
+    bench = Bench(max_sessions=3)
+    bench.deliver(opened(1), opened(2), opened(3))
+    bench.now_s += 31
+    dropped, growth = bench.deliver(commit(10, 3, session=2), Close(3))
+    assert dropped == Drop(1, "expired") and isinstance(growth, Growth) and growth.session == 2
+    assert all(isinstance(one, Growth) for one in bench.deliver(opened(4), opened(5)))
+
+
 def test_peers_count_their_sessions_on_their_own() -> None:
     bench, other = Bench(), Listener("other")
     bench.deliver(opened(1))
