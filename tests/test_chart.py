@@ -55,6 +55,11 @@ WRONG = {
     "draft's drain": (("draft.preStopSeconds=25",), "draft.terminationGracePeriodSeconds is 30"),
     "no model": (("model.prepare=false",), "model.prepare is false and model.claim names no volume"),
     "two claims": (("model.claim.existing=c", "model.claim.create=true"), 'model.claim.existing is "c"'),
+    "a model that the image lacks": (("images.engine.variant=cuda",), "whose image holds no model to prepare: set "
+                                     "model.claim.existing to a claim that holds the model and model.prepare=false, or "
+                                     "images.engine.variant=cpu"),
+    "a new claim for a model that the image lacks": (("images.engine.variant=cuda", "model.claim.create=true"),
+                                                     "whose image holds no model to prepare"),
     "cuda on the cpu image": (("config.model.device=cuda",), 'config.model.device is "cuda"'),
     "standalone without a model": (("draft.pools[0].name=a", "draft.pools[0].config.drafter=standalone"),
                                    'pool "a" has the drafter "standalone" but no model'),
@@ -70,7 +75,7 @@ WRONG = {
     "too few drafts": (("draft.pools[0].name=a", "draft.pools[1].name=b", "draft.pools[1].share=10"),
                        'which leaves none for the pool "a"'),
     "no way to roll": (("target.strategy.maxSurge=0",), "target.strategy: maxSurge and maxUnavailable are both 0"),
-    "fewer GPUs than ranks": (("images.engine.variant=cuda", "config.model.device=cuda",
+    "fewer GPUs than ranks": (("images.engine.variant=cuda", "config.model.device=cuda", "model.claim.existing=c",
                                "config.model.tensor_parallel=4", r"target.resources.limits.nvidia\.com/gpu=2"),
                               "tensor_parallel is 4 but target.resources.limits has 2"),
     "nodes without vLLM": (("target.nodes=2",), "target.nodes is 2 but config.target.engine is not vllm"),

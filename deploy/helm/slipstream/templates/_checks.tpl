@@ -42,6 +42,9 @@
 {{- if and (not .prepare) (not .claim.existing) (not .claim.create) -}}
 {{- fail "model.prepare is false and model.claim names no volume: set model.claim.existing to the claim that holds the model, or model.prepare=true" -}}
 {{- end -}}
+{{- if and .prepare (not .claim.existing) (eq $.Values.images.engine.variant "cuda") -}}
+{{- fail "model.prepare is true but images.engine.variant is \"cuda\", whose image holds no model to prepare: set model.claim.existing to a claim that holds the model and model.prepare=false, or images.engine.variant=cpu" -}}
+{{- end -}}
 {{- end -}}
 {{- $model := default dict .Values.config.model -}}
 {{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (eq .Values.images.engine.variant "cpu") -}}
