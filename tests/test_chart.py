@@ -71,6 +71,8 @@ WRONG = {
     "no pools": (("draft.pools=null",), "draft.pools is empty but draft.replicas is 1"),
     "nothing but shares": (("draft.pools[0].name=a", "draft.pools[0].share=10"), "every pool has a share"),
     "shares above all": (("draft.pools[0].name=a", "draft.pools[1].name=b", "draft.pools[0].share=60",
+    "a name that is too long": ((f"fullnameOverride={'n' * 40}", f"draft.pools[0].name={'p' * 17}"),
+                                "which has 64 characters, and a Service's has 63 at most"),
                           "draft.pools[1].share=60"), "the shares add up to 120 per cent"),
     "too few drafts": (("draft.pools[0].name=a", "draft.pools[1].name=b", "draft.pools[1].share=10"),
                        'which leaves none for the pool "a"'),

@@ -105,6 +105,10 @@
 {{- fail (printf "draft.pools: the name %q is there twice" .name) -}}
 {{- end -}}
 {{- $names = append $names .name -}}
+{{- $name := printf "%s-draft-%s" (include "slipstream.fullname" $) .name -}}
+{{- if gt (len $name) 63 -}}
+{{- fail (printf "draft.pools: the pool %q makes the name %s, which has %d characters, and a Service's has 63 at most: give the pool a shorter name, or the release one with fullnameOverride" .name $name (len $name)) -}}
+{{- end -}}
 {{- $shares = add $shares (int (default 0 .share)) -}}
 {{- if not .share -}}{{- $open = add1 $open -}}{{- end -}}
 {{- $settings := include "slipstream.poolSettings" (dict "root" $ "pool" .) | fromYaml -}}
