@@ -47,11 +47,11 @@
 {{- end -}}
 {{- end -}}
 {{- $model := default dict .Values.config.model -}}
-{{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (eq .Values.images.engine.variant "cpu") -}}
+{{- $vllm := include "slipstream.vllm" . -}}
+{{- if and (not $vllm) (hasPrefix "cuda" (default "cpu" $model.device)) (eq .Values.images.engine.variant "cpu") -}}
 {{- fail (printf "config.model.device is %q but images.engine.variant is \"cpu\": set images.engine.variant=cuda" $model.device) -}}
 {{- end -}}
 {{- $nodes := int .Values.target.nodes -}}
-{{- $vllm := include "slipstream.vllm" . -}}
 {{- if and (gt $nodes 1) (not $vllm) -}}
 {{- fail (printf "target.nodes is %d but config.target.engine is not vllm: our own engine has the GPUs of one node" $nodes) -}}
 {{- end -}}
@@ -112,6 +112,9 @@
 {{- $shares = add $shares (int (default 0 .share)) -}}
 {{- if not .share -}}{{- $open = add1 $open -}}{{- end -}}
 {{- $settings := include "slipstream.poolSettings" (dict "root" $ "pool" .) | fromYaml -}}
+{{- if and (hasPrefix "cuda" (default "cpu" $settings.device)) (eq $.Values.images.engine.variant "cpu") -}}
+{{- fail (printf "draft.pools: pool %q has the device %q but images.engine.variant is \"cpu\": set images.engine.variant=cuda" .name $settings.device) -}}
+{{- end -}}
 {{- $drafter := default "auto" $settings.drafter -}}
 {{- if and (eq $drafter "auto") (or .model $settings.token_map) -}}
 {{- fail (printf "draft.pools: pool %q has a model or token_map but no drafter: say for which one with config.drafter" .name) -}}
