@@ -71,11 +71,11 @@ WRONG = {
     "a model for auto": (("draft.pools[0].name=a", "draft.pools[0].model=m"), "say for which one with config.drafter"),
     "a map for what": (("config.draft.token_map=ids.json",), "say for which one with config.drafter"),
     "pools of one name": (("draft.pools[0].name=a", "draft.pools[1].name=a"), 'the name "a" is there twice'),
+    "a name that is too long": ((f"fullnameOverride={'n' * 40}", f"draft.pools[0].name={'p' * 17}"),
+                                "which has 64 characters, and a Service's has 63 at most"),
     "no pools": (("draft.pools=null",), "draft.pools is empty but draft.replicas is 1"),
     "nothing but shares": (("draft.pools[0].name=a", "draft.pools[0].share=10"), "every pool has a share"),
     "shares above all": (("draft.pools[0].name=a", "draft.pools[1].name=b", "draft.pools[0].share=60",
-    "a name that is too long": ((f"fullnameOverride={'n' * 40}", f"draft.pools[0].name={'p' * 17}"),
-                                "which has 64 characters, and a Service's has 63 at most"),
                           "draft.pools[1].share=60"), "the shares add up to 120 per cent"),
     "too few drafts": (("draft.pools[0].name=a", "draft.pools[1].name=b", "draft.pools[1].share=10"),
                        'which leaves none for the pool "a"'),
@@ -143,6 +143,15 @@ def test_wrong_values_are_refused_with_a_sentence(case: str) -> None:
     changes, words = WRONG[case]
     done = helm("template", "cpu", *(word for change in changes for word in ("--set", change)))
     assert done.returncode != 0 and words in done.stderr, done.stderr or "it rendered"
+
+
+@pytest.mark.parametrize("changes", [
+    ("router.terminationGracePeriodSeconds=50", "config.router.drain_s=0"),  # not the default for being empty
+    ("config.model.device=cuda", "config.target.engine=vllm"),  # drafts on the CPU have the CPU's image
+    (f"fullnameOverride={'n' * 40}", f"draft.pools[0].name={'p' * 16}"),
+    ("images.engine.variant=cuda", "model.claim.existing=c")])
+def test_what_is_right_is_not_refused(changes: tuple[str, ...]) -> None:
+    assert rendered("cpu", *(word for change in changes for word in ("--set", change)))
 
 
 def test_the_plain_install_asks_for_certificates() -> None:

@@ -150,7 +150,7 @@
 {{- define "slipstream.checks.drain" -}}
 {{- $defaults := include "slipstream.defaults" . | fromYaml -}}
 {{- range $role := list "router" "target" -}}
-{{- $drain := default (index $defaults $role).drain_s (default dict (index $.Values.config $role)).drain_s -}}
+{{- $drain := dig "drain_s" (index $defaults $role).drain_s (default dict (index $.Values.config $role)) -}}
 {{- include "slipstream.checks.grace" (dict "role" $role "where" (printf "config.%s.drain_s" $role) "drain" $drain "pod" (index $.Values $role)) -}}
 {{- end -}}
 {{- include "slipstream.checks.grace" (dict "role" "draft" "where" "its time to stop" "drain" 2 "pod" .Values.draft) -}}
