@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import ModelError
@@ -253,6 +254,21 @@ def test_without_an_embedding_the_target_lends_its_own(tmp_path: Path, target: P
     del tensors["embed_tokens.weight"]
     with pytest.raises(ModelError, match=r"needs the target's embedding.*\(260, 48\), expected \(260, 32\)"):
         read_head(write_eagle_folder(tmp_path / "b", tensors=tensors), target)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_tied_embeddings_are_the_head_s_own(tmp_path: Path, target: Path, own: bool) -> None:
+    """A head without an embedding has none to tie: the target's would make a wrong lm_head where it ties none."""
+    config = eagle_config(hidden_size=48, tie_word_embeddings=True)
+    tensors, lent = eagle_tensors(config), load_file(target / "model.safetensors")
+    del tensors["lm_head.weight"]
+    rows = tensors["embed_tokens.weight"] if own else lent["lm_head.weight"]
+    if not own:
+        del tensors["embed_tokens.weight"]
+    read = read_head(write_eagle_folder(tmp_path, config, tensors), target)
+    assert read.vocabulary is not None and torch.equal(read.tensors["lm_head.weight"], rows[read.vocabulary])
+    if not own:
+        assert torch.equal(read.tensors["embed_tokens.weight"], lent["model.embed_tokens.weight"])
 
 
 NEEDED = [name for name in eagle_tensors(eagle_config()) if name not in ("t2d", "embed_tokens.weight")]

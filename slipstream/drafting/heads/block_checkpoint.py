@@ -37,8 +37,7 @@ from slipstream.drafting.heads.checkpoint import (
     draft_vocabulary,
     layer_config,
     layer_shapes,
-    lent_embedding,
-    lent_lm_head,
+    lent_ends,
     read_published,
     read_tensors,
 )
@@ -109,17 +108,7 @@ def _with_tensors(head: BlockHead, published: Published, folder: Path, target: M
     draft_vocab = published.integer("draft_vocab_size", default)
     check_tensors(folder, tensors, _shapes(head, tensors, draft_vocab))
     vocabulary = draft_vocabulary(tensors, draft_vocab, config.vocab_size)
-    own_embedding = "embed_tokens.weight" in tensors
-    if not own_embedding:
-        tensors["embed_tokens.weight"] = lent_embedding(target_folder, config.vocab_size, config.hidden_size)
-    if "lm_head.weight" not in tensors:
-        if own_embedding and config.tied_embeddings:
-            tensors["lm_head.weight"] = tensors["embed_tokens.weight"].index_select(0, vocabulary)
-        elif config.hidden_size == target.hidden_size:
-            tensors["lm_head.weight"] = lent_lm_head(target_folder, target, vocabulary)
-        else:
-            raise ModelError(f"tensor lm_head.weight is missing, and the target's does not fit: the head's states have "
-                             f"{config.hidden_size} numbers (hidden_size), the target's {target.hidden_size}")
+    tensors |= lent_ends(tensors, config, target, target_folder, vocabulary)
     return replace(head, tensors=tensors, vocabulary=vocabulary)
 
 

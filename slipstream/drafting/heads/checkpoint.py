@@ -205,6 +205,24 @@ def lent_lm_head(folder: str | Path, config: ModelConfig, rows: torch.Tensor | N
     return weight if rows is None else weight.index_select(0, rows)
 
 
+def lent_ends(tensors: Mapping[str, torch.Tensor], config: ModelConfig, target: ModelConfig, folder: str | Path,
+              vocabulary: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The embedding and the lm_head (its rows of ``vocabulary``) of a head that brings them not: of the target in
+    ``folder``; the lm_head of the head's own embedding, where it has one and ties them. Raises ModelError."""
+    found = dict[str, torch.Tensor]()
+    own = tensors.get("embed_tokens.weight")
+    if own is None:
+        found["embed_tokens.weight"] = lent_embedding(folder, config.vocab_size, config.hidden_size)
+    if "lm_head.weight" in tensors:
+        return found
+    if own is not None and config.tied_embeddings:
+        return found | {"lm_head.weight": own.index_select(0, vocabulary)}
+    if config.hidden_size != target.hidden_size:
+        raise ModelError(f"tensor lm_head.weight is missing, and the target's does not fit: the head's states have "
+                         f"{config.hidden_size} numbers (hidden_size), the target's {target.hidden_size}")
+    return found | {"lm_head.weight": lent_lm_head(folder, target, vocabulary)}
+
+
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
@@ -252,10 +270,7 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     taps = _taps(published, target.num_layers)
     check_tensors(folder, tensors, _shapes(published, tensors, config, draft_vocab, len(taps), hidden))
     vocabulary = draft_vocabulary(tensors, draft_vocab, config.vocab_size)
-    if "embed_tokens.weight" not in tensors:
-        tensors["embed_tokens.weight"] = lent_embedding(target_folder, config.vocab_size, config.hidden_size)
-    if "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = _lm_head(tensors, config, target, target_folder, vocabulary)
+    tensors |= lent_ends(tensors, config, target, target_folder, vocabulary)
     return EagleHead(config, hidden, draft_vocab, taps, tensors, vocabulary,
                      published.flag("norm_before_residual", None if published.speculators else False),
                      published.flag("norm_output", False))
@@ -319,16 +334,6 @@ def _taps(published: Published, num_layers: int) -> tuple[int, ...]:
         raise ModelError(f"{where}: num_aux_hidden_states: {count}, but eagle_aux_hidden_state_layer_ids "
                          f"({ids or 'the default'}) names {len(taps)} layers")
     return taps
-
-
-def _lm_head(tensors: Mapping[str, torch.Tensor], config: ModelConfig, target: ModelConfig, target_folder: str | Path,
-             vocabulary: torch.Tensor) -> torch.Tensor:
-    if config.tied_embeddings:
-        return tensors["embed_tokens.weight"].index_select(0, vocabulary)
-    if config.hidden_size != target.hidden_size:
-        raise ModelError(f"tensor lm_head.weight is missing, and the target's does not fit: the head's states have "
-                         f"{config.hidden_size} numbers (hidden_size), the target's {target.hidden_size}")
-    return lent_lm_head(target_folder, target, vocabulary)
 
 
 def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: ModelConfig, draft_vocab: int,
