@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from structlog.testing import capture_logs
 
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, TargetSection
 from slipstream.cli.doctor import checks
-from slipstream.cli.host import RIGHT_ENOUGH, pairing_problem
+from slipstream.cli.host import DRAFT_S, RIGHT_ENOUGH, draft_missing, pairing_problem
 from slipstream.drafting import Drafter, create
 from slipstream.following.pool import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
 from slipstream.models.folder import MADE_FOR, made_for, weights_hash
@@ -119,6 +120,28 @@ async def test_a_launch_asks_until_the_target_has_judged(kind: str, head: Path, 
         if kind == "good":
             # An answer that ends inside of a round has its last token counted as no draft token's.
             assert RIGHT_ENOUGH / 2 < rig.count("accepted_tokens_total") < 2 * RIGHT_ENOUGH, "a few rounds suffice"
+
+
+@pytest.mark.parametrize(("draft", "told"), [
+    (DraftStatus("d", True, "ngram"), ""),
+    (DraftStatus("d", False, "", "refused: vocab_size: draft 300, target 260"),
+     "the target goes without its draft, refused: vocab_size: draft 300, target 260"),
+    (DraftStatus("d", False, "", "d: UNAVAILABLE"), "the target has not found its draft yet")])
+async def test_a_launch_waits_for_a_draft_until_the_target_says_why_not(
+        draft: DraftStatus, told: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if draft.connected or draft.given_up:
+        patience_s = DRAFT_S
+    else:
+        monkeypatch.setattr("slipstream.cli.host.DRAFT_S", patience_s := 0.3)
+    async with target(tiny_folder, STUBBORN) as rig:
+        served = Served("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048, IDENTITY)
+        server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(
+            TargetService(rig.worker, served, TargetSection(), lambda: [draft]))])
+        listen, began_s = f"127.0.0.1:{await server.start()}", monotonic()
+        assert await draft_missing(Config.model_validate({"target": {"listen": listen}})) == told
+        took_s = monotonic() - began_s
+        await server.drain(0.1)
+    assert took_s < DRAFT_S / 2 and (took_s >= patience_s) == told.endswith("yet")
 
 
 @pytest.mark.parametrize("kind", ["head", "good", "misfit"])

@@ -199,7 +199,8 @@ async def test_another_vocabulary_is_refused_by_name_and_the_draft_hears_of_it()
 async def test_a_draft_may_refuse_and_is_asked_again() -> None:
     echo = Echo(refusal=PairingError("hidden_size", "made for 128"))
     rig = await Rig.start(echo, refused_retry_s=0.02)
-    await eventually(lambda: rig.link.status().problem == "hidden_size: made for 128")
+    await eventually(lambda: rig.link.status().problem == "refused: hidden_size: made for 128")
+    assert rig.link.status().given_up
     echo.refusal = None
     await rig.up()
     assert rig.link.status().problem == ""

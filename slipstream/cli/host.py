@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -159,9 +159,9 @@ def _start(launch: Launch, console: Console) -> None:
     with console.status("starting draft, target and router") as status:
         launch.wait_ready(lambda line: status.update(line))
         status.update("waiting for the target to find its draft")
-        if not asyncio.run(_draft_found(launch.config)):
-            console.print(Text("the target has not found its draft yet; answers are plain until it does "
-                               f"(see {launch.folder / 'draft.log'})", style="yellow"))
+        if missing := asyncio.run(draft_missing(launch.config)):
+            console.print(Text(f"{missing}; answers are plain until it does (see {launch.folder / 'target.log'})",
+                               style="yellow"))
         elif launch.config.draft.drafter != "ngram" and launch.config.target.policy.max_nodes:
             status.update("looking whether the draft fits the target")
             problem = asyncio.run(pairing_problem(launch.config))
@@ -169,20 +169,21 @@ def _start(launch: Launch, console: Console) -> None:
                 console.print(Text(f"the draft does not seem to fit the target: {problem}", style="bold red"))
 
 
-async def _draft_found(config: Config) -> bool:
-    target = _target_of(config)
-    deadline_s = time.monotonic() + DRAFT_S
-    try:
-        while time.monotonic() < deadline_s:
-            drafts = (await target.info()).drafts
-            if not drafts or any(draft.connected for draft in drafts):
-                return True
-            await asyncio.sleep(0.1)
-        return False
-    except SlipstreamError:
-        return False
-    finally:
-        await target.aclose()
+async def draft_missing(config: Config) -> str:
+    """That the target has no draft, and why where it says so, which ends the wait for one; "" for nothing bad."""
+    target, deadline_s = _target_of(config), time.monotonic() + DRAFT_S
+    with suppress(SlipstreamError):
+        try:
+            while time.monotonic() < deadline_s:
+                drafts = (await target.info()).drafts
+                if not drafts or any(draft.connected for draft in drafts):
+                    return ""
+                if all(draft.given_up for draft in drafts):
+                    return f"the target goes without its draft, {drafts[0].problem}"
+                await asyncio.sleep(0.1)
+        finally:
+            await target.aclose()
+    return "the target has not found its draft yet"
 
 
 async def pairing_problem(config: Config) -> str:

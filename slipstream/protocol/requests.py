@@ -273,12 +273,20 @@ class Piece(NamedTuple):
     late: bool = False  # the wait was in vain: the drafter had not answered when the step began
 
 
+REFUSED, LEFT_ALONE = "refused: ", "left alone: "  # how the problem begins of a draft that was there
+
+
 @dataclass(frozen=True, slots=True)
 class DraftStatus:
     address: str
     connected: bool
     drafter: str = ""
     problem: str = ""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the target knows it and goes without it for now, as ``problem`` says; it tries again later."""
+        return not self.connected and self.problem.startswith((REFUSED, LEFT_ALONE))
 
 
 @dataclass(frozen=True, slots=True)

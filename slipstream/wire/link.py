@@ -59,7 +59,7 @@ from slipstream.protocol.messages import (
     TargetBound,
     TargetHello,
 )
-from slipstream.protocol.requests import DraftStatus
+from slipstream.protocol.requests import LEFT_ALONE, REFUSED, DraftStatus
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, open_channel
 from slipstream.wire.codec import (
     FRAME_ITEMS,
@@ -359,7 +359,7 @@ class DraftLink:
             try:
                 await self._stream()
             except PairingError as error:
-                self._report("draft refused: it does not fit this target", error)
+                self._report("draft refused: it does not fit this target", error, REFUSED)
                 await asyncio.sleep(self._refused_retry_s)
                 continue
             except RemoteProtocolError as error:
@@ -378,15 +378,15 @@ class DraftLink:
 
     async def _leave_alone(self, error: Exception) -> None:
         pause_s = self._absence.broke(asyncio.get_running_loop().time())
-        self._problem = f"left alone: {error}"
+        self._problem = f"{LEFT_ALONE}{error}"
         self._log.warning("draft left alone", problem=str(error), seconds=pause_s)
         await asyncio.sleep(pause_s)
 
-    def _report(self, event: str, error: SlipstreamError) -> None:
+    def _report(self, event: str, error: SlipstreamError, kind: str = "") -> None:
         # Once for each new problem: a draft may be away for hours.
-        if str(error) != self._problem:
-            self._problem = str(error)
-            self._log.warning(event, problem=self._problem)
+        if (problem := f"{kind}{error}") != self._problem:
+            self._problem = problem
+            self._log.warning(event, problem=str(error))
 
     async def _stream(self) -> None:
         """One stream from connecting to its end; raises what ended it."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from slipstream.base.errors import PairingError, RemoteProtocolError
 from slipstream.protocol.messages import DraftBound, DraftHello, Drop, LinkEvents, PeerEvents, TargetBound, TargetHello
-from slipstream.protocol.requests import DraftStatus
+from slipstream.protocol.requests import REFUSED, DraftStatus
 from slipstream.wire.channel import RULES
 from slipstream.wire.codec import (
     FrameLimits,
@@ -84,14 +84,14 @@ class LocalLink:
         try:
             answer = replace(self._peers.peer_up(peer, target), incarnation=target.incarnation)
         except PairingError as error:
-            self._problem = str(error)
+            self._problem = f"{REFUSED}{error}"
             return
         try:
             draft = decode_draft_hello(encode_draft_hello(answer))
             problem = self._check(target, draft)
             draft = self._complete(draft, answer)
         except RemoteProtocolError as error:
-            self._problem = str(error)
+            self._problem = f"{REFUSED}{error}"
             self._peers.peer_down(peer)
             return
         self.counts.reconnects += self._known
