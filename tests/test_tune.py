@@ -177,6 +177,8 @@ def test_simulated_devices_take_what_was_measured() -> None:
                   Path("/none/x.yaml"), Console()), "--out: cannot write /none/x.yaml: there is no folder /none"),
     (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, Way(0.001, draft_s=0.001), False,
                   Path("x"), Console()), "--draft-ms.*--apart"),
+    (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, Way(0.001), False,
+                  Path("/tmp"), Console()), "--out: /tmp is a folder; name a file, such as /tmp/tuned.yaml"),
 ])
 def test_what_cannot_be_tuned_is_named(wrong: object, named: str) -> None:
     with pytest.raises(ConfigError, match=named):

@@ -101,6 +101,8 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
                           "at most t + (steps - 1) * t * t nodes")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out: cannot write {out}: there is no folder {out.parent}")
+    if out.is_dir():
+        raise ConfigError(f"--out: {out} is a folder; name a file, such as {out / 'tuned.yaml'}")
     if way.draft_s and not apart:
         raise ConfigError("--draft-ms: it says what a draft on a device of its own takes; add --apart, or leave it out")
     exchange_s = way.exchange_s
