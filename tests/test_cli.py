@@ -230,6 +230,12 @@ def test_an_address_that_is_none_is_refused() -> None:
         require_free(load(None, ("router.listen='8000'",)))
 
 
+def test_a_port_that_is_left_open_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^router.listen: '127.0.0.1:0' leaves the port open: the services have to "
+                                          r"find each other; name one with --set router.listen=HOST:PORT$"):
+        require_free(load(None, (*on_free_ports(), "router.listen=127.0.0.1:0", "router.grpc_listen=127.0.0.1:0")))
+
+
 def test_an_address_of_another_machine_is_not_called_taken() -> None:
     with pytest.raises(ConfigError) as caught:
         require_free(load(None, (*on_free_ports(), "target.listen=192.0.2.1:50051")))

@@ -171,11 +171,14 @@ def places(config: Config) -> dict[str, str]:
 
 def require_free(config: Config) -> None:
     """Raises ConfigError naming each address that cannot be had, with a flag that would help."""
-    wanted = places(config)
+    wanted, ports = places(config), set[int]()
     for key, address in wanted.items():
+        try:
+            ports.add(_split(address)[1])
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}; name one with --set {key}=HOST:PORT") from error
         if (first := next(key for key, other in wanted.items() if other == address)) != key:
             raise ConfigError(f"{key}: {address} is {first} already; give each a port of its own")
-    ports = {_split(address)[1] for address in wanted.values()}
     lines = []
     for key, address in wanted.items():
         problem = refused(address)
