@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from slipstream.base.config import Config, load
@@ -45,6 +46,13 @@ def test_a_missing_model_fails(tmp_path: Path) -> None:
 def test_a_model_folder_is_fine(tiny_folder: Path) -> None:
     (model,) = found("model", Config.model_validate({"model": {"path": str(tiny_folder)}}))
     assert (model.status, model.found) == ("ok", str(tiny_folder))
+
+
+def test_what_a_container_has_used_is_not_free(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit alone was taken for free memory."""
+    monkeypatch.setattr("slipstream.engine.runner.limited_memory", lambda: (1 << 30, 1 << 32))
+    (memory,) = found("memory", Config.model_validate({"model": {"path": str(tiny_folder)}}))
+    assert (memory.status, memory.found) == ("warn", "1.0 of 4.0 GiB are free") and "target.slots" in memory.advice
 
 
 def test_files_that_services_need_are_read(tiny_folder: Path, tmp_path: Path) -> None:

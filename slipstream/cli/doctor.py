@@ -137,28 +137,17 @@ def _kernels(_: Config) -> Iterator[Check]:
 
 
 def _memory(_: Config) -> Iterator[Check]:
-    import psutil
+    import torch
 
-    free = int(psutil.virtual_memory().available)
-    limit = _container_limit()
-    room = free if limit is None else min(free, limit)
-    found = f"{room / GIB:.1f} GiB" + (" (the container's limit)" if limit is not None and limit < free else " free")
-    if room < NEEDED_MEMORY:
+    from slipstream.engine.runner import free_memory
+
+    free, total = free_memory(torch.device("cpu"))
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+    if free < NEEDED_MEMORY:
         yield Check("memory", "warn", found, f"the default model needs about {NEEDED_MEMORY / GIB:.0f} GiB; close "
                     "programs or lower target.slots")
     else:
         yield Check("memory", "ok", found)
-
-
-def _container_limit() -> int | None:
-    """Bytes that the control group allows; None without a limit."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() else None
-    return None
 
 
 def _disk(_: Config) -> Iterator[Check]:
