@@ -1,6 +1,6 @@
 {{/* One Deployment for every role. Takes root, role, pool ("" for none), name, pod (the values of the role), replicas
      ("" where a scaler sets them), image, config (the text of the configuration), ports (name to number), metricsPort,
-     threads (the setting that takes the number of CPUs, "" for none), settings (a draft's), model (whether it reads one). */}}
+     threads (the setting that takes the number of CPUs, "" for none), model (whether it reads one). */}}
 
 {{- define "slipstream.deployment" -}}
 apiVersion: apps/v1
