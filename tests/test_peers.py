@@ -177,7 +177,7 @@ def test_a_peer_that_is_not_installed_is_named_with_the_command(tmp_path: Path) 
     with pytest.raises(ConfigError, match="make bench-peers"):
         llama_server(tmp_path)
     with pytest.raises(ConfigError, match="make vllm"):
-        vllm("plain", tmp_path, tmp_path, tmp_path, "bfloat16")
+        vllm(tmp_path, tmp_path, tmp_path, "bfloat16")
 
 
 def test_a_model_is_converted_once_and_whole(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def system_of(name: str, arguments: argparse.Namespace) -> System:
     if family == "vllm":
         if arguments.vllm is None:
             raise ConfigError("--vllm: give the environment that `make vllm` made")
-        return vllm(kind, LOGS, arguments.vllm, resolve(MODEL), DTYPE)
+        return vllm(LOGS, arguments.vllm, resolve(MODEL), DTYPE)
     if arguments.peers is None:
         raise ConfigError("--peers: give the folder that `make bench-peers` installed")
     binary, file = llama_server(arguments.peers), FOLDER / f"{MODEL}-bf16.gguf"

@@ -43,7 +43,6 @@ LLAMACPP: Mapping[str, tuple[str, ...]] = {
     "speculative": ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3",
                     "--spec-ngram-simple-size-m", "10"),
 }
-VLLM: Mapping[str, tuple[str, ...]] = {"plain": ()}
 
 
 class System(Protocol):
@@ -85,7 +84,7 @@ class Slipstream:
         self.processes = {} if self.kind in ("plain", "alone") else {"draft": part("draft")}
         target = part("target", f"target.drafts={[draft.address for draft in self.processes.values()]}")
         router = part("router", f"router.targets=['{target.address}']", f"router.grpc_listen=127.0.0.1:{free_port()}")
-        self.server = Server(int(router.address.rpartition(":")[2]), "")
+        self.server = Server(int(router.address.rpartition(":")[2]), Path(self.model).name)
         self.processes |= {"target": target, "router": router}
         if self.colocated:
             every = [setting for process in self.processes.values() for setting in process.settings]
@@ -97,7 +96,6 @@ class Slipstream:
         for process in self.processes.values():
             process.start()
             await process.ready()
-        self.server = Server(self.server.port, Path(self.model).name)
 
     async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] | None = None) -> Answered:
         """how: fields of the request that make it a sampled one."""
@@ -160,15 +158,15 @@ def llamacpp(kind: str, folder: Path, binary: Path, file: Path) -> PeerServer:
     return PeerServer(f"llamacpp-{kind}", folder, command, {"cache_prompt": False})
 
 
-def vllm(kind: str, folder: Path, environment: Path, model: Path, dtype: str) -> PeerServer:
+def vllm(folder: Path, environment: Path, model: Path, dtype: str) -> PeerServer:
     """vLLM's own server. environment: what ``make vllm`` has made. Raises ConfigError."""
     python = environment / "bin" / "python"
     if not python.exists():
         raise ConfigError(f"no vLLM in {environment}; `make vllm` installs it there (minutes, once)")
     command = ["env", "-u", "PYTHONPATH", "VLLM_CPU_KVCACHE_SPACE=1", str(python), "-m",
                "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", PEER_MODEL,
-               "--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "16", *VLLM[kind]]
-    return PeerServer(f"vllm-{kind}", folder, command, {})
+               "--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "16"]
+    return PeerServer("vllm-plain", folder, command, {})
 
 
 @dataclass(slots=True)
