@@ -70,7 +70,7 @@ from slipstream.protocol.messages import (
     TargetHello,
 )
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.session import DraftEvent, DraftSide, DraftState
+from slipstream.protocol.session import DraftEvent, DraftSide
 from slipstream.protocol.tree import MAX_HELD
 
 ROUND = 16_384  # tokens of one target
@@ -578,7 +578,3 @@ class DraftWorker:
     def _give_up_all(self, reason: str, round_: Round) -> None:
         for drafted in list(self._sessions.values()):
             self._drop(drafted, DraftEvent.CLOSE, reason, round_)
-
-    @property
-    def num_open(self) -> int:
-        return sum(f.side.state is DraftState.OPEN for f in self._sessions.values())

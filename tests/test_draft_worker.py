@@ -167,7 +167,8 @@ def test_a_lease_ends_for_sessions_that_nobody_speaks_of() -> None:
     bench.now_s += 15
     bench.worker.sweep()
     assert bench.peer.take() == [Drop(1, "expired")]
-    assert bench.worker.num_open == 1
+    left, growth = bench.deliver(commit(10, 3), commit(11, 4, session=2))
+    assert left == Drop(1, "unknown") and isinstance(growth, Growth)
 
 
 def test_a_lease_ends_while_there_is_always_something_to_do() -> None:
@@ -184,11 +185,13 @@ def test_peers_count_their_sessions_on_their_own() -> None:
     bench, other = Bench(), Listener("other")
     bench.deliver(opened(1))
     bench.deliver(opened(1), peer=other)
-    assert bench.worker.num_open == 2
+    for peer in (bench.peer, other):
+        (growth,) = bench.deliver(commit(10, 3), peer=peer)
+        assert isinstance(growth, Growth)
     bench.worker.peer_down(other)
     bench.worker.turn(block=False)
-    assert bench.worker.num_open == 1
-    (growth,) = bench.deliver(commit(10, 3))
+    assert bench.deliver(commit(11, 4), peer=other) == [Drop(1, "unknown")]
+    (growth,) = bench.deliver(commit(11, 4))
     assert isinstance(growth, Growth)
 
 
@@ -208,7 +211,8 @@ def test_a_drafter_that_fails_gives_its_sessions_up_and_goes_on(place: str, erro
     bench.deliver(opened(1))
     bench.drafter.place, bench.drafter.error = place, error
     told = {"open": opened(1), "absorb": Features(1, 0, bytes(8), 1, "float64")}.get(place, commit(10, 3))
-    assert bench.deliver(told) == [Drop(1, "failed")] and bench.worker.num_open == 0
+    assert bench.deliver(told) == [Drop(1, "failed")]
+    assert bench.deliver(commit(11, 4)) == [Drop(1, "unknown")]
     (growth,) = bench.deliver(opened(1))
     assert isinstance(growth, Growth)
 
