@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Blocks, Told
 from router_service.dialects.messages import MessagesReply
+from router_service.dialects.responses import ResponsesReply
 from router_service.text.marks import THOUGHTS, Style
 from router_service.text.markup import Markup
 from router_service.text.tokens import TextDelta
@@ -241,6 +243,31 @@ def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
         "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}})
     assert chat["messages"] == wanted and chat["reasoning_effort"] == "low"
     assert chat["response_format"] == {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+def test_ids_of_calls_come_back_as_templates_take_them() -> None:
+    """Those of Mistral take nine characters and no others."""
+    def told(kind: type[MessagesReply | ResponsesReply]) -> Any:
+        reply = kind(Told("a" * 32, 0, "tiny", 10, Markup(Style(("<tool_call>",)), {"weather": SCHEMA})))
+        reply.told(TextDelta(CALL + CALL, finish="stop"))
+        return reply.whole(Usage(10, 2), None)
+
+    uses = [block for block in told(MessagesReply)["content"] if block["type"] == "tool_use"]
+    items = [item for item in told(ResponsesReply)["output"] if item["type"] == "function_call"]
+    for made, ids in ((uses, [use["id"] for use in uses]), (items, [item["call_id"] for item in items])):
+        assert len(made) == len(set(ids)) == 2
+    uses.append({**uses[0], "id": "toolu_01A09q90qw90lq917835lq9"})
+    items.append({**items[0], "call_id": "call_abc"})
+    results = [{"type": "tool_result", "tool_use_id": use["id"], "content": "sunny"} for use in uses]
+    outputs = [{"type": "function_call_output", "call_id": item["call_id"], "output": "sunny"} for item in items]
+    for chat, foreign in (
+            (messages.chat_of({"messages": [{"role": "assistant", "content": uses},
+                                            {"role": "user", "content": results}]}), uses[2]["id"]),
+            (responses.chat_of({"input": [*items, *outputs]}), items[2]["call_id"])):
+        ids = [call["id"] for call in chat["messages"][0]["tool_calls"]]
+        assert ids == [message["tool_call_id"] for message in chat["messages"][1:]]
+        assert [re.fullmatch("[a-zA-Z0-9]{9}", id_) is not None for id_ in ids] == [True, True, False]
+        assert ids[2] == foreign, "those of others are theirs"
 
 
 def test_who_sends_a_chat_to_the_responses_is_told_what_is_called_otherwise() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from router_service.text.calls import Call
+from router_service.text.calls import CALL_ID, Call, call_id
 from router_service.text.markup import Markup, Named, Said, finish_of
 from router_service.text.tokens import TextDelta
 
@@ -20,12 +20,13 @@ What = Literal["begin", "add", "end"]
 
 @dataclass(slots=True)
 class Block:
-    """``name`` and ``id`` are a call's. ``cut``: it broke off."""
+    """``name`` and ``call_id`` are a call's. ``cut``: it broke off."""
 
     index: int
     kind: Kind
     name: str = ""
     id: str = ""
+    call_id: str = ""
     pieces: list[str] = field(default_factory=list)
     cut: bool = False
 
@@ -45,6 +46,12 @@ class Told:
     prompt_tokens: int
     markup: Markup | Named | None
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def as_written(given: Any, prefix: str) -> Any:
+    """The id of a call in history as templates take it: without the ``prefix`` of a dialect where it is one of ours."""
+    ours = isinstance(given, str) and given.startswith(prefix) and len(given) == len(prefix) + CALL_ID
+    return given.removeprefix(prefix) if ours else given
 
 
 class Blocks:
@@ -88,7 +95,7 @@ class Blocks:
     def _begin(self, kind: Kind, name: str = "") -> Iterator[tuple[What, Block, str]]:
         yield from self._end()
         index = len(self.all)
-        self.all.append(Block(index, kind, name, f"{self._answer_id}_{index}"))
+        self.all.append(Block(index, kind, name, f"{self._answer_id}_{index}", call_id() if kind == "call" else ""))
         self._open = True
         yield "begin", self.all[-1], ""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects.blocks import Block, Blocks, Told, What
+from router_service.dialects.blocks import Block, Blocks, Told, What, as_written
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.tokens import TextDelta
@@ -29,6 +29,7 @@ ALIKE = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed
          "min_tokens", "cache_salt")
 INERT = ("metadata", "service_tier", "container", "context_management", "mcp_servers")
 STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+CALL = "toolu_"  # begins the ids of calls
 EVENTS = {"begin": "start", "add": "delta", "end": "stop"}
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
           "call": ("input_json_delta", "partial_json")}
@@ -102,11 +103,11 @@ def _messages(at: str, message: Any) -> Iterator[Json]:
         if kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
         elif kind == "tool_use" and message["role"] == "assistant":
-            calls.append({"id": block.get("id"), "type": "function",
+            calls.append({"id": as_written(block.get("id"), CALL), "type": "function",
                           "function": {"name": block.get("name"), "arguments": block.get("input")}})
         elif kind == "tool_result" and message["role"] == "user":
             result = block.get("content")
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"),
+            yield {"role": "tool", "tool_call_id": as_written(block.get("tool_use_id"), CALL),
                    "content": "" if result is None else _texts(f"{where}.content", result)}
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
@@ -199,7 +200,7 @@ def _block(block: Block, text: str) -> Json:
         return {"type": "thinking", "thinking": text, "signature": ""}
     if block.kind == "text":
         return {"type": "text", "text": text}
-    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": _object(text)}
+    return {"type": "tool_use", "id": CALL + block.call_id, "name": block.name, "input": _object(text)}
 
 
 def error_of(problem: Problem) -> Json:

@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects.blocks import Block, Blocks, Told, What
+from router_service.dialects.blocks import Block, Blocks, Told, What, as_written
 from router_service.dialects.fields import Refused
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
@@ -39,6 +39,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({
     "context_management": Refused((), "shorten the input")})
 INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
+CALL = "call_"  # begins the ids of calls
 MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
 # The chat's fields that are called otherwise here.
 NAMES = MappingProxyType({"response_format.json_schema": "text.format", "response_format": "text.format",
@@ -95,13 +96,13 @@ def _add(messages: list[Json], at: str, item: Any) -> None:
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _texts(f"{at}.content", item.get("content"))})
     elif kind == "function_call":
-        call = {"id": item.get("call_id"), "type": "function",
+        call = {"id": as_written(item.get("call_id"), CALL), "type": "function",
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"),
+        messages.append({"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
                          "content": _texts(f"{at}.output", item.get("output"))})
     elif kind != "reasoning":  # what it thought before is no part of what it is told
         raise InvalidRequest(f"{at}.type", "must be 'message', 'function_call', 'function_call_output' or 'reasoning'")
@@ -214,7 +215,7 @@ def _item(block: Block, open_: bool = False) -> Json:
     text = block.text
     status = "in_progress" if open_ else "incomplete" if block.cut else "completed"
     if block.kind == "call":
-        return {"type": "function_call", "id": _id(block), "call_id": f"call_{block.id}", "name": block.name,
+        return {"type": "function_call", "id": _id(block), "call_id": CALL + block.call_id, "name": block.name,
                 "arguments": text, "status": status}
     if block.kind == "text":
         content = [] if open_ else [_part(text)]
