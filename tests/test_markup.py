@@ -236,6 +236,25 @@ def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: 
     assert (whole.content, [(call.name, call.arguments) for call in whole.calls]) == ("", [("weather", JSON)])
 
 
+@pytest.mark.parametrize(("schema", "values"), [
+    ({"type": "string"}, {"12345": "12345", "true": "true", "null": "null"}),
+    ({"type": ["string", "null"]}, {"12345": "12345", "true": "true", "True": "True", "[1]": "[1]", "null": None}),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"12345": "12345", "{}": "{}", "null": None, "Rome": "Rome"}),
+    ({"oneOf": [{"type": "integer"}, {"anyOf": [{"type": "string"}]}]},
+     {"12345": 12345, "1.5": "1.5", "true": "true", "null": "null"}),
+    ({"type": ["string", "number"]}, {"12345": 12345, "1.5": 1.5}),
+    ({"type": ["string", "boolean"]}, {"true": True, "True": True, "1": "1"}),
+    ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Place"}]}, {'{"a": 1}': {"a": 1}, "1": 1}),
+    ({"anyOf": [{"type": "object"}, {"type": "null"}]}, {"{}": {}, "1": 1, "null": None, "Rome": "Rome"}),
+    ({"anyOf": 1}, {"1": 1}), ({"type": [[], 1]}, {"1": 1}),
+    ({}, {"1": 1, "true": True, "True": "True"}), (True, {"1": 1})])
+def test_a_text_that_looks_like_json_stays_one_where_the_schema_says_text(schema: Any, values: dict[str, Any]) -> None:
+    for written, value in values.items():
+        call = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
+        _, _, ((_, arguments),) = told(HERMES, [call], tools={"f": {"properties": {"a": schema}}})
+        assert json.loads(arguments) == {"a": value} and type(json.loads(arguments)["a"]) is type(value), written
+
+
 def test_an_answer_may_begin_in_the_midst_of_reasoning() -> None:
     assert told(HERMES, list("Hm. \n</think>\n\nSo."), thinking=True) == ("Hm.", "So.", [])
     assert told(HERMES, list("So.</think>")) == ("", "So.</think>", [])

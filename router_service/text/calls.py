@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any
 
 from router_service.text.marks import SECTIONS, Section
@@ -262,16 +263,33 @@ def call_id() -> str:
 
 
 def _typed(value: str, schema: Any) -> str:
-    """A value as JSON: a text, unless the schema says otherwise and it is JSON."""
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if kinds != ["string"]:
-        found = loaded(value.strip())
-        if (found is not None and not isinstance(found, str)) or value.strip() == "null":
-            return value.strip()
-        if "boolean" in kinds and value.strip().lower() in ("true", "false"):
-            return value.strip().lower()
+    """A value as JSON: a text, unless it is JSON of a type that the schema lets through. One that lets no text through,
+    or does not say, takes all of them."""
+    kinds, bare = _kinds(schema), value.strip()
+    found = loaded(bare)
+    if (found is not None and not isinstance(found, str)) or bare == "null":
+        if "string" not in kinds or kinds & _kinds_of(found):
+            return bare
+    elif "boolean" in kinds and bare.lower() in ("true", "false"):
+        return bare.lower()
     return json.dumps(value, ensure_ascii=False)
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that ``schema`` lets through; none: it does not say."""
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    if isinstance(kinds, str | list):
+        return {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
+    others = (schema.get("anyOf") or schema.get("oneOf")) if isinstance(schema, dict) else None
+    found = [_kinds(other) for other in others] if isinstance(others, list) else []
+    return set[str]().union(*found) if all(found) else set()
+
+
+def _kinds_of(found: Any) -> set[str]:
+    """The types of what JSON said."""
+    if isinstance(found, int | float) and not isinstance(found, bool):
+        return {"number", "integer"} if isinstance(found, int) or found.is_integer() else {"number"}
+    return {{NoneType: "null", bool: "boolean", dict: "object", list: "array"}.get(type(found), "string")}
 
 
 def is_object(arguments: list[str]) -> bool:
