@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
 import pytest
 
 from router_service.text.calls import MAX_REOPENED
@@ -253,6 +254,16 @@ def test_a_text_that_looks_like_json_stays_one_where_the_schema_says_text(schema
         call = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
         _, _, ((_, arguments),) = told(HERMES, [call], tools={"f": {"properties": {"a": schema}}})
         assert json.loads(arguments) == {"a": value} and type(json.loads(arguments)["a"]) is type(value), written
+
+
+@pytest.mark.parametrize("said", ["NaN", "Infinity", "-Infinity", "[NaN]", "1e999", "[" * 2000])
+def test_arguments_are_json_where_a_model_writes_what_is_none(said: str) -> None:
+    call = f"<tool_call>weather<arg_key>days</arg_key><arg_value>{said}</arg_value></tool_call>"
+    _, _, ((_, arguments),) = told(HERMES, [call])
+    assert orjson.loads(arguments) == {"days": said}
+    markup = Markup(HERMES, TOOLS)
+    markup.push(f'<tool_call>{{"name": "weather", "arguments": {{"days": {said}}}}}</tool_call>', over=True)
+    assert not markup.called, "what no client can read is not to be called"
 
 
 def test_an_answer_may_begin_in_the_midst_of_reasoning() -> None:

@@ -16,6 +16,8 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
+import orjson
+
 from router_service.text.marks import SECTIONS, Section
 from router_service.text.scanner import NoCall, Scanner, Step
 from router_service.text.words import Words
@@ -300,6 +302,6 @@ def is_object(arguments: list[str]) -> bool:
 def loaded(text: str) -> Any:
     """None for what is no JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
         return None
