@@ -17,16 +17,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from router_service.dialects.fields import MAX_CONTAINERS, MAX_DEPTH
 from router_service.dialects.openai import ChatBody, CompletionBody, Options, parse
+from router_service.dialects.replies import ChatReply
 from router_service.gateway import MESSAGE, Asked
 from router_service.tenants import Tenant
 from router_service.text.files import longest_token
 from router_service.text.lanes import LARGE_BODY, LONG_TEXT, MAX_WAITING, Lanes
+from router_service.text.markup import Named
 from router_service.text.template import ASSISTANT, Turn
-from router_service.text.tokens import TextCodec
+from router_service.text.tokens import TextCodec, TextDelta
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.cli.process import kept_up
 from slipstream.observe.lag import EVERY_S, watch_lag
-from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, ChatOptions, Message
+from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, ChatOptions, Message, Usage
 from slipstream.protocol.requests import Sampling
 from slipstream.v1 import inference_pb2
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
@@ -174,6 +176,30 @@ def test_all_that_a_conversation_says_makes_it_long() -> None:
         assert size(turn | more) > LONG_TEXT, more.keys()
     assert size(*[turn] * (LONG_TEXT // MESSAGE)) > LONG_TEXT, "marks are work, too"
     assert size(turn) < 2 * MESSAGE
+
+
+@pytest.mark.parametrize("markups", [(), (Named("now"),)])
+def test_a_whole_answer_costs_as_much_for_each_of_its_deltas(markups: Sequence[Named]) -> None:
+    """Of 128 thousand the last was joined to a megabyte, as each before it, for seconds."""
+    class Counted(str):
+        """Knows to how much it is appended."""
+
+        seen = 0
+
+        def __radd__(self, other: str) -> Counted:
+            Counted.seen += len(other)
+            return Counted(str(other) + str(self))
+
+        def __add__(self, other: str) -> Counted:
+            Counted.seen += len(self)
+            return Counted(str(self) + str(other))
+
+    codec: Any = None
+    reply = ChatReply("a", 0, "tiny", codec, logprobs=False, markups=markups)
+    deltas = [TextDelta(Counted("word ")) for _ in range(1000)]
+    message = reply.whole([deltas], Usage(1, 1000))["choices"][0]["message"]
+    told = message["tool_calls"][0]["function"]["arguments"] if markups else message["content"]
+    assert told == "word " * 1000 and Counted.seen <= len(told)
 
 
 async def test_between_large_bodies_the_loop_is_others() -> None:

@@ -73,11 +73,7 @@ class ChatReply:
         choices = []
         for number, deltas in enumerate(answers):
             tokens = [token for delta in deltas for token in delta.tokens]
-            message = {"role": "assistant", "content": "", "refusal": None}
-            for delta in deltas:
-                _join(message, self._told(number, delta))
-            if "tool_calls" in message and not message["content"]:
-                message["content"] = None
+            message = _message([self._told(number, delta) for delta in deltas])
             choices.append({"index": number, "message": message, "finish_reason": self._finish(number, deltas[-1]),
                             "logprobs": self._logprobs_of(tokens), **self._ids_of(tokens)})
         return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt,
@@ -223,17 +219,21 @@ def _call(call: Call) -> Json:
             "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _join(message: Json, told: Json) -> None:
-    """Add what a delta says to a whole message, whose calls bear no index."""
-    for name in ("content", "reasoning_content"):
-        if name in told:
-            message[name] = (message.get(name) or "") + told[name]
-    for call in told.get("tool_calls", ()):
-        calls = message.setdefault("tool_calls", [])
+def _message(told: Sequence[Json]) -> Json:
+    """What deltas say as a whole message, whose calls bear no index."""
+    content, reasoning = ("".join([part[name] for part in told if name in part])
+                          for name in ("content", "reasoning_content"))
+    calls: list[Json] = []
+    arguments: list[list[str]] = []  # of each call
+    for call in (call for part in told for call in part.get("tool_calls", ())):
         if "id" in call:
             calls.append({"id": call["id"], "type": "function", "function": call["function"]})
-        else:
-            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            arguments.append([])
+        arguments[call["index"]].append(call["function"]["arguments"])
+    for call, pieces in zip(calls, arguments, strict=True):
+        call["function"]["arguments"] = "".join(pieces)
+    return {"role": "assistant", "content": None if calls and not content else content, "refusal": None,
+            **({"reasoning_content": reasoning} if reasoning else {}), **({"tool_calls": calls} if calls else {})}
 
 
 def _choice(number: int, delta: Json, finish: str = "", logprobs: Json | None = None) -> Json:
