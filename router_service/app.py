@@ -113,7 +113,9 @@ class Surface:
         self._left_out_told: set[str] = set()
         self._answers: dict[str, Handler] = {CHAT: self.chat, COMPLETIONS: self.complete,
                                              MESSAGES: self.messages, RESPONSES: self.responses}
-        self._rest = app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
+        # A redirect would name a scheme and a host, and those of a proxy before it are not known here.
+        self._rest = app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None,
+                                   redirect_slashes=False)
         app.add_exception_handler(SlipstreamError, self.refused)
         app.add_exception_handler(HTTPException, self.no_route)
         app.add_exception_handler(ClientDisconnect, self.gone)
@@ -417,7 +419,7 @@ async def _taken(run: Run, client: Presence, take: Callable[[int, TextDelta], ob
 
 def _near(path: str) -> str:
     """The page that was meant, "" for none known: one that ``path`` begins, or nearly is."""
-    begun = (page for page in PAGES if len(path) > 3 and page.startswith(f"{path.rstrip('/')}/"))
+    begun = (page for page in PAGES if len(path) > 3 and f"{page}/".startswith(f"{path.rstrip('/')}/"))
     return next(begun, "") or next(iter(difflib.get_close_matches(path, PAGES, n=1, cutoff=0.7)), "")
 
 

@@ -404,6 +404,9 @@ async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:
                                      ("GET", "/v1/models/other", 404), ("GET", "/docs", 404)):
             response = await r.http.request(method, path)
             assert response.status_code == status and response.json()["error"]["message"], path
+        for method, path in (("POST", CHAT), ("GET", "/health"), ("POST", "/v1/messages")):
+            response = await r.http.request(method, f"{path}/")
+            assert response.status_code == 404 and f"did you mean {path}?" in response.text, "no redirect to plain HTTP"
         huge = await r.http.get("/live", headers={"x-large": "x" * 40_000})
         assert huge.status_code == 431
 
