@@ -166,9 +166,12 @@ class Surface:
         return await self._translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply)
 
     async def count_tokens(self, request: Request) -> Response:
-        body = parse(ChatBody, messages.chat_of(await self._json(request)), Unknown(self._gateway.strict))
-        tokens = await self._gateway.tokens(self._gateway.plan_chat(body), request.scope[TENANT])
-        return json_response({"input_tokens": len(tokens)})
+        unknown = Unknown(self._gateway.strict)
+        raw = await self._json(request)
+        with written_as(messages.NAMES):
+            asked = self._gateway.plan_chat(parse(ChatBody, messages.chat_of(raw), unknown))
+            tokens = await self._gateway.tokens(asked, request.scope[TENANT])
+        return json_response({"input_tokens": len(tokens)}, headers=self._left_out(unknown))
 
     async def tokenize(self, request: Request) -> Response:
         raw = await self._json(request)

@@ -338,6 +338,21 @@ async def test_refusals_name_the_dialects_own_fields(tiny_folder: Path, path: st
         assert refused.json()["error"]["message"].startswith(f"{named}: "), refused.text
 
 
+async def test_tokens_are_counted_as_messages_are_answered(tiny_folder: Path) -> None:
+    """The same refusals, and the same fields that are left out."""
+    for strict in (False, True):
+        async with routing(tiny_folder, EchoTarget(), strict=strict) as r:
+            for fields in ({"stop_sequences": [5]}, {"output_config": {"format": BAD | {"schema": 1}}},
+                           {"made_up": 1}, {"max_tokens": -1}):
+                answer, counted = [await r.post(path, messages=HELLO, **{"max_tokens": 4, **fields})
+                                   for path in (MESSAGES, f"{MESSAGES}/count_tokens")]
+                assert counted.status_code == answer.status_code == (200 if "made_up" in fields and not strict else 400)
+                assert counted.headers.get("x-slipstream-ignored") == answer.headers.get("x-slipstream-ignored")
+                assert counted.json().get("error") == answer.json().get("error")
+            counted = await r.post(f"{MESSAGES}/count_tokens", messages=HELLO, stop_sequences=[5])
+            assert counted.json()["error"]["message"].startswith("stop_sequences[0]: ")
+
+
 async def test_tools_that_nobody_here_runs_are_left_out_by_name(tiny_folder: Path) -> None:
     target = EchoTarget()
     async with routing(tiny_folder, target) as r:
