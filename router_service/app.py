@@ -20,6 +20,7 @@ It knows nothing about targets or how a request is answered.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
 import secrets
@@ -36,7 +37,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router_service.admission import Limit
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
 from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
@@ -246,15 +246,14 @@ class Surface:
 
     async def _json(self, request: Request) -> Any:
         data = bytearray()
-        limit = Limit(_late_body, BODY_S)
         try:
-            with limit:
+            async with asyncio.timeout(BODY_S):
                 async for chunk in request.stream():
                     data += chunk
                     if len(data) > MAX_BODY_BYTES:
                         raise TooLarge("body", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
-        finally:
-            limit.close()
+        except TimeoutError:
+            raise InvalidRequest("body", f"did not arrive within {BODY_S:g} s") from None
         await self._gateway.lanes.pause(len(data))
         return read_json("body", data)
 
@@ -424,10 +423,6 @@ def _near(path: str) -> str:
     """The page that was meant, "" for none known: one that ``path`` begins, or nearly is."""
     begun = (page for page in PAGES if len(path) > 3 and f"{page}/".startswith(f"{path.rstrip('/')}/"))
     return next(begun, "") or next(iter(difflib.get_close_matches(path, PAGES, n=1, cutoff=0.7)), "")
-
-
-def _late_body() -> InvalidRequest:
-    return InvalidRequest("body", f"did not arrive within {BODY_S:g} s")
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.fleet import free_port
+from router_service import app
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BODY_BYTES
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
@@ -409,6 +410,16 @@ async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:
             assert response.status_code == 404 and f"did you mean {path}?" in response.text, "no redirect to plain HTTP"
         huge = await r.http.get("/live", headers={"x-large": "x" * 40_000})
         assert huge.status_code == 431
+
+
+async def test_a_body_that_takes_too_long_is_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_S", 0.1)
+    async with routing(tiny_folder, EchoTarget()) as r:
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.service.http_port)
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+        assert b" 400 " in await reader.readline()
+        assert b'"body: did not arrive within 0.1 s"' in await reader.readuntil(b"}}")
+        writer.close()
 
 
 async def test_models_health_version_and_request_ids(tiny_folder: Path) -> None:
