@@ -260,7 +260,7 @@ class Surface:
     def _chat_reply(self, run: Run, origin: Origin) -> Reply:
         codec, options = self._gateway.codec, run.job.options
         return ChatReply(options.answer_id or origin.name, origin.created, run.job.model, codec,
-                         options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n,
+                         options.top_logprobs is not None, run.job.prompts if options.token_ids else None,
                          run.job.markups(codec), options.tell_reasoning, run.job.told(codec))
 
     def _text_reply(self, run: Run, origin: Origin) -> Reply:

@@ -397,8 +397,6 @@ class Gateway:
 
     def _going_on(self, job: Job, begun: Begun) -> Job:
         tokens = begun.tokens
-        if job.num_answers > 1:
-            raise InvalidRequest("begun", "is for requests of one answer")
         if len(tokens) >= job.max_tokens[0]:
             raise InvalidRequest("begun.tokens", f"must be fewer than the answer's {job.max_tokens[0]}")
         if tokens and (min(tokens) < 0 or max(tokens) >= job.vocab_size):

@@ -27,7 +27,7 @@ EBNF = re.compile(r"^[ \t]*[A-Za-z][\w-]{0,99}[ \t]*::=", re.MULTILINE | re.ASCI
 # vLLM's options of how to compile, with the values that ask for nothing. One way of all.
 ASKED_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "disable_fallback": (False, True), "disable_any_whitespace": (False,), "disable_additional_properties": (False,),
-    "whitespace_pattern": (), "structural_tag": (), "json_object": (False,),
+    "json_object": (False,),
 })
 
 

@@ -44,9 +44,8 @@ class ChatReply:
     ``markups``, one a choice, tell calls and reasoning apart; () leaves all to the content."""
 
     def __init__(self, answer_id: str, created: int, model: str, codec: TextCodec, logprobs: bool,
-                 prompts: Sequence[Sequence[int]] | None = None, n: int = 1,
-                 markups: Sequence[Markup | Named] = (), tell_reasoning: bool = True,
-                 scored: Prompts | None = None) -> None:
+                 prompts: Sequence[Sequence[int]] | None = None, markups: Sequence[Markup | Named] = (),
+                 tell_reasoning: bool = True, scored: Prompts | None = None) -> None:
         self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": model}
         self._markups = markups
         self._tell_reasoning = tell_reasoning
