@@ -13,7 +13,6 @@ It knows nothing about whole models. Dimension key: see ``slipstream.engine``.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import weakref
 from array import array
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import Matrix, Whole, as_whole
-from slipstream.engine.kv import KVPool
+from slipstream.engine.kv import KVPool, in_large_pages
 from slipstream.engine.model import ModelConfig, Tensors
 from slipstream.engine.native.compiled_kernels import Kernels
 from slipstream.engine.ops.layer import Heads, LayerWeights, Rope
@@ -254,11 +253,7 @@ class Weights:
         """uint8 [count], not cleared."""
         size = -(-count // LINE) * LINE
         if size > len(self._free):
-            # Private: of shared memory, which is the default, Linux makes no large pages.
-            memory = mmap.mmap(-1, max(size, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            self._free = torch.frombuffer(memory, dtype=torch.uint8)
+            self._free = in_large_pages(torch.empty(max(size, CHUNK), dtype=torch.uint8))
         taken, self._free = self._free[:size], self._free[size:]
         return taken[:count]
 
