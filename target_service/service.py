@@ -113,7 +113,7 @@ class TargetService:
     """Takes requests for one target."""
 
     def __init__(self, worker: TargetWorker, served: Served, config: TargetSection,
-                 drafts: Callable[[], Sequence[DraftStatus]], clock: Callable[[], float] = time.monotonic,
+                 drafts: Callable[[], Sequence[DraftStatus]],
                  grammars: Grammars | None = None) -> None:
         """grammars: None where answers are bound to none."""
         self._grammars = grammars
@@ -121,7 +121,6 @@ class TargetService:
         self._served = served
         self._config = config
         self._drafts = drafts
-        self._clock = clock
         self._numbers = itertools.count(1)
         self._draining = False
         self._preparing = 0  # answers whose grammar is not there yet
@@ -174,7 +173,7 @@ class TargetService:
         to their end if they return. Returns whether all finished in time."""
         self._draining = True
         return await drained(lambda: self._worker.num_running + self.num_waiting, self._hand_back, grace_s,
-                             self._clock)
+                             time.monotonic)
 
     def _hand_back(self) -> None:
         logger("target").info("answers handed back", running=self._worker.num_running,

@@ -329,7 +329,7 @@ class Written:
 async def test_offered_pieces_keep_their_order_and_wait_where_they_come_from(held: int) -> None:
     """held: pieces that wait. A lone one is in the hands of the answer's task."""
     worker, line = Spoken(), Written()
-    call = asyncio.create_task(AnswerCall(worker, INFO, 1 << 20).run(line))
+    call = asyncio.create_task(AnswerCall(worker, INFO).run(line))
     line.said.put_nowait(encode_asked(1, asked(100)))
     await eventually(lambda: worker.sink is not None)
     worker.say(3)
@@ -352,7 +352,7 @@ async def test_offered_pieces_keep_their_order_and_wait_where_they_come_from(hel
 
 async def test_an_answer_that_is_left_in_the_frame_that_asks_for_it_is_freed() -> None:
     worker, line = Spoken(), Written()
-    call = asyncio.create_task(AnswerCall(worker, INFO, 1 << 20).run(line))
+    call = asyncio.create_task(AnswerCall(worker, INFO).run(line))
     line.said.put_nowait(b"".join((encode_asked(1, asked(100)), encode_asked(2, asked(100)),
                                    encode_asked(1, Flow.CLOSE))))
     await eventually(lambda: worker.left == [1])
@@ -361,7 +361,7 @@ async def test_an_answer_that_is_left_in_the_frame_that_asks_for_it_is_freed() -
 
 async def test_an_offered_piece_that_cannot_be_written_ends_its_own_answer_alone() -> None:
     worker, line = Spoken(), Written()
-    call = asyncio.create_task(AnswerCall(worker, INFO, 1 << 20).run(line))
+    call = asyncio.create_task(AnswerCall(worker, INFO).run(line))
     line.said.put_nowait(encode_asked(1, asked(100)))
     await eventually(lambda: worker.sink is not None)
     assert worker.sink is not None

@@ -265,7 +265,7 @@ class Followed:
     def begin(self, now_s: float, others: int) -> None:
         """It is computed from now on, beside so many ``others``."""
         self.begun = True
-        self.decision = self._decide(now_s, others, ())
+        self.decision = self._decide(now_s, others)
         self._follow(now_s, others)
         self._await(now_s)
 
@@ -409,8 +409,8 @@ class Followed:
             self._lookup.commit(tokens)
         return self._lookup.chain(min(self._shared.policy.max_nodes, self.left - len(tokens) - 1), forced)
 
-    def _decide(self, now_s: float, others: int, chances: Sequence[float]) -> Decision:
-        seen = self._sees(now_s, others, chances, self.left)
+    def _decide(self, now_s: float, others: int) -> Decision:
+        seen = self._sees(now_s, others, (), self.left)
         return self.policy.decide(now_s, seen) if seen is not None else self._alone()
 
     def _sees(self, now_s: float, others: int, chances: Sequence[float], left: int) -> Seen | None:
@@ -451,7 +451,7 @@ class Followed:
         self.waiting.attached()
         self._rows_from = max(0, self.side.base - hello.max_context)
         if not self.decision.lookup:
-            self.decision = self._decide(now_s, others, ())
+            self.decision = self._decide(now_s, others)
 
     def _unlink(self) -> Link | None:
         """Whom it had, and has no more."""

@@ -484,8 +484,8 @@ class TargetMetrics:
     def drafter_lost(self, reason: str) -> None:
         self._lost.of(reason).inc()
 
-    def invalid_growth(self, count: int = 1) -> None:
-        self._invalid.of().inc(count)
+    def invalid_growth(self) -> None:
+        self._invalid.of().inc()
 
     def stale_growth(self) -> None:
         self._stale.of().inc()
@@ -560,8 +560,8 @@ class DraftMetrics:
     def wire_bytes(self, direction: str, count: int) -> None:
         self._wire.of(direction).inc(count)
 
-    def invalid_item(self, count: int = 1) -> None:
-        self._invalid.of().inc(count)
+    def invalid_item(self) -> None:
+        self._invalid.of().inc()
 
     def targets_connected(self, count: int) -> None:
         self._peers.of().set(count)

@@ -95,11 +95,11 @@ def open_channel(address: str, tls: TlsFiles | None, rules: ConnectionRules = RU
     return aio.secure_channel(address, channel_credentials(tls), options=(*client_options(rules), *_name(tls)))
 
 
-def open_sync_channel(address: str, tls: TlsFiles | None, rules: ConnectionRules = RULES) -> grpc.Channel:
+def open_sync_channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
     """The same for programs without asyncio."""
     if tls is None:
-        return grpc.insecure_channel(address, options=client_options(rules))
-    return grpc.secure_channel(address, channel_credentials(tls), options=(*client_options(rules), *_name(tls)))
+        return grpc.insecure_channel(address, options=client_options(RULES))
+    return grpc.secure_channel(address, channel_credentials(tls), options=(*client_options(RULES), *_name(tls)))
 
 
 def round_trip_s(address: str, tls: TlsFiles | None) -> float:

@@ -63,9 +63,8 @@ class TargetServicer:
 
     service = TARGET_SERVICE
 
-    def __init__(self, backend: Backend, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._max_bytes = max_bytes
         self._calls: set[AnswerCall] = set()
         self._info: TargetInfo | None = None
         self._draining = False
@@ -91,7 +90,7 @@ class TargetServicer:
     async def _generate_many(self, _requests: object, context: Context) -> None:
         try:
             await context.send_initial_metadata(())
-            call = AnswerCall(self._backend, await self._taking(), self._max_bytes)
+            call = AnswerCall(self._backend, await self._taking())
             self._calls.add(call)
             try:
                 await call.run(context)
@@ -125,12 +124,11 @@ class Sender:
 
 
 class AnswerCall:
-    """Make it on the event loop that runs it. ``info`` bounds what may be asked; ``max_bytes``: of a frame."""
+    """Make it on the event loop that runs it. ``info`` bounds what may be asked."""
 
-    def __init__(self, backend: Backend, info: TargetInfo, max_bytes: int) -> None:
+    def __init__(self, backend: Backend, info: TargetInfo) -> None:
         self._backend = backend
         self._info = info
-        self._max_bytes = max_bytes
         self._senders: dict[int, Sender] = {}
         self._waiting: list[bytes] = []
         self._size = 0
@@ -238,7 +236,7 @@ class AnswerCall:
             await self._filled.wait()
             self._filled.clear()
             items, self._waiting, self._size = self._waiting, [], 0
-            for frame in joined(items, self._max_bytes):
+            for frame in joined(items, MAX_BYTES):
                 await line.write(frame)
             self._room.set()
 
