@@ -301,12 +301,13 @@ class Noted(dict[str, torch.Tensor]):
 
 
 def take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
-    """The tensor called ``name``. Raises ModelError when it is missing or has another shape."""
+    """The tensor called ``name``; of a vector a copy, or its few numbers would keep a whole file in memory. Raises
+    ModelError when it is missing or has another shape."""
     if name not in tensors:
         raise ModelError(f"tensor {name} is missing from the model's safetensors")
     if tuple(tensors[name].shape) != shape:
         raise ModelError(f"tensor {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
-    return tensors[name]
+    return tensors[name].clone() if len(shape) == 1 else tensors[name]
 
 
 def tell_unread(folder: str | Path, names: Iterable[str]) -> None:

@@ -60,7 +60,8 @@ class NativeDecoder:
         self.config, self.dtype, self.device = config, torch.bfloat16, torch.device("cpu")
         self._team, self.threads, self.race = team, team.threads, NativeRace(team)
         embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._embedding = embedding.to(torch.bfloat16).contiguous()
+        # A copy: a view would keep the whole file in memory.
+        self._embedding = embedding.to(torch.bfloat16, copy=True).contiguous()
         self._layers = [NativeLayer(team, config, tensors, f"model.layers.{i}", whole=whole)
                         for i in range(config.num_layers)]
         self._norm = take(tensors, "model.norm.weight", config.hidden_size)
