@@ -457,6 +457,10 @@ def test_tried_waits_come_in_rows_that_are_saved_for() -> None:
         assert purse.affords_wait(0.004)
         purse.pay_wait(0.004)
     assert not purse.affords_wait(0.004)
+    purse.earn(100.0)
+    for _ in range(TOGETHER):
+        purse.pay_wait(0.004)
+    assert not purse.affords_wait(0.0001), "what was saved for long is not spent on one row behind another"
 
 
 def test_what_is_affordable_for_one_is_not_for_sixteen() -> None:

@@ -158,9 +158,12 @@ class Purse:
         return self.left_s >= self.row * seconds
 
     def pay_wait(self, seconds: float) -> None:
-        """A tried wait is made."""
+        """A tried wait is made. Behind a whole row the next one is saved for anew: what a quiet hour left would all go
+        into the first moments of a full house."""
         self.pay(seconds)
-        self.row = self.row - 1 or self._together
+        self.row -= 1
+        if not self.row:
+            self.row, self.left_s = self._together, min(self.left_s, 0.0)
 
     def unpay_wait(self, seconds: float) -> None:
         """It is not made after all."""
