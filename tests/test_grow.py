@@ -27,7 +27,7 @@ def grown(topk: int, levels: int, seed: int, next_id: int = 1) -> GrowingTree:
 
 
 def to_message(growth: GrowingTree, most: int) -> Growth:
-    return growth.growth(1, most, 0.0)
+    return growth.growth(1, most)
 
 
 @pytest.mark.parametrize("seed", range(5))
