@@ -142,7 +142,8 @@ class NativeHead:
                          if isinstance(weight, torch.Tensor) else torch.ones(self.packed.inner))
 
     def screens(self, rows: int) -> bool:
-        """Whether it saves time to ``choose`` of so many rows: by tiles, sixteen of a product cost as much as one."""
+        """Whether it saves time to ``choose`` of so many rows: by tiles, many rows of a product cost little more than
+        few, and each row that is chosen for costs some groups."""
         return rows <= FEW_SCREENED or not self._team.kernels.tiles
 
     def choose(self, program: Program, x: torch.Tensor, best: torch.Tensor, logits: torch.Tensor) -> None:

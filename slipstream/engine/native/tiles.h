@@ -49,17 +49,15 @@ class Tiles {
     }
 };
 
-struct Halved {  // weights in bfloat16, as tiles have them
-    typedef float Sum;
+template <class S>
+struct Stored {  // weights as tiles have them
+    typedef S Sum;
     static constexpr int BYTES = PAGE;
     const uint8_t* page(const uint8_t* weight, int64_t) const { return weight; }
 };
 
-struct Numbered {  // weights and rows as whole numbers, as tiles have them
-    typedef int32_t Sum;
-    static constexpr int BYTES = PAGE;
-    const uint8_t* page(const uint8_t* weight, int64_t) const { return weight; }
-};
+typedef Stored<float> Halved;      // in bfloat16
+typedef Stored<int32_t> Numbered;  // whole numbers, as rows are
 
 struct Widened {  // weights as whole numbers: a page of them is widened while tiles multiply the one before
     typedef float Sum;
