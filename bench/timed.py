@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,8 +131,8 @@ async def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: fl
         yield Timed(fronts, pods, clients)
 
 
-async def serve_draft(config: Config, timing: Timing, stop: asyncio.Event) -> None:
-    await host_draft(config, draft(config, timing, Device()), stop)
+async def serve_draft(config: Config, timing: Timing, stop: asyncio.Event, ready: Callable[[], None]) -> None:
+    await host_draft(config, draft(config, timing, Device()), stop, ready)
 
 
 def draft(config: Config, timing: Timing, device: Device) -> Draft:
@@ -142,7 +142,8 @@ def draft(config: Config, timing: Timing, device: Device) -> Draft:
     return assemble_draft(drafter, "", LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"))
 
 
-async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, colocated: bool = False) -> None:
+async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, ready: Callable[[], None],
+                       colocated: bool = False) -> None:
     """``colocated``: its drafter is here, and ``target.drafts`` are left alone."""
     known: list[Drafts] = []
     local: list[LocalLink] = []
@@ -151,13 +152,18 @@ async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, colo
                                      lambda: [*(status for drafts in known for status in drafts.statuses()),
                                               *(link.status() for link in local)])
     if not colocated:
-        await host_target(config, target, known, stop)
+        await host_target(config, target, known, stop, ready)
         return
     beside = draft(config, timing, device)
     beside.worker.start()
     local.append(LocalLink("local", target.hello, target.worker.following, beside.worker, check_pair))
     alone = config.model_copy(update={"target": config.target.model_copy(update={"drafts": ()})})
-    await host_target(alone, target, known, stop, ready=local[0].restore)
+
+    def up() -> None:
+        local[0].restore()
+        ready()
+
+    await host_target(alone, target, known, stop, up)
     await asyncio.to_thread(beside.worker.stop)
 
 
@@ -172,11 +178,11 @@ def main() -> None:
     timing = Timing.load(arguments.timing)
     configure(config.log)
 
-    async def serve(config: Config, stop: asyncio.Event) -> None:
+    async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         if arguments.role == "draft":
-            await serve_draft(config, timing, stop)
+            await serve_draft(config, timing, stop, ready)
         else:
-            await serve_target(config, timing, stop, arguments.role == "colocated")
+            await serve_target(config, timing, stop, ready, arguments.role == "colocated")
 
     asyncio.run(until_signalled(config, serve))
 

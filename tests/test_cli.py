@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
-from slipstream.cli.process import SHARED_CORES, Launch, joined, places, require_free
+from slipstream.cli.process import SHARED_CORES, Launch, joined, places, require_free, until_signalled
 from slipstream.cli.terminal import Conversation, Told, complain, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
 from slipstream.wire.client import AsyncClient
@@ -52,6 +53,21 @@ def on_free_ports() -> tuple[str, ...]:
     while len(ports) < len(keys):
         ports.add(free_port())
     return tuple(f"{key}=127.0.0.1:{port}" for key, port in zip(keys, ports, strict=True))
+
+
+def test_what_a_ready_service_has_loaded_is_out_of_the_collectors_way() -> None:
+    found = list[int]()
+
+    async def serve(_: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
+        assert not stop.is_set()
+        ready()
+        found.append(gc.get_freeze_count())
+
+    try:
+        asyncio.run(until_signalled(Config(), serve))
+    finally:
+        gc.unfreeze()
+    assert found[0] > 10_000
 
 
 @pytest.mark.parametrize(("name", "text"), COMMANDS, ids=[name for name, _ in COMMANDS])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slipstream.base.errors import CapacityError
-from slipstream.engine.kv import RUN, SCAN, KVPool, Slots
+from slipstream.engine.kv import LARGE_PAGE, RUN, SCAN, KVPool, Slots
 
 
 def test_slots_are_handed_out_from_the_lowest_in_runs() -> None:
@@ -103,6 +103,16 @@ def test_a_random_population_keeps_every_slot_once(seed: int) -> None:
     if slots.num_free:
         held.append(slots.alloc(slots.num_free))
     slots.check(held)
+
+
+def test_layers_come_to_their_next_large_page_in_turn() -> None:
+    for layers, slots, heads, size in ((30, 32768, 3, 64), (32, 4096, 8, 128), (30, 5001, 3, 64)):
+        pool = KVPool(layers, slots, heads, size, torch.bfloat16)
+        assert pool.num_slots == slots
+        begins = sorted(layer.data_ptr() % LARGE_PAGE for layer in pool.kv)
+        between = np.diff([*begins, begins[0] + LARGE_PAGE])
+        slot = 2 * heads * size * 2  # bytes; layers begin at whole slots
+        assert len(between) == layers and between.max() < 2 * LARGE_PAGE / layers + layers * slot
 
 
 def test_a_write_lands_in_its_layer_and_slots() -> None:

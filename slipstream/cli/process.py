@@ -2,7 +2,8 @@
 addresses, start, readiness, restart, drain.
 
 Rules:
-1. SIGTERM and SIGINT drain; a second one ends at once.
+1. SIGTERM and SIGINT drain; a second one ends at once. What is loaded when a service is ready stays to its end, and
+   Python's collector, which stops all threads, is told not to look at it: 70 ms of an idle target, 200 of a busy one.
 2. Every address is tried before the first process starts; a taken one is named with the flag that changes it.
 3. The services get one configuration, written where their logs go. A terminal's Ctrl-C does not reach them: they are
    drained in order (router, target, draft), so that answers finish before what they need goes away.
@@ -18,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import gc
 import http.client
 import os
 import resource
@@ -54,7 +56,7 @@ ENGINES = ("client", "listener", "for_all_other_endpoints")
 GRPC = {"GRPC_EXPERIMENTS": ",".join(f"-event_engine_{engine}" for engine in ENGINES)}
 SHARED_CORES = {"GOMP_SPINCOUNT": "0", **GRPC}
 
-Serve = Callable[[Config, asyncio.Event], Awaitable[None]]
+Serve = Callable[[Config, asyncio.Event, Callable[[], None]], Awaitable[None]]  # the last is called once it is ready
 Report = Callable[[str], None]
 
 
@@ -103,7 +105,7 @@ async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None
 
 
 async def until_signalled(config: Config, serve: Serve) -> None:
-    """Serve until SIGTERM or SIGINT; a second signal exits at once with code 130."""
+    """Serve until SIGTERM or SIGINT; a second signal exits at once with code 130 (rule 1)."""
     stop = asyncio.Event()
 
     def signalled() -> None:
@@ -114,7 +116,7 @@ async def until_signalled(config: Config, serve: Serve) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
-    await serve(config, stop)
+    await serve(config, stop, gc.freeze)
 
 
 def prepare_libraries(config: Config) -> None:

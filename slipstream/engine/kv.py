@@ -168,6 +168,9 @@ def _none_left(wanted: int, slots: Slots) -> CapacityError:
                          "wait for answers to end, or raise 'slots' in the configuration")
 
 
+LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of Arm
+
+
 def in_large_pages(memory: torch.Tensor) -> torch.Tensor:
     """The same, with large pages below it where the system has some to give: what is read from one end to the other
     is read faster. Memory that no one has written to yet takes no more than before."""
@@ -179,6 +182,13 @@ def in_large_pages(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
+def _apart(num_layers: int, num_slots: int, slot_bytes: int) -> int:
+    """At least so many slots a layer. A large page takes up to 5 ms when it is touched first; with these, layers come
+    to their next one in turn, not all in one step."""
+    pages = -(-num_slots * slot_bytes // LARGE_PAGE)
+    return -(-(pages * LARGE_PAGE + LARGE_PAGE // num_layers) // slot_bytes)
+
+
 class KVPool:
     """Keys and values of all layers. K and V of a slot lie side by side: one write and one gather move both.
     Memory is touched when slots are written, not before."""
@@ -187,8 +197,11 @@ class KVPool:
 
     def __init__(self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
                  device: torch.device | str = "cpu") -> None:
-        self.kv = in_large_pages(torch.empty(num_layers, num_slots, 2, num_kv_heads, head_dim, dtype=dtype,
-                                             device=device))
+        layer_bytes, places = num_slots * 2 * num_kv_heads * head_dim * dtype.itemsize, num_slots
+        if layer_bytes >= LARGE_PAGE and torch.device(device).type == "cpu":
+            places = _apart(num_layers, num_slots, layer_bytes // num_slots)
+        self.kv = in_large_pages(torch.empty(num_layers, places, 2, num_kv_heads, head_dim, dtype=dtype,
+                                             device=device))[:, :num_slots]
 
     @property
     def num_slots(self) -> int:
@@ -197,7 +210,6 @@ class KVPool:
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """slots int64 [T]; k, v [T, G, D]."""
         self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 1))
-
 
 
 

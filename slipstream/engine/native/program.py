@@ -465,7 +465,7 @@ class BatchFrame:
         """Of a batch over a pool. cos, sin: float32 [T, 1, D], or [P, 1, D] with positions int64 [T] into them; window:
         sliding window in tokens, 0 for none; features: bfloat16 [S, F], where ``Kept`` rows go."""
         kv, count = pool.kv, len(batch.mask_lens)
-        assert kv.dtype == torch.bfloat16 and kv.is_contiguous()
+        assert kv.dtype == torch.bfloat16 and kv[0].is_contiguous()
         segments = array("q", (*batch.q_indptr, *batch.kv_indptr, *batch.begins, *batch.mask_lens))
         entries = batch.host.kv_slots.__array_interface__["data"][0]
         frame = Frame(batch.num_rows, cos.data_ptr(), sin.data_ptr(), batch.slots.data_ptr(), entries,
