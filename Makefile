@@ -124,6 +124,7 @@ bench-exact: setup  ## does speculation change an answer? plain against the defa
 
 bench-host: setup  ## where the microseconds of a real round go besides the devices, piece by piece and by thread
 	$(BIN)/python -m bench.host.rounds $(ARGS)
+	$(BIN)/python -m bench.host.pieces
 
 bench-steps: setup  ## milliseconds of a step by rows and threads, and what a plain step consists of
 	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.host.steps $(ARGS)

@@ -2,6 +2,7 @@
 
 Devices are timed (``simulate.timed``): a step takes a set time whoever computes, so what is measured is the services'
 own work, which is Python, on the cores of this machine. Every process's processor time is read before and after.
+``by_devices``: what a round takes by what its step and its tree take on their devices.
 
 What is fitted to it, by least squares over all rows: a part (target, draft, client) takes ``round_us`` of a core for a
 round, and ``stream_us`` for each stream in it.
@@ -50,7 +51,7 @@ class Cost:
         return self.round_us + self.stream_us * streams
 
 
-async def measure(rig: Timed, streams: int, seconds: float) -> Row:
+async def measure(rig: Timed, streams: int, seconds: float, timing: Timing) -> Row:
     """``streams`` endless readers, evenly over the targets."""
     readers = [Reader(number, 0, sys.maxsize) for number in range(streams)]
     async with kept_up(*(reader.read(rig.clients[reader.number % len(rig.clients)], True) for reader in readers)):
@@ -62,11 +63,12 @@ async def measure(rig: Timed, streams: int, seconds: float) -> Row:
         each = [[piece for at_s, piece in reader.pieces if at_s >= opened_s] for reader in readers]
     pieces = list(itertools.chain(*each))
     pieces_a_stream = statistics.median(map(len, each)) or 1
-    tokens = sum(len(piece.tokens) for piece in pieces)
+    tokens, drafted = sum(len(piece.tokens) for piece in pieces), sum(piece.drafted for piece in pieces)
+    rows = streams / len(rig.targets) * (1 + drafted / max(1, len(pieces)))
+    devices_s, round_s = timing.step_of(rows) + timing.draft_s, took_s / pieces_a_stream
     return {"targets": len(rig.targets), "drafts": len(rig.drafts), "streams": streams,
-            "tokens_per_s": tokens / took_s, "round_ms": 1e3 * took_s / pieces_a_stream,
-            "acceptance_length": tokens / max(1, len(pieces)),
-            "drafted": sum(piece.drafted for piece in pieces) / max(1, len(pieces)),
+            "tokens_per_s": tokens / took_s, "round_ms": 1e3 * round_s, "by_devices": round_s / devices_s,
+            "acceptance_length": tokens / max(1, len(pieces)), "drafted": drafted / max(1, len(pieces)),
             "cores": sum(took.values()) / took_s,
             **{f"{part}_us_a_round": 1e6 * took[part] / max(1, len(pieces)) for part in PARTS}}
 
@@ -88,7 +90,7 @@ async def sweep(cells: Sequence[tuple[int, int, int]], seconds: float, timing: T
     for shape in dict.fromkeys(cell[:2] for cell in cells):
         async with deployed(timing, *shape, settings=SETTINGS) as rig:
             for streams in (cell[2] for cell in cells if cell[:2] == shape):
-                rows.append(await measure(rig, streams, seconds))
+                rows.append(await measure(rig, streams, seconds, timing))
                 print(f"{shape[0]} × {shape[1]}, {streams} streams: {rows[-1]['tokens_per_s']:.0f} tokens/s",
                       file=sys.stderr)
     return rows

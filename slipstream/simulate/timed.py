@@ -65,7 +65,7 @@ class Timing:
         if len(self.acceptance) >= SYMBOLS or self.width < 1 or self.levels < 1:
             raise ConfigError(f"width, levels: at least 1; acceptance: fewer than {SYMBOLS} children")
 
-    def step_of(self, rows: int) -> float:
+    def step_of(self, rows: float) -> float:
         """Seconds of a target step: flat, then linear, with a soft corner (as a roofline has)."""
         return self.step_s * float((1.0 + (rows / self.knee_rows) ** 3) ** (1 / 3))
 
