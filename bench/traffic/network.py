@@ -56,7 +56,7 @@ class Cell:
     def tokens(self) -> tuple[int, int]:
         """Of each stream: those that are not counted, while the policy learns what an exchange takes; and the rest.
         Every schedule answers the same text, so it meets the same luck."""
-        return 20 if self.schedule == "plain" else 150, max(150, 800 // self.batch)
+        return 20 if self.schedule == "plain" else 150, max(400, 800 // self.batch)
 
     def deployed(self) -> AbstractAsyncContextManager[Timed]:
         """Its processes, which do not depend on the batch."""
