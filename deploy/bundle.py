@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -42,12 +43,13 @@ from slipstream.base.config import ModelSection
 from slipstream.engine.flashinfer import prebuild, specified
 from slipstream.models.folder import KNOWN, packaged_file
 
-PACKAGES = ("annotated-types", "gguf", "grpcio", "grpcio-health-checking", "grpcio-reflection", "prometheus-client",
-            "protobuf", "pydantic", "pydantic_core", "structlog", "typing_extensions", "typing_inspection")
+PACKAGES = ("annotated-types", "gguf", "grpcio", "grpcio-health-checking", "grpcio-reflection", "llguidance",
+            "prometheus-client", "protobuf", "pydantic", "pydantic_core", "structlog", "typing_extensions",
+            "typing_inspection")
 EXPECTED = ("torch", "numpy", "safetensors", "tokenizers", "psutil", "PyYAML", "rich", "jinja2", "pytest", "scipy")
 MADE = Path("slipstream/v1")  # from proto
 MOST_BYTES = 36 << 20
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = ("manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 FOLDER = Path("build/gpu-bundle")
 FLASHINFER, TVM = "flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2"
 NVML = "nvidia-ml-py==13.615.71"  # asked for at import, and no part of torch
@@ -61,11 +63,12 @@ ARCHITECTURE, TARGET = "9.0a", "sm_90a"
 
 def pinned(lock: str, packages: Sequence[str]) -> list[str]:
     """``NAME==VERSION`` of each package. Raises KeyError for one that the lock file does not have."""
-    versions = {_plain(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE)}
-    return [f"{name}=={versions[_plain(name)]}" for name in packages]
+    versions = {plain(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE)}
+    return [f"{name}=={versions[plain(name)]}" for name in packages]
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """As pip compares names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -172,7 +175,7 @@ def expected(names: Sequence[str]) -> set[str]:
     found: set[str] = set()
     pending = list(names)
     while pending:
-        name = _plain(pending.pop())
+        name = plain(pending.pop())
         if name not in found:
             with suppress(metadata.PackageNotFoundError):
                 needs = metadata.requires(name) or []
@@ -197,7 +200,8 @@ def rehearse(archive: Path, options: Sequence[str]) -> int:
             shutil.copy(name, checkout / name)
         with tarfile.open(archive) as packed:
             packed.extractall(checkout, filter="data")
-        world = [f"HOME={place}", f"PYTHONPATH={checkout / FOLDER / 'site'}:{beside}"]
+        world = [f"HOME={place}", f"PATH={os.environ.get('PATH', os.defpath)}",  # a compiler calls others by it
+                 f"PYTHONPATH={checkout / FOLDER / 'site'}:{beside}"]
         command = ["env", "-i", *world, sys.executable, "-S", "-m", "bench.gpu", "--device", "cpu", "--rehearse",
                    "--repeats", "1", *options]
         return subprocess.run(command, cwd=checkout, check=False).returncode

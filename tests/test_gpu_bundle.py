@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import tarfile
 import tomllib
 from pathlib import Path
@@ -16,6 +18,28 @@ def test_every_package_is_pinned_by_the_lock_file() -> None:
     assert [line.partition("==")[0] for line in found] == list(PACKAGES) and all(line[-1].isdigit() for line in found)
     with pytest.raises(KeyError):
         pinned("torch==1\n", ["pydantic"])
+
+
+WITHOUT = """
+import sys
+from importlib import import_module, metadata
+from deploy.bundle import EXPECTED, PACKAGES, expected, plain
+there = {plain(name) for name in PACKAGES} | expected(EXPECTED) | {"slipstream"}
+missing = {top for top, owners in metadata.packages_distributions().items() if not there & set(map(plain, owners))}
+for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
+    del sys.modules[name]
+sys.modules.update(dict.fromkeys(missing))  # to import one fails
+from bench.gpu.stages import PIECES
+for piece in PIECES:
+    piece.find
+print(*sorted(missing))
+"""
+
+
+def test_all_stages_do_with_what_travels_and_what_is_expected() -> None:
+    found = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    assert "fastapi" in found.stdout.split()
 
 
 def test_names_are_compared_as_pip_does() -> None:
