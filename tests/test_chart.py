@@ -73,6 +73,8 @@ WRONG = {
     "pools of one name": (("draft.pools[0].name=a", "draft.pools[1].name=a"), 'the name "a" is there twice'),
     "a name that is too long": ((f"fullnameOverride={'n' * 40}", f"draft.pools[0].name={'p' * 17}"),
                                 "which has 64 characters, and a Service's has 63 at most"),
+    "a name that no Service has": (("fullnameOverride=llama-3.1",), 'the names of Services begin with "llama-3.1"'),
+    "a name that begins with a digit": (("fullnameOverride=70b",), 'the names of Services begin with "70b"'),
     "no pools": (("draft.pools=null",), "draft.pools is empty but draft.replicas is 1"),
     "nothing but shares": (("draft.pools[0].name=a", "draft.pools[0].share=10"), "every pool has a share"),
     "shares above all": (("draft.pools[0].name=a", "draft.pools[1].name=b", "draft.pools[0].share=60",

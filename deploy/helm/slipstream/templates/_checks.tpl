@@ -1,11 +1,20 @@
 {{/* Values that contradict each other: each is refused with a sentence that names the value and what to do. */}}
 
 {{- define "slipstream.checks" -}}
+{{- include "slipstream.checks.name" . -}}
 {{- include "slipstream.checks.tls" . -}}
 {{- include "slipstream.checks.model" . -}}
 {{- include "slipstream.checks.scaling" . -}}
 {{- include "slipstream.checks.pools" . -}}
 {{- include "slipstream.checks.drain" . -}}
+{{- end -}}
+
+{{/* Helm lets a release be called 70b or llama-3.1; the API server no Service. */}}
+{{- define "slipstream.checks.name" -}}
+{{- $name := include "slipstream.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "the names of Services begin with %q, and may only have small letters, digits and hyphens, a letter first: set fullnameOverride, or give the release another name" $name) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "slipstream.checks.tls" -}}
