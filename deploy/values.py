@@ -18,6 +18,7 @@ from slipstream.base.config import Config, DraftSection, Section
 
 Blob = dict[str, Any]
 Blobs = list[dict[str, Any]]
+Texts = dict[str, str]  # labels and annotations: the API server takes no number or truth for a text
 
 # Settings that follow from the chart's own values; the schema refuses them under ``config``.
 OWNED = {
@@ -80,14 +81,14 @@ class PodValues(Section):
     """What every kind of pod has."""
 
     resources: Blob = Field({})
-    nodeSelector: Blob = Field({})
+    nodeSelector: Texts = Field({})
     tolerations: Blobs = Field([])
     affinity: Blob = Field({})
     topologySpread: Blobs = Field([], description="empty: over nodes, as far as that goes")
     runtimeClassName: str = ""
     priorityClassName: str = ""
-    podAnnotations: Blob = Field({})
-    podLabels: Blob = Field({})
+    podAnnotations: Texts = Field({})
+    podLabels: Texts = Field({})
     extraEnv: Blobs = Field([])
     extraArgs: list[str] = Field([], description="as in --set=router.max_in_flight=4")
     extraVolumes: Blobs = Field([])
@@ -98,7 +99,7 @@ class PodValues(Section):
 
 class ServiceValues(Section):
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
-    annotations: Blob = Field({})
+    annotations: Texts = Field({})
     httpPort: int = Field(8000, ge=1, le=65535)
     grpcPort: int = Field(8001, ge=1, le=65535)
 
@@ -220,19 +221,19 @@ class NetworkPolicyValues(Section):
 
 class DashboardsValues(Section):
     enabled: bool = True
-    labels: Blob = Field({"grafana_dashboard": "1"}, description="what Grafana's sidecar looks for")
-    annotations: Blob = Field({"grafana_folder": "Slipstream"})
+    labels: Texts = Field({"grafana_dashboard": "1"}, description="what Grafana's sidecar looks for")
+    annotations: Texts = Field({"grafana_folder": "Slipstream"})
 
 
 class PodMonitorValues(Section):
     enabled: Literal["auto", "always", "never"] = Field("auto", description="auto: where the cluster knows the kind")
-    labels: Blob = Field({}, description="as in release: kube-prometheus-stack")
+    labels: Texts = Field({}, description="as in release: kube-prometheus-stack")
     interval: str = "15s"
 
 
 class RulesValues(Section):
     enabled: Literal["auto", "always", "never"] = Field("auto", description="auto: where the cluster knows the kind")
-    labels: Blob = Field({})
+    labels: Texts = Field({})
     runbooks: str = Field("", description="address before the runbook's file name; empty: its path in the repository")
 
 

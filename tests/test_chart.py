@@ -92,6 +92,8 @@ WRONG = {
     "unknown setting": (("config.target.policy.max_node=2",), "'max_node' not allowed"),
     "setting that the chart owns": (("config.router.listen=x",), "'listen' not allowed"),
     "wrong kind": (("target.replicas=many",), "got string, want integer"),
+    "a label that is no text": (("monitoring.dashboards.labels.grafana_dashboard=1",), "got number, want string"),
+    "an annotation that is no text": (("router.podAnnotations.scrape=true",), "got boolean, want string"),
     "out of range": (("config.draft.growth.topk=99",), "maximum"),
 }
 
