@@ -244,6 +244,13 @@ def test_services_select_their_pods_and_addresses_name_services(profile: str) ->
         assert int(port) in {p["port"] for p in services[host.partition(".")[0]]["ports"]}
 
 
+def test_a_router_waits_as_long_as_a_target_may_take() -> None:
+    """It is not ready before, and a Deployment that is late counts as failed."""
+    late = {name.rpartition("-")[2]: spec["progressDeadlineSeconds"] for name, spec in deployments(rendered(
+        "cpu", "--set", "target.startupSeconds=1800", "--set", "draft.startupSeconds=300")).items()}
+    assert late == {"router": 1860, "target": 1860, "main": 360}
+
+
 def test_only_who_discovers_may_watch_and_nothing_else() -> None:
     objects = rendered("h100")
     assert only(objects, "Role")["rules"] == [

@@ -16,7 +16,9 @@ spec:
   replicas: {{ .replicas }}
   {{- end }}
   revisionHistoryLimit: 3
-  progressDeadlineSeconds: {{ add (int .pod.startupSeconds) 60 }}
+  {{- /* No router is ready before a target is. */}}
+  {{- $waits := ternary (int .root.Values.target.startupSeconds) 0 (eq .role "router") }}
+  progressDeadlineSeconds: {{ add (max (int .pod.startupSeconds) $waits) 60 }}
   strategy:
     type: RollingUpdate
     rollingUpdate:
