@@ -327,6 +327,17 @@ def test_versions_of_kinds_follow_the_cluster(version: str, budget: str, scaler:
     assert only(objects, "HorizontalPodAutoscaler")["apiVersion"] == scaler
 
 
+def test_names_that_yaml_reads_otherwise_stay_texts() -> None:
+    objects = rendered("cpu", "--set-string", "draft.pools[0].name=on,draft.pools[1].name=off,nameOverride=7",
+                       "--set", "draft.replicas=2,fullnameOverride=x", *MONITORING)
+    labels = [spec["template"]["metadata"]["labels"] for spec in deployments(objects).values()]
+    assert {found.get("slipstream/pool") for found in labels} == {None, "on", "off"}
+    services = [o for o in objects if o["kind"] == "Service"]
+    labels += [only(objects, "PodMonitor")["spec"]["selector"]["matchLabels"],
+               *(o["metadata"]["labels"] for o in services), *(o["spec"]["selector"] for o in services)]
+    assert all(isinstance(value, str) for found in labels for value in found.values())
+
+
 def test_a_cluster_that_is_too_old_is_refused() -> None:
     done = helm("template", "cpu", "--kube-version", "1.19.0")
     assert done.returncode != 0 and "1.20" in done.stderr

@@ -12,19 +12,20 @@
 {{/* Labels of everything; takes the root. */}}
 {{- define "slipstream.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
-app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
-{{/* What selects the pods of a role, and of a pool if there is one; takes root, role, pool. */}}
+{{/* What selects the pods of a role, and of a pool if there is one; takes root, role, pool. In quotes, as a pool may be
+     called "on", and a release "7". */}}
 {{- define "slipstream.selector" -}}
-app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .role }}
 {{- with .pool }}
-slipstream/pool: {{ . }}
+slipstream/pool: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
