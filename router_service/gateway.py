@@ -254,8 +254,10 @@ class Gateway:
             asked = replace(asked, options=await self._try(asked.options, tenant))
             # A conversation may have to wait for the process of its template.
             job = await self.lanes.run(asked.size, partial(self._job, asked), at_once=not asked.messages)
-            # The head is as much work for a token that is scored as for one that is answered.
-            place.spend(sum(map(len, job.prompts)) * (1 if job.options.scored is None else 1 + job.options.n))
+            # The head is as much work for a token that is scored as for one that is answered; one that the client has
+            # is computed like a prompt's.
+            place.spend(sum(map(len, job.prompts)) * (1 if job.options.scored is None else 1 + job.options.n)
+                        + len(job.begun))
             self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
             return Run(self, job, place, arrived_s, arrived_s + self._section.request_timeout_s, trace)
         except BaseException:

@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from router_service.tenants import ANYONE, ApiKeys
-from slipstream.base.errors import CapacityError, ConfigError
+from slipstream.base.errors import CapacityError, ConfigError, QuotaExceeded
 from slipstream.client import AsyncClient
+from slipstream.protocol.chat import Begun
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
@@ -189,6 +190,19 @@ async def test_one_key_s_quota_and_queue_are_its_own_and_refusals_are_counted_by
         assert len(page) == 2 and all("key-of" not in line for line in page)
         assert any('reason="queue"' in line and 'tenant="a"' in line for line in page)
         assert any('reason="tokens"' in line and 'tenant="b"' in line for line in page)
+
+
+async def test_tokens_that_a_client_says_it_has_are_taken_from_its_quota(tiny_folder: Path, tmp_path: Path) -> None:
+    """A target computes them like a prompt; free, a prompt could be sent as the beginning of its answer."""
+    keys, echo = written(tmp_path, "key-of-a name=a tokens_per_minute=30"), EchoTarget()
+    assert echo.identity is not None
+    echo.says = "a long text that is to be gone on with, and its end"
+    begun = Begun(echo.identity.tag, tuple(echo.says[:40].encode()))
+    async with (routing(tiny_folder, echo, api_keys_file=str(keys)) as r,
+                AsyncClient(f"127.0.0.1:{r.service.grpc_port}", api_key="key-of-a") as client):
+        assert [delta async for delta in client.complete("a", max_tokens=41, begun=begun)]
+        with pytest.raises(QuotaExceeded):
+            await anext(aiter(client.complete("a", max_tokens=41, begun=begun)))
 
 
 async def test_a_target_without_room_is_told_with_a_time_and_counted(tiny_folder: Path) -> None:
