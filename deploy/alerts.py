@@ -17,6 +17,7 @@ import yaml
 
 HEAD = "# Printed from deploy/alerts.py by `make chart`. A rules file as Prometheus reads it; the chart wraps it.\n"
 WHERE = "namespace, model"
+EACH = f"{WHERE}, instance"  # one service: what each of many does once is not done often
 
 
 def _share(codes: str) -> str:
@@ -60,8 +61,8 @@ ALERTS = (
           "(rate(slipstream_time_to_first_token_seconds_bucket[10m]))) > 5", "10m", "warning",
           "One request in twenty waits more than 5 s for its first token", "Prompts wait, or are long."),
     Alert("SlipstreamRouterStalls",
-          f"sum by ({WHERE}) (increase(slipstream_event_loop_lag_seconds_count[10m])) - "
-          f'sum by ({WHERE}) (increase(slipstream_event_loop_lag_seconds_bucket{{le="0.25"}}[10m])) > 5', "5m",
+          f"max by ({WHERE}) (sum by ({EACH}) (increase(slipstream_event_loop_lag_seconds_count[10m])) - "
+          f'sum by ({EACH}) (increase(slipstream_event_loop_lag_seconds_bucket{{le="0.25"}}[10m]))) > 5', "5m",
           "warning", "Routers stand still again and again", "No stream gets a token and no probe an answer meanwhile: "
           "for more than a quarter of a second each time, more than five times in ten minutes."),
     Alert("SlipstreamPreempting", f"sum by ({WHERE}) (rate(slipstream_preemptions_total[10m])) > 0.1", "10m", "warning",
@@ -80,8 +81,8 @@ ALERTS = (
           "warning", "Drafts are connected but do not pay", "All routers have gone without drafts for a quarter of an "
           "hour: the drafts' devices are idle."),
     Alert("SlipstreamModeFlapping",
-          f'sum by ({WHERE}) (increase(slipstream_mode_transitions_total{{scope="pool"}}[10m])) > 6', "5m",
-          "warning", "Routers go back and forth between speculation and plain decoding",
+          f'max by ({WHERE}) (sum by ({EACH}) (increase(slipstream_mode_transitions_total{{scope="pool"}}[10m]))) > 6',
+          "5m", "warning", "Routers go back and forth between speculation and plain decoding",
           "The load sits where speculation just pays; latency is uneven."),
     Alert("SlipstreamAcceptanceLow",
           f"sum by ({WHERE}) (rate(slipstream_accepted_tokens_total[10m])) / "

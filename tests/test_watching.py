@@ -54,8 +54,10 @@ CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
     "SlipstreamRouterStalls": (
         {'slipstream_event_loop_lag_seconds_bucket{le="0.25",%s}': "0+599x40",
          "slipstream_event_loop_lag_seconds_count{%s}": "0+600x40"}, 16,
-        {'slipstream_event_loop_lag_seconds_bucket{le="0.25",%s}': "0+600x20 12001+600x20",
-         "slipstream_event_loop_lag_seconds_count{%s}": "0+600x20 12003+600x20"}),
+        {**{f'slipstream_event_loop_lag_seconds_bucket{{le="0.25",instance="{router}",%s}}': "0+600x20 12001+600x20"
+            for router in "abcd"},
+         **{f'slipstream_event_loop_lag_seconds_count{{instance="{router}",%s}}': "0+600x20 12003+600x20"
+            for router in "abcd"}}),  # twice each
     "SlipstreamPreempting": ({"slipstream_preemptions_total{%s}": "0+60x40"}, 14,
                              {"slipstream_preemptions_total{%s}": "0+1x40"}),
     "SlipstreamDeviceFull": ({"slipstream_shedding_level{%s}": "0 1 2 3 3 2x20"}, 8,
@@ -69,7 +71,9 @@ CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
         {'slipstream_mode{scope="pool",mode="plain",%s}': "1x40", "slipstream_drafts_connected{%s}": "1x40",
          'slipstream_generation_tokens_total{service="router",%s}': "7x40"}),  # nobody asks
     "SlipstreamModeFlapping": ({'slipstream_mode_transitions_total{scope="pool",%s}': "0+2x40"}, 13,
-                               {'slipstream_mode_transitions_total{scope="session",%s}': "0+9x40"}),
+                               {'slipstream_mode_transitions_total{scope="session",%s}': "0+9x40",
+                                **{f'slipstream_mode_transitions_total{{scope="pool",instance="{router}",%s}}':
+                                   "0x5 2x34" for router in "abcd"}}),  # a rollout of the drafts: there and back, once
     "SlipstreamAcceptanceLow": (
         {"slipstream_accepted_tokens_total{%s}": "0+10x40", "slipstream_drafts_total{%s}": "0+100x40"}, 20,
         {"slipstream_accepted_tokens_total{%s}": "0+90x40", "slipstream_drafts_total{%s}": "0+100x40"}),
