@@ -44,7 +44,7 @@ from slipstream.wire.codec import decode_target_hello, encode_draft_frames, enco
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.link import DraftLink, Outbox
 from slipstream.wire.local import LocalLink
-from slipstream.wire.server import GrpcServer, bind_guard
+from slipstream.wire.server import MOST_ASKING, SERVING, GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.loop import eventually
@@ -672,6 +672,21 @@ async def test_health_follows_readiness() -> None:
     await server.drain(0)
 
 
+async def test_questions_about_the_health_that_never_come_whole_are_few() -> None:
+    server = GrpcServer(LOOPBACK, WIRE, [])
+    async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
+        begin = channel.stream_stream("/grpc.health.v1.Health/Check")
+        calls = [begin() for _ in range(MOST_ASKING + 6)]
+        await eventually(lambda: sum(call.done() for call in calls) == 6)
+        assert {await call.code() for call in calls if call.done()} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert health_pb2.HealthCheckResponse.FromString(await check(b"")).status == SERVING
+        name = health_pb2.HealthCheckRequest(service="x" * 1000).SerializeToString()
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(name)
+        assert await asyncio.wait_for(watch.code(), 4.0) == grpc.StatusCode.INVALID_ARGUMENT
+    await server.drain(0)
+
+
 async def test_a_taken_port_is_a_configuration_error() -> None:
     first = GrpcServer(LOOPBACK, WIRE, [])
     port = await first.start()
@@ -774,6 +789,21 @@ async def test_sync_client() -> None:
     await asyncio.to_thread(use)
     assert parrot.asked[0][1] == (Message("system", "s"), Message("user", "a b"))
     await eventually(lambda: parrot.closed == 2)
+    await server.drain(0)
+
+
+@pytest.mark.parametrize("method", ["Chat", "Complete", "ListModels"])
+async def test_nothing_is_read_without_a_key_and_nothing_is_waited_for_for_ever(method: str) -> None:
+    servicer = InferenceServicer(lambda shown: Parrot() if shown == "sesame" else None, asked_s=0.1)
+    server = GrpcServer(LOOPBACK, WIRE, [servicer])
+    async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
+        begin = channel.stream_stream(f"/slipstream.v1.InferenceService/{method}")
+        for key, code in (("wrong", grpc.StatusCode.UNAUTHENTICATED), ("sesame", grpc.StatusCode.INVALID_ARGUMENT)):
+            call = begin(metadata=(("authorization", f"Bearer {key}"),))  # and not a byte more
+            assert await asyncio.wait_for(call.code(), 4.0) == code
+        call = begin(metadata=(("authorization", "Bearer sesame"),))
+        await call.done_writing()
+        assert await asyncio.wait_for(call.details(), 4.0) == "is missing"
     await server.drain(0)
 
 

@@ -4,7 +4,8 @@ Rules:
 1. Errors cross the wire as the class that was raised.
 2. A client that goes away ends its answer, and so does one that takes nothing of it for ``STALL_S``: the generator is
    closed.
-3. Who may ask is known by "authorization: Bearer <key>", as over HTTP; keys are never logged.
+3. Who may ask is known by "authorization: Bearer <key>", as over HTTP; keys are never logged. It is known before what
+   is asked is read, for which there are ``ASKED_S``: nobody without a key fills this memory.
 4. Only the shape and the amount of what is asked are checked here, before anything is made of it; what an option may be
    is the business of who answers. An absent option stays absent, so that the server's default counts.
 
@@ -231,6 +232,7 @@ class Front(Protocol):
 
 
 STALL_S = 60.0
+ASKED_S = 30.0  # as a body's over HTTP
 
 
 class InferenceServicer:
@@ -239,29 +241,29 @@ class InferenceServicer:
 
     service = INFERENCE_SERVICE
 
-    def __init__(self, front_of: Callable[[str], Front | None], stall_s: float = STALL_S) -> None:
-        self._front_of, self._stall_s = front_of, stall_s
+    def __init__(self, front_of: Callable[[str], Front | None], stall_s: float = STALL_S,
+                 asked_s: float = ASKED_S) -> None:
+        self._front_of, self._stall_s, self._asked_s = front_of, stall_s, asked_s
 
     def handler(self) -> grpc.GenericRpcHandler:
-        chat: Any = grpc.unary_stream_rpc_method_handler(self._chat)
-        complete: Any = grpc.unary_stream_rpc_method_handler(self._complete)
-        models: Any = grpc.unary_unary_rpc_method_handler(self._models)
-        return grpc.method_handlers_generic_handler(
-            INFERENCE_SERVICE, {"Chat": chat, "Complete": complete, "ListModels": models})
+        # On the wire no other than calls of one request, which gRPC would read before it asks anybody.
+        methods = {"Chat": self._chat, "Complete": self._complete, "ListModels": self._models}
+        handlers: Any = {name: grpc.stream_stream_rpc_method_handler(method) for name, method in methods.items()}
+        return grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers)
 
     def drain(self) -> None:
         """Nothing to do: the front refuses new requests, and every answer ends by itself."""
 
-    async def _chat(self, data: bytes, context: Context) -> None:
-        await self._stream(lambda front: front.chat(*decode_chat(data)), context)
+    async def _chat(self, _requests: object, context: Context) -> None:
+        await self._stream(lambda front, data: front.chat(*decode_chat(data)), context)
 
-    async def _complete(self, data: bytes, context: Context) -> None:
-        await self._stream(lambda front: front.complete(*decode_complete(data)), context)
+    async def _complete(self, _requests: object, context: Context) -> None:
+        await self._stream(lambda front, data: front.complete(*decode_complete(data)), context)
 
-    async def _stream(self, begin: Callable[[Front], AsyncGenerator[Delta, None]], context: Context) -> None:
+    async def _stream(self, begin: Callable[[Front, bytes], AsyncGenerator[Delta, None]], context: Context) -> None:
         front = await self._admit(context)
         try:
-            async with aclosing(begin(front)) as deltas:
+            async with aclosing(begin(front, await self._asked(context))) as deltas:
                 async for delta in deltas:
                     await self._write(encode_delta(delta), context)
         except Exception as error:
@@ -276,13 +278,23 @@ class InferenceServicer:
         except grpc.aio.InternalError as error:  # the call is over
             raise Unavailable("the client is gone") from error
 
-    async def _models(self, _data: bytes, context: Context) -> bytes:
+    async def _models(self, _requests: object, context: Context) -> None:
         front = await self._admit(context)
         try:
-            return encode_models(await front.models())
+            await self._asked(context)
+            await self._write(encode_models(await front.models()), context)
         except Exception as error:
             await abort(context, error)
-            raise
+
+    async def _asked(self, context: Context) -> bytes:
+        try:
+            async with asyncio.timeout(self._asked_s):
+                data = await context.read()
+        except TimeoutError:
+            raise InvalidRequest("request", f"did not arrive within {self._asked_s:g} s") from None
+        if not isinstance(data, bytes):
+            raise InvalidRequest("request", "is missing")
+        return data
 
     async def _admit(self, context: Context) -> Front:
         shown = [value for name, value in context.invocation_metadata() or () if name == "authorization"]

@@ -3,6 +3,7 @@
 Rules:
 1. Beyond loopback a server listens with TLS only, unless the configuration says otherwise in so many words.
 2. Health: "" and "liveness" serve while the process runs; "readiness" and the services' own names while it takes work.
+   Anybody may ask, and so little is kept of what is asked: one that does not say it at once goes when others come.
 3. A drain first says so in its health, then lets the services end what they have, then closes what is left.
 4. ``peer_up`` and ``peer_down`` come in pairs; a silent peer is ended by keepalive (15 s).
 
@@ -11,23 +12,27 @@ It knows nothing about what the services do.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError
+from slipstream.base.guests import Guests
 from slipstream.wire.channel import RULES, ConnectionRules, server_options
 from slipstream.wire.tls import Doorman, TlsFiles, server_credentials
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+MOST_ASKING, ASKING_S = 64, 5.0  # whose question about the health is on its way, and for how long
+MAX_NAME = 256  # letters of what they ask about
 
 
 class Servicer(Protocol):
@@ -61,6 +66,45 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+class Health:
+    """grpc.health.v1 around ``health``. gRPC would read a question of any size for any time, before it asks anybody."""
+
+    def __init__(self, health: HealthServicer) -> None:
+        self._health = health
+        self._asking: Guests[asyncio.Timeout] = Guests(MOST_ASKING, MOST_ASKING, self._end)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        handlers: Any = {name: grpc.stream_stream_rpc_method_handler(
+            method, health_pb2.HealthCheckRequest.FromString, health_pb2.HealthCheckResponse.SerializeToString)
+            for name, method in (("Check", self._check), ("Watch", self._watch))}
+        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", handlers)
+
+    async def _check(self, _requests: object, context: Any) -> None:
+        await context.write(await self._health.Check(await self._asked(context), context))
+
+    async def _watch(self, _requests: object, context: Any) -> None:
+        await self._health.Watch(await self._asked(context), context)
+
+    async def _asked(self, context: Any) -> health_pb2.HealthCheckRequest:
+        asked = None
+        try:
+            async with asyncio.timeout(ASKING_S) as limit:
+                self._asking.enter(limit, "")
+                try:
+                    asked = await context.read()
+                finally:
+                    self._asking.leave(limit)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the question did not come in time")
+        if not isinstance(asked, health_pb2.HealthCheckRequest) or len(asked.service) > MAX_NAME:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "ask about one service")
+        return asked
+
+    def _end(self, limit: asyncio.Timeout, why: str) -> None:
+        if not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time())
+
+
 class GrpcServer:
     """A server for ``servicers`` and grpc.health.v1. Make and use it on one event loop."""
 
@@ -74,8 +118,8 @@ class GrpcServer:
         self._health = HealthServicer()
         guards = [Doorman(tls.allowed_names)] if tls is not None and tls.allowed_names else []
         self._server = aio.server(options=server_options(rules), interceptors=guards)
-        self._server.add_generic_rpc_handlers([servicer.handler() for servicer in servicers])
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers([*(servicer.handler() for servicer in servicers),
+                                               Health(self._health).handler()])
         if _is_loopback(listen.rpartition(":")[0]):  # handy in development; elsewhere it would be an inventory
             names = [servicer.service for servicer in servicers]
             reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], self._server)
