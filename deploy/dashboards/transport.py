@@ -5,6 +5,7 @@ from __future__ import annotations
 from deploy.dashboards.panels import Dashboard, Panel, Row, quantiles, rate, ratio, share
 
 STEP = "slipstream_step_seconds"
+ENDS = "slipstream_tls_certificate_expiry_seconds"
 EMITTED = (f"({rate('slipstream_accepted_tokens_total', '$target')} + "
            f"{rate('slipstream_bonus_tokens_total', '$target')})")
 
@@ -38,7 +39,7 @@ TROUBLE = Row("Trouble", (
     Panel("Requests moved", "reqps", ((rate("slipstream_retries_total", "$router", "peer"), "away from {{peer}}"),
                                       (rate("slipstream_retry_budget_exhausted_total", "$router"), "refused"))),
     Panel("Targets ready", "none", (("min(slipstream_targets_ready{$router})", "targets"),)),
-    Panel("Certificates last", "s", (("min by (service) (slipstream_tls_certificate_expiry_seconds{$any}) - time()",
+    Panel("Certificates last", "s", ((f"min by (service) ({ENDS}{{$any}} or {ENDS}{{$draft}}) - time()",
                                       "{{service}}"),), text="The first of each service that ends."),
 ))
 
