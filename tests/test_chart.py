@@ -338,6 +338,17 @@ def test_names_that_yaml_reads_otherwise_stay_texts() -> None:
     assert all(isinstance(value, str) for found in labels for value in found.values())
 
 
+def test_namespaces_secrets_and_claims_may_be_called_by_numbers(tmp_path: Path) -> None:
+    named = ("images.pullSecrets[0]", "model.claim.existing", "tls.existingSecret", "router.apiKeys.existingSecret",
+             "router.priorityClassName", "router.runtimeClassName")
+    objects = rendered("cpu", "--namespace", "7", "--set", "tls.enabled=true,tls.insecurePlaintext=false",
+                       "--set-string", ",".join(f"{name}=7" for name in named))
+    file = tmp_path / "objects.yaml"
+    file.write_text(yaml.safe_dump_all(objects))
+    done = run("kubernetes-validate", "-k", KUBERNETES[-1], "--strict", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_cluster_that_is_too_old_is_refused() -> None:
     done = helm("template", "cpu", "--kube-version", "1.19.0")
     assert done.returncode != 0 and "1.20" in done.stderr

@@ -7,7 +7,7 @@ apiVersion: apps/v1
 kind: Deployment
 metadata:
   name: {{ .name }}
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "slipstream.labels" .root | nindent 4 }}
     app.kubernetes.io/component: {{ .role }}
@@ -36,7 +36,7 @@ apiVersion: leaderworkerset.x-k8s.io/v1
 kind: LeaderWorkerSet
 metadata:
   name: {{ .name }}
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "slipstream.labels" .root | nindent 4 }}
     app.kubernetes.io/component: {{ .role }}
@@ -82,14 +82,14 @@ securityContext:
 {{- with .root.Values.images.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- with .pod.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .pod.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .pod.nodeSelector }}
 nodeSelector:
@@ -258,26 +258,26 @@ true
   {{- with .root.Values.model }}
   {{- if or .claim.existing .claim.create }}
   persistentVolumeClaim:
-    claimName: {{ default (printf "%s-model" (include "slipstream.fullname" $.root)) .claim.existing }}
+    claimName: {{ default (printf "%s-model" (include "slipstream.fullname" $.root)) .claim.existing | quote }}
     {{- if not .prepare }}
     readOnly: true
     {{- end }}
   {{- else }}
   emptyDir:
-    sizeLimit: {{ .sizeLimit }}
+    sizeLimit: {{ .sizeLimit | quote }}
   {{- end }}
   {{- end }}
 {{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
   secret:
-    secretName: {{ include "slipstream.tlsSecret" . }}
+    secretName: {{ include "slipstream.tlsSecret" . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- if and (eq .role "router") .root.Values.router.apiKeys.existingSecret }}
 - name: api-keys
   secret:
-    secretName: {{ .root.Values.router.apiKeys.existingSecret }}
+    secretName: {{ .root.Values.router.apiKeys.existingSecret | quote }}
     defaultMode: 0440
 {{- end }}
 {{- with .pod.extraVolumes }}
