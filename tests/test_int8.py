@@ -225,6 +225,31 @@ def test_whole_numbers_without_their_note_are_refused(tmp_path: Path) -> None:
         load_model(prepared, ModelSection(kernels="native"))
 
 
+def in_eight_bits(tensors: dict[str, torch.Tensor], kind: torch.dtype, scale: str) -> dict[str, torch.Tensor]:
+    """Matrices of layers as other programs quantise them, with scales beside them."""
+    matrices = {name: tensor / 0.01 for name, tensor in tensors.items() if "_proj" in name}
+    return (tensors | {name: numbers.clamp(-127, 127).to(kind) for name, numbers in matrices.items()}
+            | {name.removesuffix("weight") + scale: torch.full((), 0.01) for name in matrices})
+
+
+@pytest.mark.parametrize("engine", ["decoder", "hf"])
+@pytest.mark.parametrize(("kind", "scale", "said"), [
+    (torch.float8_e4m3fn, "weight_scale", "float8_e4m3fn"),  # ModelOpt: its note is a file of its own
+    (torch.float8_e4m3fn, "weight_scale_inv", "float8_e4m3fn"), (torch.int8, "weight_scale", "int8")])
+def test_eight_bits_without_a_note_are_no_plain_numbers(tmp_path: Path, engine: str, kind: torch.dtype, scale: str,
+                                                        said: str) -> None:
+    folder = tiny(tmp_path / "model")
+    save_file(in_eight_bits(load_file(folder / "model.safetensors"), kind, scale), folder / "model.safetensors",
+              metadata={"format": "pt"})
+    match = rf"tensor model\.layers\.0\..*_proj\.weight holds {said}, .* no quantization_config"
+    with pytest.raises(ModelError, match=match):
+        load_model(folder, ModelSection.model_validate({"dtype": "float32", "engine": engine}))
+    with pytest.raises(ModelError, match=match):
+        part_of(folder, ModelSection(dtype="float32", tensor_parallel=2))
+    with pytest.raises(ModelError, match=match):
+        prepare_as("bfloat16", folder, tmp_path / "prepared")
+
+
 ELSEWHERE = [{"dtype": "float32"}, {"engine": "hf"}, {}, {"kernels": "torch"}]
 
 

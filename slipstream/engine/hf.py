@@ -39,6 +39,7 @@ from transformers import (
 from slipstream.base.errors import ModelError
 from slipstream.engine.attention import AttentionPlan, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.int8 import check_floats
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, read_json, take, tell_unread
 from slipstream.engine.trial import check, check_layers, told
@@ -124,6 +125,7 @@ class HFModel:
             check_layers(read_json(path), str(path))
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             tried(config)
+            check_floats(folder)
             auto: Any = AutoModelForCausalLM
             model, found = auto.from_pretrained(
                 folder, config=config, dtype=dtype_of(dtype), local_files_only=True, trust_remote_code=False,

@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.model import ModelConfig, Tensors, read_json, take
+from slipstream.engine.model import ModelConfig, Tensors, read_json, take, tensor_types
 
 MOST = 127
 SCALE = "_scale"  # behind the name of a matrix
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FIELD = "quantization_config"  # of config.json
+EIGHT_BITS = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # as safetensors and torch call them
 NOTE = {"quant_method": "slipstream", "format": 1, "weights": "int8"}
 
 
@@ -107,12 +108,14 @@ def holds_int8(folder: str | Path) -> bool:
     return True
 
 
-def check_floats(folder: str | Path, tensors: Tensors) -> None:
-    """Raises ModelError for whole numbers in a folder without a note: no kernels would know what they stand for."""
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.int8:
-            raise ModelError(f"{folder}: tensor {name} holds int8, and config.json has no {FIELD} that says how; "
-                             "prepare the folder again: slipstream models prepare FOLDER --dtype int8")
+def check_floats(folder: str | Path) -> None:
+    """Raises ModelError for weights of eight bits in a folder without a note: whoever wrote them keeps their scales
+    elsewhere, and taken for plain numbers they are another model's."""
+    for name, kind in tensor_types(folder).items():
+        if kind in EIGHT_BITS:
+            raise ModelError(f"{folder}: tensor {name} holds {EIGHT_BITS[kind]}, and config.json has no {FIELD} that "
+                             "says how; take the model's folder without quantisation, or prepare it again: slipstream "
+                             "models prepare FOLDER --dtype int8")
 
 
 def check_int8(field: str, quantize: str, dtype: str, device: str, *, native: bool) -> None:

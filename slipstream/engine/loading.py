@@ -62,10 +62,10 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
 
         return HFModel.from_folder(folder, section.dtype, section.device)
     config, device = ModelConfig.from_folder(folder), device_of(section.device)
+    if not noted:
+        check_floats(folder)
     tensors, dtype = load_tensors(folder), dtype_of(section.dtype)
     tell_unread(folder, unread_names(config, tensors))
-    if not noted:
-        check_floats(folder, tensors)
     choice = "native" if insisted or whole else "auto" if ours and section.quantize == "none" else "torch"
 
     def native(team: Team) -> CausalModel:

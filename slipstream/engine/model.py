@@ -326,7 +326,7 @@ def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> di
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return _sharded(folder, index, names)
+        return _sharded(index, names)
     return _tensors_of(folder / "model.safetensors", names)
 
 
@@ -338,6 +338,18 @@ def tensor_names(folder: str | Path) -> set[str]:
         return set(_weight_map(index))
     with _opened(folder / "model.safetensors") as file:
         return set(file.keys())
+
+
+def tensor_types(folder: str | Path) -> dict[str, str]:
+    """What the tensors of the files that ``load_tensors`` would read hold, in safetensors' own words; only headers are
+    read. Raises ModelError."""
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    types: dict[str, str] = {}
+    for path in _shards(index, _weight_map(index)) if index.exists() else [folder / "model.safetensors"]:
+        with _opened(path) as file:
+            types |= {name: file.get_slice(name).get_dtype() for name in sorted(file.keys())}
+    return types
 
 
 def _tensors_of(path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
@@ -364,15 +376,20 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _sharded(folder: Path, index: Path, names: Collection[str] | None) -> dict[str, torch.Tensor]:
+def _shards(index: Path, weight_map: dict[str, str]) -> Iterator[Path]:
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise ModelError(f"{index}: weight_map: {name!r} is not the name of a file of this folder")
+        yield index.parent / name
+
+
+def _sharded(index: Path, names: Collection[str] | None) -> dict[str, torch.Tensor]:
     weight_map = _weight_map(index)
     if names is not None:
         weight_map = {name: file for name, file in weight_map.items() if name in names}
     tensors: dict[str, torch.Tensor] = {}
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
-            raise ModelError(f"{index}: weight_map: {name!r} is not the name of a file of this folder")
-        tensors.update(_tensors_of(folder / name, names))
+    for path in _shards(index, weight_map):
+        tensors.update(_tensors_of(path, names))
     missing = sorted(set(weight_map) - set(tensors))
     if missing:
         raise ModelError(f"{index}: tensor {missing[0]} is in the index but in none of its files")

@@ -21,7 +21,18 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.int8 import EMBEDDING, FIELD, HEAD, NOTE, SCALE, as_whole, head_of, holds_int8, matrix
+from slipstream.engine.int8 import (
+    EMBEDDING,
+    FIELD,
+    HEAD,
+    NOTE,
+    SCALE,
+    as_whole,
+    check_floats,
+    head_of,
+    holds_int8,
+    matrix,
+)
 from slipstream.engine.model import ModelConfig, Tensors, load_tensors
 from slipstream.models.folder import RECEIPT, filled, is_prepared, may_replace, prepared_name, read_json, write_json
 
@@ -48,6 +59,7 @@ def prepare_as(kind: str, source: Path, folder: Path) -> Path:
 
 
 def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
+    check_floats(source)
     tensors, dtype = load_tensors(source), KINDS[kind]
     whole = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
     if whole:

@@ -45,7 +45,7 @@ from slipstream.engine.decoder import Decoder, Placing, unread_names
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
-from slipstream.engine.int8 import Matrix, holds_int8
+from slipstream.engine.int8 import Matrix, check_floats, holds_int8
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import graphed
 from slipstream.engine.model import CausalModel, ModelConfig, Tensors, dtype_of, load_tensors, take, tell_unread
@@ -102,6 +102,7 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
         raise ModelError(f"{field}: int8 weights (model.quantize) are not shared out; take the model's own folder, and "
                          "none or fp8")
     part_config(ModelConfig.from_folder(folder), ranks)
+    check_floats(folder)
     return Part(0, 0, str(folder), section)
 
 
