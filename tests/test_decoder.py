@@ -251,6 +251,9 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
     where.write_text(json.dumps({"weight_map": {"x": "../shard-0.safetensors"}}))
     with pytest.raises(ModelError, match="not the name of a file"):
         load_tensors(folder)
+    where.write_text(json.dumps({"weight_map": {"x": "x" * 5000}}))
+    with pytest.raises(ModelError, match=r"not readable as safetensors: .*too long"):
+        load_tensors(folder)
 
 
 def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def written(content: str, name: str = "map.json") -> Callable[[Path], Path]:
     (written("", "freq_32768.pt"), r"draft.token_map: .*freq_32768\.pt is a pickle.*convert it once.*json\.dump"),
     (lambda folder: folder / "none.json", "draft.token_map: .*cannot be read: No such file"),
     (written("[1, 2"), "neither JSON nor"),
+    (written("[" * 100_000), "neither JSON nor"),
     (written('{"ids": [1, 2, 3]}'), "expected a list of token ids"),
     (written("[1, 2, 3.5]"), "expected a list of token ids"),
     (written("[1, 2, true]"), "expected a list of token ids"),

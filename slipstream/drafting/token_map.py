@@ -56,7 +56,7 @@ def load_token_map(path: str | Path, vocab_size: int, at_least: int = 1) -> torc
 def _of_json(path: Path, where: str) -> list[int]:
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{where}: neither JSON nor *.safetensors: {error}") from error
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ModelError(f"{where}: expected a list of token ids")

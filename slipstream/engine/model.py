@@ -360,9 +360,9 @@ def _tensors_of(path: Path, wanted: Collection[str] | None = None) -> dict[str, 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    if not path.exists():
-        raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors")
     try:
+        if not path.exists():
+            raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors")
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
