@@ -56,6 +56,17 @@ def test_a_tied_head_is_known(tmp_path: Path, engine: str, capsys: pytest.Captur
     assert TOLD not in capsys.readouterr().out
 
 
+def test_a_head_that_a_config_wrongly_calls_tied_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny_model(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[5, 5] += 1
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    loaded(folder, "decoder")
+    told = capsys.readouterr().out
+    assert TOLD in told and "lm_head.weight" in told
+
+
 def test_a_flood_of_names_is_a_short_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded(changed(write_tiny_model(tmp_path), tuple(f"{i}{'x' * 5000}" for i in range(100))), "decoder")
     told = capsys.readouterr().out

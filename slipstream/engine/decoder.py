@@ -11,7 +11,7 @@ It knows nothing about sessions, slots' owners or files. Format: tensor names as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from slipstream.engine.attention import Attention, TorchAttention
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import SCALE, Matrix
+from slipstream.engine.int8 import EMBEDDING, HEAD, SCALE, Matrix
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, Tensors, take
 from slipstream.engine.ops.layer import (
@@ -113,11 +113,19 @@ def decoder_names(config: ModelConfig) -> set[str]:
     return {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}.union(*layers)
 
 
-def unread_names(config: ModelConfig, names: Iterable[str]) -> list[str]:
-    """Those that no decoder takes, scales of whole numbers and layers for a draft set aside."""
+def unread_names(config: ModelConfig, tensors: Tensors) -> list[str]:
+    """Those that no decoder takes, scales of whole numbers and layers for a draft set aside. A head beside a tied
+    embedding is taken for granted only where it is the same."""
     known = decoder_names(config)
-    return [name for name in names if name not in known and name.removesuffix(SCALE) not in known
+    if config.tied_embeddings and HEAD + SCALE not in tensors and not _repeated(tensors):
+        known.remove(HEAD)
+    return [name for name in tensors if name not in known and name.removesuffix(SCALE) not in known
             and not name.startswith(MTP_LAYERS)]
+
+
+def _repeated(tensors: Tensors) -> bool:
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    return head is None or embedding is None or torch.equal(head.to(embedding.dtype), embedding)
 
 
 def _layer(config: ModelConfig, tensors: Tensors, prefix: str, ops: LayerOps, placing: Placing) -> DecoderLayer:
