@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,13 @@ def specforge(_target: Path) -> Case:
     return Case(config, tensors, taps=(1, 4, 7))
 
 
+def angelslim(_target: Path) -> Case:
+    """The authors' head under vLLM's name for it."""
+    config = eagle_config(architectures=["Eagle3LlamaForCausalLM"], attention_bias=False, head_dim=8,
+                          max_window_layers=8, rope_scaling=None, sliding_window=None, use_sliding_window=False)
+    return Case(config, eagle_tensors(config))
+
+
 def two_states(_target: Path) -> Case:
     config = eagle_config(num_aux_hidden_states=2, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5]})
     return Case(config, eagle_tensors(config, num_taps=2), taps=(2, 6))
@@ -151,8 +158,8 @@ def eagle31(_target: Path) -> Case:
     return Case(config, speculators_tensors(config), prefix="layers.0")
 
 
-EAGLE3 = (authors_eagle3, specforge, two_states, nested_names, tied_lm_head, absent_lm_head, whole_vocabulary,
-          biases_everywhere, speculators, speculators_norms, eagle31)
+EAGLE3 = (authors_eagle3, specforge, angelslim, two_states, nested_names, tied_lm_head, absent_lm_head,
+          whole_vocabulary, biases_everywhere, speculators, speculators_norms, eagle31)
 
 
 def authors_eagle1(_target: Path) -> Case:
@@ -174,6 +181,18 @@ def authors_qwen2(_target: Path) -> Case:
     return Case(config, eagle2_tensors(config))
 
 
+def authors_qwen2_by_its_own_name(_target: Path) -> Case:
+    """The target's kind in ``model_type`` and ``architectures``, and no word on biases."""
+    config = eagle2_config(architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_window_layers=28,
+                           sliding_window=131072, use_sliding_window=False)
+    return Case(without(config, "bias"), eagle2_tensors(config | {"bias": True, "qkv_bias": True}))
+
+
+def sglang_qwen2(target: Path) -> Case:
+    case = authors_qwen2_by_its_own_name(target)
+    return replace(case, config=case.config | {"architectures": ["Qwen2ForCausalLMEagle"]})
+
+
 def speculators_eagle1(_target: Path) -> Case:
     flat = eagle2_config(bias=True)
     tensors = eagle2_tensors(flat)
@@ -185,7 +204,8 @@ def speculators_eagle1(_target: Path) -> Case:
     return Case(config, saved, tensors)
 
 
-EAGLE2 = (authors_eagle1, authors_eagle2, authors_qwen2, speculators_eagle1)
+EAGLE2 = (authors_eagle1, authors_eagle2, authors_qwen2, authors_qwen2_by_its_own_name, sglang_qwen2,
+          speculators_eagle1)
 
 
 def drafted(network: Network, tokens: list[int], states: Tensor) -> dict[tuple[int, ...], Tensor]:

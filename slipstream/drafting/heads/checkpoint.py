@@ -36,9 +36,10 @@ Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head wi
    the lm_head is its rows (``token_map.py``). The one target state is that after the final norm.
 
 It knows nothing about sessions or forwards. Formats: arXiv 2401.15077, 2406.16858, 2503.01840, their reference
-repositories' checkpoints (``LlamaForCausalLMEagle3``; of the older ones ``LlamaForCausalLM``, which is why a whole
-model's folder is told by its missing ``fc``) and those of vLLM's speculators library; tensor names of targets as in
-transformers' checkpoints.
+repositories' checkpoints (``LlamaForCausalLMEagle3``, which AngelSlim calls as vLLM does; of the older ones
+``LlamaForCausalLM`` or, for Qwen2, that one's name, which is why a whole model's folder is told by its missing ``fc``;
+SGLang adds ``Eagle``) and those of vLLM's speculators library; tensor names of targets as in transformers'
+checkpoints.
 """
 
 from __future__ import annotations
@@ -236,9 +237,10 @@ class Kind:
     others: str
 
 
-EAGLE3 = Kind("eagle3", (ARCHITECTURE,), (),
+EAGLE3 = Kind("eagle3", (ARCHITECTURE, "Eagle3LlamaForCausalLM"), (),
               "EAGLE-1 and EAGLE-2 heads are for draft.drafter: eagle2")
-EAGLE2 = Kind("eagle", ("LlamaForCausalLM", "LlamaForCausalLMEagle"), ("layernorms",),
+EAGLE2 = Kind("eagle", ("LlamaForCausalLM", "LlamaForCausalLMEagle", "Qwen2ForCausalLM", "Qwen2ForCausalLMEagle"),
+              ("layernorms",),
               "EAGLE-3 heads are for draft.drafter: eagle3")
 
 
