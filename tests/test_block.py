@@ -26,6 +26,8 @@ from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.requests import Sampling
 from tests.block_folder import (
     BLOCK,
+    IDS,
+    MASK,
     block_tensors,
     deepspec_config,
     speculators_block_config,
@@ -267,6 +269,9 @@ REFUSED = [
     (deepspec_config(markov_rank=1 << 20), "markov_rank: expected a number from 0 to 16384"),
     (deepspec_config(markov_rank=0), "confidence_head_with_markov: it needs a markov_rank above 0"),
     (deepspec_config(sample_from_anchor="yes"), "sample_from_anchor: expected true or false, found 'yes'"),
+    (zlab_config(query_zero_predicts_next=1), "query_zero_predicts_next: expected true or false, found 1"),
+    (deepspec_config(sample_from_anchor=True, query_zero_predicts_next=False),
+     "query_zero_predicts_next: False, but sample_from_anchor, which means the same, is True"),
     (deepspec_config(target_hidden_size=64), "target_hidden_size: the head was made for 64, the target has 48"),
     (speculators_block_config(aux_hidden_state_layer_ids=[0] * 65), "aux_hidden_state_layer_ids: expected 1 to 64"),
     (speculators_block_config(aux_hidden_state_layer_ids=[9]), "aux_hidden_state_layer_ids: .*8 layers"),
@@ -289,7 +294,10 @@ def test_a_folder_is_refused_by_the_field_that_is_wrong(tmp_path: Path, target: 
     (speculators_block_config("dflash", sample_from_anchor=None), False),
     (speculators_block_config(sample_from_anchor=None), True),
     (speculators_block_config(sample_from_anchor=None, speculators_config={
-        "proposal_methods": [{"speculative_tokens": BLOCK - 1}]}), False)], ids=range(7))
+        "proposal_methods": [{"speculative_tokens": BLOCK - 1}]}), False),
+    (zlab_config(query_zero_predicts_next=True), True), (deepspec_config(query_zero_predicts_next=False), False),
+    (zlab_config(dflash_config={"mask_token_id": MASK, "target_layer_ids": IDS, "query_zero_predicts_next": True,
+                                "sample_from_anchor": True}), True)], ids=range(10))
 def test_what_a_slot_predicts_is_read_or_follows(tmp_path: Path, target: Path, config: dict[str, Any],
                                                  wanted: bool) -> None:
     assert read_block_head(write_block_folder(tmp_path, config), target).from_anchor is wanted

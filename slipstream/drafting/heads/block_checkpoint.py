@@ -7,9 +7,9 @@ Rules (those of every head stand in ``checkpoint``):
    i + 1; ``aux_hidden_state_layer_ids`` of speculators name what *enters* a layer.
 3. ``sample_from_anchor`` says what a slot predicts: true, slot k the token after its place, the first one included;
    false, slot k the token at its place, and the first one nothing. Nothing but acceptance shows a wrong reading, so it
-   is taken from the field, else from what only one reading allows: DeepSpec's class is true, z-lab's without a markov
-   head and speculators' ``dflash`` are false, and a speculators folder that proposes ``block_size`` tokens is true, one
-   less false. What remains is refused by the field's name.
+   is taken from the field (``query_zero_predicts_next`` is another name of it), else from what only one reading allows:
+   DeepSpec's class is true, z-lab's without a markov head and speculators' ``dflash`` are false, and a speculators
+   folder that proposes ``block_size`` tokens is true, one less false. What remains is refused by the field's name.
 4. Tensors, by plain names: ``fc.weight``, ``hidden_norm.weight``, ``layers.i.*`` with ``input_layernorm``,
    ``norm.weight``; with ``markov_rank`` above 0 ``markov_head.markov_w1`` (rows of the target's vocabulary) and
    ``markov_w2`` (of the draft's), ``gate_proj`` for gated and ``joint_proj`` for rnn heads; ``confidence_head.proj``;
@@ -48,6 +48,7 @@ FLAT = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
 DEEPSPEC = "Qwen3DSparkModel"
 SPECULATORS = ("dflash", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
+ANCHOR = ("sample_from_anchor", "query_zero_predicts_next")  # one field under two names
 MAX_TAPS = 64  # as on the wire
 NEUTRAL = {"projector_type": ("dflash", "dspark"), "input_embedding_scale": (1, 1.0), "output_multiplier": (1, 1.0),
            "logit_scale": (1, 1.0), "use_swa": (False,), "causal": (False,), "is_causal": (False,),
@@ -160,8 +161,12 @@ def _taps(published: Published, num_layers: int) -> tuple[int, ...]:
 
 def _from_anchor(published: Published, markov: bool) -> bool:
     """Rule 3."""
-    if published.raw.get("sample_from_anchor") is not None:
-        return published.flag("sample_from_anchor")
+    said = {name: published.flag(name) for name in ANCHOR if published.raw.get(name) is not None}
+    if len(set(said.values())) == 2:
+        raise ModelError(f"{published.where}: {ANCHOR[1]}: {said[ANCHOR[1]]}, but {ANCHOR[0]}, which means the same, "
+                         f"is {said[ANCHOR[0]]}")
+    if said:
+        return said.popitem()[1]
     if published.speculators:
         proposed, block = _proposed(published), published.integer("block_size", high=MAX_NODES)
         if published.speculators == "dflash" or proposed == block - 1:
