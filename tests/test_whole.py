@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -215,6 +216,16 @@ def test_states_that_are_no_numbers_grow_nothing(head: EagleHead, others: int) -
 def test_too_few_slots_for_a_whole_tree_are_enough_for_a_level(head: EagleHead) -> None:
     both = WholeTrees(head, 4, 4, slots=11 + 8)
     both.open(1, 12)
+    (growth,) = both.grow([1])
+    assert len(growth.tokens) == 12 and both.watched.calls == []
+    both.close()
+
+
+def test_a_vocabulary_smaller_than_a_nodes_children_grows_level_by_level(tmp_path: Path) -> None:
+    config = eagle_config(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, draft_vocab_size=3)
+    both = WholeTrees(read_head(write_eagle_folder(tmp_path / "head", config, eagle_tensors(config)),
+                                write_tiny_model(tmp_path / "target", num_hidden_layers=8)), 4, 2)
+    both.open(1, 9)
     (growth,) = both.grow([1])
     assert len(growth.tokens) == 12 and both.watched.calls == []
     both.close()

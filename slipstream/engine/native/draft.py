@@ -199,8 +199,8 @@ class NativeDraft:
         return self._states.index_select(0, batch.logit_rows), self._head(normed)
 
     def takes(self, levels: int, topk: int) -> bool:
-        """Any tree."""
-        return True
+        """Any tree, of a vocabulary that has so many children for a node."""
+        return topk <= self._head.packed.outer
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at
