@@ -93,10 +93,13 @@ def specforge(_target: Path) -> Case:
     return Case(config, tensors, taps=(1, 4, 7))
 
 
+VLLMS: Config = {"architectures": ["Eagle3LlamaForCausalLM"]}
+
+
 def angelslim(_target: Path) -> Case:
     """The authors' head under vLLM's name for it."""
-    config = eagle_config(architectures=["Eagle3LlamaForCausalLM"], attention_bias=False, head_dim=8,
-                          max_window_layers=8, rope_scaling=None, sliding_window=None, use_sliding_window=False)
+    config = eagle_config(attention_bias=False, head_dim=8, max_window_layers=8, rope_scaling=None, sliding_window=None,
+                          use_sliding_window=False, **VLLMS)
     return Case(config, eagle_tensors(config))
 
 
@@ -274,6 +277,13 @@ def test_the_authors_triple_means_what_enters_its_layers(tmp_path: Path, target:
     assert read_head(write_eagle_folder(tmp_path, config), target).taps == (2, 4, 5)
 
 
+@pytest.mark.parametrize("name", ["eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids"])
+@pytest.mark.parametrize("ids", [[2, 4, 5], [1, 3, 4]])
+def test_the_usual_layers_are_known_by_either_reading(tmp_path: Path, target: Path, name: str, ids: list[int]) -> None:
+    config = eagle_config(**VLLMS, **{name: ids})
+    assert read_head(write_eagle_folder(tmp_path, config, eagle_tensors(config)), target).taps == (2, 4, 5)
+
+
 def test_shards_are_read(tmp_path: Path, target: Path) -> None:
     folder, tensors = write_eagle_folder(tmp_path / "whole"), eagle_tensors(eagle_config())
     names = sorted(tensors)
@@ -352,6 +362,8 @@ def test_weights_of_a_kind_that_is_not_computed_with_are_refused(tmp_path: Path,
     ({"num_attention_heads": 5}, "num_key_value_heads"),
     ({"draft_vocab_size": 95}, "lm_head.weight has shape|d2t has shape"),
     ({"hidden_size": 0}, "hidden_size"),
+    (VLLMS | {"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, "eagle_aux_hidden_state_layer_ids: .*does not say"),
+    (VLLMS | {"aux_hidden_states_layer_ids": [1, 4, 7]}, "aux_hidden_states_layer_ids: .*does not say"),
 ])
 def test_an_eagle3_config_that_does_not_fit_is_refused(tmp_path: Path, target: Path, change: Config,
                                                        match: str) -> None:

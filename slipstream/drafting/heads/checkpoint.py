@@ -26,7 +26,8 @@ Rules of EAGLE-3 (``read_head``):
 10. Target states: without ``eagle_aux_hidden_state_layer_ids`` those that *enter* layers 2, n // 2 and n - 3 of a
    target with n layers. Explicit ids name, in the authors' layout, layers by their *output*, so id i is what enters
    layer i + 1; but when they are that same triple they mean it (heads of both readings are published; SGLang tells them
-   apart by their first id). In the speculators layout ids name what *enters* a layer.
+   apart by their first id). In the speculators layout ids name what *enters* a layer. Under vLLM's name for the
+   architecture either is meant: what is not that triple by one of the readings is refused.
 11. ``norm_before_residual`` (speculators): the residual stream begins after ``hidden_norm``, not before it.
 
 Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head with trees by joint probability):
@@ -225,6 +226,7 @@ def lent_ends(tensors: Mapping[str, torch.Tensor], config: ModelConfig, target: 
 
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+VLLMS = "Eagle3LlamaForCausalLM"  # of the same layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,7 @@ class Kind:
     others: str
 
 
-EAGLE3 = Kind("eagle3", (ARCHITECTURE, "Eagle3LlamaForCausalLM"), (),
+EAGLE3 = Kind("eagle3", (ARCHITECTURE, VLLMS), (),
               "EAGLE-1 and EAGLE-2 heads are for draft.drafter: eagle2")
 EAGLE2 = Kind("eagle", ("LlamaForCausalLM", "LlamaForCausalLMEagle", "Qwen2ForCausalLM", "Qwen2ForCausalLMEagle"),
               ("layernorms",),
@@ -321,6 +323,14 @@ def _taps(published: Published, num_layers: int) -> tuple[int, ...]:
         raise ModelError(f"{where}: eagle_config: heads that read the last state alone are not EAGLE-3 heads")
     ids = section.get("eagle_aux_hidden_state_layer_ids", fields.get("eagle_aux_hidden_state_layer_ids"))
     default = (2, num_layers // 2, num_layers - 3)
+    if fields.get("architectures") == [VLLMS]:
+        usual = [[*default], [i - 1 for i in default]]
+        for name, found in (("eagle_aux_hidden_state_layer_ids", ids),
+                            ("aux_hidden_states_layer_ids", fields.get("aux_hidden_states_layer_ids"))):
+            if found is not None and found not in usual:
+                raise ModelError(f"{where}: {name}: {VLLMS} does not say whether {found} names what enters layers or "
+                                 f"what leaves them; call it {ARCHITECTURE}, with eagle_aux_hidden_state_layer_ids by "
+                                 "their output")
     if ids is None:
         taps = default
     elif isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
