@@ -302,6 +302,22 @@ def test_plain_decoding_is_not_looked_up_for_and_teaches_what_steps_cost() -> No
         assert {one.state for step in told for one in step.requests} == {"plain"} and len(told) > 30
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_request_that_began_without_drafts_is_drafted_for_once_it_may_be(known: bool) -> None:
+    """Whether the router's switch comes while its prompt waits, or before it is opened anew."""
+    runner, chains = Runner(["a"], 400), fresh()
+    runner.requests["a"].sampling_params.extra_args = {SWITCH: PLAIN}
+    with drafted(chains):
+        if known:
+            assert play(runner, chains, 3) == 0
+        chains.allow("a", True)
+        if known:
+            runner.step([[]])  # a step that nobody tells us of, as while it was put back
+        assert play(runner, chains, 30) > 20
+        chains.ended(["a"])
+        assert play(runner, chains, 30) == 0, "it is held for another of its name"
+
+
 def test_what_is_said_of_a_request_behind_its_end_is_not_kept() -> None:
     runner, chains = Runner(["a"], 400), fresh()
     play(runner, chains, 2)

@@ -102,7 +102,7 @@ class Chains:
         self._most, self._deadline_s = config.policy.max_nodes, config.policy.deadline_max_s
         self._clock, self._metrics = clock, metrics
         self._sessions: dict[str, Followed] = {}
-        self._forbidden: set[str] = set()
+        self._allowed = dict[str, bool]()  # what was said last of requests that are not over
         self._over: dict[str, None] = {}  # the newest that ended, in order
         self._opened = 0
         self._before: set[str] = set()  # requests of the step before
@@ -120,10 +120,8 @@ class Chains:
     def allow(self, request: str, allowed: bool) -> None:
         """Whether ``request`` may be drafted for, from the next step on; before it is known too, and for nothing behind
         its end."""
-        if allowed:
-            self._forbidden.discard(request)
-        elif request not in self._over:
-            self._forbidden.add(request)
+        if request not in self._over:
+            self._allowed[request] = allowed
         if (one := self._sessions.get(request)) is not None:
             one.allow(allowed, self._clock())
 
@@ -280,17 +278,18 @@ class Chains:
     def _open(self, row: Row) -> Followed:
         self._close(row.request)
         self._opened += 1
+        said = self._allowed.get(row.request)
         one = self._sessions[row.request] = self.following.open(
-            self._opened, row.tokens(), row.prompt, row.sampling, row.limit, row.asked != PLAIN,
+            self._opened, row.tokens(), row.prompt, row.sampling, row.limit, said is True or row.asked != PLAIN,
             trace=well_formed(row.trace) if isinstance(row.trace, str) else "")
-        if row.request in self._forbidden:
+        if said is False:
             one.allow(False, self._clock())
         return one
 
     def _end(self, requests: Iterable[str]) -> None:
         for request in requests:
             self._close(request)
-            self._forbidden.discard(request)
+            self._allowed.pop(request, None)
             self._over[request] = None
         while len(self._over) > OVER:
             del self._over[next(iter(self._over))]
