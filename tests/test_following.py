@@ -250,6 +250,29 @@ def test_an_engine_without_rows_refuses_a_drafter_that_reads_them() -> None:
     assert one.link is None and not target.flush() and not target.pool.has_room
 
 
+def test_a_draft_that_comes_and_goes_while_nobody_looks_is_taken_once_and_holds_no_memory() -> None:
+    """An engine with nothing to do looks at nothing, be it for days."""
+    asked = list[FeatureSpec]()
+
+    def gives(spec: FeatureSpec) -> bool:
+        asked.append(spec)
+        return True
+
+    target, link = following(gives), Heard()
+    hello = DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 4096, 16, 8)
+    held = sys.getrefcount(hello)
+    for _ in range(50):
+        target.link_up(link, hello)
+        target.link_down(link, "unavailable")
+    assert sys.getrefcount(hello) == held, "its hello may have all weights of a projection"
+    target.link_up(link, hello)
+    target.inbox.drain()
+    assert asked == [SPEC] and target.pool.follows(link)
+    target.link_down(link, "unavailable")
+    target.inbox.drain()
+    assert not target.pool.follows(link)
+
+
 def test_nonsense_parts_the_drafter_and_a_lost_one_costs_nothing() -> None:
     target, link = following(), Heard()
     target.link_up(link, SILENT)

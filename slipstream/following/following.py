@@ -96,10 +96,11 @@ class Lane:
     """What one peer has to tell, in order: posted on its thread, done on the inbox's. A bounded number of events waits,
     so that a flood costs its sender and nobody else."""
 
-    __slots__ = ("_done", "_inbox", "_posted")
+    __slots__ = ("_done", "_inbox", "_posted", "hello")
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, hello: DraftHello) -> None:
         self._inbox = inbox
+        self.hello: DraftHello | None = hello  # until somebody has looked, or its stream is over
         self._posted = self._done = 0  # each counted by one thread alone
 
     @property
@@ -186,11 +187,14 @@ class Following:
     # From any thread.
 
     def link_up(self, link: Link, hello: DraftHello) -> None:
-        self._lanes[link] = Lane(self.inbox)
+        lane = self._lanes[link] = Lane(self.inbox, hello)
 
         def event() -> None:
+            given, lane.hello = lane.hello, None
+            if given is None:
+                return
             self._post.link_up(link)
-            self.pool.link_up(link, hello)
+            self.pool.link_up(link, given)
             self._faults[link] = FaultRate()
             self._nonsense.pop(link.address, None)
             self._put_aside()
@@ -200,7 +204,8 @@ class Following:
         self.inbox.post(event)
 
     def link_down(self, link: Link, reason: str) -> None:
-        self._lanes.pop(link, None)
+        if (lane := self._lanes.pop(link, None)) is not None:
+            lane.hello = None  # an engine with nothing to do may not look for days, and it may have many megabytes
 
         def event() -> None:
             self._post.link_down(link)
