@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slipstream_vllm import features
 from slipstream_vllm.adapter_0_32 import batch_of, final_norm, rows_of
 from slipstream_vllm.features import Rows, States, Taps
 from slipstream_vllm.options import Options
@@ -28,6 +29,7 @@ from slipstream.protocol.messages import (
     Projection,
     TargetHello,
 )
+from slipstream.protocol.requests import DraftStatus
 from tests.test_following import Heard, chosen
 
 LAYERS, NUM_LAYERS, HIDDEN, BLOCK = (2, 0, 3), 3, 2, 4
@@ -281,6 +283,43 @@ def test_what_cannot_be_given_is_refused_by_name_and_nothing_raises() -> None:
     engine.comes()
     engine.step({"a": 1})
     assert engine.told("a") == everything(engine, "a")
+
+
+def test_a_projection_that_there_is_no_memory_for_costs_its_draft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(spec: FeatureSpec, device: torch.device) -> Rows:
+        if spec.projection is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Rows(spec, device)
+
+    monkeypatch.setattr(features, "Rows", full)
+    engine, large = Engine(Runner({"a": PROMPT}, {"a": range(1, 30)})), Heard()
+    engine.comes()
+    engine.step({"a": len(PROMPT)})
+    (before,) = engine.chains.following.sessions
+    engine.chains.following.link_up(large, hello(PROJECTED))
+    engine.chains.following.link_up(Heard(), hello(PROJECTED))  # they are more: rows should be theirs
+    engine.step({"a": 1})
+    assert list(engine.chains.following.sessions) == [before], "others lost their sessions"
+    assert engine.told("a") == everything(engine, "a") and not large.items
+    told = engine.chains.following.pool.with_problem(DraftStatus(large.address, True))
+    assert "no memory" in told.problem
+
+
+def test_where_there_is_no_memory_for_a_texts_rows_they_are_a_gap_and_it_is_opened_once(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    def few(self: Rows, states: torch.Tensor) -> torch.Tensor:
+        if len(states) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return states
+
+    monkeypatch.setattr(Rows, "__call__", few)
+    engine = Engine(Runner({"a": PROMPT}, {"a": range(1, 30)}))
+    engine.comes()
+    engine.step({"a": len(PROMPT)})
+    for _ in range(3):
+        engine.step({"a": 1})
+    assert [type(item) for item in engine.link.items] == [Open, Commit, Commit, Commit]
+    assert engine.told("a") == everything(engine, "a")[-3:]
 
 
 @pytest.mark.parametrize(("given", "field"), [({"layers": "2"}, "layers"), ({"layers": ["2"]}, "layers"),

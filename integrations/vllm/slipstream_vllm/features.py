@@ -113,10 +113,14 @@ class States:
         self._owners, self._tokens = np.full(places, -1, np.int64), np.zeros(places, np.int32)
 
     def gives(self, spec: FeatureSpec) -> bool:
-        """Rows are sent as ``spec`` says from now on. False: they cannot be given."""
+        """Rows are sent as ``spec`` says from now on. False: they cannot be given, or there is no memory for its
+        projection; they are sent as before then."""
         if spec.layers != self.taps.layers:
             return False
-        self._rows = Rows(spec, self._pool.device)
+        try:
+            self._rows = Rows(spec, self._pool.device)
+        except torch.OutOfMemoryError:
+            return False
         return True
 
     def keep(self, batch: Callable[[], Batch], inner: Sequence[torch.Tensor] | None, last: torch.Tensor,
@@ -169,9 +173,13 @@ class States:
         gone = np.flatnonzero((self._owners[at] != slots) | (slots < 0)
                               | (self._tokens[at] != batch.tokens[place, positions]))
         at = at[int(gone[-1]) + 1 :] if len(gone) else at
-        parts = [Sent(self._rows(self._pool.index_select(0, self._near(at[first : first + CHUNK]))), self._aside)
-                 for first in range(0, len(at), CHUNK)]
-        return int(batch.ends[place]) - len(at), len(at), b"".join(part.rows() for part in parts)
+        end = int(batch.ends[place])
+        try:
+            parts = [Sent(self._rows(self._pool.index_select(0, self._near(at[first : first + CHUNK]))), self._aside)
+                     for first in range(0, len(at), CHUNK)]
+        except torch.OutOfMemoryError:  # a gap, as where they are gone
+            return end, 0, b""
+        return end - len(at), len(at), b"".join(part.rows() for part in parts)
 
     def _send_newest(self, batch: Batch, taps: Sequence[torch.Tensor], offsets: Indices,
                      reads: Callable[[str], bool]) -> None:
