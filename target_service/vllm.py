@@ -150,7 +150,8 @@ class VllmAnswer:
 
     def hand_back(self) -> None:
         """End it with Draining, so that another target goes on where it stopped, if one could."""
-        if self._tokens and not resumes(self._request, self._keyed):
+        begun = self._told or not self._outputs.empty()  # be its tokens still behind its prompt's scores, or unread
+        if begun and not resumes(self._request, self._keyed):
             return
         self._outcome = "handed_back"
         self._gone(self)  # whether its reader is quick or slow

@@ -555,6 +555,17 @@ async def test_a_drain_keeps_what_no_other_could_go_on_with_and_takes_back_what_
         assert not await draining
 
 
+async def test_a_drain_keeps_what_is_begun_though_its_reader_is_among_the_scores_of_its_prompt() -> None:
+    async with served(FakeEngine()) as service:
+        pieces = aiter(service.submit(replace(request(temperature=1.0), prompt_logprobs=0)))
+        assert (await anext(pieces)).prompt is not None
+        draining = asyncio.create_task(service.drain(0.0))
+        await asyncio.sleep(0)
+        rest = [piece async for piece in pieces]
+        assert len(tokens_of(rest)) == 12 and rest[-1].finish == "length"
+        draining.cancel()
+
+
 async def test_too_many_requests_are_refused() -> None:
     async with served(FakeEngine(hold=True), max_sessions=1) as service:
         for _ in range(MAX_WAITING + 2):
