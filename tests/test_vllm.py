@@ -32,6 +32,7 @@ PROMPT = list(b"one two three one two three")
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", 4, 2, 4096)
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 ROOM = Path(versions.__file__).parent
+PICTURE = 300  # above the model's tokens
 OPTIONS = Options(("127.0.0.1:8052",), deadline_s=0.2, prompt_lookup=False, always=True)
 ALLOWED = {"base", "choosing", "protocol", "decision", "following", "wire", "observe", "models"}
 
@@ -45,7 +46,7 @@ class Runner:
             max_tokens=max_tokens, temperature=temperature, extra_args=None, min_tokens=0))
             for request in requests}
         self.texts = {request: list(PROMPT) for request in requests}
-        self.input_batch = SimpleNamespace(req_ids=list(requests))
+        self.input_batch = SimpleNamespace(req_ids=list(requests), vocab_size=260)
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -140,6 +141,22 @@ def test_a_request_that_was_computed_anew_is_followed_again() -> None:
         runner.step([[]])  # a step that nobody tells us of, as while it was put back
         assert play(runner, chains, 30) > 20
     assert runner.texts["a"][len(PROMPT) :] == plain(len(runner.texts["a"]) - len(PROMPT))
+
+
+def test_what_stands_for_a_picture_may_be_no_token_of_the_model() -> None:
+    """A draft refuses a text that holds one, and the stream of whoever sends many; an engine that is told to verify one
+    ends."""
+    for lookup in (False, True):
+        runner, proposed = Runner(["a"], 400), [list[int]()]
+        runner.texts["a"][3] = runner.texts["a"][17] = PICTURE
+        chains, drafts = Chains(replace(OPTIONS, deadline_s=30.0, prompt_lookup=lookup).section(4),
+                                TargetMetrics("function")), list[int]()
+        with drafted(chains):
+            for _ in range(40):
+                output, sampled = runner.step(proposed)
+                proposed = chains.step(rows_of(runner, output, sampled), (), output.total_num_scheduled_tokens)
+                drafts += proposed[0]
+        assert len(drafts) > 20 and max(drafts) < PICTURE
 
 
 def test_finished_requests_are_closed() -> None:

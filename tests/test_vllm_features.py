@@ -72,7 +72,7 @@ class Runner:
         self.prompts = {request: len(text) for request, text in texts.items()}
         self.computed = dict.fromkeys(texts, 0)
         self.blocks = blocks
-        self.input_batch = SimpleNamespace()
+        self.input_batch = SimpleNamespace(vocab_size=260)
 
     def step(self, scheduled: Mapping[str, int],
              chains: Mapping[str, Sequence[int]]) -> tuple[Any, list[list[int]], list[torch.Tensor], torch.Tensor]:

@@ -143,7 +143,8 @@ class Runner:
         self.prompt = len(prompt)
         greedy = [params.temperature == 0.0 for params in asked]
         self.metadata = Metadata(all(greedy), not any(greedy), [params.presence_penalty for params in asked], [], [])
-        self.input_batch = SimpleNamespace(req_ids=names, sampling_metadata=self.metadata, generators={0: "vLLM's"})
+        self.input_batch = SimpleNamespace(req_ids=names, sampling_metadata=self.metadata, vocab_size=VOCAB,
+                                           generators={0: "vLLM's"})
 
     def _sample(self, logits: torch.Tensor, spec: Any) -> list[list[int]]:
         if spec is None:

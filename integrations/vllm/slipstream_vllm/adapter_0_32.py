@@ -209,7 +209,8 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
                 batch.num_prompt_tokens[:count].tolist(), strict=True)
     rows = list[Row]()
     for place, (request, new, length, prompt) in enumerate(facts):
-        asked, tokens = requests[request].sampling_params, partial(text_of, texts, place, length)
+        asked = requests[request].sampling_params
+        tokens = partial(text_of, texts, place, length, batch.vocab_size)
         drafted = len(verified[request]) if request in verified else 0
         if asked is None:
             rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right))
@@ -224,9 +225,11 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
     return rows
 
 
-def text_of(texts: Any, place: int, length: int) -> list[int]:
-    """The first ``length`` tokens of row ``place``."""
-    known: list[int] = texts[place, :length].tolist()
+def text_of(texts: Any, place: int, length: int, vocab_size: int) -> list[int]:
+    """The first ``length`` tokens of row ``place``. What stands for a picture may be none of the model's: drafts refuse
+    it, and the engine would end if it had to verify one, so it is the token 0."""
+    tokens = texts[place, :length]
+    known: list[int] = np.where((tokens >= 0) & (tokens < vocab_size), tokens, 0).tolist()
     return known
 
 
