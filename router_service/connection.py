@@ -21,7 +21,8 @@ Rules:
 7. Connections are not requests. Of connections there is room for twice the requests and more, half of it for one
    address; beyond that whoever has kept the server waiting longest goes, be it without a request, in a head or in a
    body. A request that is here whole is never broken off. Beyond ``requests`` that are, others are refused with 429,
-   but those for a probe.
+   but those for a probe. The bodies of all that are not answered have ``MOST_BODIES`` bytes; beyond those, the one that
+   has been coming for longest goes.
 
 Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events. It knows nothing about routes.
 """
@@ -54,6 +55,7 @@ from slipstream.observe.metrics import RouterMetrics
 
 MAX_HEADER_BYTES = 32 << 10
 MAX_WAITING = 16
+MOST_BODIES = 256 << 20  # bytes
 HEAD_S = 30.0
 LINGER_S = 2.0  # what a refused client still sends is read and dropped for so long
 LINE_BYTES = 4  # of a header's line beside its name and value
@@ -95,6 +97,9 @@ class Room:
         self._probes = probes
         self._metrics = metrics
         self._back_s = back_s
+        self._bodies: dict[Connection, int] = {}  # bytes that came, of requests that are not answered
+        self._coming: dict[Connection, None] = {}  # those of them that are not whole, the oldest first
+        self._num_bytes = 0
         metrics.connections(lambda: self.guests.num_idle, lambda: self.guests.num_at_work)
 
     def ask(self, path: bytes) -> None:
@@ -103,6 +108,26 @@ class Room:
             self._metrics.connection_refused("requests")
             raise Refused(problem_of(CapacityError("this server answers as many requests as it can; try again later",
                                                    self._back_s())))
+
+    def comes(self, connection: Connection, num_bytes: int, alone: bool) -> None:
+        """More of a body; ``alone``: no request before it waits for its answer on this connection."""
+        self._bodies[connection] = self._bodies.get(connection, 0) + num_bytes
+        self._num_bytes += num_bytes
+        if alone:
+            self._coming[connection] = None
+        while self._num_bytes > MOST_BODIES and self._coming:
+            oldest = next(iter(self._coming))
+            self.lets_go(oldest)
+            self._end(oldest, "bodies")
+
+    def whole(self, connection: Connection) -> None:
+        """Its body is here."""
+        self._coming.pop(connection, None)
+
+    def lets_go(self, connection: Connection) -> None:
+        """Nothing of it is kept any more."""
+        self.whole(connection)
+        self._num_bytes -= self._bodies.pop(connection, 0)
 
     def _end(self, connection: Connection, why: str) -> None:
         self._metrics.connection_refused(why)
@@ -155,6 +180,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
         self._room.guests.leave(self)
+        self._room.lets_go(self)
         self._stop_timer()
         self._unset_keepalive_if_required()  # uvicorn forgets it where the connection was reset
         super().connection_lost(exc)
@@ -228,12 +254,15 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unheard = 0
+        if not self.cycle.response_complete:  # else it is dropped
+            self._room.comes(self, len(body), not self._at_work)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._unheard = 0
         if not self.parser.should_upgrade():  # then the parser has not looked for a body
             self._in_body = False
+            self._room.whole(self)
             super().on_message_complete()
             self._settle()
             if not self.pipeline:  # a large body has paused reading, and who does not read hears of no end
@@ -246,6 +275,8 @@ class Connection(HttpToolsProtocol):
     def _settle(self) -> None:
         """At work is a connection while a request that is here whole is answered."""
         at_work = bool(self.pipeline) or (self._answering() and not self.cycle.more_body)
+        if not self._answering():
+            self._room.lets_go(self)
         if at_work != self._at_work:
             self._at_work = at_work
             (self._room.guests.at_work if at_work else self._room.guests.idle)(self)

@@ -208,6 +208,31 @@ async def test_half_a_request_makes_room_and_is_told(monkeypatch: pytest.MonkeyP
         assert await half.read() == b""
 
 
+async def test_bodies_have_so_many_bytes_together_and_the_oldest_that_is_not_whole_goes(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MOST_BODIES", 2500)
+    head, app = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n", Slow()
+    async with door(monkeypatch, app) as found:
+
+        async def comes(sent: bytes) -> Socket:
+            socket = await found.knock(sent)
+            reader, _ = await found.knock(PROBE)  # when it is answered, those bytes have been read
+            assert await answer(reader) == 200
+            return socket
+
+        whole, _ = await comes(head + bytes(1000))
+        half, _ = await comes(head + bytes(900))
+        other, rest = await comes(head + bytes(900))
+        assert await answer(half) == 503 and await half.read() == b""
+        rest.write(bytes(100))
+        app.go.set()
+        assert await answer(whole) == await answer(other) == 200
+        assert found.counted("connections_refused_total", "bodies") == 1
+        for _ in range(6):  # what is answered is not kept
+            reader, _ = await comes(head + bytes(1000))
+            assert await answer(reader) == 200
+
+
 async def test_a_request_that_is_here_whole_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     app = Slow()
     async with door(monkeypatch, app) as found:
