@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from typing import cast
 
 import pytest
+from click import Group
+from typer.main import get_command
 
+from slipstream.cli.commands import app
 from slipstream.train.crew import Part, divided, merged
 
 # In a process of its own: a crew forks, which only works before the first backward pass of a process.
@@ -43,6 +48,44 @@ def test_a_crew_steps_as_one_process_does() -> None:
                                    check=True, timeout=300).stdout.split() for size in "13")
     assert len(alone) == 27
     assert [float(word) for word in three] == pytest.approx([float(word) for word in alone], abs=1e-11)
+
+
+# A process that is gone between two steps, and one that goes in the middle of one.
+LOST = """
+import multiprocessing
+import os
+import signal
+import sys
+import torch
+from slipstream.train.crew import Crew, Part
+
+main = os.getpid()
+
+def compute(batch):
+    if os.getpid() != main and sys.argv[1] == "within" and batch == [9]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Part(len(batch), 0, 0.0, ())
+
+crew = Crew({"a": torch.ones(1, requires_grad=True)}, compute, 2)
+crew.run([0, 1], [1, 1])
+if sys.argv[1] == "between":
+    for mate in multiprocessing.active_children():
+        mate.kill()
+        mate.join()
+try:
+    crew.run([8, 9], [2, 1])
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("when", ["between", "within"])
+def test_a_process_that_is_lost_is_told_with_an_option_that_there_is(when: str) -> None:
+    told = subprocess.run([sys.executable, "-c", LOST, when], capture_output=True, text=True, check=True, timeout=300)
+    assert told.stdout.startswith("CapacityError a process that trains has ended"), told
+    there = {name for option in cast(Group, get_command(app)).commands["train-head"].params for name in option.opts}
+    named = set(re.findall(r"--[a-z-]+", told.stdout))
+    assert named and named <= there
 
 
 def test_items_are_divided_by_size() -> None:

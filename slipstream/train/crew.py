@@ -56,13 +56,13 @@ class Crew:
     def run(self, batch: Sequence[int], sizes: Sequence[int]) -> Part:
         """Compute ``batch``, whose items are as large as ``sizes`` say; the gradients are in the weights."""
         parts = divided(batch, sizes, len(self._mates) + 1)
-        for (pipe, _), part in zip(self._mates, parts[1:], strict=True):
-            pipe.send(part)
         try:
+            for (pipe, _), part in zip(self._mates, parts[1:], strict=True):
+                pipe.send(part)
             found = [self._compute(parts[0]), *(pipe.recv() for pipe, _ in self._mates)]
-        except EOFError as error:
+        except (EOFError, ConnectionError) as error:  # ConnectionError: it ended between two steps
             raise CapacityError("a process that trains has ended, for want of memory perhaps; go on with the same "
-                                "command and fewer --processes") from error
+                                "command and fewer --threads") from error
         total = sum(part.weight for part in found)
         if total:
             self._gather([part.weight / total for part in found])
