@@ -8,12 +8,13 @@ import multiprocessing
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -417,6 +418,20 @@ def test_a_head_is_named_unlike_those_that_come_along(monkeypatch: pytest.Monkey
     assert [job.out.name for job in jobs] == ["smollm2-135m-eagle3-trained"] and jobs[0].out.name not in HEADS
 
 
+def test_a_target_without_a_chat_template_goes_on_with_given_prompts(simple_folder: Path, tmp_path: Path) -> None:
+    folder, prompts = tmp_path / "target", tmp_path / "prompts.jsonl"
+    shutil.copytree(simple_folder, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": None}))
+    prompts.write_text('{"prompt": "abc"}\n{"turns": ["de", "fg"]}\n')
+    recipe = Recipe(minutes=0, steps=1, prompts=prompts, batch=4, limits=Limits(max_answer=8))
+    collect(folder, tmp_path / "work", recipe, lambda totals, share: None)
+    identity = identity_of(folder, ModelConfig.from_folder(folder))
+    given = {talk.number: bytes(int(token) for token in talk.tokens[talk.roles == GIVEN] if token < 256)
+             for talk in Shards([tmp_path / "work"], identity).conversations(held_out=False)}
+    assert given == {0: b"abc", 1: b"defg"}
+
+
 def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> None:
     """Three processes make given prompts into conversations: each one once, whoever made it."""
     prompts = tmp_path / "prompts.jsonl"
@@ -506,6 +521,19 @@ def test_a_full_disk_is_told_and_what_is_whole_is_kept(tmp_path: Path) -> None:
     assert found is not None and found.state == {"step": 1}
     writer.flush(1.0)
     assert Shards([tmp_path / "work"], identity).numbers() == {0, 1}
+
+
+def test_a_checkpoint_of_the_same_step_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command again after the last step, killed while it saves: what was trained is still there."""
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    save(tmp_path, 1, Checkpoint({"w": torch.ones(2)}, {}, {"step": 1}), {})
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        save(tmp_path, 1, Checkpoint({"w": torch.ones(2)}, {}, {"step": 1}), {})
+    found = newest(tmp_path, {})
+    assert found is not None and found.state == {"step": 1}
 
 
 def kill_when(command: list[str], folder: Path, pattern: str) -> None:

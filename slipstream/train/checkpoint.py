@@ -36,6 +36,8 @@ def save(folder: Path, step: int, checkpoint: Checkpoint, identity: Mapping[str,
     """Write the checkpoint of ``step`` and remove older ones. Raises ConfigError where it cannot be written; the older
     one stays."""
     place = folder / f"step-{step:08d}"
+    if place.exists():  # the same step again: nothing was trained in between, and a kill while it is replaced loses it
+        return
     with named("--work", folder), fresh(place.with_suffix(".partial")) as partial:
         save_file(_plain(checkpoint.tensors), partial / "head.safetensors")
         save_file(_plain(checkpoint.optimizer), partial / "optimizer.safetensors")
@@ -44,8 +46,6 @@ def save(folder: Path, step: int, checkpoint: Checkpoint, identity: Mapping[str,
         for file in partial.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-        if place.exists():  # the same step again: nothing was trained in between
-            shutil.rmtree(place)
         partial.rename(place)
     for old in folder.glob("step-*"):
         if old != place:

@@ -145,7 +145,7 @@ class Generator:
 
     def _begin(self, plan: Plan, slots: NDArray[np.int64]) -> Talk:
         talk = Talk(plan, slots, list(self._opening), [GIVEN] * len(self._opening), len(self._shared))
-        if not self._turns.plain:
+        if not self._turns.plain or plan.questions[0] is not None:  # without turns nobody asks, but a prompt is given
             self._ask(talk, self._turns.encode(plan.opener))
         return talk
 
