@@ -34,6 +34,7 @@ from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.model import ModelConfig, load_tensors
+from slipstream.engine.preparation import prepare_as
 from slipstream.models.folder import HEADS, made_for, weights_hash
 from slipstream.protocol.messages import Features
 from slipstream.train.anchors import blocks_of, learn
@@ -406,6 +407,18 @@ def test_a_target_of_another_family_is_refused_with_those_that_are_trained_for(t
     assert isinstance(result.exception, ConfigError), result.exception
     assert "'gemma2', and heads are trained for llama, mistral" in str(result.exception)
     assert "--set" not in str(result.exception)
+
+
+def test_a_target_in_int8_is_refused(tmp_path: Path) -> None:
+    """A head would begin with its whole numbers, and their scales would be lost."""
+    source = write_tiny_model(tmp_path / "target", hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
+                              head_dim=32)
+    folder = prepare_as("int8", source, tmp_path / "whole")
+    result = CliRunner().invoke(app, ["train-head", "--target", str(folder), "--minutes", "0", "--tokens", "1",
+                                      "--steps", "1", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")])
+    assert isinstance(result.exception, ConfigError), result.exception
+    assert "holds int8 weights; name the folder that it was prepared from" in str(result.exception)
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_head_is_named_unlike_those_that_come_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

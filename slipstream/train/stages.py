@@ -23,6 +23,7 @@ import torch
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.heads.block_checkpoint import BlockHead, read_block_head
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
+from slipstream.engine.int8 import holds_int8
 from slipstream.engine.model import FAMILY, ModelConfig, device_of, dtype_of, load_tensors
 from slipstream.models.folder import read_json, weights_hash
 from slipstream.train.block_head import mask_token, warm_block_head
@@ -100,11 +101,14 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
 
 
 def _config_of(target: Path) -> ModelConfig:
-    """What a head is built from. Raises ConfigError for a model that serves with another engine alone, ModelError."""
+    """What a head is built from. Raises ConfigError for a model that serves with another engine alone, or that has
+    no floating-point weights to begin with, ModelError."""
     kind = read_json(target / "config.json").get("model_type")
     if kind not in tuple(FAMILY):  # whatever kind of value it is
         raise ConfigError(f"--target: {target} is of model_type {kind!r}, and heads are trained for "
                           f"{', '.join(FAMILY)}; choose a model of one of these")
+    if holds_int8(target):  # a head begins as a copy of the target's weights
+        raise ConfigError(f"--target: {target} holds int8 weights; name the folder that it was prepared from")
     return ModelConfig.from_folder(target)
 
 
