@@ -261,6 +261,7 @@ class Silent:
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.lines: list[str] = []
 
     def collecting(self, totals: Totals, share: float) -> None:
         pass
@@ -269,7 +270,7 @@ class Silent:
         self.losses.append(progress.loss)
 
     def say(self, line: str) -> None:
-        pass
+        self.lines.append(line)
 
 
 def test_a_short_run_learns_to_draft(simple_folder: Path, tmp_path: Path) -> None:
@@ -463,6 +464,20 @@ def test_conversations_of_another_target_are_refused_by_the_name_of_the_option(t
     (place / "index.json").write_text('{"format": 1, "identity": {"target": "another"}, "conversations": []}')
     with pytest.raises(ConfigError, match=f"choose another --work or --data, or remove {tmp_path / 'work'}"):
         Shards([tmp_path / "work"], {"target": "this"})
+
+
+def test_further_conversations_are_there_and_count_once(simple_folder: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    recipe = Recipe(minutes=0, tokens=200, train=False, batch=8, limits=Limits(max_question=24, max_answer=16))
+    job = Job(simple_folder, "simple", tmp_path / "head", work, (), recipe)
+    make_head(job, Silent())
+    told = Silent()
+    make_head(replace(job, data=(work, work / ".." / "work"), recipe=replace(recipe, generate=False)), told)
+    count = len(Shards([work], identity_of(simple_folder, ModelConfig.from_folder(simple_folder))).numbers())
+    assert told.lines[0].startswith(f"{count} conversations, "), told.lines
+    with pytest.raises(ConfigError, match=f"--data: there are no conversations in {tmp_path / 'mistyped'}"):
+        make_head(replace(job, work=tmp_path / "more", data=(work, tmp_path / "mistyped")), Silent())
+    assert not list(tmp_path.glob("more/shard-*")), "it is said before anything is made"
 
 
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     name, recipe = Path(target).name, replace(recipe, device=device, processes=processes)
     work = work or default_root().parent / "train" / name
     out = (out or Path(f"{name}-{recipe.kind}-trained")).expanduser().resolve()  # "." has no name to write beside
+    data = tuple(folder.expanduser() for folder in data)
     job = Job(resolve(target), name, out, work.expanduser().resolve(), data, recipe)
     with _shown(console) as watcher:
         found = make_head(job, watcher)

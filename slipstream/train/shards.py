@@ -98,12 +98,12 @@ class ShardWriter:
 
 
 class Shards:
-    """The whole shards of some folders, as they are now."""
+    """The whole shards of some folders, as they are now; a folder that is named twice counts once."""
 
     def __init__(self, folders: Sequence[Path], identity: Mapping[str, Any]) -> None:
         """Raises ConfigError when a shard was made under another identity."""
         self._entries: list[tuple[Path, dict[str, Any]]] = []
-        for place in [place for folder in folders for place in _places(folder)]:
+        for place in [place for folder in dict.fromkeys(f.resolve() for f in folders) for place in _places(folder)]:
             index = json.loads((place / "index.json").read_text(encoding="utf-8"))
             if index["format"] != FORMAT or index["identity"] != dict(identity):
                 raise ConfigError(f"{place}: was made with another target or layout; choose another --work or "

@@ -71,10 +71,14 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     check_work(job.work)
     if recipe.train:
         check_out(job.out, job.target, job.work)
+    identity = identity_of(job.target, config)
+    for folder in job.data:
+        if not Shards([folder], identity).numbers():
+            raise ConfigError(f"--data: there are no conversations in {folder}; name a folder that was --work before")
     if recipe.generate:
         with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
             collect(job.target, job.work, recipe, watcher.collecting)
-    shards = Shards([job.work, *job.data], identity_of(job.target, config))
+    shards = Shards([job.work, *job.data], identity)
     totals = shards.totals()
     if not totals.conversations:
         raise ConfigError(f"there are no conversations in {job.work}: leave --no-generate out, or name a folder of "
