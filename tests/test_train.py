@@ -432,6 +432,19 @@ def test_a_head_is_named_unlike_those_that_come_along(monkeypatch: pytest.Monkey
     assert [job.out.name for job in jobs] == ["smollm2-135m-eagle3-trained"] and jobs[0].out.name not in HEADS
 
 
+def test_a_target_that_is_named_by_where_one_stands_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else all such targets share one folder of --work, which is that of the others' folders."""
+    jobs = list[Job]()
+    (tmp_path / "mine/within").mkdir(parents=True)
+    monkeypatch.setattr(training, "resolve", Path)
+    monkeypatch.setattr(training, "make_head", lambda job, watcher: jobs.append(job))
+    for place, target in ((tmp_path / "mine", "."), (tmp_path / "mine/within", ".."), (tmp_path, "mine/")):
+        monkeypatch.chdir(place)
+        result = CliRunner().invoke(app, ["train-head", "--target", target])
+        assert result.exit_code == 0, result.exception
+    assert {(job.name, job.out.name, job.work.name) for job in jobs} == {("mine", "mine-eagle3-trained", "mine")}
+
+
 def test_a_target_without_a_chat_template_goes_on_with_given_prompts(simple_folder: Path, tmp_path: Path) -> None:
     folder, prompts = tmp_path / "target", tmp_path / "prompts.jsonl"
     shutil.copytree(simple_folder, folder)

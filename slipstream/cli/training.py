@@ -5,6 +5,7 @@ It knows nothing about how heads are made.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +34,13 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
         torch.set_num_threads(threads)
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
     processes = min(torch.get_num_threads(), MOST_PROCESSES) if device == "cpu" else 1
-    name, recipe = Path(target).name, replace(recipe, device=device, processes=processes)
+    folder = resolve(target)
+    name = Path(os.path.abspath(folder)).name  # "." has none
+    recipe = replace(recipe, device=device, processes=processes)
     work = work or default_root().parent / "train" / name
     out = (out or Path(f"{name}-{recipe.kind}-trained")).expanduser().resolve()  # "." has no name to write beside
-    data = tuple(folder.expanduser() for folder in data)
-    job = Job(resolve(target), name, out, work.expanduser().resolve(), data, recipe)
+    data = tuple(place.expanduser() for place in data)
+    job = Job(folder, name, out, work.expanduser().resolve(), data, recipe)
     with _shown(console) as watcher:
         found = make_head(job, watcher)
     if found:
