@@ -379,6 +379,19 @@ def test_held_out_conversations_without_an_answer_say_nothing(tiny_folder: Path,
     assert saved == [2] and [point.held_out for point in training.progress.history] == [()]
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_answers_behind_what_is_read_are_told(simple_folder: Path, tmp_path: Path, kind: Literal["eagle3", "dspark"]
+                                              ) -> None:
+    """Training would never make a step, and never end."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "x" * 60}) + "\n")
+    recipe = Recipe(minutes=0, steps=1, prompts=prompts, batch=4, limits=Limits(max_answer=8), draft_vocab=100,
+                    max_rows=60, kind=kind)
+    job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
+    with pytest.raises(ConfigError, match="there is nothing to learn: of a conversation the first 60 tokens are read"):
+        make_head(job, Silent())
+
+
 @pytest.mark.parametrize(("option", "place", "said"), [
     ("--out", "target", "--out: .*target is the target's own folder"),
     ("--out", "full", "--out: .*full holds other things"),

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 
 from slipstream.base.errors import ConfigError
@@ -122,6 +123,9 @@ def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> t
                       for kept in (False, True))
     if not ours:
         raise ConfigError("every conversation so far is held out: generate more (--minutes, --tokens)")
+    if not any(np.isin(talk.roles[SHORTEST - 1:recipe.max_rows + 1], recipe.learnt_roles).any() for talk in ours):
+        raise ConfigError(f"there is nothing to learn: of a conversation the first {recipe.max_rows} tokens are read, "
+                          "and no answer begins there; give shorter prompts")
     folder = job.work / ("checkpoints" if recipe.kind == "eagle3" else f"checkpoints-{recipe.kind}")
     identity = {**recipe.identity(), **identity_of(job.target, config)}
     begun = newest(folder, identity)
