@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,22 @@ async def test_a_chat_with_a_router_that_is_not_ready_says_what_it_says() -> Non
     await server.drain(0)
     first, *_ = str(result.exception).splitlines()
     assert first == f"no answer over gRPC from 127.0.0.1:{server.port}: no target has answered yet; try again soon"
+
+
+def test_a_chat_goes_on_after_bytes_that_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    class Talking(Chatter):
+        def models(self) -> list[str]:
+            return ["m"]
+
+        def chat(self, messages: Sequence[Message], *, model: str = "", **options: Any) -> Iterator[Delta]:
+            asked.append(messages[-1].content)
+            yield from ANSWER
+
+    monkeypatch.setattr("slipstream.wire.client.Client", lambda *_, **__: nullcontext(Talking()))
+    result = CliRunner().invoke(app, ["chat"], input=b"caf\xe9\nmore\n")
+    assert result.exception is None and asked == ["caf\ufffd", "more"]
 
 
 def test_config_prints_what_is_in_force(tmp_path: Path) -> None:

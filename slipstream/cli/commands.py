@@ -6,6 +6,7 @@ What is heavy (torch, gRPC, the services) is imported by the command that needs 
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -148,6 +149,8 @@ def chat(
     from slipstream.cli.host import first_key
     from slipstream.wire.client import Client
 
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no text costs a letter, not the conversation
     with Client(address, api_key=first_key(api_key_file) if api_key_file else "") as client:
         try:
             model = client.models()[0]
