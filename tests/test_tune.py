@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -114,6 +115,17 @@ def test_the_command_writes_a_configuration(tiny_folder: Path, tiny_draft_folder
     assert config.target.policy.max_nodes == config.draft.growth.num_draft_tokens
     assert (config.model.path, config.draft.model, config.draft.drafter, config.draft.dtype) == (
         str(tiny_folder), str(tiny_draft_folder), "standalone", "float32")
+
+
+def test_answers_that_end_at_once_measure_nothing(tiny_folder: Path, tiny_draft_folder: Path, tmp_path: Path) -> None:
+    folder, out = tmp_path / "target", tmp_path / "tuned.yaml"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(260))}))
+    result = CliRunner().invoke(app, [
+        "tune", "--target", str(folder), "--head", str(tiny_draft_folder), "--drafter", "standalone", "--out", str(out),
+        "--tokens", "8", "--steps", "1", "--topk", "1", "--set", "model.dtype=float32", "--set", "draft.dtype=float32"])
+    assert isinstance(result.exception, ConfigError) and "ended with its first token" in str(result.exception)
+    assert not out.exists()
 
 
 def test_the_command_says_whether_a_device_more_pays(tiny_folder: Path, tiny_draft_folder: Path, tmp_path: Path,
