@@ -107,7 +107,8 @@ def test_the_command_writes_a_configuration(tiny_folder: Path, tiny_draft_folder
     result = CliRunner().invoke(app, [
         "tune", "--target", str(tiny_folder), "--head", str(tiny_draft_folder), "--drafter", "standalone", "--prompts",
         str(questions), "--out", str(out), "--tokens", "16", "--steps", "1,3", "--topk", "1,2", "--nodes", "6",
-        "--set", "model.dtype=float32", "--set", "draft.dtype=float32", "--set", "model.threads=1"])
+        "--set", "model.dtype=float32", "--set", "draft.dtype=float32", "--set", "model.threads=1",
+        "--set", "model.kernels=torch"])
     assert result.exit_code == 0, result.exception
     assert "÷ plain" in result.output and "best:" in result.output
     config = load(out)
@@ -115,6 +116,7 @@ def test_the_command_writes_a_configuration(tiny_folder: Path, tiny_draft_folder
     assert config.target.policy.max_nodes == config.draft.growth.num_draft_tokens
     assert (config.model.path, config.draft.model, config.draft.drafter, config.draft.dtype) == (
         str(tiny_folder), str(tiny_draft_folder), "standalone", "float32")
+    assert (config.model.kernels, config.model.threads) == ("torch", 1), "what serves is not what was measured"
 
 
 def test_answers_that_end_at_once_measure_nothing(tiny_folder: Path, tiny_draft_folder: Path, tmp_path: Path) -> None:

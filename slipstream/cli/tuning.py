@@ -202,9 +202,9 @@ def _table(result: Sweep, exchange_s: float) -> Table:
 def _as_yaml(config: Config, best: Measured, gain: float, found: Compared | None) -> str:
     """A configuration with the best shape, for ``--config``, and how far ahead to draft."""
     wanted = {
-        "model": config.model.model_dump(mode="json", include={"path", "dtype", "device", "engine", "quantize"}),
+        "model": config.model.model_dump(mode="json"),
         "draft": config.draft.model_dump(mode="json", include={"drafter", "model", "dtype", "device", "token_map",
-                                                                 "quantize"})
+                                                                 "quantize", "compile"})
         | {"growth": best.growth.model_dump(mode="json")} | ({} if found is None else {"run_ahead": found.run_ahead}),
         "target": {"policy": {"max_nodes": best.growth.num_draft_tokens}},
     }
