@@ -506,6 +506,24 @@ def test_further_conversations_are_there_and_count_once(simple_folder: Path, tmp
     assert not list(tmp_path.glob("more/shard-*")), "it is said before anything is made"
 
 
+def test_the_card_says_so_when_prompts_were_given_in_another_run(simple_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "w{n} w{n + 1}"}}\n' for n in range(8)))
+    recipe = Recipe(minutes=0, tokens=200, steps=1, batch=8, limits=Limits(max_question=24, max_answer=16),
+                    draft_vocab=100, dtype="float32")
+    first = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "given", (),
+                replace(recipe, prompts=prompts, train=False))
+    make_head(first, Silent())
+    make_head(replace(first, recipe=replace(recipe, generate=False)), Silent())
+    told = (first.out / "README.md").read_text()
+    assert "Prompts were given." in told and "No outside text" not in told and "No benchmark" not in told
+    make_head(replace(first, work=tmp_path / "own", data=(first.work,), recipe=recipe), Silent())
+    told = (first.out / "README.md").read_text()
+    assert "Some prompts were given; elsewhere the target wrote the questions too" in told
+    make_head(replace(first, work=tmp_path / "own", out=tmp_path / "other", recipe=recipe), Silent())
+    assert "No outside text: the target wrote the questions too" in (tmp_path / "other/README.md").read_text()
+
+
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(minutes=0, tokens=2000, steps=1, batch=4, limits=Limits(max_answer=16), processes=2, save_every_s=1)
     totals = collect(simple_folder, tmp_path / "work", recipe, lambda totals, share: None)

@@ -55,9 +55,12 @@ def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[
     totals = shards.totals()
     heats = ", ".join(f"{share:.0%} {f'at temperature {heat:g}' if heat else 'greedy'}"
                       for heat, share in shards.temperatures().items())
-    asked = "Prompts were given." if recipe.prompts else (
-        "No outside text: the target wrote the questions too, from its own chat template and a list of openers "
-        "(as Magpie does, arXiv 2406.08464). No benchmark's prompts were used.")
+    given = shards.given() | ({True} if recipe.prompts else set())  # in a run before, too
+    own = ("the target wrote the questions too, from its own chat template and a list of openers (as Magpie does, "
+           "arXiv 2406.08464).")
+    asked = f"No outside text: {own} No benchmark's prompts were used."
+    if True in given:
+        asked = "Prompts were given." if given == {True} else f"Some prompts were given; elsewhere {own}"
     chosen = "used most" if recipe.begin is None else f"of the head {recipe.begin.name}"
     return (
         "## Data", "",
@@ -101,9 +104,9 @@ def _worth(progress: Progress, found: Sequence[Worth], num_prompts: int) -> tupl
 def _limits(target: str) -> tuple[str, ...]:
     return (
         "## Limits", "",
-        "The prompts above are the target's own, so acceptance on other text will differ; text that copies from a long "
-        "prompt is served better by the n-gram drafter. The head never changes an answer, only how fast it comes. Its "
-        f"weights derive from {target} and are under its licence{_licence(target)}.", "")
+        "The prompts above are of the kind that it was trained on, so acceptance on other text will differ; text that "
+        "copies from a long prompt is served better by the n-gram drafter. The head never changes an answer, only how "
+        f"fast it comes. Its weights derive from {target} and are under its licence{_licence(target)}.", "")
 
 
 def _licence(target: str) -> str:

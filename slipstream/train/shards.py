@@ -62,9 +62,10 @@ class ShardWriter:
     """Collects conversations; ``flush`` makes a shard of them. Several may write into one folder, each under its own
     ``mark`` of lower-case letters."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], mark: str = "") -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, Any], mark: str = "", given: bool = False) -> None:
+        """given: whether prompts were."""
         self.folder = folder
-        self._identity, self._mark = dict(identity), mark
+        self._identity, self._mark, self._given = dict(identity), mark, given
         self._waiting: list[Conversation] = []
         self.num_waiting = 0  # tokens
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,8 @@ class ShardWriter:
             np.save(partial / f"{name}.npy", np.concatenate([getattr(c, name) for c in self._waiting]))
         entries = [{"number": c.number, "held_out": c.held_out, "temperature": c.temperature, "tokens": len(c.tokens),
                     "answer_tokens": c.num_answer} for c in self._waiting]
-        index = {"format": FORMAT, "identity": self._identity, "seconds": seconds, "conversations": entries}
+        index = {"format": FORMAT, "identity": self._identity, "given": self._given, "seconds": seconds,
+                 "conversations": entries}
         (partial / "index.json").write_text(json.dumps(index), encoding="utf-8")
         for file in partial.iterdir():
             _sync(file)
@@ -118,6 +120,10 @@ class Shards:
         """The share of conversations answered at each temperature, ascending."""
         found = Counter(entry["temperature"] for _, index in self._entries for entry in index["conversations"])
         return {temperature: found[temperature] / found.total() for temperature in sorted(found)}
+
+    def given(self) -> set[bool]:
+        """Whether prompts were given: what shards say, those of older versions nothing."""
+        return {index["given"] for _, index in self._entries if "given" in index}
 
     def totals(self) -> Totals:
         entries = [entry for _, index in self._entries for entry in index["conversations"]]

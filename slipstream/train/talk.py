@@ -70,7 +70,8 @@ def talk(task: Task, rank: int, enough: Callable[[int, float], bool]) -> bool:
     runner.set_taps(tuple(task.identity["layers"]))
     generator = Generator(runner, task.turns, task.plans(rank), recipe.conversations_at_once, recipe.limits,
                           recipe.seed + rank)
-    writer = ShardWriter(task.folder, task.identity, ascii_lowercase[rank] if rank else "")
+    writer = ShardWriter(task.folder, task.identity, ascii_lowercase[rank] if rank else "",
+                         task.prompts is not None)
     began, over = time.monotonic(), False
     while not over and generator.running:
         for conversation in generator.step():
