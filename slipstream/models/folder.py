@@ -88,7 +88,7 @@ HEADS: Mapping[str, KnownHead] = MappingProxyType({
     for head in (
         KnownHead(
             name="smollm2-135m-eagle3",
-            description="EAGLE-3 draft head for smollm2-135m, trained on what that model says (20 MB)",
+            description="EAGLE-3 draft head for smollm2-135m, trained on what that model says (24 MB)",
             target="smollm2-135m",
         ),
     )
