@@ -241,6 +241,7 @@ def test_a_port_that_is_given_twice_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         require_free(load(None, (*overrides, f"router.grpc_listen={twice}")))
     assert str(caught.value) == f"router.grpc_listen: {twice} is router.listen already; give each a port of its own"
+    require_free(load(None, (*overrides, f"router.metrics_listen={twice}")))  # which is then a page of the API
 
 
 @pytest.mark.parametrize(("role", "change", "told"), [

@@ -28,7 +28,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +171,16 @@ def places(config: Config) -> dict[str, str]:
             for key in ("listen", "grpc_listen", "metrics_listen") if hasattr(section, key)}
 
 
+def given_twice(wanted: Mapping[str, str]) -> str:
+    """Which of ``places`` is that of another service or page already; "" for none. The router's metrics may be a page
+    of its API."""
+    for key, address in wanted.items():
+        first = next(key for key, other in wanted.items() if other == address)
+        if first != key and (first, key) != ("router.listen", "router.metrics_listen"):
+            return f"{key}: {address} is {first} already; give each a port of its own"
+    return ""
+
+
 def require_free(config: Config) -> None:
     """Raises ConfigError naming each address that cannot be had, with a flag that would help."""
     wanted, ports = places(config), set[int]()
@@ -179,8 +189,8 @@ def require_free(config: Config) -> None:
             ports.add(_split(address)[1])
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}; name one with --set {key}=HOST:PORT") from error
-        if (first := next(key for key, other in wanted.items() if other == address)) != key:
-            raise ConfigError(f"{key}: {address} is {first} already; give each a port of its own")
+    if problem := given_twice(wanted):
+        raise ConfigError(problem)
     lines = []
     for key, address in wanted.items():
         problem = refused(address)
