@@ -37,6 +37,15 @@ def test_a_taken_port_is_named(tiny_folder: Path) -> None:
     assert "router.listen" in ports[0].advice
 
 
+def test_a_port_that_is_given_twice_is_named(tiny_folder: Path) -> None:
+    """A launch refuses it."""
+    config = Config.model_validate({"router": {"grpc_listen": "127.0.0.1:1025"}, "target": {"listen": "127.0.0.1:1025"},
+                                    "model": {"path": str(tiny_folder)}})
+    (ports,) = [check for check in found("ports", config) if "1025" in check.found]
+    assert (ports.status, ports.found) == ("warn", "target.listen: 127.0.0.1:1025 is router.grpc_listen already")
+    assert "--set target.listen=" in ports.advice
+
+
 def test_a_missing_model_fails(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": str(tmp_path / "nowhere")}})
     (model,) = found("model", config)

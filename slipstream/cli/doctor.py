@@ -22,7 +22,7 @@ from typing import Literal
 
 from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError, SlipstreamError
-from slipstream.cli.process import places, refused
+from slipstream.cli.process import given_twice, places, refused
 from slipstream.following.pool import SUSPECT_ROUNDS, Agreement
 from slipstream.models.folder import KNOWN, default_root, resolve, settled_draft
 from slipstream.protocol.tree import Thresholds
@@ -253,7 +253,10 @@ def _ports(config: Config) -> Iterator[Check]:
     for key, problem in taken.items():
         yield Check("ports", "warn", f"{listens[key]}: {problem}",
                     f"stop what listens there (an earlier run?), or choose another: --set {key}=127.0.0.1:PORT")
-    if not taken:
+    if twice := given_twice(listens):
+        yield Check("ports", "warn", twice.partition("; ")[0], "where both run on this machine give each a port of its "
+                    f"own: --set {twice.partition(':')[0]}=127.0.0.1:PORT")
+    if not taken and not twice:
         yield Check("ports", "ok", ", ".join(listens.values()))
 
 
