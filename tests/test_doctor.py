@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from slipstream.base.config import Config, load
@@ -50,6 +51,15 @@ def test_a_missing_model_fails(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": str(tmp_path / "nowhere")}})
     (model,) = found("model", config)
     assert model.status == "fail" and "model.path" in model.advice
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_here_is_named(tiny_folder: Path) -> None:
+    """Also where no model is loaded: a target beside such a draft would not begin."""
+    config = load(None, (f"model.path={tiny_folder}", "draft.drafter=ngram", "model.device=cuda"))
+    (device,) = found("device", config)
+    assert device.status == "warn" and "'cuda' cannot be used here" in device.found and "model.device" in device.advice
+    assert not found("device", load(None, (f"model.path={tiny_folder}", "draft.drafter=ngram")))
 
 
 def test_a_model_folder_is_fine(tiny_folder: Path) -> None:

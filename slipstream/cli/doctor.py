@@ -77,7 +77,7 @@ def _grpc(_: Config) -> Iterator[Check]:
         yield Check("grpc", "ok", importlib.metadata.version("grpcio"))
 
 
-def _torch(_: Config) -> Iterator[Check]:
+def _torch(config: Config) -> Iterator[Check]:
     if importlib.util.find_spec("torch") is None:
         yield Check("torch", "fail", "not installed", "run: pip install 'slipstream[engine]'")
         return
@@ -95,7 +95,14 @@ def _torch(_: Config) -> Iterator[Check]:
                 f"{'with' if bfloat16 else 'without'} bfloat16 instructions, {torch.get_num_threads()} threads, "
                 f"{os.cpu_count()} cores", "" if quick else "float32 may be as fast here: --set model.dtype=float32")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    yield Check("cuda", "ok", f"{torch.version.cuda}: {', '.join(names)}" if names else "no device; the CPU is used")
+    yield Check("cuda", "ok", f"{torch.version.cuda}: {', '.join(names)}" if names else "no device")
+    from slipstream.engine.model import device_of
+
+    try:
+        device_of(config.model.device)
+    except ModelError as error:
+        yield Check("device", "warn", str(error), "no target runs here: give it a machine that has one, or correct "
+                    "model.device")
 
 
 def _cpu_flags() -> set[str]:
