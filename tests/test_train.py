@@ -379,6 +379,18 @@ def test_held_out_conversations_without_an_answer_say_nothing(tiny_folder: Path,
     assert saved == [2] and [point.held_out for point in training.progress.history] == [()]
 
 
+@pytest.mark.parametrize(("context", "said"), [(400, "give at most 245"), (128, "give --prompts")])
+def test_conversations_that_no_context_holds_are_told(tmp_path: Path, context: int, said: str) -> None:
+    """Plans would be drawn for ever, and none of them would fit."""
+    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=context)
+    recipe = Recipe(minutes=0, tokens=100, steps=1, batch=2, dtype="float32")
+    with pytest.raises(ConfigError, match=f"--max-answer: the target's context holds {context} tokens.*{said}"):
+        collect(folder, tmp_path / "work", recipe, lambda totals, share: None)
+    if context == 400:
+        most = replace(recipe, limits=Limits(max_answer=245))
+        assert collect(folder, tmp_path / "work", most, lambda totals, share: None).conversations
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_answers_behind_what_is_read_are_told(simple_folder: Path, tmp_path: Path, kind: Literal["eagle3", "dspark"]
                                               ) -> None:

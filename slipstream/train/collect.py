@@ -20,6 +20,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
 from slipstream.train.dialogue import read_prompts, read_turns
+from slipstream.train.generate import tokens_at_most
 from slipstream.train.head import taps_of
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Shards, Totals, remove_halves
@@ -56,7 +57,13 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
         return before
     remove_halves(folder)
     prompts = read_prompts(recipe.prompts) if recipe.prompts else None
-    task = Task(model, read_turns(target), prompts, folder, identity, recipe)
+    turns = read_turns(target)
+    over = tokens_at_most(turns, recipe.limits) - model.config.max_context
+    if prompts is None and over > 0:  # no plan would ever fit, and there is no end of plans
+        most = recipe.limits.max_answer - over
+        raise ConfigError(f"--max-answer: the target's context holds {model.config.max_context} tokens, a question and "
+                          f"such an answer {over} more; " + (f"give at most {most}" if most > 0 else "give --prompts"))
+    task = Task(model, turns, prompts, folder, identity, recipe)
     others = Others(task)
     try:
         if talk(task, 0, Account(task, report)):
@@ -66,8 +73,8 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
         others.stop()
     made = Shards([folder], identity).totals()
     if not made.conversations:
-        raise ConfigError("no conversation was made: the time was too short, or every given prompt was too long "
-                          "(see --max-prompt)")
+        raise ConfigError("no conversation was made: the time was too short, or given prompts and their answers "
+                          "were too long (see --max-prompt, --max-answer)")
     return made
 
 

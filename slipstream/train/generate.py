@@ -214,6 +214,12 @@ class Generator:
                             np.array(talk.tokens[:kept], np.int32), roles, greedy, rows)
 
 
+def tokens_at_most(turns: Turns, limits: Limits) -> int:
+    """Of a conversation in which the target asks once and answers."""
+    around = (turns.opening, turns.to_answer, turns.to_question)
+    return sum(len(turns.encode(text)) for text in around) + limits.max_question + limits.max_answer
+
+
 @torch.inference_mode()
 def choose(logits: torch.Tensor, temperatures: Sequence[float],
            dice: torch.Generator) -> tuple[list[int], list[int]]:
