@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from slipstream.base.errors import ConfigError
+from slipstream.base.errors import ConfigError, ModelError
 from slipstream.cli import training
 from slipstream.cli.commands import app
 from slipstream.drafting.heads.block import BlockNetwork
@@ -425,6 +425,20 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_made(simple_folder
     assert re.search(said, str(result.exception)), result.exception
     assert not list(tmp_path.rglob("shard-*")) and not list(tmp_path.rglob("head/*"))
     assert (tmp_path / "full/README.md").read_text() == "of somebody else"
+
+
+def test_a_training_that_cannot_go_on_is_refused_before_anything_is_made(simple_folder: Path, tmp_path: Path) -> None:
+    """Talking takes hours, and what is wrong was told behind it."""
+    recipe = Recipe(minutes=0, tokens=100, steps=1, batch=4, limits=Limits(max_question=8, max_answer=8),
+                    draft_vocab=100, dtype="float32", begin=simple_folder)
+    job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
+    with pytest.raises(ModelError):  # a model is no head
+        make_head(job, Silent())
+    identity = identity_of(simple_folder, ModelConfig.from_folder(simple_folder))
+    save(job.work / "checkpoints", 1, Checkpoint({}, {}, {}), {**replace(recipe, unroll=2).identity(), **identity})
+    with pytest.raises(ConfigError, match="was trained with another unroll"):
+        make_head(job, Silent())
+    assert not list(tmp_path.rglob("shard-*"))
 
 
 def test_a_target_of_another_family_is_refused_with_those_that_are_trained_for(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     for folder in job.data:
         if not Shards([folder], identity).numbers():
             raise ConfigError(f"--data: there are no conversations in {folder}; name a folder that was --work before")
+    if recipe.train and newest(*_checkpoints(job, identity)) is None:
+        _earlier(job)  # what is wrong with either is said before hours of talking
     if recipe.generate:
         with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
             collect(job.target, job.work, recipe, watcher.collecting)
@@ -88,7 +90,7 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
                 "in answers")
     if not recipe.train:
         return ()
-    head, covered, training = _train(job, config, shards, watcher)
+    head, covered, training = _train(job, config, identity, shards, watcher)
     dtype = dtype_of(recipe.dtype)
     weights = weights_hash(job.target)
     with named("--out", job.out):
@@ -117,7 +119,15 @@ def _config_of(target: Path) -> ModelConfig:
     return ModelConfig.from_folder(target)
 
 
-def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> tuple[Head, float, Training]:
+def _checkpoints(job: Job, target: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Where they are, and what they have in common. target: its identity."""
+    kind = job.recipe.kind
+    folder = job.work / ("checkpoints" if kind == "eagle3" else f"checkpoints-{kind}")
+    return folder, {**job.recipe.identity(), **target}
+
+
+def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Shards,
+           watcher: Watcher) -> tuple[Head, float, Training]:
     recipe, device = job.recipe, device_of(job.recipe.device)
     ours, held_out = ([talk for talk in shards.conversations(kept) if len(talk.tokens) >= SHORTEST]
                       for kept in (False, True))
@@ -126,8 +136,7 @@ def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> t
     if not any(np.isin(talk.roles[SHORTEST - 1:recipe.max_rows + 1], recipe.learnt_roles).any() for talk in ours):
         raise ConfigError(f"there is nothing to learn: of a conversation the first {recipe.max_rows} tokens are read, "
                           "and no answer begins there; give shorter prompts")
-    folder = job.work / ("checkpoints" if recipe.kind == "eagle3" else f"checkpoints-{recipe.kind}")
-    identity = {**recipe.identity(), **identity_of(job.target, config)}
+    folder, identity = _checkpoints(job, target)
     begun = newest(folder, identity)
     counts, earlier = answer_counts(ours, config.vocab_size), _earlier(job) if begun is None else None
     if begun is not None:
