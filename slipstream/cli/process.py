@@ -189,8 +189,8 @@ def require_free(config: Config) -> None:
             ports.add(_split(address)[1])
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}; name one with --set {key}=HOST:PORT") from error
-    if problem := given_twice(wanted):
-        raise ConfigError(problem)
+    if twice := given_twice(wanted):
+        raise ConfigError(twice)
     lines = []
     for key, address in wanted.items():
         problem = refused(address)

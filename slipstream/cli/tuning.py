@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isinf
 from pathlib import Path
 from time import perf_counter
 
@@ -120,9 +119,6 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(f"{len(wanted)} shapes, {len(prompts)} prompts", total=(len(wanted) + 1) * len(prompts))
         result = sweep(runner, drafter, wanted, prompts, max_tokens, lambda: bar.advance(task))
-        if isinf(result.plain_s):
-            raise ConfigError("every answer ended with its first token, so there is nothing to measure: give --prompts "
-                              "that are answered at length")
         best = result.best(exchange_s)
         found = _compared(runner, drafter, result, best, exchange_s, way, prompts, max_tokens, bar) if apart else None
     console.print(_table(result, exchange_s))

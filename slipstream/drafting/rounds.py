@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.base.config import GrowthSection
+from slipstream.base.errors import ConfigError
 from slipstream.choosing.sampling import ChoiceRows, choose
 from slipstream.drafting import Drafter
 from slipstream.drafting.neural import NeuralDrafter
@@ -248,7 +249,7 @@ def largest(all_: Sequence[GrowthSection]) -> GrowthSection:
 def sweep(runner: ModelRunner, drafter: NeuralDrafter, all_: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],
           max_tokens: int, report: Report = lambda: None) -> Sweep:
     """Answer each prompt plain and with each shape. ``report`` is called after each answer, (shapes + 1) * prompts in
-    all. Raises ConfigError for a shape that is too deep for the drafter."""
+    all. Raises ConfigError for a shape that is too deep for the drafter, or where no answer had a round."""
     plain, tallies = Tally(), [Tally() for _ in all_]
     alone, drafting = Rounds(runner, None, max_tokens), Rounds(runner, drafter, max_tokens)
     for prompt in prompts:
@@ -258,6 +259,9 @@ def sweep(runner: ModelRunner, drafter: NeuralDrafter, all_: Sequence[GrowthSect
             drafter.reshape(growth)
             drafting.answer([prompt], growth.num_draft_tokens, tally)
             report()
+    if not plain.verify_s:
+        raise ConfigError("every answer ended with its first token, so there is nothing to measure: give --prompts "
+                          "that are answered at length")
     return Sweep(_median(plain.verify_s), tuple(
         Measured(growth, tally.acceptance.length, _median(tally.draft_s), _median(tally.verify_s))
         for growth, tally in zip(all_, tallies, strict=True)))
