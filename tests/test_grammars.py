@@ -324,6 +324,16 @@ def test_what_a_grammar_forces_keeps_to_it_and_asking_changes_nothing(tiny_folde
     assert forced > 20
 
 
+def test_a_token_that_a_model_lacks_is_neither_allowed_nor_forced() -> None:
+    """Its tokenizer has more, as Gemma 3's has one of images: a draft of it would be outside of the embedding."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens(["<image>"])
+    matcher = Vocabulary(tokenizer, VOCAB).compile(Grammar("lark", 'start: "ab" <image> "y"'), Ends((EOS,)))
+    assert matcher.forced() == [97, 98] and matcher.commit([97]) == 1 and matcher.forced() == [98]
+    assert matcher.commit([98]) == 1 and matcher.forced() == []
+    assert allowed(matcher.masks(DraftTree.root_only(3, 0))[0][0]) == [EOS], "nothing else is left"
+
+
 @pytest.mark.parametrize("answer", range(20))
 def test_what_drafts_have_walked_changes_no_mask(answer: int) -> None:
     """With tokens that close several rules of a recursive grammar at once."""

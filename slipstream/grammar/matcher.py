@@ -16,6 +16,7 @@ Rules:
    mask computed before.
 6. What is forced can be long, and asking for it takes as long: it is asked for again when all of it has come, and never
    again once ``UNSAID`` tokens of it were spelt otherwise.
+7. A tokenizer may have more tokens than its model: those are neither allowed nor told.
 
 It knows nothing about logits, engines or requests.
 """
@@ -49,15 +50,18 @@ class Ends:
 class Matcher:
     """Of one answer, which has no token yet. It belongs to one thread at a time."""
 
-    __slots__ = ("_begun", "_broken", "_coming", "_end", "_ends", "_matcher", "_restarts", "_rolls", "_row", "_row_at",
-                 "_tokens", "_unsaid", "_visited", "_width")
+    __slots__ = ("_begun", "_broken", "_coming", "_ends", "_matcher", "_restarts", "_rolls", "_row", "_row_at",
+                 "_sayable", "_size", "_tokens", "_unsaid", "_visited", "_width")
 
     def __init__(self, begun: Callable[[], LLMatcher], words: int, end: int, vocab_size: int, ends: Ends) -> None:
         """begun: makes llguidance's own; words: of its masks; end: the token that ends a text for it."""
         self._begun = begun
         self._matcher = begun()
-        self._end, self._ends = end, ends
-        self._width = (vocab_size + 31) // 32
+        self._ends = ends
+        self._size, self._width = vocab_size, (vocab_size + 31) // 32
+        can = np.arange(32 * words) < vocab_size
+        can[end] = False
+        self._sayable = np.packbits(can, bitorder="little").view(np.uint32)
         self._row = np.zeros(max(words, self._width), np.uint32)[:words]
         self._row_at: int = self._row.ctypes.data
         self._tokens: list[int] = []
@@ -105,10 +109,13 @@ class Matcher:
         spell it, too."""
         if not self._coming and self._unsaid < UNSAID and self._broken < RESTARTS and self._rolls and not self.ended:
             self._visited = True
-            self._coming = self._matcher.compute_ff_tokens()[::-1]
+            forced = self._matcher.compute_ff_tokens()
             if self._matcher.is_error():
-                self._coming = []
+                forced = []
                 self._restart()
+            told = next((at for at, token in enumerate(forced) if token >= self._size), len(forced))
+            self._unsaid += len(forced) - told
+            self._coming = forced[:told][::-1]
         return self._coming[: -AT_ONCE - 1 : -1]
 
     def kept(self, tree: DraftTree) -> list[int]:
@@ -167,11 +174,11 @@ class Matcher:
         return True
 
     def _compute(self) -> bool:
-        """llguidance's mask into ``_row``, without the end of a text."""
+        """llguidance's mask into ``_row``, without the end of a text and what the model cannot say."""
         self._matcher.unsafe_compute_mask_ptr(self._row_at, self._row.nbytes)
         if self._matcher.is_error():
             return False
-        self._row[self._end >> 5] &= ~np.uint32(1 << (self._end & 31))
+        self._row &= self._sayable
         return True
 
     def _consume(self, token: int) -> bool:
