@@ -324,6 +324,19 @@ def test_what_a_grammar_forces_keeps_to_it_and_asking_changes_nothing(tiny_folde
     assert forced > 20
 
 
+@pytest.mark.parametrize(("ebnf", "text", "fits"), [
+    (r'"\u0041BC"', "ABC", True), (r'"\u0041BC"', "\u41bc", False),
+    (r'"\u00e9\U0001F600" [\u0000-\u0020]', "é😀\n", True), (r'"\\u0041"', r"\u0041", True),
+    (r'"\uD83D\uDE00"', "😀", True), (r'[\u4e00-\u9fff] "\u005c"', "一\\", True),
+    (r"[^&&<]", "&", False), (r"[^&&<]", "x", True), (r"[a~~&&]+", "&~a", True), (r"[+--]+", "+,-", True),
+    (r'"a&&b--]"', "a&&b--]", True)])
+def test_what_an_ebnf_spells_by_numbers_or_in_classes_is_what_it_says(ebnf: str, text: str, fits: bool,
+                                                                      tiny_folder: Path) -> None:
+    matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("ebnf", f"root ::= {ebnf}"), Ends((EOS,)))
+    whole = matcher.commit([*text.encode()]) == len(text.encode())
+    assert (whole and EOS in allowed(matcher.masks(DraftTree.root_only(1, 0))[0][0])) == fits
+
+
 def test_a_token_that_a_model_lacks_is_neither_allowed_nor_forced() -> None:
     """Its tokenizer has more, as Gemma 3's has one of images: a draft of it would be outside of the embedding."""
     tokenizer = tiny_tokenizer()

@@ -12,6 +12,7 @@ It knows nothing about requests or trees.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, t
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 END = "<|end of what a grammar allows|>"
+# In EBNF: what the converter cuts zeros off, so that it is another character or none; and what is two characters there,
+# but in a class of a regex, which the converter makes of it, says which others to leave out.
+MISREAD = re.compile(r"\\u(?![dD][89a-fA-F])([\da-fA-F]{4})|\\U([\da-fA-F]{8})|\\.|([&~])\3|(-)-(?=])",
+                     re.DOTALL | re.ASCII)
 SPACE = r" |\n {0,32}"  # between the parts of JSON: with any amount allowed, a small model writes nothing else
 MAX_WORDS = 300  # characters of a refusal
 
@@ -83,7 +88,7 @@ def _written(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_lark(grammar.source))
     if grammar.kind == "ebnf":
         try:
-            return str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.source)))
+            return str(LLMatcher.grammar_from_lark(gbnf_to_lark(MISREAD.sub(_reread, grammar.source))))
         except Exception as error:  # the converter has no class of its own for all that it cannot take
             words = " ".join(str(error).split()) or type(error).__name__
             raise InvalidRequest("grammar", f"is no EBNF: {words[:MAX_WORDS]}") from error
@@ -102,6 +107,15 @@ def _written(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": SPACE}))
     except ValueError as error:  # Python's reader takes NaN and halves of characters
         raise _no_json(error) from error
+
+
+def _reread(found: re.Match[str]) -> str:
+    code, doubled = found[1] or found[2], found[3] or found[4]
+    if doubled:
+        return f"{doubled}\\x{ord(doubled):02x}"
+    if code is None:
+        return found[0]
+    return f"\\x{int(code, 16):02x}" if int(code, 16) < 128 else chr(int(code, 16))
 
 
 def _no_json(error: Exception) -> InvalidRequest:
