@@ -34,6 +34,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "hermes, arguments as a text": (
         HERMES, f'<tool_call>{{"name": "weather", "arguments": {json.dumps(JSON)}}}</tool_call>', ("", "", [PARIS])),
     "hermes, none": (HERMES, '<tool_call>{"name": "now"}</tool_call>', ("", "", [NOW])),
+    "hermes, null": (HERMES, '<tool_call>{"name": "now", "arguments": null}</tool_call>', ("", "", [NOW])),
+    "hermes, an empty text": (HERMES, '<tool_call>{"name": "now", "arguments": ""}</tool_call>', ("", "", [NOW])),
     "smollm": (HERMES, f'<tool_call>[{{"name": "weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
                        "</tool_call>", ("", "", [PARIS, NOW])),
     "two": (HERMES, "<think>\nHm.\n</think>\n\n" + f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n'

@@ -25,6 +25,7 @@ from router_service.text.words import Words
 CALL_ID = 9  # characters: Mistral's templates take no other number
 MAX_REOPENED = 8
 ARGUMENTS = ("arguments", "parameters")
+NONE = ("", "null", '""')  # how a model writes that there are no arguments
 
 
 @dataclass(slots=True)
@@ -234,7 +235,8 @@ class Calls:
             if not name or ordered:
                 raise NoCall
             within = loaded(arguments)
-            self._begin(name, within if isinstance(within, str) and within.startswith("{") else arguments or "{}")
+            whole = within if isinstance(within, str) and within.startswith("{") else arguments
+            self._begin(name, "{}" if arguments in NONE else whole)
 
     def _arguments(self, name: str) -> Step:
         yield from self._text.skip()
