@@ -337,6 +337,21 @@ def test_what_an_ebnf_spells_by_numbers_or_in_classes_is_what_it_says(ebnf: str,
     assert (whole and EOS in allowed(matcher.masks(DraftTree.root_only(1, 0))[0][0])) == fits
 
 
+@pytest.mark.parametrize(("changes", "text", "fits"), [
+    ({}, '{"a": "x"', False), ({}, r'{"\u0061": "x"', False), ({}, r'{"b\n": "\t"', True),
+    ({"additionalProperties": {"type": "string"}}, r'{"\u0061": "x"', False),
+    ({"properties": {}, "patternProperties": {"^a": {"type": "integer"}}}, r'{"\u0061b": "x"', False),
+    ({"properties": {"c": {"properties": {"a": {"type": "integer"}}}}}, r'{"c": {"\u0061": "x"', False),
+    ({"additionalProperties": False, "properties": {"a": {"type": "string"}}}, r'{"a": "\u001b"', True),
+    ({"properties": {"a": {"const": "x\x1b"}}}, r'{"a": "x\u001b"', True)])
+def test_a_name_that_is_spelt_otherwise_has_no_other_value(changes: dict[str, Any], text: str, fits: bool,
+                                                           tiny_folder: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **changes}
+    matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
+                                                                    Ends((EOS,)))
+    assert (matcher.commit([*text.encode()]) == len(text)) == fits
+
+
 def test_a_token_that_a_model_lacks_is_neither_allowed_nor_forced() -> None:
     """Its tokenizer has more, as Gemma 3's has one of images: a draft of it would be outside of the embedding."""
     tokenizer = tiny_tokenizer()

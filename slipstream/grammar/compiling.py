@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -38,6 +38,8 @@ END = "<|end of what a grammar allows|>"
 MISREAD = re.compile(r"\\u(?![dD][89a-fA-F])([\da-fA-F]{4})|\\U([\da-fA-F]{8})|\\.|([&~])\3|(-)-(?=])",
                      re.DOTALL | re.ASCII)
 SPACE = r" |\n {0,32}"  # between the parts of JSON: with any amount allowed, a small model writes nothing else
+PLAIN = 'nrbtf\\"'  # where an object may have other names: by \u0061 one would be "a" again, its value anything
+CONTROL = re.compile(r"\\u00[01]|\\x")  # a schema that speaks of characters which are written by numbers alone
 MAX_WORDS = 300  # characters of a refusal
 
 
@@ -102,9 +104,13 @@ def _written(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, content))}"))
     if not isinstance(content, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
-    _check_numbers(content)
+    parts = [*_parts(content)]
+    for part in parts:
+        _check_numbers(part)
+    plain = any(map(_is_open, parts)) and not CONTROL.search(grammar.source)
     try:
-        return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": SPACE}))
+        return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides={
+            "whitespace_pattern": SPACE, "json_allowed_escapes": PLAIN if plain else None}))
     except ValueError as error:  # Python's reader takes NaN and halves of characters
         raise _no_json(error) from error
 
@@ -122,8 +128,8 @@ def _no_json(error: Exception) -> InvalidRequest:
     return InvalidRequest("grammar", f"is not JSON: {str(error)[:MAX_WORDS]}")
 
 
-def _check_numbers(schema: dict[str, Any]) -> None:
-    """Raises InvalidRequest for a number that llguidance rounds to one which lets other answers through."""
+def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All schemas in it, its own first."""
     left: list[tuple[Any, bool]] = [(schema, False)]  # and whether its names are the client's own
     while left:
         part, named = left.pop()
@@ -132,10 +138,20 @@ def _check_numbers(schema: dict[str, Any]) -> None:
         if not isinstance(part, dict):
             continue
         if not named:
-            _check_bounds(part)
-            for constant in (part.get("const"), part.get("enum")):
-                _check_constant(constant)
+            yield part
         left += [(each, not named and name in SCHEMAS) for name, each in part.items() if named or name not in VALUES]
+
+
+def _check_numbers(part: dict[str, Any]) -> None:
+    """Raises InvalidRequest for a number that llguidance rounds to one which lets other answers through."""
+    _check_bounds(part)
+    for constant in (part.get("const"), part.get("enum")):
+        _check_constant(constant)
+
+
+def _is_open(part: dict[str, Any]) -> bool:
+    """Whether an object may have other names than those whose values are bound."""
+    return ("properties" in part or "patternProperties" in part) and part.get("additionalProperties") is not False
 
 
 def _check_bounds(part: dict[str, Any]) -> None:
