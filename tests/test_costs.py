@@ -328,6 +328,13 @@ async def test_a_body_is_refused_that_is_too_deep_to_be_written_again(tiny_folde
         for path, body in bodies:
             refused = await r.post(path, **body)
             assert refused.status_code == 400 and "deep" in refused.json()["error"]["message"], path
+        turns = '{"anyOf":[' * 127 + "{}" + "]}" * 127  # lists in objects in lists: read by itself, where it is a text
+        flat, call = ({"type": "function", "function": {"name": "f", **given}} for given in ({}, {"arguments": turns}))
+        for field, body in (("guided_json", {"messages": HELLO, "guided_json": turns, "tools": [flat]}),
+                            ("messages", {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]})):
+            refused = await r.post(CHAT, **body)
+            assert refused.status_code == 400 and refused.json()["error"]["param"].startswith(field)
+            assert "128 deep" in refused.json()["error"]["message"]
         text = '\\"[{' * 200
         assert (await r.post(CHAT, messages=[{"role": "user", "content": text}])).status_code == 400, "a long text"
         assert (await r.post(COMPLETIONS, prompt="x", user=[[]] * 1000)).status_code == 200, "many, but flat"

@@ -188,11 +188,11 @@ def _outside_strings(data: bytes | bytearray) -> bytes:
 
 def _deeper(outside: bytes) -> bool:
     """Than ``MAX_DEPTH``."""
-    left = outside
+    left = outside.replace(b"{", b"[").replace(b"}", b"]")  # alike, so that each turn takes one level away
     for _ in range(MAX_DEPTH):
         if not left:
             return False
-        left = left.replace(b"[]", b"").replace(b"{}", b"")
+        left = left.replace(b"[]", b"")
     return left != b""
 
 
