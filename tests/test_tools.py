@@ -152,13 +152,15 @@ async def test_a_call_may_be_forced_where_text_would_keep_to_a_schema(choice: An
         assert refused["param"] == "tool_choice" and "structured_outputs" in refused["message"]
 
 
-@pytest.mark.parametrize(("where", "own", "before"), [
-    ("$defs", {}, ""), ("definitions", {}, ""), ("$defs", {"$id": "https://a.b/c"}, ""),
-    ("$defs", {"$id": "https://a.b/c"}, "https://a.b/c")])
-def test_what_one_tool_refers_to_is_its_own(where: str, own: dict[str, str], before: str) -> None:
+@pytest.mark.parametrize(("where", "own", "ref"), [
+    ("$defs", {}, "#/$defs/Item"), ("definitions", {}, "#/definitions/Item"),
+    ("$defs", {"$id": "https://a.b/c"}, "#/$defs/Item"),
+    ("$defs", {"$id": "https://a.b/c"}, "https://a.b/c#/$defs/Item"), ("$defs", {}, "#item"),
+    ("$defs", {"$id": "https://a.b/c"}, "https://a.b/c#item")])
+def test_what_one_tool_refers_to_is_its_own(where: str, own: dict[str, str], ref: str) -> None:
     def tool(name: str, value: int) -> dict[str, Any]:
-        thing = {**own, "type": "object", "properties": {"x": {"$ref": f"{before}#/{where}/Item"}}, "required": ["x"],
-                 "additionalProperties": False, where: {"Item": {"const": value}}}
+        thing = {**own, "type": "object", "properties": {"x": {"$ref": ref}}, "required": ["x"],
+                 "additionalProperties": False, where: {"Item": {"$anchor": "item", "const": value}}}
         return {"type": "function", "function": {"name": name, "parameters": thing}}
 
     use = use_of([tool("one", 1), tool("two", 2)], "required", None)

@@ -111,15 +111,18 @@ def _moved(schema: Any, to: str) -> Any:
 
 def _referring(part: Any, own: str, to: str) -> Any:
     """A part of the schema ``own``, whose paths begin at ``to``. One with an ``$id`` is a document of its own wherever
-    it stands; and a name, unlike a path, is the same everywhere."""
+    it stands; and another schema may have the same name for a part, so each name ends by where it stands."""
     if isinstance(part, list):
         return [_referring(item, own, to) for item in part]
     if not isinstance(part, dict) or isinstance(part.get("$id"), str):
         return part
-    referring = {key: _referring(value, own, to) for key, value in part.items()}
+    referring, end = {key: _referring(value, own, to) for key, value in part.items()}, "." + to.rpartition("/")[2]
+    if isinstance(name := part.get("$anchor"), str):
+        referring["$anchor"] = name + end
     if isinstance(ref := part.get("$ref"), str):
         path = ref.removeprefix(own) or "#"
-        referring["$ref"] = to + path[1:] if path == "#" or path.startswith("#/") else ref
+        named = path + end if path.startswith("#") else ref
+        referring["$ref"] = to + path[1:] if path == "#" or path.startswith("#/") else named
     return referring
 
 
