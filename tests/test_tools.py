@@ -192,7 +192,8 @@ def test_a_schema_beside_tools_may_refer_by_name_and_hold_another(referring: dic
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_arguments_may_be_named_elsewhere_in_a_schema(choice: Any) -> None:
     vocabulary, other = Vocabulary(tiny_tokenizer(), 256), {"type": "object", "properties": {"x": {"type": "integer"}}}
-    for parameters in ({"$ref": "#/$defs/a", "$defs": {"a": SCHEMA}}, {"anyOf": [other, SCHEMA]}, {"allOf": [SCHEMA]}):
+    for parameters in ({"$ref": "#/$defs/a", "$defs": {"a": SCHEMA}}, {"anyOf": [other, SCHEMA]}, {"allOf": [SCHEMA]},
+                       {"properties": {"x": {}}, "required": ["city"]}):
         use = use_of([{"type": "function", "function": {"name": "weather", "parameters": parameters}}], choice, None)
         assert use is not None
         text = '{"city": "Paris"}'

@@ -128,8 +128,11 @@ def _referring(part: Any, own: str, to: str) -> Any:
 
 def _closed(schema: Mapping[str, Any]) -> Json:
     """A schema of arguments, of no others than it names unless it says so: else a small model never ends them. One that
-    names them elsewhere stays open: what closes it sees only the names beside it."""
-    closed = {} if ELSEWHERE & schema.keys() else {"additionalProperties": False}
+    names them elsewhere, or requires others, stays open: what closes it sees only the names beside it."""
+    required, names = schema.get("required"), schema.get("properties")
+    known = names if isinstance(names, dict) else {}
+    others = isinstance(required, list) and any(isinstance(name, str) and name not in known for name in required)
+    closed = {} if others or ELSEWHERE & schema.keys() else {"additionalProperties": False}
     return {"type": "object", **closed, **schema}
 
 
