@@ -108,6 +108,23 @@ async def test_silence_takes_readiness_away_and_a_beat_gives_it_back() -> None:
         ("silent: not ready", "target-worker"), ("goes on", "target-worker")]
 
 
+async def test_an_event_loop_that_hangs_takes_readiness_away_while_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.observe.vitals.LOOK_S", 0.001)
+    stop, now_s = asyncio.Event(), [0.0]
+    of_service = Vitals("router", lambda: now_s[0])
+    waiting = asyncio.create_task(until(stop, of_service))
+    await asyncio.sleep(0.01)
+    assert of_service.ready
+    now_s[0] = SILENT_S + 1  # and nothing else has run on the loop
+    assert not of_service.ready
+    while not of_service.ready:
+        await asyncio.sleep(0.001)
+    stop.set()
+    await waiting
+    now_s[0] *= 3
+    assert of_service.ready, "a drain may be long, and takes readiness away itself"
+
+
 async def test_a_background_task_that_fails_ends_the_service() -> None:
     async def fails() -> None:
         raise KeyError("a bug")
@@ -152,7 +169,7 @@ from draft_service.assembly import assemble
 from slipstream.cli.process import main
 from tests.test_vitals import Dying
 
-main("draft_service", lambda config, stop: host(config, assemble(Dying(8), "", 30.0), stop))
+main("draft_service", lambda config, stop, ready: host(config, assemble(Dying(8), "", 30.0), stop, ready))
 """
 
 

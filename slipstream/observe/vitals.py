@@ -5,9 +5,9 @@ Rules:
    (``until``) gets the reason: half a service looks well and answers nobody.
 2. Others may wait for ever for what is gone (a device for a rank), so ``GRACE_S`` after a death that somebody waits for
    the process ends with code 1, whatever it does, unless it has come to its end by then.
-3. A thread beats, with nothing to do as well; so does another's engine, as it answers. One that is silent for
-   ``SILENT_S`` takes readiness away until it beats again, and nothing else happens here: it may be compiling, and would
-   only begin anew. A step of 512 rows of 8 billion weights takes 80 s where 100 GFLOP/s are computed.
+3. A thread beats, with nothing to do as well; so do another's engine, as it answers, and the event loop. One that is
+   silent for ``SILENT_S`` takes readiness away until it beats again, and nothing else happens here: it may be
+   compiling, and would only begin anew. A step of 512 rows of 8 billion weights takes 80 s where 100 GFLOP/s are computed.
 4. In a process that is not ours nobody waits: a death is told and ends nothing.
 
 It knows nothing about what they do.
@@ -144,12 +144,19 @@ class Vitals:
 
 async def until(stop: asyncio.Event, *vitals: Vitals,
                 show: Callable[[bool], Awaitable[None]] | None = None) -> None:
-    """Wait for ``stop``. Raises what is lost before. ``show`` is told whenever readiness changes."""
-    ready = True
-    while not stop.is_set():
-        now = min(one.look() for one in vitals)
-        if now != ready and show is not None:
-            await show(now)
-        ready = now
-        with suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), LOOK_S)
+    """Wait for ``stop``. Raises what is lost before. ``show`` is told whenever readiness changes. The event loop that
+    waits beats, too."""
+    ready, beats = True, [(one.pulse("event loop"), one.clock) for one in vitals]
+    try:
+        while not stop.is_set():
+            for pulse, clock in beats:
+                pulse.beaten_s = clock()
+            now = min(one.look() for one in vitals)
+            if now != ready and show is not None:
+                await show(now)
+            ready = now
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), LOOK_S)
+    finally:
+        for pulse, _ in beats:
+            pulse.beaten_s = None
