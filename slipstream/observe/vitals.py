@@ -7,7 +7,8 @@ Rules:
    the process ends with code 1, whatever it does, unless it has come to its end by then.
 3. A thread beats, with nothing to do as well; so do another's engine, as it answers, and the event loop. One that is
    silent for ``SILENT_S`` takes readiness away until it beats again, and nothing else happens here: it may be
-   compiling, and would only begin anew. A step of 512 rows of 8 billion weights takes 80 s where 100 GFLOP/s are computed.
+   compiling, and would only begin anew. A step of 512 rows of 8 billion weights takes 80 s where 100 GFLOP/s are
+   computed.
 4. In a process that is not ours nobody waits: a death is told and ends nothing.
 
 It knows nothing about what they do.
