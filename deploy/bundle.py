@@ -200,7 +200,7 @@ def rehearse(archive: Path, options: Sequence[str]) -> int:
             shutil.copy(name, checkout / name)
         with tarfile.open(archive) as packed:
             packed.extractall(checkout, filter="data")
-        world = [f"HOME={place}", f"PATH={os.environ.get('PATH', os.defpath)}",  # a compiler calls others by it
+        world = [f"HOME={place}", f"PATH={os.defpath}",  # a compiler calls others by it
                  f"PYTHONPATH={checkout / FOLDER / 'site'}:{beside}"]
         command = ["env", "-i", *world, sys.executable, "-S", "-m", "bench.gpu", "--device", "cpu", "--rehearse",
                    "--repeats", "1", *options]
