@@ -3,7 +3,7 @@ addresses, start, readiness, restart, drain.
 
 Rules:
 1. SIGTERM and SIGINT drain; a second one ends at once. What is loaded when a service is ready stays to its end, and
-   Python's collector, which stops all threads, is told not to look at it: 70 ms of an idle target, 200 of a busy one.
+   Python's collector, which stops all threads, is told not to look at it again: that took 70 ms of an idle target.
 2. Every address is tried before the first process starts; a taken one is named with the flag that changes it.
 3. The services get one configuration, written where their logs go. A terminal's Ctrl-C does not reach them: they are
    drained in order (router, target, draft), so that answers finish before what they need goes away.
