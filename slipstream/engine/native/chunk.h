@@ -49,11 +49,22 @@ void ask(const bf16* columns, int size) {
     for (int line = 0; line < size; line += 32) __builtin_prefetch(columns + line, 0, 1);
 }
 
-// With entry i of a KV head a part of the chunk that comes next, whose entries are asked for whole, as memory has them.
-void ask_next(const Op& op, const Chunk& next, int64_t kv_head, int64_t i) {
-    int64_t step = kv_head * CHUNK + i, size = op.head_dim;
-    ask(next.entries[step / op.kv_heads] + step % op.kv_heads * 2 * size, 2 * int(size));
-}
+// Of the chunk that is read next, entries whole, as memory has them: each KV head asks for its share, a part with each of its
+// own entries.
+class Coming {
+    const Chunk* chunk;  // null: there is none
+    int64_t entry = 0, part = 0;
+
+  public:
+    Coming(const Op& op, const Chunk* chunk, int64_t kv_head) : chunk(chunk) {
+        if (chunk) entry = kv_head * CHUNK / op.kv_heads, part = kv_head * CHUNK % op.kv_heads;
+    }
+    void ask_on(const Op& op) {
+        if (!chunk) return;
+        ask(chunk->entries[entry] + part * 2 * op.head_dim, 2 * op.head_dim);
+        if (++part == op.kv_heads) part = 0, entry++;
+    }
+};
 
 // e^(score - top), and their sum
 float weigh(float* scores, int64_t count, float& top) {

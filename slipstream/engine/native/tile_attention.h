@@ -94,9 +94,10 @@ class Weigher {
     // Of one KV head, all that the chunk's entries bring; meanwhile its part of what comes next is asked for.
     void lay(const Chunk& chunk, int kv_head, const Chunk* next, bool asked) {
         const int64_t column = kv_head * size, width = op.kv_heads * size, count = (chunk.count + DEEP - 1) / DEEP * DEEP;
+        Coming coming(op, next, kv_head);
         for (int64_t first = 0; first < count; first += SIDE) {
             for (int64_t i = first; i < first + SIDE; i++) {
-                if (next) ask_next(op, *next, kv_head, i);
+                coming.ask_on(op);
                 if (!asked && !kv_head && i + EARLY < chunk.count) ask(chunk.entries[i + EARLY], 2 * width);
             }
             lay_keys(chunk.entries, first, column);

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int BLOCK_ROWS = 1;
 constexpr int BUNDLE = 4;   // query heads that are computed together, at most
-constexpr int LONG = 2;     // chunks; a row of more, whose entries one thread reads, asks for a whole chunk in advance
+constexpr int LONG = 4;     // chunks; a row of more, whose entries one thread reads, asks for a whole chunk in advance
 constexpr int WIDE = LANES == 16 ? 2 : 1;  // pairs of vectors of a value that are computed together, as registers hold
 
 struct Place {  // where keys are read, and values `width` further on
@@ -26,12 +26,6 @@ struct Place {  // where keys are read, and values `width` further on
     int64_t column;
 
     const bf16* operator[](int64_t i) const { return chunk.entries[i] + column; }
-};
-
-// Of the chunk that a long row goes on with, entries whole, as memory has them: a part with each step of this chunk.
-struct Coming {
-    const Chunk* chunk;  // null: there is none
-    bool alone;  // this chunk was asked for in the same way
 };
 
 // Queries as keys are multiplied with them: as they are where pairs of bfloat16 are, else widened, those of even columns of two
@@ -73,32 +67,46 @@ void weighed(const Chunk& chunk, int64_t column, const float* scores, float* kno
         }
 }
 
-// What is known of one chunk, of H query heads that share a KV head. next: what is read after it.
-template <int H>
-void attend_heads(const Op& op, const Place& place, const Place& next, const Coming& coming, const Query* query, float* scores,
+// Lane i: the sum of the lanes of entry first + i, for N entries of H heads, taken in the same order for each. Few vectors wait for
+// others where all of it is one function: the compiler must be told.
+template <int N, int H, class SumsOf>
+inline __attribute__((always_inline)) void folded_sums(SumsOf& sums_of, int64_t first, Floats (&sums)[H]) {
+    if constexpr (N == 1) sums_of(first, sums);
+    else {
+        Floats others[H];
+        folded_sums<N / 2, H>(sums_of, first, sums), folded_sums<N / 2, H>(sums_of, first + N / 2, others);
+        for (int h = 0; h < H; h++)
+            sums[h] = folded<N / 2>(sums[h], others[h], std::make_integer_sequence<int, LANES>());
+    }
+}
+
+// What is known of one chunk, of H query heads of SIZE numbers (0: as `op` says) that share a KV head. next: what is read after
+// it; asked: the chunk was, as `coming` is.
+template <int H, int SIZE>
+void attend_heads(const Op& op, const Place& place, const Place& next, Coming coming, bool asked, const Query* query, float* scores,
                   float* known) {
     const Chunk& chunk = place.chunk;
-    int size = op.head_dim;
+    const int size = SIZE ? SIZE : op.head_dim;
     int64_t width = int64_t(op.kv_heads) * size, stride = size + 2;
     Floats scale = all(1.0f / sqrtf(float(size)));
-    for (int64_t first = 0; first < chunk.count; first += LANES) {
-        Floats sums[H][LANES];
-        for (int i = 0; i < LANES; i++) {
-            const bf16* key = place[first + i];
-            if (coming.chunk) ask_next(op, *coming.chunk, place.column / size, first + i);
-            if (!coming.alone) {
-                int64_t early = first + i + EARLY;
-                const bf16* then = early < chunk.count ? place[early] : next[early - chunk.count];
-                ask(then, size), ask(then + width, size);
-            }
-            Floats sum[H] = {};
-            for (int j = 0; j < size; j += 2 * LANES) {
-                Pairs keys = pairs_of(words_at(key + j));
-                for (int h = 0; h < H; h++) sum[h] = add_keys(sum[h], query + h * size + j, keys);
-            }
-            for (int h = 0; h < H; h++) sums[h][i] = sum[h];
+    auto sums_of = [&](int64_t i, Floats (&sums)[H]) __attribute__((always_inline)) {
+        const bf16* key = place[i];
+        coming.ask_on(op);
+        if (!asked) {
+            int64_t early = i + EARLY;
+            const bf16* then = early < chunk.count ? place[early] : next[early - chunk.count];
+            ask(then, size), ask(then + width, size);
         }
-        for (int h = 0; h < H; h++) store(scores + h * CHUNK + first, totals(sums[h]) * scale);
+        for (int h = 0; h < H; h++) sums[h] = Floats{};
+        for (int j = 0; j < size; j += 2 * LANES) {
+            Pairs keys = pairs_of(words_at(key + j));
+            for (int h = 0; h < H; h++) sums[h] = add_keys(sums[h], query + h * size + j, keys);
+        }
+    };
+    for (int64_t first = 0; first < chunk.count; first += LANES) {
+        Floats sums[H];
+        folded_sums<LANES, H>(sums_of, first, sums);
+        for (int h = 0; h < H; h++) store(scores + h * CHUNK + first, sums[h] * scale);
     }
     for (int h = 0; h < H; h++) {
         float* head = known + h * stride;
@@ -110,18 +118,20 @@ void attend_heads(const Op& op, const Place& place, const Place& next, const Com
     for (; j < size; j += 2 * LANES) weighed<H, 1>(chunk, place.column + width + j, scores, known + j, stride);
 }
 
-// What is known of a chunk, of all heads. next: the row's next chunk, or the same one.
-void attend_chunk(const Op& op, const Chunk& chunk, const Chunk& next, const Coming& coming, const Query* query, float* scores,
-                  float* known) {
-    constexpr void (*widths[])(const Op&, const Place&, const Place&, const Coming&, const Query*, float*, float*) = {
-        nullptr, attend_heads<1>, attend_heads<2>, attend_heads<3>, attend_heads<4>};
+// What is known of a chunk, of all heads. next: the row's next chunk, or the same one; coming: the next one, where all of it is
+// asked for meanwhile, or null; asked: this one was.
+template <int SIZE>
+void attend_chunk(const Op& op, const Chunk& chunk, const Chunk& next, const Chunk* coming, bool asked, const Query* query,
+                  float* scores, float* known) {
+    constexpr void (*widths[])(const Op&, const Place&, const Place&, Coming, bool, const Query*, float*, float*) = {
+        nullptr, attend_heads<1, SIZE>, attend_heads<2, SIZE>, attend_heads<3, SIZE>, attend_heads<4, SIZE>};
     int group = op.heads / op.kv_heads, size = op.head_dim;
     for (int kv_head = 0; kv_head < op.kv_heads; kv_head++) {
         bool last = kv_head + 1 == op.kv_heads;
         Place here = {chunk, int64_t(kv_head) * size}, there = {last ? next : chunk, last ? 0 : here.column + size};
         for (int begin = 0; begin < group; begin += BUNDLE) {
             int head = kv_head * group + begin;
-            widths[std::min(BUNDLE, group - begin)](op, here, there, begin ? Coming{nullptr, coming.alone} : coming,
+            widths[std::min(BUNDLE, group - begin)](op, here, there, Coming(op, begin ? nullptr : coming, kv_head), asked,
                                                     query + head * size, scores, known + head * (size + 2));
         }
     }
@@ -151,7 +161,10 @@ class Weigher {
     void read(int64_t row, int64_t, int64_t which, float* known, int64_t) {
         const bool goes_on = which + 1 < reading.end, whole = reading.all && chunks > LONG;
         Chunk chunk(op, frame, row, which), next(op, frame, row, which + goes_on);
-        attend_chunk(op, chunk, next, {whole && goes_on ? &next : nullptr, whole && which > reading.begin}, query, scores, known);
+        // A long row waits for memory, and waits longer when its loop runs ahead of what was asked for.
+        auto attend = chunks > LONG ? attend_chunk<0> : op.head_dim == 64 ? attend_chunk<64>
+                    : op.head_dim == 128 ? attend_chunk<128> : attend_chunk<0>;
+        attend(op, chunk, next, whole && goes_on ? &next : nullptr, whole && which > reading.begin, query, scores, known);
     }
 
     // Two vectors of a row's result, as `known` has them.

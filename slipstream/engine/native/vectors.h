@@ -176,12 +176,15 @@ inline Ints twofold(Ints a, Ints b) {
 #endif
 }
 
+template <int S, int... I>
+inline Floats across(Floats v, std::integer_sequence<int, I...>) {  // each lane's neighbour across bit S
+    return __builtin_shufflevector(v, v, (I ^ S)...);
+}
+
+template <int S = LANES / 2>
 inline float total(Floats v) {
-    float half[LANES];
-    store(half, v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) half[i] += half[i + width];
-    return half[0];
+    if constexpr (S) return total<S / 2>(v + across<S>(v, std::make_integer_sequence<int, LANES>()));
+    return v[0];
 }
 
 // Lanes without bit S: a's sums of a lane and its neighbour across that bit; lanes with it: b's.
@@ -189,11 +192,6 @@ template <int S, int... I>
 inline Floats folded(Floats a, Floats b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, (I & S ? LANES + I : I)...) +
            __builtin_shufflevector(a, b, (I & S ? LANES + (I ^ S) : I ^ S)...);
-}
-
-template <int S>
-inline void fold(Floats (&v)[LANES]) {
-    for (int i = 0; i < LANES; i += 2 * S) v[i] = folded<S>(v[i], v[i + S], std::make_integer_sequence<int, LANES>());
 }
 
 inline Floats greater(Floats a, Floats b) {  // b's where one is no number
@@ -234,19 +232,9 @@ inline Floats greatests(Floats (&v)[LANES]) {
     return v[0];
 }
 
+template <int S = LANES / 2>
 inline float greatest(Floats v) {
-    float half[LANES];
-    store(half, v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) half[i] = half[i] > half[i + width] ? half[i] : half[i + width];
-    return half[0];
-}
-
-// Lane i: the sum of v[i], taken in the same order for each.
-inline Floats totals(Floats (&v)[LANES]) {
-    fold<1>(v), fold<2>(v);
-    if constexpr (LANES > 4) fold<4>(v);
-    if constexpr (LANES > 8) fold<8>(v);
+    if constexpr (S) return greatest<S / 2>(greater(v, across<S>(v, std::make_integer_sequence<int, LANES>())));
     return v[0];
 }
 
