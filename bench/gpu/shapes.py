@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafting.heads.checkpoint import LAYER, EagleHead, layer_shapes
+from slipstream.drafting.heads.checkpoint import LAYER, EagleHead
 from slipstream.engine.model import ModelConfig, parse_config
+from slipstream.engine.ops.layer import layer_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 Fields = dict[str, object]
@@ -48,9 +49,8 @@ def decoder_shapes(config: ModelConfig) -> Shapes:
     """Names and shapes of a whole model's tensors."""
     hidden = config.hidden_size
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    layer = layer_shapes(config, hidden) | {f"{LAYER}.input_layernorm.weight": (hidden,)}
     for i in range(config.num_layers):
-        shapes |= {name.replace(LAYER, f"model.layers.{i}"): shape for name, shape in layer.items()}
+        shapes |= layer_shapes(config, f"model.layers.{i}")
     return shapes | ({} if config.tied_embeddings else {"lm_head.weight": (config.vocab_size, hidden)})
 
 
@@ -59,8 +59,7 @@ def head_shapes(config: ModelConfig, draft_vocab: int) -> Shapes:
     hidden = config.hidden_size
     return {"fc.weight": (hidden, 3 * hidden), "norm.weight": (hidden,),
             "embed_tokens.weight": (config.vocab_size, hidden), "lm_head.weight": (draft_vocab, hidden),
-            f"{LAYER}.hidden_norm.weight": (hidden,), f"{LAYER}.input_layernorm.weight": (hidden,),
-            **layer_shapes(config, 2 * hidden)}
+            f"{LAYER}.hidden_norm.weight": (hidden,), **layer_shapes(config, LAYER, 2 * hidden)}
 
 
 def random_tensors(shapes: Shapes, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:

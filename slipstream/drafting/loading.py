@@ -37,7 +37,7 @@ from slipstream.engine.loading import load_model
 from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, read_json, tell_unread
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
-from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_names
+from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
 from slipstream.engine.runner import ModelRunner, default_slots, free_memory, kv_bytes
 from slipstream.models.folder import resolve
 from slipstream.observe.log import logger
@@ -156,7 +156,7 @@ def mtp_blocks(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) ->
     else:
         config = ModelConfig.from_folder(head.folder)
         blocks = DecoderBlocks(config, head, kind, place, ops)
-        taken = head.tensors.taken.union(*(layer_names(config, prefix) for prefix in prefixes))
+        taken = head.tensors.taken.union(*(layer_shapes(config, prefix) for prefix in prefixes))
     # Each further layer repeats the target's embedding and head.
     tell_unread(head.folder, (name for name in head.tensors.keys() - taken if not name.endswith(REPEATED)))
     return blocks

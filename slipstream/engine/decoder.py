@@ -30,7 +30,7 @@ from slipstream.engine.ops.layer import (
     Linear,
     Rope,
     Step,
-    layer_names,
+    layer_shapes,
     linear,
     rms_norm,
 )
@@ -109,7 +109,7 @@ class Decoder:
 
 def decoder_names(config: ModelConfig) -> set[str]:
     """The tensors that a decoder takes, and a head that a tied embedding stands for."""
-    layers = (layer_names(config, f"{LAYERS}{i}") for i in range(config.num_layers))
+    layers = (layer_shapes(config, f"{LAYERS}{i}") for i in range(config.num_layers))
     return {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}.union(*layers)
 
 

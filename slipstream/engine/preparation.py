@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.base.errors import ModelError
+from slipstream.engine.decoder import LAYERS
 from slipstream.engine.int8 import (
     EMBEDDING,
     FIELD,
@@ -34,6 +35,7 @@ from slipstream.engine.int8 import (
     matrix,
 )
 from slipstream.engine.model import ModelConfig, Tensors, load_tensors
+from slipstream.engine.ops.layer import layer_shapes
 from slipstream.models.folder import RECEIPT, filled, is_prepared, may_replace, prepared_name, read_json, write_json
 
 KINDS = {"int8": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -81,13 +83,8 @@ def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
 
 
 def _in_int8(config: ModelConfig, tensors: Tensors) -> dict[str, torch.Tensor]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes = {"self_attn.q_proj": (width, hidden), "self_attn.k_proj": (kv_width, hidden),
-              "self_attn.v_proj": (kv_width, hidden), "self_attn.o_proj": (hidden, width),
-              "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
     matrices = {name: matrix(tensors, name, *shape) for layer in range(config.num_layers)
-                for part, shape in shapes.items() for name in (f"model.layers.{layer}.{part}.weight",)}
+                for name, shape in layer_shapes(config, f"{LAYERS}{layer}").items() if len(shape) == 2}
     matrices[HEAD] = head_of(config, tensors)
     written = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in matrices}
     written[EMBEDDING] = written[EMBEDDING].to(torch.bfloat16)

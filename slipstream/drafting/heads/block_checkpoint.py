@@ -36,12 +36,12 @@ from slipstream.drafting.heads.checkpoint import (
     check_tensors,
     draft_vocabulary,
     layer_config,
-    layer_shapes,
     lent_ends,
     read_published,
     read_tensors,
 )
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.layer import layer_shapes
 from slipstream.protocol.tree import MAX_NODES
 
 FLAT = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
@@ -195,8 +195,7 @@ def _shapes(head: BlockHead, tensors: Mapping[str, torch.Tensor], draft_vocab: i
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(head.taps) * head.target_hidden_size),
                                           "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in range(config.num_layers):
-        shapes |= layer_shapes(config, hidden, f"layers.{layer}")
-        shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
+        shapes |= layer_shapes(config, f"layers.{layer}")
     if head.markov:
         shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (draft_vocab, rank)}
     if head.markov == "gated":

@@ -62,6 +62,7 @@ from slipstream.engine.model import (
     read_json,
     take,
 )
+from slipstream.engine.ops.layer import layer_shapes
 from slipstream.observe.log import logger
 
 LAYER = "layers.0"
@@ -126,28 +127,6 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
         raise ModelError(f"{folder}: {pickles[0]} is a pickle, which can run code when it is read, so it never is; "
                          f"convert it once where you trust it: {CONVERSION}")
     return {_plain(name): tensor for name, tensor in load_tensors(folder).items()}
-
-
-def layer_shapes(config: ModelConfig, in_features: int, layer: str = LAYER) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what every head's layer has; in_features: the width that its attention reads."""
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_heads * size, config.num_kv_heads * size
-    biases = {"self_attn.q_proj": (config.qkv_bias, queries), "self_attn.k_proj": (config.qkv_bias, keys),
-              "self_attn.v_proj": (config.qkv_bias, keys), "self_attn.o_proj": (config.o_bias, hidden),
-              "mlp.gate_proj": (config.mlp_bias, inner), "mlp.up_proj": (config.mlp_bias, inner),
-              "mlp.down_proj": (config.mlp_bias, hidden)}
-    norms = ("q_norm", "k_norm") if config.qk_norm else ()
-    return {f"{layer}.{name}.bias": (width,) for name, (there, width) in biases.items() if there} | {
-        f"{layer}.self_attn.{name}.weight": (size,) for name in norms} | {
-        f"{layer}.post_attention_layernorm.weight": (hidden,),
-        f"{layer}.self_attn.q_proj.weight": (queries, in_features),
-        f"{layer}.self_attn.k_proj.weight": (keys, in_features),
-        f"{layer}.self_attn.v_proj.weight": (keys, in_features),
-        f"{layer}.self_attn.o_proj.weight": (hidden, queries),
-        f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-        f"{layer}.mlp.up_proj.weight": (inner, hidden),
-        f"{layer}.mlp.down_proj.weight": (hidden, inner),
-    }
 
 
 def check_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor],
@@ -293,7 +272,8 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
         raise ModelError(f"{folder}: tensor fc.weight is missing: this is no EAGLE-1 or EAGLE-2 head; a whole model is "
                          "for draft.drafter: standalone")
     hidden = config.hidden_size
-    shapes = {"fc.weight": (hidden, 2 * hidden)} | layer_shapes(config, hidden) | fc_bias(published, tensors, hidden)
+    shapes = {"fc.weight": (hidden, 2 * hidden), **layer_shapes(config, LAYER, input_norm=False),
+              **fc_bias(published, tensors, hidden)}
     check_tensors(folder, tensors, shapes)
     lent = {"embed_tokens.weight": lent_embedding(target_folder, target.vocab_size, hidden),
             "lm_head.weight": lent_lm_head(target_folder, target, vocabulary)}
@@ -355,13 +335,11 @@ def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: M
         "fc.weight": (hidden, width),
         "norm.weight": (hidden,),
         f"{LAYER}.hidden_norm.weight": (hidden,),
-        f"{LAYER}.input_layernorm.weight": (hidden,),
-        **layer_shapes(config, 2 * hidden),
+        **layer_shapes(config, LAYER, 2 * hidden),
         **fc_bias(published, tensors, hidden),
     }
     for layer in range(1, config.num_layers):
-        shapes |= {f"layers.{layer}.input_layernorm.weight": (hidden,),
-                   **layer_shapes(config, hidden, f"layers.{layer}")}
+        shapes |= layer_shapes(config, f"layers.{layer}")
     if published.flag("norm_before_fc", False):
         shapes["input_norm.weight"] = (width,)
     elif "input_norm.weight" in tensors:

@@ -167,41 +167,42 @@ class LayerWeights(Generic[P]):
              in_features: int | None = None, input_norm: bool = True) -> LayerWeights[P]:
         """tensors: by name; prefix: such as ``model.layers.0``; make: a product by its name here, its matrix and its
         bias; in_features: what attention reads, H unless given. Raises ModelError naming a tensor."""
-        hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-        width, kv_width = config.num_heads * size, config.num_kv_heads * size
+        shapes = layer_shapes(config, prefix, in_features, input_norm)
 
-        def product(name: str, columns: int, biased: bool, **parts: int) -> P:
-            names = [(f"{prefix}.{'mlp' if name in ('gate_up', 'down') else 'self_attn'}.{part}", rows)
-                     for part, rows in parts.items()]
-            weight = joined([matrix(tensors, f"{part}.weight", rows, columns) for part, rows in names])
-            return make(name, weight, torch.cat([take(tensors, f"{part}.bias", rows) for part, rows in names])
-                        if biased else None)
+        def product(what: str, *parts: str) -> P:
+            names = [f"{prefix}.{part}_proj" for part in parts]
+            weights = [matrix(tensors, f"{part}.weight", *shapes[f"{part}.weight"]) for part in names]
+            biases = [take(tensors, name, *shapes[name]) for part in names if (name := f"{part}.bias") in shapes]
+            return make(what, joined(weights), torch.cat(biases) if biases else None)
 
-        def norm(name: str, columns: int) -> torch.Tensor:
-            return take(tensors, f"{prefix}.{name}.weight", columns)
+        def norm(name: str) -> torch.Tensor:
+            return take(tensors, f"{prefix}.{name}.weight", *shapes[f"{prefix}.{name}.weight"])
 
-        q_norm, k_norm = ((norm("self_attn.q_norm", size), norm("self_attn.k_norm", size)) if config.qk_norm
-                          else (None, None))
+        q_norm, k_norm = (norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else (None, None)
         return LayerWeights(
-            Heads(config.num_heads, config.num_kv_heads, size, q_norm, k_norm, config.norm_eps),
-            norm("input_layernorm", hidden) if input_norm else None,
-            product("qkv", in_features or hidden, config.qkv_bias, q_proj=width, k_proj=kv_width, v_proj=kv_width),
-            product("o", width, config.o_bias, o_proj=hidden),
-            norm("post_attention_layernorm", hidden),
-            product("gate_up", hidden, config.mlp_bias, gate_proj=inner, up_proj=inner),
-            product("down", inner, config.mlp_bias, down_proj=hidden))
+            Heads(config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm, config.norm_eps),
+            norm("input_layernorm") if input_norm else None,
+            product("qkv", "self_attn.q", "self_attn.k", "self_attn.v"), product("o", "self_attn.o"),
+            norm("post_attention_layernorm"), product("gate_up", "mlp.gate", "mlp.up"), product("down", "mlp.down"))
 
 
-def layer_names(config: ModelConfig, prefix: str) -> set[str]:
-    """The tensors that ``LayerWeights.read`` takes."""
-    attention, mlp, biased = f"{prefix}.self_attn.", f"{prefix}.mlp.", set[str]()
-    qkv = [f"{attention}{part}_proj" for part in "qkv"]
-    down = [f"{mlp}{part}_proj" for part in ("gate", "up", "down")]
-    for products, bias in ((qkv, config.qkv_bias), ([f"{attention}o_proj"], config.o_bias), (down, config.mlp_bias)):
-        biased |= {f"{product}.bias" for product in products if bias}
-    norms = [f"{attention}{part}_norm" for part in "qk" if config.qk_norm]
-    norms += [f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm"]
-    return biased | {f"{name}.weight" for name in (*qkv, f"{attention}o_proj", *down, *norms)}
+def layer_shapes(config: ModelConfig, prefix: str, in_features: int | None = None,
+                 input_norm: bool = True) -> dict[str, tuple[int, ...]]:
+    """The tensors that ``LayerWeights.read`` takes, by name."""
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+    width, kv_width, read = config.num_heads * size, config.num_kv_heads * size, in_features or hidden
+    norms = ({"input_layernorm": hidden} if input_norm else {}) | {"post_attention_layernorm": hidden} | (
+        {"self_attn.q_norm": size, "self_attn.k_norm": size} if config.qk_norm else {})
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.{name}.weight": (numbers,) for name, numbers in norms.items()}
+    for name, rows, columns, biased in (
+            ("self_attn.q", width, read, config.qkv_bias), ("self_attn.k", kv_width, read, config.qkv_bias),
+            ("self_attn.v", kv_width, read, config.qkv_bias), ("self_attn.o", hidden, width, config.o_bias),
+            ("mlp.gate", inner, hidden, config.mlp_bias), ("mlp.up", inner, hidden, config.mlp_bias),
+            ("mlp.down", hidden, inner, config.mlp_bias)):
+        shapes[f"{prefix}.{name}_proj.weight"] = rows, columns
+        if biased:
+            shapes[f"{prefix}.{name}_proj.bias"] = (rows,)
+    return shapes
 
 
 def linear(_name: str, weight: Matrix, bias: torch.Tensor | None) -> Linear:
