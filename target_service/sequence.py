@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 from slipstream.base.errors import DeviceFull
 from slipstream.choosing.permitted import Masks
 from slipstream.choosing.sampling import TokenHistory
+from slipstream.engine.features import FeatureRows
 from slipstream.engine.kv import Match, RadixCache, Row
-from slipstream.engine.runner import FeatureRows, ModelRunner
+from slipstream.engine.runner import ModelRunner
 from slipstream.following.followed import Followed
 from slipstream.following.following import Following
 from slipstream.observe.log import logger

@@ -243,7 +243,7 @@ def test_eagle3(tmp_path: Path, target: Path, layout: Callable[[Path], Case]) ->
     head = read_head(write_eagle_folder(tmp_path, case.config, case.tensors), target)
     assert head.taps == case.taps
     tensors = case.plain or case.tensors
-    d2t = tensors.get("d2t", torch.zeros(head.draft_vocab_size, dtype=torch.int64))
+    d2t = tensors.get("d2t", torch.zeros(len(head.vocabulary), dtype=torch.int64))
     flat = case.config | case.config.get("transformer_layer_config", {})
     written = WrittenEagle3(flat, tensors | {"d2t": d2t}, case.prefix, flat.get("norm_before_residual", False))
     network = EagleNetwork(head, "float64", torch.device("cpu"), 16)

@@ -586,7 +586,7 @@ def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:
     numbers = Shards([work], identity_of(simple_folder, ModelConfig.from_folder(simple_folder))).numbers()
     assert len(numbers) == sum(path.read_text().count('"number"') for path in work.glob("shard-*[0-9]/index.json"))
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "who serves it may be somebody else"
-    assert "tokens a target step" in done.stdout and read_head(out, simple_folder).draft_vocab_size == 100
+    assert "tokens a target step" in done.stdout and len(read_head(out, simple_folder).vocabulary) == 100
 
 
 @contextmanager

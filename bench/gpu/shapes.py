@@ -85,7 +85,7 @@ def random_head(config: ModelConfig, draft_vocab: int, dtype: torch.dtype, devic
     taps = (2, config.num_layers // 2, max(0, config.num_layers - 3))
     tensors = random_tensors(head_shapes(config, draft_vocab), dtype, device)
     vocabulary = torch.arange(draft_vocab) * (config.vocab_size // draft_vocab)
-    return EagleHead(replace(config, num_layers=1), config.hidden_size, draft_vocab, taps, tensors, vocabulary)
+    return EagleHead(replace(config, num_layers=1), config.hidden_size, taps, tensors, vocabulary)
 
 
 def write_folder(folder: Path, fields: Fields) -> Path:

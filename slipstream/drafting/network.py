@@ -53,6 +53,11 @@ class Network(Protocol):
         ...
 
 
+def some_tokens(ids: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor | None:
+    """``Network.vocabulary`` of a network that scores the tokens ``ids`` int64 [V]."""
+    return None if torch.equal(ids, torch.arange(vocab_size)) else ids.to(device)
+
+
 def run_network(network: Network, num_rows: int) -> None:
     """One forward of so many rows of token 0, whose slots are free again afterwards."""
     states, spec = None, network.features

@@ -3,8 +3,7 @@ device's memory they may have.
 
 Rules:
 1. Feature rows live beside the KV, one row a slot: the features of a committed token are read by its slot, whenever.
-   They are read as a drafter asked for them: projected where its spec says so, in its dtype, as bytes
-   (``FeatureRows``), and made states again by the drafter (``FeatureReader``).
+   See ``features`` for what becomes of them.
 2. The same runner serves target and draft; it never learns why a row is there.
 3. Memory is sized before anything is served: what is free beside the model, what a step may need, what is left for
    tokens. A step is bounded from shapes, for the most rows that it may have: logits in float32 with two more copies for
@@ -17,7 +16,6 @@ same (see the target's ``Shedding``).
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,9 +32,8 @@ from slipstream.choosing.sampling import Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots, SlotTable
-from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, ScoringModel, dtype_of
-from slipstream.engine.ops.layer import Linear, norm_parts
-from slipstream.protocol.messages import Features, FeatureSpec, Projection
+from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel
+from slipstream.engine.ops.layer import Linear
 
 CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
 SHARE = 0.9  # of what is free is planned with: allocators waste some, and graphs keep some
@@ -130,66 +127,8 @@ def _gb(size: int) -> float:
     return round(size / 1e9, 2)
 
 
-Product = Callable[[torch.Tensor], torch.Tensor]
-
-
-class FeatureRows:
-    """What one spec makes of target states."""
-
-    __slots__ = ("_dtype", "_inner", "_norm", "_project", "_spec")
-
-    def __init__(self, spec: FeatureSpec, linear: Callable[[torch.Tensor], Product] = Linear) -> None:
-        """linear: makes x -> x W^T of W, where the states are."""
-        self._dtype = dtype_of(spec.dtype)
-        self._inner = self._dtype if spec.projection is None else dtype_of(spec.projection.dtype)
-        self._project = None if spec.projection is None else linear(weights_of(spec.projection)[0])
-        self._spec, self._norm = spec.light(), None if spec.projection is None else weights_of(spec.projection)[1]
-
-    @torch.inference_mode()
-    def __call__(self, rows: torch.Tensor) -> bytes:
-        """rows: [M, taps * H], any float dtype. Returns M * width numbers, row-major and little-endian."""
-        if self._project is not None:
-            rows, projection = rows.to(self._inner), self._spec.projection
-            if self._norm is not None and projection is not None:
-                self._norm = self._norm.to(rows.device)
-                rows = norm_parts(rows, self._norm, projection.norm_width, projection.norm_eps)
-            rows = self._project(rows)
-        cast = rows.to(device="cpu", dtype=self._dtype).contiguous()
-        # numpy has no bfloat16: the bytes are taken without asking what they mean.
-        return ctypes.string_at(cast.data_ptr(), cast.nbytes)
-
-
-def weights_of(projection: Projection) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[rows, columns] in the dtype of the weights, and of norms [columns] if there are any."""
-    flat = torch.frombuffer(bytearray(projection.weights), dtype=dtype_of(projection.dtype))
-    whole = flat.view(-1, projection.columns)
-    return whole[: projection.rows], whole[projection.rows] if projection.norm_width else None
-
-
 PROFILE_CONTEXT = 128
 PROFILE_REPEATS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureReader:
-    """Makes target states of the wire a network's input: the edge at which a target's dtype becomes a drafter's.
-    ``project``: what a network does to them first, rows below each other."""
-
-    spec: FeatureSpec
-    device: torch.device
-    dtype: torch.dtype
-    project: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def __call__(self, features: Sequence[Features]) -> list[torch.Tensor]:
-        """Rows of ``features``, already checked against ``spec``: [M, W] for each."""
-        content = bytearray(features[0].rows) if len(features) == 1 else bytearray().join([f.rows for f in features])
-        rows = torch.frombuffer(content, dtype=DTYPES[self.spec.dtype]).view(-1, self.spec.width)
-        rows = rows.to(self.device, self.dtype, non_blocking=True)
-        if self.project is not None:
-            rows = self.project(rows)
-        if len(features) == 1:
-            return [rows]
-        return list(torch.split_with_sizes(rows, [f.num_rows for f in features]))
 
 
 class ModelRunner:

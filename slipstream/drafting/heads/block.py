@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from slipstream.choosing.sampling import Race
 from slipstream.drafting.block import BlockStates
 from slipstream.drafting.heads.block_checkpoint import BlockHead
-from slipstream.drafting.heads.eagle import projection_of
-from slipstream.drafting.network import Output
+from slipstream.drafting.network import Output, some_tokens
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.features import joined_states
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import ModelConfig, Tensors, dtype_of
@@ -49,7 +49,6 @@ from slipstream.engine.ops.layer import (
     rms_norm,
     rotate,
 )
-from slipstream.engine.runner import FeatureReader
 from slipstream.protocol.messages import FeatureSpec
 
 AT_ONCE = 8  # blocks of one forward
@@ -69,21 +68,16 @@ class BlockNetwork:
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         self.vocab_size, self.hidden_size = config.vocab_size, head.target_hidden_size
         self.max_context = config.max_context
-        width = len(head.taps) * head.target_hidden_size
-        handed_over = project and config.hidden_size < width
-        self._fc = None if handed_over else Linear(tensors["fc.weight"])
-        spec = (FeatureSpec(head.taps, config.hidden_size, dtype, projection_of(tensors["fc.weight"], dtype))
-                if handed_over else FeatureSpec(head.taps, width, dtype))
-        self.features: FeatureSpec | None = spec
-        all_tokens = torch.equal(head.vocabulary, torch.arange(config.vocab_size))
-        self.vocabulary = None if all_tokens else head.vocabulary.to(device)
+        hidden_norm = tensors["hidden_norm.weight"]
+        self.read = joined_states(head.taps, dtype, project, tensors["fc.weight"],  # as ``c``
+                                  behind=lambda rows: rms_norm(rows, hidden_norm, config.norm_eps))
+        self.features: FeatureSpec | None = self.read.spec
+        self.vocabulary = some_tokens(head.vocabulary, config.vocab_size, device)
         self.device, self._head = device, head
-        self.read = FeatureReader(spec, device, kind, self._projected)  # as ``c``
         self.slots = Slots(num_slots)
         spare = AT_ONCE * head.block_size
         self._scratch = np.arange(num_slots, num_slots + spare, dtype=np.int64).reshape(AT_ONCE, head.block_size)
         self._pool = KVPool(config.num_layers, num_slots + spare, config.num_kv_heads, config.head_dim, kind, device)
-        self._hidden_norm = tensors["hidden_norm.weight"]
         self._markov = MarkovHead(head, tensors, self.vocabulary) if head.markov or head.confidence else None
         self.race: Race | None = None
         self._torch: TorchBlocks | None = None  # torch computes
@@ -102,13 +96,6 @@ class BlockNetwork:
     def linears(self) -> tuple[Linear, ...]:
         """The products of a pass on torch."""
         return () if self._torch is None else self._torch.linears()
-
-    @torch.inference_mode()
-    def _projected(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the target says as ``c``."""
-        if self._fc is not None:
-            rows = self._fc(rows)
-        return rms_norm(rows, self._hidden_norm, self._head.config.norm_eps)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:

@@ -231,10 +231,9 @@ class EagleHead:
 
     config: ModelConfig  # the layers' measures; vocab_size is the target's
     target_hidden_size: int
-    draft_vocab_size: int
     taps: tuple[int, ...]  # as FeatureSpec.layers
     tensors: Mapping[str, torch.Tensor]  # names of rule 1
-    vocabulary: torch.Tensor | None  # int64 [draft_vocab_size] target ids; None: all of them
+    vocabulary: torch.Tensor  # int64 [V'] target ids of the draft's
     norm_before_residual: bool = False
     norm_output: bool = False  # EAGLE-3.1: what is handed on has been through the final norm
     joint: bool = False  # EAGLE-1 and EAGLE-2: ``fc`` joins token and state, and there are no norms around the layer
@@ -254,7 +253,7 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     check_tensors(folder, tensors, _shapes(published, tensors, config, draft_vocab, len(taps), hidden))
     vocabulary = draft_vocabulary(tensors, draft_vocab, config.vocab_size)
     tensors |= lent_ends(tensors, config, target, target_folder, vocabulary)
-    return EagleHead(config, hidden, draft_vocab, taps, tensors, vocabulary,
+    return EagleHead(config, hidden, taps, tensors, vocabulary,
                      published.flag("norm_before_residual", None if published.speculators else False),
                      published.flag("norm_output", False))
 
@@ -277,8 +276,9 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
     check_tensors(folder, tensors, shapes)
     lent = {"embed_tokens.weight": lent_embedding(target_folder, target.vocab_size, hidden),
             "lm_head.weight": lent_lm_head(target_folder, target, vocabulary)}
-    return EagleHead(config, hidden, target.vocab_size if vocabulary is None else len(vocabulary),
-                     (target.num_layers,), tensors | lent, vocabulary, joint=True)
+    every = torch.arange(target.vocab_size)
+    return EagleHead(config, hidden, (target.num_layers,), tensors | lent, every if vocabulary is None else vocabulary,
+                     joint=True)
 
 
 def _check_kind(published: Published, kind: Kind) -> None:

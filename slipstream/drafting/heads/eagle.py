@@ -16,7 +16,6 @@ It knows nothing about sessions, trees or files. Source: arXiv 2401.15077, arXiv
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 
@@ -25,9 +24,10 @@ import torch.nn.functional as F
 
 from slipstream.choosing.sampling import Race
 from slipstream.drafting.heads.checkpoint import LAYER, EagleHead
-from slipstream.drafting.network import Output
+from slipstream.drafting.network import Output, some_tokens
 from slipstream.engine.attention import Attend
 from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.features import FeatureReader, joined_states
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import ModelConfig, Tensors, dtype_of
@@ -43,11 +43,9 @@ from slipstream.engine.ops.layer import (
     Rope,
     Step,
     linear,
-    norm_parts,
     rms_norm,
 )
-from slipstream.engine.runner import FeatureReader
-from slipstream.protocol.messages import FeatureSpec, Projection
+from slipstream.protocol.messages import FeatureSpec
 
 Forward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]  # states [R, H], logits [R, V]
 NORMS = (f"{LAYER}.input_layernorm.weight", f"{LAYER}.hidden_norm.weight", "norm.weight")  # of tokens, states, the head
@@ -70,20 +68,9 @@ class EagleNetwork:
         config = head.config
         self.vocab_size, self.hidden_size = config.vocab_size, head.target_hidden_size
         self.max_context = config.max_context
-        width, joint = len(head.taps) * head.target_hidden_size, head.joint
-        self._norm, self._norm_width = _norms(tensors, width, len(head.taps))
-        self._fc_bias = None if joint else tensors.get("fc.bias")
-        handed_over = project and not joint and config.hidden_size < width
-        self._fc = None if joint or handed_over else Linear(tensors["fc.weight"])
-        projection = projection_of(tensors["fc.weight"], dtype, self._norm, self._norm_width,
-                                   config.norm_eps) if handed_over else None
-        spec = FeatureSpec(head.taps, config.hidden_size if handed_over else width, dtype, projection)
-        projects = None if self._fc is None and self._fc_bias is None else self._projected
-        self.features: FeatureSpec | None = spec
-        self.read = FeatureReader(spec, device, kind, projects)
-        some = head.vocabulary
-        all_tokens = some is None or torch.equal(some, torch.arange(config.vocab_size))
-        self.vocabulary = None if some is None or all_tokens else some.to(device)
+        self.read = _reader(head, tensors, dtype, project)
+        self.features: FeatureSpec | None = self.read.spec
+        self.vocabulary = some_tokens(head.vocabulary, config.vocab_size, device)
         self.device, self.slots = device, Slots(num_slots)
         places = num_slots + spare_slots
         self._pool = KVPool(config.num_layers, places, config.num_kv_heads, config.head_dim, kind, device)
@@ -99,22 +86,14 @@ class EagleNetwork:
             return body.forward
 
         def on_torch() -> Forward:
-            self.torch = TorchBody(config, tensors, joint, head.norm_before_residual, ops, head.norm_output)
+            self.torch = TorchBody(config, tensors, head.joint, head.norm_before_residual, ops, head.norm_output)
             return partial(self.torch.forward, pool=self._pool)
 
-        self._forward = native_or("torch" if joint else kernels, kind, device, "head", native, on_torch)
+        self._forward = native_or("torch" if head.joint else kernels, kind, device, "head", native, on_torch)
 
     def linears(self) -> tuple[Linear, ...]:
         """The products of a step on torch."""
         return () if self.torch is None else self.torch.linears()
-
-    @torch.inference_mode()
-    def _projected(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._fc is not None:
-            if self._norm is not None:
-                rows = norm_parts(rows, self._norm, self._norm_width, self._config.norm_eps)
-            rows = self._fc(rows)
-        return rows if self._fc_bias is None else rows + self._fc_bias
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:
@@ -197,6 +176,16 @@ class TorchBody:
         return normed if self._norm_before_residual else state, read
 
 
+def _reader(head: EagleHead, tensors: Tensors, dtype: str, project: bool) -> FeatureReader:
+    """Rules 2 and 3. tensors: by name, where the head computes."""
+    fc, width = tensors["fc.weight"], len(head.taps) * head.target_hidden_size
+    if head.joint:
+        return FeatureReader(FeatureSpec(head.taps, width, dtype), fc.device, fc.dtype)
+    bias = tensors.get("fc.bias")
+    return joined_states(head.taps, dtype, project, fc, *_norms(tensors, width, len(head.taps)), head.config.norm_eps,
+                         None if bias is None else lambda rows: rows + bias)
+
+
 def _norms(tensors: Tensors, width: int, num_taps: int) -> tuple[torch.Tensor | None, int]:
     """The weights of what stands before ``fc`` [width], and how many numbers are normed together; None and 0: nothing
     does."""
@@ -205,12 +194,3 @@ def _norms(tensors: Tensors, width: int, num_taps: int) -> tuple[torch.Tensor | 
     if "fc_norm.0.weight" in tensors:
         return torch.cat([tensors[f"fc_norm.{i}.weight"] for i in range(num_taps)]), width // num_taps
     return None, 0
-
-
-def projection_of(weight: torch.Tensor, dtype: str, norm: torch.Tensor | None = None, norm_width: int = 0,
-                  norm_eps: float = 0.0) -> Projection:
-    """weight [H, F] and norm [F] in ``dtype``, as they are handed to a target."""
-    whole = weight if norm is None else torch.cat((weight, norm[None]))
-    content = whole.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return Projection(weight.shape[0], weight.shape[1], dtype, hashlib.sha256(content).digest(), content, norm_width,
-                      norm_eps if norm_width else 0.0)
