@@ -33,10 +33,9 @@ from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.checkpoint import (
     MAX_LAYERS,
     Published,
-    check_tensors,
-    draft_vocabulary,
+    completed,
+    draft_size,
     layer_config,
-    lent_ends,
     read_published,
     read_tensors,
 )
@@ -84,8 +83,6 @@ def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
     published, target = _published(folder), ModelConfig.from_folder(target_folder)
     config = layer_config(published, target, MAX_LAYERS)
     _check_layers(published, config)
-    hidden = published.integer("target_hidden_size", target.hidden_size)
-    published.must_fit("target_hidden_size", hidden, target.hidden_size)
     if not published.speculators:
         layers = published.integer("num_target_layers", target.num_layers)
         published.must_fit("num_target_layers", layers, target.num_layers, " layers")
@@ -95,21 +92,14 @@ def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
     if with_markov and not markov:
         raise ModelError(f"{published.where}: confidence_head_with_markov: it needs a markov_rank above 0")
     from_anchor = _from_anchor(published, bool(markov))
-    head = BlockHead(config, hidden, _taps(published, target.num_layers),
+    head = BlockHead(config, target.hidden_size, _taps(published, target.num_layers),
                      published.integer("block_size", low=1 if from_anchor else 2, high=MAX_NODES),
                      published.integer("mask_token_id", low=0, high=config.vocab_size - 1), from_anchor, markov, rank,
                      confidence, with_markov, {}, torch.zeros(0, dtype=torch.int64))
-    return _with_tensors(head, published, Path(folder), target, target_folder)
-
-
-def _with_tensors(head: BlockHead, published: Published, folder: Path, target: ModelConfig,
-                  target_folder: str | Path) -> BlockHead:
-    tensors, config = read_tensors(folder), head.config
-    default = len(tensors["d2t"]) if "d2t" in tensors and tensors["d2t"].ndim == 1 else config.vocab_size
-    draft_vocab = published.integer("draft_vocab_size", default)
-    check_tensors(folder, tensors, _shapes(head, tensors, draft_vocab))
-    vocabulary = draft_vocabulary(tensors, draft_vocab, config.vocab_size)
-    tensors |= lent_ends(tensors, config, target, target_folder, vocabulary)
+    tensors = read_tensors(folder)
+    draft_vocab = draft_size(published, tensors, config)
+    tensors, vocabulary = completed(folder, tensors, _shapes(head, tensors, draft_vocab), draft_vocab, config, target,
+                                    target_folder)
     return replace(head, tensors=tensors, vocabulary=vocabulary)
 
 
@@ -205,10 +195,6 @@ def _shapes(head: BlockHead, tensors: Mapping[str, torch.Tensor], draft_vocab: i
                    "markov_head.joint_proj.bias": (3 * rank,)}
     if head.confidence:
         shapes["confidence_head.proj.weight"] = (1, hidden + (rank if head.confidence_with_markov else 0))
-    if draft_vocab != vocab:
-        shapes["d2t"] = (draft_vocab,)
-    optional = {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (draft_vocab, hidden), "t2d": (vocab,),
-                "d2t": (draft_vocab,)}
-    if head.confidence:
-        optional["confidence_head.proj.bias"] = (1,)
-    return shapes | {name: shape for name, shape in optional.items() if name in tensors}
+    if head.confidence and "confidence_head.proj.bias" in tensors:
+        shapes["confidence_head.proj.bias"] = (1,)
+    return shapes

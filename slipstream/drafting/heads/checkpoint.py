@@ -110,6 +110,8 @@ def layer_config(published: Published, target: ModelConfig, most_layers: int = 1
         expected = "1" if most_layers == 1 else f"1 to {most_layers}"
         raise ModelError(f"{where}: num_hidden_layers: expected {expected}, found {config.num_layers}")
     published.must_fit("vocab_size", config.vocab_size, target.vocab_size, " tokens")
+    hidden = published.integer("target_hidden_size", target.hidden_size)
+    published.must_fit("target_hidden_size", hidden, target.hidden_size)
     if "qkv_bias" in raw:  # heads for Qwen2: a bias on q, k and v, none on o
         config = replace(config, qkv_bias=published.flag("qkv_bias", None))
     if (config.rope_theta, config.rope_scaling) != (target.rope_theta, target.rope_scaling):
@@ -186,22 +188,38 @@ def lent_lm_head(folder: str | Path, config: ModelConfig, rows: torch.Tensor | N
     return weight if rows is None else weight.index_select(0, rows)
 
 
-def lent_ends(tensors: Mapping[str, torch.Tensor], config: ModelConfig, target: ModelConfig, folder: str | Path,
-              vocabulary: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The embedding and the lm_head (its rows of ``vocabulary``) of a head that brings them not: of the target in
-    ``folder``; the lm_head of the head's own embedding, where it has one and ties them. Raises ModelError."""
-    found = dict[str, torch.Tensor]()
+def draft_size(published: Published, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> int:
+    """Tokens that a head scores. Raises ModelError."""
+    own = tensors.get("d2t")
+    return published.integer("draft_vocab_size", config.vocab_size if own is None or own.ndim != 1 else len(own))
+
+
+def completed(folder: str | Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]],
+              draft_vocab: int, config: ModelConfig, target: ModelConfig,
+              target_folder: str | Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A head's tensors, which are those of ``shapes`` and what stands around them, with what the target lends; and
+    int64 [draft_vocab] target ids of what it scores. The lm_head is the head's own, or its own embedding where it ties
+    them, or else the target's rows. Raises ModelError."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    ends = {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (draft_vocab, hidden), "t2d": (vocab,),
+            "d2t": (draft_vocab,)}
+    needed = ("d2t",) if draft_vocab != vocab else ()
+    check_tensors(folder, tensors, {**shapes, **{name: shape for name, shape in ends.items()
+                                                 if name in tensors or name in needed}})
+    vocabulary, whole = draft_vocabulary(tensors, draft_vocab, vocab), dict(tensors)
     own = tensors.get("embed_tokens.weight")
     if own is None:
-        found["embed_tokens.weight"] = lent_embedding(folder, config.vocab_size, config.hidden_size)
+        whole["embed_tokens.weight"] = lent_embedding(target_folder, vocab, hidden)
     if "lm_head.weight" in tensors:
-        return found
+        return whole, vocabulary
     if own is not None and config.tied_embeddings:
-        return found | {"lm_head.weight": own.index_select(0, vocabulary)}
-    if config.hidden_size != target.hidden_size:
+        whole["lm_head.weight"] = own.index_select(0, vocabulary)
+    elif hidden == target.hidden_size:
+        whole["lm_head.weight"] = lent_lm_head(target_folder, target, vocabulary)
+    else:
         raise ModelError(f"tensor lm_head.weight is missing, and the target's does not fit: the head's states have "
-                         f"{config.hidden_size} numbers (hidden_size), the target's {target.hidden_size}")
-    return found | {"lm_head.weight": lent_lm_head(folder, target, vocabulary)}
+                         f"{hidden} numbers (hidden_size), the target's {target.hidden_size}")
+    return whole, vocabulary
 
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -243,17 +261,11 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
     published, target = read_published(folder), ModelConfig.from_folder(target_folder)
     _check_kind(published, EAGLE3)
-    config = layer_config(published, target, MAX_LAYERS)
-    hidden = published.integer("target_hidden_size", target.hidden_size)
-    published.must_fit("target_hidden_size", hidden, target.hidden_size)
-    tensors = read_tensors(folder)
-    default_vocab = len(tensors["d2t"]) if "d2t" in tensors and tensors["d2t"].ndim == 1 else config.vocab_size
-    draft_vocab = published.integer("draft_vocab_size", default_vocab)
-    taps = _taps(published, target.num_layers)
-    check_tensors(folder, tensors, _shapes(published, tensors, config, draft_vocab, len(taps), hidden))
-    vocabulary = draft_vocabulary(tensors, draft_vocab, config.vocab_size)
-    tensors |= lent_ends(tensors, config, target, target_folder, vocabulary)
-    return EagleHead(config, hidden, taps, tensors, vocabulary,
+    config, tensors, taps = layer_config(published, target, MAX_LAYERS), read_tensors(folder), _taps(published, target)
+    draft_vocab = draft_size(published, tensors, config)
+    shapes = _shapes(published, tensors, config, len(taps), target.hidden_size)
+    tensors, vocabulary = completed(folder, tensors, shapes, draft_vocab, config, target, target_folder)
+    return EagleHead(config, target.hidden_size, taps, tensors, vocabulary,
                      published.flag("norm_before_residual", None if published.speculators else False),
                      published.flag("norm_output", False))
 
@@ -296,8 +308,8 @@ def _check_kind(published: Published, kind: Kind) -> None:
             raise ModelError(f"{where}: {name}: heads with norms of this kind are not supported; use one without")
 
 
-def _taps(published: Published, num_layers: int) -> tuple[int, ...]:
-    fields, where = published.raw, published.where
+def _taps(published: Published, target: ModelConfig) -> tuple[int, ...]:
+    fields, where, num_layers = published.raw, published.where, target.num_layers
     section = fields.get("eagle_config") or {}
     if not isinstance(section, dict) or section.get("use_aux_hidden_state", True) is not True:
         raise ModelError(f"{where}: eagle_config: heads that read the last state alone are not EAGLE-3 heads")
@@ -328,8 +340,8 @@ def _taps(published: Published, num_layers: int) -> tuple[int, ...]:
     return taps
 
 
-def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: ModelConfig, draft_vocab: int,
-            num_taps: int, hidden_in: int) -> dict[str, tuple[int, ...]]:
+def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: ModelConfig, num_taps: int,
+            hidden_in: int) -> dict[str, tuple[int, ...]]:
     hidden, width = config.hidden_size, num_taps * hidden_in
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, width),
@@ -350,11 +362,7 @@ def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: M
         shapes |= {f"fc_norm.{i}.weight": (hidden_in,) for i in range(num_taps)}
     elif "fc_norm.0.weight" in tensors:
         raise ModelError(f"{published.where}: fc_norm: it is not set, but tensor fc_norm.0.weight is there")
-    optional = {"embed_tokens.weight": (config.vocab_size, hidden), "lm_head.weight": (draft_vocab, hidden),
-                "t2d": (config.vocab_size,)}
-    if draft_vocab != config.vocab_size or "d2t" in tensors:
-        shapes["d2t"] = (draft_vocab,)
-    return shapes | {name: shape for name, shape in optional.items() if name in tensors}
+    return shapes
 
 
 def draft_vocabulary(tensors: Mapping[str, torch.Tensor], draft_vocab: int, vocab: int) -> torch.Tensor:
