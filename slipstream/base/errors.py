@@ -120,3 +120,8 @@ def status_of(error: BaseException) -> tuple[str, int, str]:
         if isinstance(error, kind):
             return grpc_name, http, openai_type
     return "INTERNAL", 500, "server_error"
+
+
+def in_a_line(error: BaseException) -> str:
+    """Its kind, and the first line of what it says: for errors of others, which may say anything."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'nothing said').splitlines()[0][:300]}"

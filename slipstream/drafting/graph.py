@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.base.errors import in_a_line
 from slipstream.choosing.sampling import ChoiceRows, rank
 from slipstream.drafting.network import Network, Output
 from slipstream.drafting.neural import MOST_SESSIONS
@@ -151,7 +152,7 @@ class GraphLevels:
             except RuntimeError as error:
                 self._failed = True
                 logger("draft").warning("no graphs: trees grow level by level", sessions=shape.sessions,
-                                        reason=str(error).strip().partition("\n")[0][:300])
+                                        reason=in_a_line(error))
         return self._loops.get(shape)
 
 

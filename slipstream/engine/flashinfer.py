@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.base.errors import in_a_line
 from slipstream.engine.attention import (
     Attend,
     Attention,
@@ -124,7 +125,7 @@ def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
                 if not reason:
                     return found
         except Exception as error:  # compilers, loaders and launches fail in their own ways
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+            reason = in_a_line(error)
             _settled(device)
     if device.type == "cuda":
         logger("engine").warning("attention is torch's: slower, and without graphs", reason=reason)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.base.errors import in_a_line
 from slipstream.engine.attention import PagedAttention, PagePlan, PageTensors, farthest, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, HostRows
 from slipstream.engine.decoder import Decoder
@@ -290,7 +291,7 @@ class GraphedDecoder:
             step = self._capture_step(size, self._pool, taps)
             reason = self._disagrees(size, step, self._pool, taps)
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+            reason = in_a_line(error)
         if step is not None and not reason:
             self._steps[key] = step
             return step

@@ -36,13 +36,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from slipstream.base.errors import ModelError
+from slipstream.base.errors import ModelError, in_a_line
 from slipstream.engine.attention import AttentionPlan, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import check_floats
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, read_json, take, tell_unread
-from slipstream.engine.trial import check, check_layers, told
+from slipstream.engine.trial import check, check_layers
 from slipstream.observe.log import logger
 from slipstream.protocol.tree import MAX_NODES
 
@@ -139,7 +139,7 @@ class HFModel:
         except ModelError:
             raise
         except Exception as error:  # what a family's own code raises has no class in common
-            raise ModelError(f"{folder}: transformers cannot load it: {told(error)}") from error
+            raise ModelError(f"{folder}: transformers cannot load it: {in_a_line(error)}") from error
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
@@ -245,7 +245,7 @@ def _bare(folder: str | Path, num_layers: int) -> Any:
         raise ModelError(f"{folder}: transformers {transformers.__version__} cannot build prediction layers of this "
                          f"model ({error}); install transformers>=5.23") from error
     except Exception as error:  # transformers has a class of its own for each field
-        raise ModelError(f"{folder}: transformers cannot build it: {told(error)}") from error
+        raise ModelError(f"{folder}: transformers cannot build it: {in_a_line(error)}") from error
     return model.eval().requires_grad_(False)
 
 

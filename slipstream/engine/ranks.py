@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.base.config import LogSection, ModelSection
-from slipstream.base.errors import ModelError, RanksLost, SlipstreamError
+from slipstream.base.errors import ModelError, RanksLost, SlipstreamError, in_a_line
 from slipstream.engine.attention import Attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder, Placing, unread_names
@@ -231,8 +231,7 @@ class Ranks:
     def lost(self, error: Exception) -> RanksLost:
         """What an error between ranks means: the rank that is gone, where one is."""
         self._gone.wait(REASON_S)
-        reason = str(error).strip().partition("\n")[0][:300]
-        return self._lose(f"the {self._count} ranks of the model are out of step: {type(error).__name__}: {reason}")
+        return self._lose(f"the {self._count} ranks of the model are out of step: {in_a_line(error)}")
 
     def watch(self, told: Callable[[RanksLost], None]) -> None:
         """``told`` is called once, from any thread, when ranks are lost."""

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.base.errors import ModelError
+from slipstream.base.errors import ModelError, in_a_line
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
@@ -94,7 +94,7 @@ def check(config: Any, build: Build, serve: Serve) -> None:
         except ModelError:
             raise
         except Exception as error:  # what a family's own code raises has no class in common
-            raise ModelError(f"{where}: engine hf cannot serve it: a tiny copy raises {told(error)}") from error
+            raise ModelError(f"{where}: engine hf cannot serve it: a tiny copy raises {in_a_line(error)}") from error
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def tiny(config: Any, build: Build) -> Any:
                 return model
             why = why or "its own answers are not finite"
         except Exception as error:  # what a family's own code raises has no class in common
-            why = why or told(error)
+            why = why or in_a_line(error)
     raise ModelError(f"{config.model_type} model: engine hf cannot try it and does not serve it: no tiny copy of it "
                      f"runs ({why})")
 
@@ -292,9 +292,3 @@ def _limit(name: str, most: Mapping[str, int]) -> int | None:
 def _least(value: Any, limit: int | None) -> Any:
     plain = isinstance(value, int) and not isinstance(value, bool)
     return min(value, limit) if plain and limit is not None else value
-
-
-def told(error: Exception) -> str:
-    """In one short line."""
-    first = (str(error).strip() or "nothing said").splitlines()[0]
-    return f"{type(error).__name__}: {first[:200]}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from slipstream.base.errors import in_a_line
 from slipstream.engine.attention import disagreement
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.model import ModelConfig, RopeScaling, dtype_of
@@ -29,7 +30,7 @@ def seen(question: dict[str, Any], device: torch.device) -> str:
             return disagreement(FlashInferAttention(config, dtype, device), config, dtype, device)
         return difference(triton_operations(), config, dtype, device)
     except Exception as error:  # compilers, loaders and launches fail in their own ways
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+        return in_a_line(error)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from slipstream.base.errors import in_a_line
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import TORCH, Heads, Operations, Rope, Step
 from slipstream.engine.proof import Proof, objection
@@ -61,7 +62,7 @@ def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device:
         found = triton_operations()
         reason = proof("operations", config, dtype, device) or difference(found, config, dtype, device)
     except Exception as error:  # compilers and drivers fail in their own ways
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+        reason = in_a_line(error)
     if reason:
         log.warning("torch's operations in layers: slower", reason=reason)
         return TORCH
