@@ -19,9 +19,8 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from slipstream.base.errors import ModelError
+from slipstream.base.errors import ModelError, in_a_line
 from slipstream.engine.hf import tried
-from slipstream.engine.trial import told
 
 # Configuration classes whose own defaults are no model: what they leave open, as published models have it.
 OPEN: Mapping[str, Mapping[str, Any]] = MappingProxyType({
@@ -91,7 +90,7 @@ def verdicts(kind: str) -> Iterator[Tried]:
         except ModelError as error:
             yield Tried(kind, way, str(error))
         except Exception as error:  # a configuration class may raise anything
-            yield Tried(kind, way, f"its configuration cannot be made: {told(error)}")
+            yield Tried(kind, way, f"its configuration cannot be made: {in_a_line(error)}")
         else:
             yield Tried(kind, way, "")
 

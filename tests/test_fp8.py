@@ -14,7 +14,7 @@ from slipstream.base.errors import ModelError
 from slipstream.drafting import Drafter
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone
+from slipstream.drafting.loading import load
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.fp8 import MOST, Fp8Weights, into_fp8, multiplied, rounded, specified
 from slipstream.engine.loading import load_model
@@ -134,9 +134,7 @@ def test_a_draft_in_fp8_grows_trees(tmp_path: Path, kind: str) -> None:
     def drafter(**settings: object) -> Drafter:
         section = DraftSection.model_validate({"model": str(head), "quantize": "fp8", "drafter": kind,
                                                **settings})
-        return {"standalone": lambda: load_standalone(section, model, 400),
-                "eagle3": lambda: load_eagle(section, model, 400),
-                "eagle2": lambda: load_eagle2(section, model, 400)}[kind]()
+        return load(section, model, 400)
 
     eight = drafter()
     eight.open([Open(1, np.array(TEXT, np.int32), len(TEXT), Sampling())])
@@ -154,5 +152,5 @@ def test_a_draft_in_fp8_grows_trees(tmp_path: Path, kind: str) -> None:
 
 
 def test_layers_of_a_model_that_predict_further_tokens_are_not_quantized(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"draft\.quantize: it is for eagle2, eagle3 and standalone"):
-        load_mtp(DraftSection(drafter="mtp", quantize="fp8"), ModelSection(path=str(tmp_path)))
+    with pytest.raises(ModelError, match=r"draft\.quantize: fp8 is for block, eagle2, eagle3, standalone; use none"):
+        load(DraftSection(drafter="mtp", quantize="fp8"), ModelSection(path=str(tmp_path)))

@@ -18,7 +18,7 @@ from slipstream.base.errors import ModelError
 from slipstream.cli.commands import app
 from slipstream.drafting.heads.checkpoint import lent_lm_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone
+from slipstream.drafting.loading import load
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.int8 import FIELD, MOST, NOTE, Whole, joined, rounded
 from slipstream.engine.loading import load_model
@@ -293,7 +293,7 @@ def test_a_draft_of_whole_numbers_grows_trees(tmp_path: Path, kind: str) -> None
         model = ModelSection.model_validate({"path": str(target), "kernels": kernels})
         section = DraftSection.model_validate({"model": str(head), "quantize": quantize,
                                                "drafter": kind, **settings})
-        drafter = (load_standalone if kind == "standalone" else load_eagle)(section, model, 400)
+        drafter = load(section, model, 400)
         drafter.open([Open(1, np.array(TEXT, np.int32), len(TEXT), Sampling())])
         if drafter.features is not None:
             count = len(TEXT) - 1
@@ -327,7 +327,7 @@ def test_a_heads_matrices_are_whole_numbers_when_that_is_wanted_and_not_else(tmp
 
 def test_other_drafts_are_refused(tmp_path: Path) -> None:
     model = ModelSection(path=str(tmp_path))
-    with pytest.raises(ModelError, match=r"draft\.quantize: int8 is for eagle3 and standalone"):
-        load_eagle2(DraftSection(drafter="eagle2", quantize="int8"), model)
+    with pytest.raises(ModelError, match=r"draft\.quantize: int8 is for eagle3, standalone; use none with eagle2"):
+        load(DraftSection(drafter="eagle2", quantize="int8"), model)
     with pytest.raises(ModelError, match=r"draft\.quantize: .* use none with mtp"):
-        load_mtp(DraftSection(drafter="mtp", quantize="int8"), model)
+        load(DraftSection(drafter="mtp", quantize="int8"), model)

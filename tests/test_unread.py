@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.drafting.loading import load_mtp
+from slipstream.drafting.loading import load
 from slipstream.engine.decoder import decoder_names
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import NAME_SHOWN, NAMES_SHOWN, ModelConfig, load_tensors
@@ -99,9 +99,9 @@ def test_biases_that_a_config_speaks_of_are_taken(tmp_path: Path) -> None:
 def test_a_head_in_the_target_tells_too(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_mtp_target(tmp_path, mtp_config(kind, num_nextn_predict_layers=2))
     section = DraftSection(drafter="mtp", dtype="float32")
-    load_mtp(section, ModelSection(path=str(folder)), 64)
+    load(section, ModelSection(path=str(folder)), 64)
     assert TOLD not in capsys.readouterr().out
     prefix = "model.mtp_layers.1" if kind == "mimo" else f"model.layers.{mtp_config(kind)['num_hidden_layers']}"
-    load_mtp(section, ModelSection(path=str(changed(folder, (f"{prefix}.self_attn.sinks",)))), 64)
+    load(section, ModelSection(path=str(changed(folder, (f"{prefix}.self_attn.sinks",)))), 64)
     told = capsys.readouterr().out
     assert TOLD in told and f"{prefix}.self_attn.sinks" in told

@@ -20,7 +20,7 @@ from bench.asking import read
 from bench.report import Row, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import DraftSection, Dtype, LogSection, ModelSection
-from slipstream.drafting.loading import load_eagle
+from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.records import TOGETHER, Record, Recorder, slots_for
 from slipstream.drafting.rounds import slots_needed
@@ -42,8 +42,9 @@ SECONDS = 12.0  # simulated
 
 def recorder_of(target: Path, head: Path, tokens: int, dtype: Dtype = "bfloat16") -> Recorder:
     """A target and its EAGLE-3 head. Raises ModelError."""
-    model, draft = ModelSection(path=str(target), dtype=dtype), DraftSection(model=str(head), dtype=dtype)
-    drafter = load_eagle(draft, model, TOGETHER * slots_for(PROMPT, tokens))
+    model = ModelSection(path=str(target), dtype=dtype)
+    draft = DraftSection(drafter="eagle3", model=str(head), dtype=dtype)
+    drafter = create(draft, model, TOGETHER * slots_for(PROMPT, tokens))
     assert isinstance(drafter, NeuralDrafter)
     runner = ModelRunner(load_model(target, model), slots_needed([[0] * PROMPT] * TOGETHER, tokens))
     return Recorder(runner, drafter.network, tokens)

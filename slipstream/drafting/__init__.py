@@ -100,8 +100,6 @@ def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Dr
         return NgramDrafter(section.max_sessions)
     if not section.model and section.drafter != "mtp":
         raise ConfigError(f"draft.model: the drafter {section.drafter} needs a draft model: give its name or folder")
-    from slipstream.drafting import loading
+    from slipstream.drafting.loading import load
 
-    load = {"standalone": loading.load_standalone, "eagle2": loading.load_eagle2, "eagle3": loading.load_eagle,
-            "mtp": loading.load_mtp, "block": loading.load_block}[section.drafter]
     return load(section, model, num_slots)

@@ -44,14 +44,38 @@ from slipstream.observe.log import logger
 
 N = TypeVar("N", bound=Network)
 REPEATED = (OWN_EMBEDDING, OWN_LM_HEAD)
+QUANTIZED = {"fp8": ("block", "eagle2", "eagle3", "standalone"), "int8": ("eagle3", "standalone")}  # which drafters
 
 
-def load_standalone(section: DraftSection, target: ModelSection, num_slots: int = 0) -> Drafter:
-    """A drafter over the model folder or name in ``section.model``; of ``target`` only ``kernels`` counts. Raises
+def load(section: DraftSection, target: ModelSection, num_slots: int = 0) -> Drafter:
+    """The drafter with weights that ``section`` asks for, which names it; see ``drafting.create``. Raises
     ModelError."""
+    _check(section, target)
+    make = {"standalone": _standalone, "eagle2": _eagle2, "eagle3": _eagle3, "mtp": _mtp,
+            "block": _block}[section.drafter]
+    return make(section, target, num_slots)
+
+
+def _check(section: DraftSection, target: ModelSection) -> None:
+    """Raises ModelError for what such a drafter cannot have."""
+    quantize, drafters = section.quantize, QUANTIZED.get(section.quantize)
+    if drafters is not None and section.drafter not in drafters:
+        raise ModelError(f"draft.quantize: {quantize} is for {', '.join(drafters)}; use none with {section.drafter}")
+    if quantize == "int8":
+        native = target.kernels != "torch" and not section.compile
+        check_int8("draft.quantize", quantize, section.dtype, section.device, native=native)
+    if quantize == "fp8":
+        if section.compile:
+            raise ModelError("draft.quantize: it is for drafters without compile")
+        check_fp8(dtype_of(section.dtype), device_of(section.device))
+    if section.compile and section.drafter == "block":
+        raise ModelError("draft.compile: it is not for block")
+
+
+def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> Drafter:
+    """Over the model folder or name in ``section.model``; of ``target`` only ``kernels`` counts."""
     folder = resolve(section.model)
     config = ModelConfig.from_folder(folder)
-    _check_int8(section, target)
     vocabulary = _token_map(section, config.vocab_size)
     own = ModelSection(dtype=section.dtype, device=section.device, kernels=_kernels(target),
                        quantize="none" if section.quantize == "auto" else section.quantize)
@@ -59,7 +83,7 @@ def load_standalone(section: DraftSection, target: ModelSection, num_slots: int 
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
         vocabulary = vocabulary.to(model.device)
-    num_slots = num_slots or _num_slots(section, config)
+    num_slots = _num_slots(section, config, num_slots)
     masks = _masks(folder, config, section.growth.num_steps - 1, num_slots)
     runner = ModelRunner(model, num_slots, 0 if masks is None else AT_ONCE * masks.count)
     return _drafter(section, StandaloneNetwork(runner, vocabulary, masks))
@@ -74,11 +98,10 @@ def _masks(folder: Path, config: ModelConfig, count: int, num_slots: int) -> Mas
     return Masks(token, count, num_slots) if count else None
 
 
-def load_eagle(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
-    """A drafter over the EAGLE-3 head in ``section.model`` for the target in ``model.path``. Raises ModelError."""
+def _eagle3(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
+    """Over the EAGLE-3 head in ``section.model`` for the target in ``model.path``."""
     head = read_head(resolve(section.model), resolve(model.path))
-    device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
-    _check_int8(section, model)
+    device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
     ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
             else _kernels(model))
     graphs = device.type == "cuda" and not section.compile
@@ -91,49 +114,39 @@ def load_eagle(section: DraftSection, model: ModelSection, num_slots: int = 0) -
                     else _graphs(section, network) if spare else None)
 
 
-def load_eagle2(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
-    """A drafter over the EAGLE-1 or EAGLE-2 head in ``section.model`` for the target in ``model.path``. Raises
-    ModelError."""
-    if section.quantize == "int8":
-        raise ModelError("draft.quantize: int8 is for eagle3 and standalone; use none or fp8 with eagle2")
+def _eagle2(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
+    """Over the EAGLE-1 or EAGLE-2 head in ``section.model`` for the target in ``model.path``."""
     target = resolve(model.path)
     vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
-    device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
+    device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
     network = _ready(section, model, lambda ops: EagleNetwork(
         head, section.dtype, device, num_slots, ops=ops), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network)
 
 
-def load_block(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
-    """A drafter over the DFlash or DSpark head in ``section.model`` for the target in ``model.path``. Raises
-    ModelError."""
-    if section.quantize == "int8":
-        raise ModelError("draft.quantize: int8 is for eagle3 and standalone; use none or fp8 with block")
-    if section.compile:
-        raise ModelError("draft.compile: it is not for block")
+def _block(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
+    """Over the DFlash or DSpark head in ``section.model`` for the target in ``model.path``."""
     head = read_block_head(resolve(section.model), resolve(model.path))
-    device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
-    kernels = _kernels(model)
-    network = BlockNetwork(head, section.dtype, device, num_slots, True, operations_for(
-        kernels, head.config, dtype_of(section.dtype), device), "torch" if section.quantize == "fp8" else kernels)
+    device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
+    kernels = "torch" if section.quantize == "fp8" else _kernels(model)
+    network = _ready(section, model, lambda ops: BlockNetwork(
+        head, section.dtype, device, num_slots, True, ops, kernels), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network)
 
 
-def load_mtp(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
-    """A drafter over the multi-token prediction head in ``section.model``, or (empty) in the target's own folder, for
-    the target in ``model.path``. Raises ModelError."""
-    if section.quantize not in ("auto", "none"):
-        raise ModelError("draft.quantize: it is for eagle2, eagle3 and standalone; use none with mtp")
+def _mtp(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
+    """Over the multi-token prediction head in ``section.model``, or (empty) in the target's own folder, for the target
+    in ``model.path``."""
     target = resolve(model.path)
     head = read_mtp(resolve(section.model) if section.model else target, target)
     vocabulary = _token_map(section, head.vocab_size)
 
     def build(ops: LayerOps) -> Network:
         blocks = mtp_blocks(head, section.dtype, section.device, ops)
-        return MtpNetwork(head, blocks, section.dtype, num_slots or _num_slots(section, blocks.config), vocabulary)
+        return MtpNetwork(head, blocks, section.dtype, _num_slots(section, blocks.config, num_slots), vocabulary)
 
     if head.layout.own_kind:
         if section.compile:
@@ -169,22 +182,13 @@ def _kernels(target: ModelSection) -> Literal["auto", "torch"]:
 
 def _ready(section: DraftSection, target: ModelSection, build: Callable[[LayerOps], N], config: ModelConfig) -> N:
     """config: of the layers."""
-    if section.compile and section.quantize not in ("auto", "none"):
-        raise ModelError("draft.quantize: it is for drafters without compile")
     if section.compile:
         return compiled(build, run_network, section.drafter)
     return build(operations_for(_kernels(target), config, dtype_of(section.dtype), device_of(section.device)))
 
 
-def _check_int8(section: DraftSection, target: ModelSection) -> None:
-    if section.quantize == "int8":
-        native = target.kernels != "torch" and not section.compile
-        check_int8("draft.quantize", section.quantize, section.dtype, section.device, native=native)
-
-
 def _quantized(section: DraftSection, linears: Iterable[Linear]) -> None:
     if section.quantize == "fp8":
-        check_fp8(dtype_of(section.dtype), device_of(section.device))
         into_fp8(linears)
 
 
@@ -194,8 +198,10 @@ def _token_map(section: DraftSection, vocab_size: int) -> torch.Tensor | None:
     return load_token_map(section.token_map, vocab_size, section.growth.topk)
 
 
-def _num_slots(section: DraftSection, config: ModelConfig) -> int:
+def _num_slots(section: DraftSection, config: ModelConfig, given: int) -> int:
     """Told in the log with what they take: memory is touched when a slot is first used, which may be hours later."""
+    if given:
+        return given
     dtype = dtype_of(section.dtype)
     free = free_memory(torch.device(section.device))[0]
     slots = default_slots(config, dtype, section.max_sessions, device=section.device)
