@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,9 +24,9 @@ from numpy.typing import NDArray
 
 from slipstream.base.errors import in_a_line
 from slipstream.choosing.sampling import ChoiceRows, rank
-from slipstream.drafting.network import Network, Output
+from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import MOST_SESSIONS
-from slipstream.engine.attention import Attend, PagedAttention, PagePlan, PageTensors
+from slipstream.engine.attention import PagedAttention, PagePlan, PageTensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
@@ -37,25 +36,6 @@ from slipstream.protocol.requests import Sampling
 Indices = NDArray[np.int64]
 SESSIONS = (1, 2, 4, MOST_SESSIONS)
 FEW_ROWS = 64  # pending rows of a session
-
-
-class LevelNetwork(Network, Protocol):
-    """A ``neural.Network`` whose forward can be taken apart."""
-
-    @property
-    def pool_slots(self) -> int:
-        """Of the KV pool, those that nobody is handed included."""
-        ...
-
-    @property
-    def state_type(self) -> tuple[int, torch.dtype]:
-        """Width and dtype of a row's state."""
-        ...
-
-    def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
-              attend: Attend) -> Output:
-        """Rows of token, position and slot (int64 [T]) and state [T, W]: logits and states of all of them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +72,7 @@ class GraphLevels:
     most_rows = FEW_ROWS
     samples = False
 
-    def __init__(self, network: LevelNetwork, attention: PagedAttention, topk: int, levels: int,
+    def __init__(self, network: EagleNetwork, attention: PagedAttention, topk: int, levels: int,
                  capture: Capture) -> None:
         """levels: beyond the root's children."""
         self._network, self._attention, self._capture = network, attention, capture
@@ -167,7 +147,7 @@ class LevelLoop:
     __slots__ = ("_attends", "_bits", "_found", "_network", "_pages", "_replay", "_scores", "_shape", "_start",
                  "_state", "_states")
 
-    def __init__(self, network: LevelNetwork, attention: PagedAttention, shape: Shape, capture: Capture) -> None:
+    def __init__(self, network: EagleNetwork, attention: PagedAttention, shape: Shape, capture: Capture) -> None:
         assert shape.topk * shape.levels <= MOST_BITS
         device, (width, dtype) = network.device, network.state_type
         b, k, levels = shape.sessions, shape.topk, shape.levels

@@ -101,19 +101,24 @@ class EagleNetwork:
         states, logits = self._forward(batch)
         return Output(logits, states)
 
+    # Its forward taken apart, for whoever captures it (``graph``).
+
     @property
     def pool_slots(self) -> int:
+        """Of the KV pool, those that nobody is handed included."""
         return self._pool.num_slots
 
     @property
     def state_type(self) -> tuple[int, torch.dtype]:
+        """Width and dtype of a row's state."""
         return self._config.hidden_size, self._dtype
 
     def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
               attend: Attend) -> Output:
-        """See ``graph.LevelNetwork``."""
+        """Rows of token, position and slot (int64 [T]) and state [T, W]: logits and states of all of them."""
         assert self.torch is not None, "only torch's kernels can be captured"
-        out, logits = self.torch.run(self.torch.step(positions, slots, attend), self._pool, tokens, states)
+        step = Step(positions, slots, self.torch.rope, attend)
+        out, logits = self.torch.run(step, self._pool, tokens, states)
         return Output(logits, out)
 
 
@@ -134,7 +139,7 @@ class TorchBody:
                    for layer in range(1, config.num_layers))
         self._layers = [DecoderLayer(weights, ops) for weights in (first, *further)]
         self._lm_head = Linear(tensors["lm_head.weight"])
-        self._rope = Rope(config, self._dtype, device)
+        self.rope = Rope(config, self._dtype, device)
         self.attention = attention_for(config, self._dtype, device)
 
     def linears(self) -> tuple[Linear, ...]:
@@ -146,11 +151,8 @@ class TorchBody:
         """``batch.features`` [T, H] -> of the rows with logits: states [R, H], logits [R, V] in float32 (float64 of a
         float64 head)."""
         assert batch.features is not None
-        return self.run(Step.of(batch, self._rope, self.attention), pool, batch.tokens, batch.features,
+        return self.run(Step.of(batch, self.rope, self.attention), pool, batch.tokens, batch.features,
                         batch.logit_rows)
-
-    def step(self, positions: torch.Tensor, slots: torch.Tensor, attend: Attend) -> Step:
-        return Step(positions, slots, self._rope, attend)
 
     def run(self, step: Step, pool: KVPool, tokens: torch.Tensor, states: torch.Tensor,
             wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
