@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from slipstream.base.errors import DeviceFull
-from slipstream.choosing.sampling import ChoiceRows, choose, coins, probabilities
+from slipstream.choosing.sampling import ChoiceRows, choose, coins, shares
 from slipstream.choosing.scores import chosen_logprobs, prompt_scores
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder
@@ -194,7 +194,7 @@ def _relaxed(tree: DraftTree, own: abc.Sequence[int], logits: torch.Tensor, sess
              thresholds: Thresholds) -> list[int]:
     device = logits.device
     parents, tokens = (sent(of[1:], device, torch.int64) for of in (tree.parents, tree.tokens))
-    chances = probabilities(logits, session)[parents, tokens].tolist()
+    chances = shares(logits, session)[parents, tokens].exp().tolist()
     return relaxed(tree, own, [1.0, *chances], coins(session), thresholds)
 
 

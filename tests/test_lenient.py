@@ -12,7 +12,7 @@ from scipy import stats
 
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
 from slipstream.base.errors import ConfigError
-from slipstream.choosing.sampling import ChoiceRows, adjusted, choose, coins, probabilities
+from slipstream.choosing.sampling import ChoiceRows, choose, coins, shares
 from slipstream.cli.doctor import checks
 from slipstream.drafting import Drafter, create
 from slipstream.protocol.requests import Piece, Request, Sampling
@@ -21,6 +21,7 @@ from slipstream.wire.answers import decode_info, decode_told, encode_info, encod
 from tests.echo import EchoTarget
 from tests.pair import drafting, local_link, target
 from tests.routing import CHAT, HELLO, routing
+from tests.scored import adjusted
 from tests.tiny import write_tiny_model
 
 PROMPTS = (b"the cat sat on the mat. the cat", b"one two three one two")
@@ -78,7 +79,7 @@ def test_acc_takes_children_as_often_as_it_says(acc: float) -> None:
     Sampling(temperature=1.0, logit_bias=((2, 5.0), (7, -100.0)))])
 def test_probabilities_are_those_that_choices_are_drawn_by(sampling: Sampling) -> None:
     logits = torch.randn(3, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 2
-    law = probabilities(logits, rows(sampling, 3))
+    law = shares(logits, rows(sampling, 3)).exp()
     assert torch.allclose(law.sum(1), torch.ones(3, dtype=torch.float64))
     assert torch.equal(law > 0, adjusted(logits, rows(sampling, 3)) > -math.inf)
     wide = logits[:1].expand(4000, -1)

@@ -14,9 +14,10 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.choosing.noise import leaders, noise, row_keys
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, adjusted, choose, rank, ranked
+from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choose, rank, ranked
 from slipstream.choosing.scores import logprobs
 from slipstream.protocol.requests import Sampling
+from tests.scored import adjusted
 
 WORD = (1 << 64) - 1
 CPU = torch.device("cpu")

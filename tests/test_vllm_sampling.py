@@ -17,7 +17,7 @@ from slipstream_vllm.adapter_0_32 import patch_sampling, patch_seeds, rows_of
 from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import Known, sampling_of
 
-from slipstream.choosing.sampling import ChoiceRows, choose, probabilities
+from slipstream.choosing.sampling import ChoiceRows, choose, shares
 from slipstream.protocol.requests import Sampling
 
 VOCAB, PROMPT, CHAIN = 40, [3, 1, 4, 1, 5], 4
@@ -257,7 +257,7 @@ def test_the_law_is_that_of_the_model(params: Params, draft: Draft | None) -> No
     first = max(range(VOCAB), key=[text[0] for text in texts].count)
     seen = np.bincount([text[at] for text in texts if text[0] == first], minlength=VOCAB)
     session = row(sampling_of(params, "", 0), len(PROMPT) + at)
-    law = probabilities(logits_after([*PROMPT, first])[None], session)[0].numpy()
+    law = shares(logits_after([*PROMPT, first])[None], session)[0].exp().numpy()
     assert not seen[law == 0.0].any()
     likely = law * seen.sum() >= 5
     expected = np.append(law[likely], law[~likely].sum()) * seen.sum()

@@ -39,8 +39,8 @@ from slipstream.choosing.noise import leaders, noise, row_keys
 from slipstream.choosing.transfer import sent
 from slipstream.protocol.requests import Sampling
 
-__all__ = ["Children", "ChoiceRows", "Race", "TokenHistory", "Winners", "adjusted", "adjusted_rows", "choices",
-           "choose", "coins", "probabilities", "rank", "ranked", "shares"]
+__all__ = ["Children", "ChoiceRows", "Race", "TokenHistory", "Winners", "adjusted_rows", "choices", "choose", "coins",
+           "rank", "ranked", "shares"]
 
 COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
 CELLS_AT_ONCE_CPU, ROWS_AT_ONCE = 200_000, 64  # a CPU works in its cache, a GPU likes few launches; both bound copies
@@ -169,7 +169,7 @@ def _parts(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
         parts.append((plain, _argmax(_picked(logits, plain))))
     for session in sessions:
         if session.sampling.greedy and not session.plain_greedy:
-            parts.append((session.rows, _argmax(_penalised(logits, session, None))))
+            parts.append((session.rows, _argmax(adjusted_rows(logits, session))))
     for few in _alike([session for session in sessions if not session.sampling.greedy], logits):
         found = _survivors(_gathered(logits, few), few, None) if is_filtered(few[0].sampling) else _race(logits, few)
         parts.append((_rows_of(few), _lowest_winner(*found)))
@@ -195,29 +195,9 @@ def _picked(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return logits if rows == list(range(len(logits))) else logits.index_select(0, sent(rows, logits.device))
 
 
-def adjusted(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
-    """Scores float64 [r, V] of one session's rows of ``logits`` [R, V], noise included, -inf for what cannot be chosen.
-
-    The choice is their argmax. ``vocabulary`` (int64 [V]) gives the target's token id of each column; None: its own.
-    """
-    rows = _penalised(logits, session, vocabulary)
-    if session.sampling.greedy:
-        return rows
-    if is_filtered(session.sampling):
-        columns, scores = _survivors(_own_rows(logits, session, vocabulary), [session], vocabulary)
-        return torch.full_like(rows, -math.inf).scatter_(1, columns, scores)
-    ids = torch.arange(rows.shape[1], device=rows.device) if vocabulary is None else vocabulary
-    return noise(_keys([session], rows.device), ids[None]).add_(rows.div_(_heat([session], rows.device)[:, None]))
-
-
-def probabilities(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
-    """float64 [r, V]: what one sampled session's rows of ``logits`` [R, V] are chosen by, after penalties, bias,
-    temperature and filters."""
-    return shares(logits, session).exp_()
-
-
 def shares(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
-    """The same as natural logarithms, -inf for what was filtered."""
+    """float64 [r, V]: natural logarithms of what one sampled session's rows of ``logits`` [R, V] are chosen by, after
+    penalties, bias, temperature and filters; -inf for what was filtered."""
     assert not session.sampling.greedy
     rows, heat = _own_rows(logits, session, None), _heat([session], logits.device)
     if not is_filtered(session.sampling):
@@ -225,11 +205,6 @@ def shares(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
     values, columns = survivors(rows, heat, [session.sampling] * len(rows))
     whole = torch.full_like(rows, -math.inf, dtype=torch.float64)
     return whole.scatter_(1, columns, torch.log_softmax(values, 1))
-
-
-def adjusted_rows(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
-    """float64 [r, V]: one session's rows of ``logits`` [R, V] after penalties, bias, min_tokens and what is allowed."""
-    return _penalised(logits, session, None)
 
 
 def coins(session: ChoiceRows) -> list[float]:
@@ -320,7 +295,7 @@ def _race(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> tuple[torch.T
 def _own_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None) -> torch.Tensor:
     """[r, V]: a session's rows after penalties: float64 where there are any, else a view of ``logits``."""
     if session.adjusted:
-        return _penalised(logits, session, vocabulary)
+        return adjusted_rows(logits, session, vocabulary)
     return logits[session.rows.start:session.rows.stop]
 
 
@@ -330,7 +305,7 @@ def _gathered(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
     if len(sessions) == 1:
         return _own_rows(logits, sessions[0], vocabulary)
     if sessions[0].adjusted:
-        return torch.cat([_penalised(logits, s, vocabulary) for s in sessions])
+        return torch.cat([adjusted_rows(logits, s, vocabulary) for s in sessions])
     return _picked(logits, _rows_of(sessions))
 
 
@@ -371,8 +346,9 @@ def _packs(sessions: Sequence[ChoiceRows], most: int) -> list[list[ChoiceRows]]:
     return packs
 
 
-def _penalised(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None) -> torch.Tensor:
-    """float64 [r, V]: the session's rows after penalties, logit bias, min_tokens and its grammar; a copy."""
+def adjusted_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
+    """float64 [r, V]: one session's rows of ``logits`` [R, V] after penalties, bias, min_tokens and what is allowed; a
+    copy. ``vocabulary``: int64 [V] the target's token id of each column; None: its own."""
     sampling = session.sampling
     rows = logits[session.rows.start:session.rows.stop].to(torch.float64, copy=True)
     if not session.adjusted:
