@@ -285,6 +285,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 Tensors = Mapping[str, torch.Tensor]
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # computed from the config
+INDEX = "model.safetensors.index.json"
 NAMES_SHOWN, NAME_SHOWN = 5, 120  # of tensors that nothing reads, and characters of each
 
 
@@ -323,39 +324,45 @@ def tell_unread(folder: str | Path, names: Iterable[str]) -> None:
 def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
     """The tensors of the folder's safetensors by name, in their stored dtypes, on the CPU: those of ``names`` that are
     there, or (None) all. Raises ModelError."""
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return _sharded(index, names)
-    return _tensors_of(folder / "model.safetensors", names)
+    files, listed = _files(Path(folder), names)
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        with _opened(path) as file:
+            tensors |= {name: file.get_tensor(name) for name in sorted(file.keys()) if names is None or name in names}
+    if missing := sorted(listed - tensors.keys()):
+        raise ModelError(f"{Path(folder) / INDEX}: tensor {missing[0]} is in the index but in none of its files")
+    return tensors
 
 
 def tensor_names(folder: str | Path) -> set[str]:
-    """The names of the tensors that ``load_tensors`` would read; only headers are. Raises ModelError."""
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return set(_weight_map(index))
-    with _opened(folder / "model.safetensors") as file:
-        return set(file.keys())
+    """The names of the tensors that ``load_tensors`` would read; of files with an index nothing else is. Raises
+    ModelError."""
+    return _files(Path(folder))[1] or set(tensor_types(folder))
 
 
 def tensor_types(folder: str | Path) -> dict[str, str]:
     """What the tensors of the files that ``load_tensors`` would read hold, in safetensors' own words; only headers are
     read. Raises ModelError."""
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
     types: dict[str, str] = {}
-    for path in _shards(index, _weight_map(index)) if index.exists() else [folder / "model.safetensors"]:
+    for path in _files(Path(folder))[0]:
         with _opened(path) as file:
             types |= {name: file.get_slice(name).get_dtype() for name in sorted(file.keys())}
     return types
 
 
-def _tensors_of(path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    with _opened(path) as file:
-        names: list[str] = list(file.keys())
-        return {name: file.get_tensor(name) for name in names if wanted is None or name in wanted}
+def _files(folder: Path, names: Collection[str] | None = None) -> tuple[list[Path], set[str]]:
+    """The files that hold the tensors ``names`` (None: all), and which of those an index, if there is one, lists."""
+    index = folder / INDEX
+    if not index.exists():
+        return [folder / "model.safetensors"], set()
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ModelError(f"{index}: weight_map: expected an object of tensor name to file name")
+    listed = {name: file for name, file in weight_map.items() if names is None or name in names}
+    for file in listed.values():
+        if Path(file).name != file:
+            raise ModelError(f"{index}: weight_map: {file!r} is not the name of a file of this folder")
+    return [folder / file for file in sorted(set(listed.values()))], set(listed)
 
 
 @contextmanager
@@ -367,30 +374,3 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: not readable as safetensors: {error}") from error
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise ModelError(f"{index}: weight_map: expected an object of tensor name to file name")
-    return weight_map
-
-
-def _shards(index: Path, weight_map: dict[str, str]) -> Iterator[Path]:
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
-            raise ModelError(f"{index}: weight_map: {name!r} is not the name of a file of this folder")
-        yield index.parent / name
-
-
-def _sharded(index: Path, names: Collection[str] | None) -> dict[str, torch.Tensor]:
-    weight_map = _weight_map(index)
-    if names is not None:
-        weight_map = {name: file for name, file in weight_map.items() if name in names}
-    tensors: dict[str, torch.Tensor] = {}
-    for path in _shards(index, weight_map):
-        tensors.update(_tensors_of(path, names))
-    missing = sorted(set(weight_map) - set(tensors))
-    if missing:
-        raise ModelError(f"{index}: tensor {missing[0]} is in the index but in none of its files")
-    return tensors

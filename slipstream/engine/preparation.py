@@ -34,13 +34,13 @@ from slipstream.engine.int8 import (
     holds_int8,
     matrix,
 )
-from slipstream.engine.model import ModelConfig, Tensors, load_tensors
+from slipstream.engine.model import INDEX, ModelConfig, Tensors, load_tensors
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.models.folder import RECEIPT, filled, is_prepared, may_replace, prepared_name, read_json, write_json
 
 KINDS = {"int8": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 COPIED = (".json", ".txt", ".model", ".jinja")  # what stands beside weights: tokenizer, chat template, end tokens
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
 
 
 def prepare_as(kind: str, source: Path, folder: Path) -> Path:
