@@ -100,14 +100,9 @@ class Sequence:
         prompt = len(request.tokens) - request.answered
         span = None if spans is None else spans.begin("target.answer", request.trace, prompt=prompt,
                                                       answered=request.answered)
-        history: TokenHistory | None = None
-        if request.sampling.path_dependent:
-            history = TokenHistory.of(request.sampling, request.tokens[:prompt])
-        if history is not None:
-            history.append(request.tokens[prompt:])
+        asked, history = request.sampling, TokenHistory.of(request.sampling, request.tokens, prompt)
         followed = following.open(number, request.tokens, prompt, request.sampling, prompt + request.max_tokens,
                                   request.speculate, "" if span is None else span.parent)
-        asked = request.sampling
         bare = (asked.greedy and not (asked.path_dependent or asked.logit_bias) and rule is None
                 and request.top_logprobs is None)
         return Sequence(number, request, sink, arrived_s, followed, history, span, rule, bare=bare)

@@ -47,16 +47,8 @@ class Watched:
     change: Callable[[Grown], Grown] = lambda grown: grown
     calls: list[int] = field(default_factory=list)  # seeds of each
 
-    @property
-    def most_rows(self) -> int:
-        return self.levels.most_rows
-
-    @property
-    def samples(self) -> bool:
-        return self.levels.samples
-
-    def takes(self, levels: int, topk: int) -> bool:
-        return self.levels.takes(levels, topk)
+    def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
+        return self.levels.takes(rows, levels, topk, drawn)
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
         self.calls.append(len(seeds))

@@ -44,13 +44,16 @@ class TokenHistory:
         self.counts: dict[int, int] = dict.fromkeys((int(token) for token in prompt_tokens), 0)
 
     @staticmethod
-    def of(sampling: Sampling, prompt_tokens: Iterable[int] = ()) -> TokenHistory | None:
-        """The history that ``sampling`` needs: none without penalties, no prompt without a repetition penalty."""
-        if sampling.repetition_penalty != 1.0:
-            return TokenHistory(prompt_tokens)
-        if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
-            return TokenHistory()
-        return None
+    def of(sampling: Sampling, tokens: Sequence[int] = (), prompt: int | None = None) -> TokenHistory | None:
+        """The history that ``sampling`` needs of a text, whose first ``prompt`` tokens (None: all) are the prompt: none
+        without penalties, no prompt without a repetition penalty."""
+        repetition = sampling.repetition_penalty != 1.0
+        if not repetition and sampling.presence_penalty == sampling.frequency_penalty == 0.0:
+            return None
+        prompt = len(tokens) if prompt is None else prompt
+        history = TokenHistory(tokens[:prompt] if repetition else ())
+        history.append(tokens[prompt:])
+        return history
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add committed answer tokens."""

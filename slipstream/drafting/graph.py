@@ -69,9 +69,6 @@ class Root:
 class GraphLevels:
     """A ``neural.Levels`` of one shape of trees, with loops for a few numbers of sessions."""
 
-    most_rows = FEW_ROWS
-    samples = False
-
     def __init__(self, network: EagleNetwork, attention: PagedAttention, topk: int, levels: int,
                  capture: Capture) -> None:
         """levels: beyond the root's children."""
@@ -90,9 +87,10 @@ class GraphLevels:
         """Those that were made."""
         return list(self._loops.values())
 
-    def takes(self, levels: int, topk: int) -> bool:
+    def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
         """See ``neural.Levels``."""
-        return not self._failed and (levels, topk) == (self._shapes[0].levels, self._shapes[0].topk)
+        fits = rows <= FEW_ROWS and (levels, topk) == (self._shapes[0].levels, self._shapes[0].topk)
+        return fits and not drawn and not self._failed
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
         """See ``neural.Levels``."""

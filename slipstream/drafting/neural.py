@@ -33,7 +33,7 @@ from slipstream.drafting.network import Network, Output
 from slipstream.drafting.tree import NO_SLOTS, ROOT, SENT, DraftContext, GrowingTree, Indices
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Slots
-from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
+from slipstream.engine.native.draft import Grown, Seed
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 
@@ -43,18 +43,9 @@ MOST_SESSIONS = 8  # of a call
 class Levels(Protocol):
     """Grows trees of one network, all their levels at once."""
 
-    @property
-    def most_rows(self) -> int:
-        """Pending rows of one session."""
-        ...
-
-    @property
-    def samples(self) -> bool:
-        """Whether it ranks under noise, too."""
-        ...
-
-    def takes(self, levels: int, topk: int) -> bool:
-        """Whether it grows trees of so many levels beyond the root's children."""
+    def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
+        """Whether it grows a tree of so many levels beyond the root's children behind so many pending rows. drawn:
+        ranked under noise."""
         ...
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
@@ -110,10 +101,9 @@ def _known(taken: list[tuple[DraftContext, Seed]], found: Grown) -> tuple[list[t
 
 def _fits(backend: Levels, context: DraftContext, levels: int, topk: int) -> bool:
     rows, done = context.num_pending, context.done
-    return (levels > 0 and topk * (levels - 1) <= MOST_BITS and backend.takes(levels - 1, topk)
-            and context.plain and (backend.samples or context.drawn is None)
-            and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
-            and 0 < rows <= backend.most_rows and done + rows == len(context.tokens))
+    return (levels > 0 and context.plain and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
+            and rows > 0 and done + rows == len(context.tokens)
+            and backend.takes(rows, levels - 1, topk, context.drawn is not None))
 
 
 def _keep(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -> None:
@@ -207,9 +197,7 @@ class NeuralDrafter:
                 refused.append(message.session)
                 continue
             tokens = message.tokens.tolist()
-            history = TokenHistory.of(message.sampling, tokens[:message.prompt_len])
-            if history is not None:
-                history.append(tokens[message.prompt_len:])
+            history = TokenHistory.of(message.sampling, tokens, message.prompt_len)
             if known is not None:
                 self.slots.free(known.close())
             tree = GrowingTree(len(tokens), next_id=1 if known is None else known.tree.next_id)

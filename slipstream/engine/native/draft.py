@@ -43,6 +43,7 @@ from slipstream.protocol.requests import Sampling
 Indices = NDArray[np.int64]
 CHILD = np.dtype([("token", np.int64), ("score", np.float64)])
 MOST_BITS = 64  # rows of a tree, as bits of a word
+MOST_PENDING = 16  # rows of one session: more are no small forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,7 @@ class NativeDraft:
     """One head's weights, and the lists of its forward. It grows whole trees."""
 
     __slots__ = ("_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layers", "_norm_before_residual",
-                 "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team", "_vocabulary", "race",
-                 "samples")
-    most_rows = 16  # pending of one session: more are no small forward
+                 "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team", "_vocabulary", "race")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, norms: tuple[str, str, str],
                  pool: KVPool, norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
@@ -179,7 +178,6 @@ class NativeDraft:
         self._head = NativeHead(team, as_whole(lm_head) if whole else lm_head)
         self._vocabulary = vocabulary
         self.race = NativeRace(team, vocabulary)  # of its logits
-        self.samples = self.race.words(self._head.packed.outer) is not None  # it grows trees under noise
         self._table = Table(config)
         self._ranking: Ranking | None = None
         self._calls: dict[tuple[int, int, int], Call] = {}  # by sessions, levels and topk
@@ -198,9 +196,12 @@ class NativeDraft:
         normed = self._buffers.normed.index_select(0, batch.logit_rows)
         return self._states.index_select(0, batch.logit_rows), self._head(normed)
 
-    def takes(self, levels: int, topk: int) -> bool:
-        """Any tree, of a vocabulary that has so many children for a node."""
-        return topk <= self._head.packed.outer
+    def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
+        """Any tree of a vocabulary that has so many children for a node, behind few rows; under noise where its race
+        knows the vocabulary."""
+        columns = self._head.packed.outer
+        return (rows <= MOST_PENDING and topk <= columns and topk * levels <= MOST_BITS
+                and not (drawn and self.race.words(columns) is None))
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at
