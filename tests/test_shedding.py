@@ -244,10 +244,8 @@ def test_a_draft_whose_device_is_full_says_so_and_keeps_no_slots(tiny_draft_fold
 class NoLevels:
     """Grows no tree: there is no memory for any."""
 
-    most_rows, samples = 64, True
-
-    def takes(self, levels: int, topk: int) -> bool:
-        return True
+    def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
+        return rows <= 64
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
         raise torch.OutOfMemoryError("no memory for trees")

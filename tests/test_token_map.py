@@ -16,11 +16,13 @@ from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.drafting import create
 from slipstream.drafting.heads.checkpoint import lent_lm_head
-from slipstream.drafting.token_map import MappedModel, load_token_map
+from slipstream.drafting.standalone import StandaloneNetwork
+from slipstream.drafting.token_map import load_token_map
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.messages import Open
 from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import write_eagle2_folder, write_eagle_folder
@@ -84,14 +86,15 @@ def test_a_mapped_model_has_the_columns_of_the_whole_one(tmp_path: Path, tied: b
     folder = write_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
     model, config = load_model(folder, ModelSection(dtype="float64")), ModelConfig.from_folder(folder)
     ids = load_token_map(as_json(tmp_path), VOCAB)
-    mapped = MappedModel(model, lent_lm_head(folder, config, ids))
-    pool = KVPool(config.num_layers, 8, config.num_kv_heads, config.head_dim, torch.float64)
-    builder = BatchBuilder()
-    builder.add(list(b"a map"), range(5), range(5), np.zeros(0, np.int64))
-    batch = builder.build()
-    hidden, states = mapped.forward(batch, pool, (1,))
-    assert states is not None and states.shape == (5, 48)
-    assert torch.allclose(mapped.logits(hidden), model.logits(hidden)[:, ids], rtol=0, atol=1e-12)
+    whole, mapped = StandaloneNetwork(ModelRunner(model, 8)), StandaloneNetwork(
+        ModelRunner(model, 8), vocabulary=ids, lm_head=lent_lm_head(folder, config, ids))
+    for wanted in ("all", "last"):
+        builder = BatchBuilder()
+        builder.add(list(b"a map"), range(5), range(5), np.zeros(0, np.int64), logits=wanted)
+        batch = builder.build()
+        logits = mapped.forward(batch).logits
+        assert torch.allclose(logits, whole.forward(batch).logits[:, ids], rtol=0, atol=1e-12)
+        assert mapped.vocabulary is not None and torch.equal(mapped.vocabulary, ids) and mapped.race is None
 
 
 def section(folder: Path, kind: str, token_map: str = "") -> DraftSection:

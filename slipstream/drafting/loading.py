@@ -28,7 +28,7 @@ from slipstream.drafting.heads.mtp_checkpoint import OWN_EMBEDDING, OWN_LM_HEAD,
 from slipstream.drafting.network import Network, run_network
 from slipstream.drafting.neural import Levels, NeuralDrafter
 from slipstream.drafting.standalone import AT_ONCE, Masks, StandaloneNetwork
-from slipstream.drafting.token_map import MappedModel, load_token_map
+from slipstream.drafting.token_map import load_token_map
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.graphs import CudaCapture
@@ -80,13 +80,11 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
     own = ModelSection(dtype=section.dtype, device=section.device, kernels=_kernels(target),
                        quantize="none" if section.quantize == "auto" else section.quantize)
     model = load_model(folder, own, compile_layers=section.compile)
-    if vocabulary is not None:
-        model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
-        vocabulary = vocabulary.to(model.device)
     num_slots = _num_slots(section, config, num_slots)
     masks = _masks(folder, config, section.growth.num_steps - 1, num_slots)
     runner = ModelRunner(model, num_slots, 0 if masks is None else AT_ONCE * masks.count)
-    return _drafter(section, StandaloneNetwork(runner, vocabulary, masks))
+    lm_head = None if vocabulary is None else lent_lm_head(folder, config, vocabulary)
+    return _drafter(section, StandaloneNetwork(runner, masks, vocabulary, lm_head))
 
 
 def _masks(folder: Path, config: ModelConfig, count: int, num_slots: int) -> Masks | None:

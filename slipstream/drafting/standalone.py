@@ -22,6 +22,7 @@ from slipstream.drafting.block import BlockStates
 from slipstream.drafting.network import Output
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import Slots
+from slipstream.engine.ops.layer import Linear
 from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.messages import Features, FeatureSpec
 
@@ -35,31 +36,41 @@ class StandaloneNetwork:
     hidden_size = 0
     features: FeatureSpec | None = None
 
-    def __init__(self, runner: ModelRunner, vocabulary: torch.Tensor | None = None, masks: Masks | None = None) -> None:
-        """vocabulary: int64 [K] token ids of the logits' columns, where ``runner``'s model has a token map; masks: of a
-        model that fills them in."""
+    def __init__(self, runner: ModelRunner, masks: Masks | None = None, vocabulary: torch.Tensor | None = None,
+                 lm_head: torch.Tensor | None = None) -> None:
+        """masks: of a model that fills them in; vocabulary, lm_head: int64 [K] token ids that are scored and their rows
+        [K, H] of the model's, in any dtype and place; None: all are."""
+        model = runner.model
         self._runner, self._masks = runner, masks
-        self.vocabulary = vocabulary
+        self._head = None if lm_head is None else Linear(lm_head.to(model.device, model.dtype))
+        self.vocabulary = None if vocabulary is None else vocabulary.to(model.device)
         self.vocab_size = runner.config.vocab_size
         self.max_context = runner.config.max_context
         self.slots: Slots = runner.slots
-        self.device: torch.device = runner.model.device
-        self.race: Race | None = runner.race if vocabulary is None else None
+        self.device: torch.device = model.device
+        self.race: Race | None = runner.race if lm_head is None else None
 
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
         """Nobody sends any: ``features`` is None."""
         return []
 
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:
         """Logits of the wanted rows. With masks every segment wants its last row, and gets that row's block."""
         if self._masks is None:
-            return Output(self._runner.forward(batch), None)
+            return Output(self._logits(batch), None)
         segments = range(len(batch.mask_lens))
-        parts = [self._runner.forward(self._masks.behind(batch, segments[first : first + AT_ONCE]))
+        parts = [self._logits(self._masks.behind(batch, segments[first : first + AT_ONCE]))
                  for first in range(0, len(segments), AT_ONCE)]
         # The next forward of a model of ours may write where this one's logits are.
         logits = parts[0] if len(parts) == 1 else torch.cat([part.clone() for part in parts])
         return Output(logits, None, BlockStates(1 + self._masks.count))
+
+    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
+        if self._head is None:
+            return self._runner.forward(batch)
+        logits = self._head(self._runner.states(batch).index_select(0, batch.logit_rows))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Masks:

@@ -19,10 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.kv import KVPool
-from slipstream.engine.model import CausalModel
-from slipstream.engine.ops.layer import Linear
 
 TENSORS = ("token_map", "hot_token_id")
 MAX_BYTES = 64 << 20  # of the file: some millions of ids
@@ -78,25 +74,3 @@ def _of_safetensors(path: Path, where: str) -> list[int]:
                          f"{tuple(tensor.shape)}")
     ids: list[int] = tensor.tolist()
     return ids
-
-
-class MappedModel:
-    """A ``model.CausalModel`` whose logits are those of some tokens alone."""
-
-    __slots__ = ("_head", "_model", "config", "device", "dtype")
-
-    def __init__(self, model: CausalModel, lm_head: torch.Tensor) -> None:
-        """lm_head: [K, H], the kept rows, in any dtype and place."""
-        self._model = model
-        self._head = Linear(lm_head.to(model.device, model.dtype))
-        self.config, self.dtype, self.device = model.config, model.dtype, model.device
-
-    def forward(self, batch: ForwardBatch, pool: KVPool,
-                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the whole model's."""
-        return self._model.forward(batch, pool, taps)
-
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] after the final norm -> [R, K] in float32, float64 for a float64 model."""
-        return self._head(hidden).to(torch.promote_types(self.dtype, torch.float32))
