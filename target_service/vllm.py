@@ -1,7 +1,7 @@
 """vLLM as a target: its ``AsyncLLM`` behind the wire of ours. ``VllmService`` implements ``requests.Backend``.
 
 Rules:
-1. What a request asks becomes vLLM's own parameters whole, or is refused by field (``vllm_asked``). A grammar is tried
+1. What a request asks becomes vLLM's own parameters whole, or is refused by field (``vllm_words``). A grammar is tried
    first: vLLM compiles it in the process of its engine.
 2. A piece is what one step of vLLM gave one answer: all its tokens but the newest were drafted and accepted. Scores of
    its prompt come before. Where no token is wanted, the one that vLLM makes is dropped.
@@ -48,8 +48,7 @@ from slipstream.protocol.requests import (
 from target_service.drain import drained
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
-from target_service.vllm_asked import TAKES, Bounds, field_of, parameters, prompt, resumes
-from target_service.vllm_told import chosen, scores
+from target_service.vllm_words import TAKES, Bounds, chosen, field_of, parameters, prompt, resumes, scores
 
 LOOK_S = 1.0  # between two looks at the gauges and at the engine's health
 BUSY_LOOKS = 10  # from one question to the engine to the next, while answers run: all its workers wait for each other

@@ -36,7 +36,7 @@ from slipstream.protocol.requests import Served
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.vllm import Fill, Running, VllmService
-from target_service.vllm_asked import Bounds
+from target_service.vllm_words import Bounds
 
 EXTENSION = "slipstream_vllm.worker.Drafted"
 # Arguments that only say how much fits, and where machines meet: answers are the same with any.
@@ -180,7 +180,7 @@ def start(config: Config) -> Running:
 
 
 def params_of() -> Callable[..., Any]:
-    """What makes vLLM's ``SamplingParams`` of what ``vllm_asked.parameters`` gives."""
+    """What makes vLLM's ``SamplingParams`` of what ``vllm_words.parameters`` gives."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     class Asked(SamplingParams):  # type: ignore[misc]

@@ -14,8 +14,8 @@ from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import SPACE
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.protocol.requests import Request, Sampling
-from target_service.vllm_asked import FIELDS, Bounds, barred, field_of, parameters, resumes, structured
 from target_service.vllm_start import params_of
+from target_service.vllm_words import FIELDS, Bounds, barred, field_of, parameters, resumes, structured
 
 ASKED = Request("r", (5, 6, 7), Sampling(temperature=0.5, stop_token_ids=(2,)), 12)
 OTHERWISE: dict[str, Any] = {

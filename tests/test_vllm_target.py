@@ -31,7 +31,7 @@ from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Request, Sampling, Served, TokenLogprob
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
-from target_service import vllm_told
+from target_service import vllm_words
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Running, VllmService
@@ -423,7 +423,7 @@ async def test_log_probabilities_are_those_of_the_best_and_of_the_chosen() -> No
 
 @pytest.mark.parametrize("top", [0, 1, 2, 3])
 async def test_scores_of_a_prompt_come_first_in_parts(top: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_told, "ENTRIES", 8)
+    monkeypatch.setattr(vllm_words, "ENTRIES", 8)
     engine = FakeEngine()
     async with served(engine) as service:
         pieces = await taken(service.submit(replace(request(), prompt_logprobs=top)))

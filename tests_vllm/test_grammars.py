@@ -12,7 +12,7 @@ import pytest
 
 from bench.fleet import free_port
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
-from target_service.vllm_asked import structured
+from target_service.vllm_words import structured
 from tests_vllm.running import PROMPTS, draft, engine
 
 pytestmark = pytest.mark.timeout(900)
