@@ -62,12 +62,12 @@ class Decoder:
         """tensors: by name; ops: how its layers run; attention: None is torch's. Raises ModelError naming a tensor."""
         self.config = config
         around = {name: placing.place(name, t) for name, t in tensors.items() if not name.startswith(LAYERS)}
-        self._embedding = take(around, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._embedding = take(around, EMBEDDING, config.vocab_size, config.hidden_size)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self._layers = [_layer(config, tensors, f"{LAYERS}{i}", ops, placing) for i in range(config.num_layers)]
         self._norm = take(around, "model.norm.weight", config.hidden_size)
         self._head = Linear(placing.head if placing.head is not None else self._embedding if config.tied_embeddings
-                            else take(around, "lm_head.weight", config.vocab_size, config.hidden_size))
+                            else take(around, HEAD, config.vocab_size, config.hidden_size))
         self.rope = Rope(config, self.dtype, self.device)
         self.attention = attention or TorchAttention(config, self.dtype)
 
@@ -110,7 +110,7 @@ class Decoder:
 def decoder_names(config: ModelConfig) -> set[str]:
     """The tensors that a decoder takes, and a head that a tied embedding stands for."""
     layers = (layer_shapes(config, f"{LAYERS}{i}") for i in range(config.num_layers))
-    return {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}.union(*layers)
+    return {EMBEDDING, "model.norm.weight", HEAD}.union(*layers)
 
 
 def unread_names(config: ModelConfig, tensors: Tensors) -> list[str]:

@@ -256,8 +256,7 @@ class RadixCache:
     def match(self, tokens: ArrayLike, namespace: str = "") -> Match:
         """The longest prefix of tokens [n] that is cached in ``namespace``. Lock it before anything else may evict."""
         node, length = self._descend(self._roots.get(namespace) or _root(), np.asarray(tokens, np.int64))
-        runs = [n.slots for n in _path(node)]
-        return Match(length, np.concatenate(runs[::-1]) if runs else np.zeros(0, np.int64), node)
+        return Match(length, _slots(node), node)
 
     def known(self, tokens: ArrayLike, namespace: str = "") -> tuple[int, int]:
         """How many of tokens [n] are cached in ``namespace``, and how many of those are locked. Changes nothing."""
@@ -291,9 +290,8 @@ class RadixCache:
         tokens = np.asarray(tokens, np.int64)
         assert len(tokens) == len(slots)
         node, length = self._descend(self._roots.setdefault(namespace, _root()), tokens)
-        held = [n.slots for n in _path(node)]
-        given, mine = slots[:length], np.concatenate(held[::-1]) if held else slots[:0]
-        self._slots.free(given[given != mine])
+        given = slots[:length]
+        self._slots.free(given[given != _slots(node)])
         if length < len(tokens):
             node.children[int(tokens[length])] = Node(node, tokens[length:].copy(), slots[length:].copy(),
                                                       used=self._clock)
@@ -372,6 +370,11 @@ def _path(node: Node) -> Iterator[Node]:
     while node.parent is not None:
         yield node
         node = node.parent
+
+
+def _slots(node: Node) -> Indices:
+    # Of all tokens down to the node.
+    return np.concatenate([np.zeros(0, np.int64), *[n.slots for n in _path(node)][::-1]])
 
 
 def _common(a: Indices, b: Indices) -> int:

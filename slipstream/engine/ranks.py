@@ -45,7 +45,7 @@ from slipstream.engine.decoder import Decoder, Placing, unread_names
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
-from slipstream.engine.int8 import Matrix, check_floats, holds_int8
+from slipstream.engine.int8 import EMBEDDING, HEAD, Matrix, check_floats, holds_int8
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import graphed
 from slipstream.engine.model import CausalModel, ModelConfig, Tensors, dtype_of, load_tensors, take, tell_unread
@@ -55,7 +55,6 @@ from slipstream.engine.orders import ForwardOrder, Group, LogitsOrder, Meeting, 
 from slipstream.observe.log import configure, logger
 
 ALONG = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
-WHOLE_HEAD = "lm_head.weight"
 SUMMED = ("o", "down")  # products that ranks have parts of
 
 
@@ -142,7 +141,7 @@ def part_of_tensor(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> to
 
 def part_head(config: ModelConfig, tensors: Tensors, rank: int, ranks: int) -> torch.Tensor:
     """A rank's rows of the head [ceil(V / ranks), H]; those beyond the vocabulary are zeros."""
-    name = "model.embed_tokens.weight" if config.tied_embeddings else WHOLE_HEAD
+    name = EMBEDDING if config.tied_embeddings else HEAD
     head = take(tensors, name, config.vocab_size, config.hidden_size)
     width = -(-config.vocab_size // ranks)
     rows = head[rank * width : (rank + 1) * width]
@@ -154,7 +153,7 @@ def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: 
     """This rank's part of a decoder, whose logits are of its part of the vocabulary. config, tensors: of the whole
     model; attention, ops: of the part. Raises ModelError."""
     part = part_config(config, group.ranks)
-    own = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and name != WHOLE_HEAD}
+    own = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and name != HEAD}
     head = part_head(config, tensors, group.rank, group.ranks).to(device, dtype)
 
     def place(name: str, tensor: torch.Tensor) -> torch.Tensor:

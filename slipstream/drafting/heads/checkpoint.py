@@ -52,7 +52,7 @@ from pathlib import Path
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.int8 import SCALE, Whole, matrix
+from slipstream.engine.int8 import EMBEDDING, HEAD, SCALE, Whole, matrix
 from slipstream.engine.model import (
     DTYPES,
     Fields,
@@ -168,9 +168,6 @@ def _plain(name: str) -> str:
     return name
 
 
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
 def lent_embedding(folder: str | Path, vocab_size: int, hidden_size: int) -> torch.Tensor:
     """[V, H] in the stored dtype. Raises ModelError, also when the head's measures are others than the target's."""
     try:
@@ -182,7 +179,7 @@ def lent_embedding(folder: str | Path, vocab_size: int, hidden_size: int) -> tor
 def lent_lm_head(folder: str | Path, config: ModelConfig, rows: torch.Tensor | None = None) -> torch.Tensor:
     """[V, H] of the model in ``folder``, or [K, H] of ``rows`` int64 [K], in the stored dtype; the embedding where the
     two are tied. Raises ModelError."""
-    name = EMBEDDING if config.tied_embeddings else LM_HEAD
+    name = EMBEDDING if config.tied_embeddings else HEAD
     found = matrix(load_tensors(folder, (name, name + SCALE)), name, config.vocab_size, config.hidden_size)
     weight = found.wide() if isinstance(found, Whole) else found
     return weight if rows is None else weight.index_select(0, rows)

@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.drafting.heads.checkpoint import EMBEDDING, LM_HEAD, MAX_LAYERS, Published, check_float, read_published
+from slipstream.drafting.heads.checkpoint import MAX_LAYERS, Published, check_float, read_published
+from slipstream.engine.int8 import EMBEDDING, HEAD
 from slipstream.engine.model import Noted, Tensors, load_tensors, take, tensor_names
 
 OWN_EMBEDDING, OWN_LM_HEAD = "embed_tokens.weight", "shared_head.head.weight"  # of a NextN layer
@@ -97,11 +98,11 @@ def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
     prefixes = _prefixes(own, names, folder.resolve() == target_folder.resolve())
     tied = target.raw.get("tie_word_embeddings") is True
     # What the first layer repeats of the target is not read twice; a tied embedding serves as lm_head too.
-    shared = [name for own, name in ((OWN_EMBEDDING, EMBEDDING), (OWN_LM_HEAD, LM_HEAD))
+    shared = [name for own, name in ((OWN_EMBEDDING, EMBEDDING), (OWN_LM_HEAD, HEAD))
               if tied or f"{prefixes[0]}{own}" not in names]
     tensors = Noted(_tensors(folder, names, target_folder, prefixes, shared))
     embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", EMBEDDING), vocab, hidden)
-    lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", EMBEDDING if tied else LM_HEAD), vocab, hidden)
+    lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", EMBEDDING if tied else HEAD), vocab, hidden)
     norm_eps = own.real("rms_norm_eps", layout.norm_eps)
     return MtpHead(folder, layout, vocab, hidden, target.integer("num_hidden_layers"), norm_eps,
                    tuple(_layer(tensors, layout, prefix, hidden) for prefix in prefixes), tensors, embedding, lm_head)

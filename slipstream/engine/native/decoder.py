@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import as_whole, head_of
+from slipstream.engine.int8 import EMBEDDING, as_whole, head_of
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, Tensors, take
 from slipstream.engine.native.program import (
@@ -59,7 +59,7 @@ class NativeDecoder:
         check_sizes(config)
         self.config, self.dtype, self.device = config, torch.bfloat16, torch.device("cpu")
         self._team, self.threads, self.race = team, team.threads, NativeRace(team)
-        embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        embedding = take(tensors, EMBEDDING, config.vocab_size, config.hidden_size)
         # A copy: a view would keep the whole file in memory.
         self._embedding = embedding.to(torch.bfloat16, copy=True).contiguous()
         self._layers = [NativeLayer(team, config, tensors, f"model.layers.{i}", whole=whole)
