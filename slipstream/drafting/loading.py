@@ -51,8 +51,7 @@ def load(section: DraftSection, target: ModelSection, num_slots: int = 0) -> Dra
     """The drafter with weights that ``section`` asks for, which names it; see ``drafting.create``. Raises
     ModelError."""
     _check(section, target)
-    make = {"standalone": _standalone, "eagle2": _eagle2, "eagle3": _eagle3, "mtp": _mtp,
-            "block": _block}[section.drafter]
+    make = {"standalone": _standalone, "mtp": _mtp, "block": _block}.get(section.drafter, _eagle)
     return make(section, target, num_slots)
 
 
@@ -96,13 +95,15 @@ def _masks(folder: Path, config: ModelConfig, count: int, num_slots: int) -> Mas
     return Masks(token, count, num_slots) if count else None
 
 
-def _eagle3(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
-    """Over the EAGLE-3 head in ``section.model`` for the target in ``model.path``."""
-    head = read_head(resolve(section.model), resolve(model.path))
+def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
+    """Over the EAGLE head of any generation in ``section.model`` for the target in ``model.path``."""
+    folder, target = resolve(section.model), resolve(model.path)
+    head = (read_head(folder, target) if section.drafter == "eagle3" else
+            read_eagle2_head(folder, target, _token_map(section, ModelConfig.from_folder(target).vocab_size)))
     device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
     ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
             else _kernels(model))
-    graphs = device.type == "cuda" and not section.compile
+    graphs = device.type == "cuda" and not section.compile and not head.joint
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
     network = _ready(section, model, lambda ops: EagleNetwork(
         head, section.dtype, device, num_slots, True, ops, kernels=ours, spare_slots=spare,
@@ -110,18 +111,6 @@ def _eagle3(section: DraftSection, model: ModelSection, num_slots: int) -> Draft
     _quantized(section, network.linears())
     return _drafter(section, network, network.native if network.native is not None
                     else _graphs(section, network) if spare else None)
-
-
-def _eagle2(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
-    """Over the EAGLE-1 or EAGLE-2 head in ``section.model`` for the target in ``model.path``."""
-    target = resolve(model.path)
-    vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
-    head = read_eagle2_head(resolve(section.model), target, vocabulary)
-    device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
-    network = _ready(section, model, lambda ops: EagleNetwork(
-        head, section.dtype, device, num_slots, ops=ops), head.config)
-    _quantized(section, network.linears())
-    return _drafter(section, network)
 
 
 def _block(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:

@@ -55,13 +55,13 @@ def asked(what: What, config: ModelConfig, dtype: torch.dtype) -> dict[str, obje
     return {"what": what, "dtype": str(dtype).removeprefix("torch."), "config": asdict(config)}
 
 
-def remembered(folder: Path, about: dict[str, object], command: Sequence[str], limit_s: float = LIMIT_S) -> str:
+def remembered(folder: Path, about: dict[str, object], command: Sequence[str]) -> str:
     """The verdict of ``command`` on what ``about`` says, from ``folder`` where it is known."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
     path = folder / f"verdict-{digest[:24]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["objection"])
-    found, lasting = witnessed(command, limit_s)
+    found, lasting = witnessed(command)
     if lasting:
         with suppress(OSError):  # a container's disk may be read-only: the next start asks again
             folder.mkdir(parents=True, exist_ok=True)
