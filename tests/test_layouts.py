@@ -316,7 +316,7 @@ SPECULATORS_REFUSED = [
     ({"norm_output": "yes"}, "norm_output: expected true or false"),
     ({"target_hidden_size": 64}, "target_hidden_size: the head was made for 64, the target has 48"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "eagle_aux_hidden_state_layer_ids: .*8 layers"),
-    ({"eagle_aux_hidden_state_layer_ids": "2"}, "eagle_aux_hidden_state_layer_ids: expected layer numbers"),
+    ({"eagle_aux_hidden_state_layer_ids": "2"}, "eagle_aux_hidden_state_layer_ids: expected 1 to 64 layer numbers"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"fc.weight has shape \(48, 144\), expected \(48, 96\)"),
 ]
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -48,7 +47,6 @@ DEEPSPEC = "Qwen3DSparkModel"
 SPECULATORS = ("dflash", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
 ANCHOR = ("sample_from_anchor", "query_zero_predicts_next")  # one field under two names
-MAX_TAPS = 64  # as on the wire
 NEUTRAL = {"projector_type": ("dflash", "dspark"), "input_embedding_scale": (1, 1.0), "output_multiplier": (1, 1.0),
            "logit_scale": (1, 1.0), "use_swa": (False,), "causal": (False,), "is_causal": (False,),
            "attention_sink_bias": (False,), "shift_label": (False,), "attention_mode": ("gqa", "mha"),
@@ -91,8 +89,10 @@ def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
     with_markov = confidence and published.flag("confidence_head_with_markov", False)
     if with_markov and not markov:
         raise ModelError(f"{published.where}: confidence_head_with_markov: it needs a markov_rank above 0")
-    from_anchor = _from_anchor(published, bool(markov))
-    head = BlockHead(config, target.hidden_size, _taps(published, target.num_layers),
+    from_anchor, flat = _from_anchor(published, bool(markov)), not published.speculators
+    field = "target_layer_ids" if flat else "aux_hidden_state_layer_ids"
+    taps = published.taps(field, published.raw.get(field), flat, target.num_layers)
+    head = BlockHead(config, target.hidden_size, taps,
                      published.integer("block_size", low=1 if from_anchor else 2, high=MAX_NODES),
                      published.integer("mask_token_id", low=0, high=config.vocab_size - 1), from_anchor, markov, rank,
                      confidence, with_markov, {}, torch.zeros(0, dtype=torch.int64))
@@ -136,17 +136,6 @@ def _markov(published: Published) -> tuple[str, int]:
     if rank and kind not in MARKOV:
         raise ModelError(f"{published.where}: markov_head_type: expected {', '.join(MARKOV)}, found {kind!r}")
     return (kind, rank) if rank else ("", 0)
-
-
-def _taps(published: Published, num_layers: int) -> tuple[int, ...]:
-    name, added = ("aux_hidden_state_layer_ids", 0) if published.speculators else ("target_layer_ids", 1)
-    ids: Any = published.raw.get(name)
-    if (not isinstance(ids, list) or not 1 <= len(ids) <= MAX_TAPS
-            or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)):
-        raise ModelError(f"{published.where}: {name}: expected 1 to {MAX_TAPS} layer numbers, found {ids!r}")
-    if any(not 0 <= i + added <= num_layers for i in ids):
-        raise ModelError(f"{published.where}: {name}: {ids} does not fit a target with {num_layers} layers")
-    return tuple(i + added for i in ids)
 
 
 def _from_anchor(published: Published, markov: bool) -> bool:

@@ -48,6 +48,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,6 +68,7 @@ from slipstream.observe.log import logger
 
 LAYER = "layers.0"
 MAX_LAYERS = 16  # of heads that have several
+MAX_TAPS = 64  # as on the wire
 PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYER}."), ("fusion_fc.", "fc."))
 UNREAD = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
           "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
@@ -84,6 +86,17 @@ class Published(Fields):
         """Raises ModelError unless both are equal."""
         if found != expected:
             raise ModelError(f"{self.where}: {name}: the head was made for {found}{what}, the target has {expected}")
+
+    def taps(self, name: str, ids: Any, by_output: bool, num_layers: int) -> tuple[int, ...]:
+        """What the field ``name`` says as FeatureSpec.layers: it names layers of the target by what they give, or what
+        enters them. Raises ModelError."""
+        if (not isinstance(ids, list) or not 1 <= len(ids) <= MAX_TAPS
+                or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)):
+            raise ModelError(f"{self.where}: {name}: expected 1 to {MAX_TAPS} layer numbers, found {ids!r}")
+        taps = tuple(i + by_output for i in ids)
+        if not all(0 <= tap <= num_layers for tap in taps):
+            raise ModelError(f"{self.where}: {name}: {ids} does not fit a target with {num_layers} layers")
+        return taps
 
 
 def read_published(folder: str | Path) -> Published:
@@ -320,20 +333,13 @@ def _taps(published: Published, target: ModelConfig) -> tuple[int, ...]:
                 raise ModelError(f"{where}: {name}: {VLLMS} does not say whether {found} names what enters layers or "
                                  f"what leaves them; call it {ARCHITECTURE}, with eagle_aux_hidden_state_layer_ids by "
                                  "their output")
-    if ids is None:
-        taps = default
-    elif isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        inputs = bool(published.speculators) or tuple(ids) == default
-        taps = tuple(i if inputs else i + 1 for i in ids)
-    else:
-        raise ModelError(f"{where}: eagle_aux_hidden_state_layer_ids: expected layer numbers, found {ids!r}")
-    if any(not 0 <= tap <= num_layers for tap in taps):
-        raise ModelError(f"{where}: eagle_aux_hidden_state_layer_ids: {ids or 'the default'} does not fit a target "
-                         f"with {num_layers} layers")
+    named = [*default] if ids is None else ids
+    by_output = not published.speculators and named != [*default]
+    taps = published.taps("eagle_aux_hidden_state_layer_ids", named, by_output, num_layers)
     count = published.integer("num_aux_hidden_states", len(taps))
     if count != len(taps):
         raise ModelError(f"{where}: num_aux_hidden_states: {count}, but eagle_aux_hidden_state_layer_ids "
-                         f"({ids or 'the default'}) names {len(taps)} layers")
+                         f"({named}) names {len(taps)} layers")
     return taps
 
 
