@@ -33,9 +33,8 @@ from numpy.typing import NDArray
 from slipstream.base.errors import DeviceFull
 from slipstream.choosing.permitted import Masks
 from slipstream.choosing.sampling import TokenHistory
-from slipstream.engine.features import FeatureRows
 from slipstream.engine.kv import Match, RadixCache, Row
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import FeatureRows, ModelRunner
 from slipstream.following.followed import Followed
 from slipstream.following.following import Following
 from slipstream.observe.log import logger
@@ -100,7 +99,8 @@ class Sequence:
         prompt = len(request.tokens) - request.answered
         span = None if spans is None else spans.begin("target.answer", request.trace, prompt=prompt,
                                                       answered=request.answered)
-        asked, history = request.sampling, TokenHistory.of(request.sampling, request.tokens, prompt)
+        asked = request.sampling
+        history = TokenHistory.of(asked, request.tokens, prompt) if asked.path_dependent else None
         followed = following.open(number, request.tokens, prompt, request.sampling, prompt + request.max_tokens,
                                   request.speculate, "" if span is None else span.parent)
         bare = (asked.greedy and not (asked.path_dependent or asked.logit_bias) and rule is None

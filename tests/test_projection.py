@@ -21,9 +21,8 @@ from slipstream.drafting import Drafter
 from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.engine.features import FeatureRows
 from slipstream.engine.loading import load_model
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import FeatureRows, ModelRunner
 from slipstream.protocol.messages import (
     Commit,
     DraftBound,

@@ -25,12 +25,11 @@ from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.drafting.tree import DraftContext
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.features import FeatureReader
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.draft import Grown, Seed
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import FeatureReader, ModelRunner
 from slipstream.following.pool import DraftPool
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import Commit, FeatureSpec, Open

@@ -29,8 +29,7 @@ from slipstream.choosing.sampling import ChoiceRows, choose
 from slipstream.drafting import Drafter
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
-from slipstream.engine.features import FeatureRows
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import FeatureRows, ModelRunner
 from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_NODES, DraftTree, walk

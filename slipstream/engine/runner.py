@@ -3,7 +3,9 @@ device's memory they may have.
 
 Rules:
 1. Feature rows live beside the KV, one row a slot: the features of a committed token are read by its slot, whenever.
-   See ``features`` for what becomes of them.
+   They travel as a drafter asked for them: joined where its spec says so, in its dtype, as bytes (``FeatureRows``); the
+   drafter makes states of them again (``FeatureReader``), and there a target's dtype becomes a drafter's. What joins
+   states of several layers is a ``Fusion``, which the target applies where rows get shorter by it (``joined_states``).
 2. The same runner serves target and draft; it never learns why a row is there.
 3. Memory is sized before anything is served: what is free beside the model, what a step may need, what is left for
    tokens. A step is bounded from shapes, for the most rows that it may have: logits in float32 with two more copies for
@@ -16,6 +18,8 @@ same (see the target's ``Shedding``).
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,8 +36,9 @@ from slipstream.choosing.sampling import Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots, SlotTable
-from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel
-from slipstream.engine.ops.layer import Linear
+from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, ScoringModel, dtype_of
+from slipstream.engine.ops.layer import Linear, norm_parts
+from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
 CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
 SHARE = 0.9  # of what is free is planned with: allocators waste some, and graphs keep some
@@ -125,6 +130,101 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
 
 def _gb(size: int) -> float:
     return round(size / 1e9, 2)
+
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Fusion:
+    """x [M, F] -> x W^T [M, H], behind norms where there are any."""
+
+    __slots__ = ("_dtype", "_norm", "_norm_eps", "_norm_width", "_product")
+
+    def __init__(self, weight: torch.Tensor, norm: torch.Tensor | None = None, norm_width: int = 0,
+                 norm_eps: float = 0.0, linear: Callable[[torch.Tensor], Map] = Linear) -> None:
+        """weight: W [H, F]; norm [F]: so many numbers are normed together; linear: makes x -> x W^T of W, where the
+        states are."""
+        self._product, self._dtype = linear(weight), weight.dtype
+        self._norm, self._norm_width, self._norm_eps = norm, norm_width, norm_eps
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.to(self._dtype)
+        if self._norm is not None:
+            self._norm = self._norm.to(rows.device)
+            rows = norm_parts(rows, self._norm, self._norm_width, self._norm_eps)
+        return self._product(rows)
+
+
+class FeatureRows:
+    """What one spec makes of target states."""
+
+    __slots__ = ("_dtype", "_fusion")
+
+    def __init__(self, spec: FeatureSpec, linear: Callable[[torch.Tensor], Map] = Linear) -> None:
+        """linear: see ``Fusion``."""
+        self._dtype, asked = dtype_of(spec.dtype), spec.projection
+        self._fusion = None if asked is None else Fusion(*_weights_of(asked), asked.norm_width, asked.norm_eps, linear)
+
+    @torch.inference_mode()
+    def __call__(self, rows: torch.Tensor) -> bytes:
+        """rows: [M, taps * H], any float dtype. Returns M * width numbers, row-major and little-endian."""
+        if self._fusion is not None:
+            rows = self._fusion(rows)
+        cast = rows.to(device="cpu", dtype=self._dtype).contiguous()
+        # numpy has no bfloat16: the bytes are taken without asking what they mean.
+        return ctypes.string_at(cast.data_ptr(), cast.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureReader:
+    """Makes target states of the wire a network's input. ``project``: what a network does to them first, rows below
+    each other."""
+
+    spec: FeatureSpec
+    device: torch.device
+    dtype: torch.dtype
+    project: Map | None = None
+
+    @torch.inference_mode()
+    def __call__(self, features: Sequence[Features]) -> list[torch.Tensor]:
+        """Rows of ``features``, already checked against ``spec``: [M, W] for each."""
+        content = bytearray(features[0].rows) if len(features) == 1 else bytearray().join([f.rows for f in features])
+        rows = torch.frombuffer(content, dtype=DTYPES[self.spec.dtype]).view(-1, self.spec.width)
+        rows = rows.to(self.device, self.dtype, non_blocking=True)
+        if self.project is not None:
+            rows = self.project(rows)
+        if len(features) == 1:
+            return [rows]
+        return list(torch.split_with_sizes(rows, [f.num_rows for f in features]))
+
+
+def joined_states(layers: tuple[int, ...], dtype: str, project: bool, weight: torch.Tensor,
+                  norm: torch.Tensor | None = None, norm_width: int = 0, norm_eps: float = 0.0,
+                  behind: Map | None = None) -> FeatureReader:
+    """Reads the states of ``layers`` joined by a ``Fusion``. dtype: on the wire; project: let the target apply it,
+    where rows get shorter by it; behind: what is done to the joined ones here in any case."""
+    if project and weight.shape[0] < weight.shape[1]:
+        asked = _projection_of(weight, dtype, norm, norm_width, norm_eps)
+        return FeatureReader(FeatureSpec(layers, asked.rows, dtype, asked), weight.device, weight.dtype, behind)
+    fusion = Fusion(weight, norm, norm_width, norm_eps)
+    return FeatureReader(FeatureSpec(layers, weight.shape[1], dtype), weight.device, weight.dtype,
+                         fusion if behind is None else lambda rows: behind(fusion(rows)))
+
+
+def _projection_of(weight: torch.Tensor, dtype: str, norm: torch.Tensor | None, norm_width: int,
+                   norm_eps: float) -> Projection:
+    """As it is handed to a target."""
+    whole = weight if norm is None else torch.cat((weight, norm[None]))
+    content = whole.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return Projection(weight.shape[0], weight.shape[1], dtype, hashlib.sha256(content).digest(), content, norm_width,
+                      norm_eps if norm_width else 0.0)
+
+
+def _weights_of(projection: Projection) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[rows, columns] in the dtype of the weights, and of norms [columns] if there are any."""
+    flat = torch.frombuffer(bytearray(projection.weights), dtype=dtype_of(projection.dtype))
+    whole = flat.view(-1, projection.columns)
+    return whole[: projection.rows], whole[projection.rows].clone() if projection.norm_width else None
 
 
 PROFILE_CONTEXT = 128

@@ -30,7 +30,6 @@ from slipstream.drafting.block import BlockStates
 from slipstream.drafting.heads.block_checkpoint import BlockHead
 from slipstream.drafting.network import Output, some_tokens
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
-from slipstream.engine.features import joined_states
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import ModelConfig, Tensors, dtype_of
@@ -49,6 +48,7 @@ from slipstream.engine.ops.layer import (
     rms_norm,
     rotate,
 )
+from slipstream.engine.runner import joined_states
 from slipstream.protocol.messages import FeatureSpec
 
 AT_ONCE = 8  # blocks of one forward

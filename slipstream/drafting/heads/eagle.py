@@ -27,7 +27,6 @@ from slipstream.drafting.heads.checkpoint import LAYER, EagleHead
 from slipstream.drafting.network import Output, some_tokens
 from slipstream.engine.attention import Attend
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.features import FeatureReader, joined_states
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import ModelConfig, Tensors, dtype_of
@@ -45,6 +44,7 @@ from slipstream.engine.ops.layer import (
     linear,
     rms_norm,
 )
+from slipstream.engine.runner import FeatureReader, joined_states
 from slipstream.protocol.messages import FeatureSpec
 
 Forward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]  # states [R, H], logits [R, V]

@@ -37,7 +37,6 @@ from slipstream.choosing.transfer import sent
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, MtpLayer
 from slipstream.drafting.network import Output
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.features import FeatureReader
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import ModelConfig
@@ -52,6 +51,7 @@ from slipstream.engine.ops.layer import (
     linear,
     rms_norm,
 )
+from slipstream.engine.runner import FeatureReader
 from slipstream.protocol.messages import FeatureSpec
 
 Run = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's number and its input [T, H] -> its output [T, H]
