@@ -48,7 +48,7 @@ from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
 from router_service.gateway import Asked, Gateway, Run
 from router_service.tenants import ANYONE, ApiKeys
-from router_service.text.tokens import TextDelta
+from router_service.text.deltas import TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
 from slipstream.observe.log import logger

@@ -22,7 +22,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router_service.text.tokens import AnswerToken, TextDelta
+from router_service.text.deltas import AnswerToken, TextDelta
 from slipstream.base.errors import InvalidRequest
 
 HEADER = "Last-Event-ID"

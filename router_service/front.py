@@ -23,8 +23,8 @@ from router_service.dialects.openai import ChatBody, CompletionBody, parse
 from router_service.gateway import Asked, Gateway, Run
 from router_service.tenants import Tenant
 from router_service.text.calls import call_id
+from router_service.text.deltas import TextDelta
 from router_service.text.markup import Markup, Named, finish_of
-from router_service.text.tokens import TextDelta
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import ChatOptions, Delta, Function, Message, TextToken, ToolCall, Usage
 

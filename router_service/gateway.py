@@ -32,15 +32,13 @@ from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Opti
 from router_service.dialects.prompts import Prompts
 from router_service.dialects.tools import told
 from router_service.tenants import Tenant
-from router_service.text.lanes import Lanes
+from router_service.text.deltas import Numbered, merged
 from router_service.text.marks import BARE
 from router_service.text.markup import Markup, Named
-from router_service.text.template import ASSISTANT, Turn
-from router_service.text.tokens import Completion, Detokenizer, Numbered, TextCodec, merged, too_long
+from router_service.text.tokens import ASSISTANT, Completion, Detokenizer, Lanes, TextCodec, Turn, too_long
 from slipstream.base.config import RouterSection
 from slipstream.base.errors import CapacityError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
-from slipstream.grammar.trial import Trial
-from slipstream.grammar.turns import Turns
+from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Spans, well_formed
 from slipstream.protocol.chat import Begun, Usage
@@ -141,8 +139,8 @@ class Gateway:
     """Plans and starts requests for one model."""
 
     def __init__(self, codec: TextCodec, balancer: Balancer, fallback: PoolFallback, metrics: RouterMetrics,
-                 section: RouterSection, spans: Spans | None, trial: Trial) -> None:
-        """trial: of what answers are to be bound to."""
+                 section: RouterSection, spans: Spans | None, trials: Trials) -> None:
+        """trials: of what answers are to be bound to."""
         self.codec = codec
         self.metrics = metrics
         self.spans = spans
@@ -152,7 +150,7 @@ class Gateway:
         self._fallback = fallback
         self._section = section
         self.lanes = Lanes()
-        self._trial, self._trials = trial, Turns()  # a grammar that takes long holds up no text
+        self._trials = trials  # in a thread of its own: a grammar that takes long holds up no text
 
     @property
     def ready(self) -> bool:
@@ -197,7 +195,7 @@ class Gateway:
 
     async def warm(self) -> None:
         """Have ready what the first grammar would have to wait for."""
-        await asyncio.to_thread(self._trial.wait)
+        await self._trials.warm()
 
     def drain(self) -> None:
         """Take no new request; running ones go on."""
@@ -207,7 +205,6 @@ class Gateway:
         """Nothing runs any more."""
         self.lanes.close()
         self._trials.close()
-        self._trial.close()
         self.codec.close()
 
     def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Asked:
@@ -349,10 +346,9 @@ class Gateway:
 
     async def _try(self, options: Options, tenant: Tenant) -> Options:
         """With the grammar that can be kept to. Raises InvalidRequest where none can, and CapacityError."""
-        grammar, whose = options.grammar, tenant.namespace
-        if grammar is not None and not self._trial.passed(grammar, whose):
+        if options.grammar is not None:
             try:
-                await self._trials.run(whose, partial(self._trial.check, grammar, whose))
+                await self._trials.check(options.grammar, tenant.namespace)
             except InvalidRequest as error:
                 if options.looser is not None:
                     return await self._try(replace(options, grammar=options.looser, looser=None), tenant)

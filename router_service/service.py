@@ -20,7 +20,7 @@ from router_service.tenants import ANYONE, ApiKeys
 from router_service.text.tokens import TextCodec
 from slipstream.base.address import host_port
 from slipstream.base.config import Config
-from slipstream.grammar.trial import Trial
+from slipstream.grammar.trial import Trial, Trials
 from slipstream.models.folder import resolve, tokenizer_hash
 from slipstream.observe.lag import watch_lag
 from slipstream.observe.log import logger
@@ -53,7 +53,7 @@ class RouterService:
         self._balancer = Balancer(self._targets, metrics, tokenizer_hash(folder))
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
-                               spans_of(config.log, "router"), Trial(folder))
+                               spans_of(config.log, "router"), Trials(Trial(folder)))
         app = create_app(self.gateway, self._keys, metrics.registry.page if shared else None)
         self._http = HttpListener(app, section, config.wire, metrics,
                                   [path.encode() for path in OPEN_PATHS], self.gateway.admission.all_in_s)

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.following.chains import PLAIN, SWITCH
+from slipstream.grammar.trial import Trials
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans
@@ -46,7 +47,6 @@ from slipstream.protocol.requests import (
     Without,
 )
 from target_service.drain import drained
-from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.vllm_words import TAKES, Bounds, chosen, field_of, parameters, prompt, resumes, scores
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from slipstream.base.config import Config, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, Unavailable
-from slipstream.grammar.trial import AGAIN_S, Trial
+from slipstream.grammar.trial import AGAIN_S, Trial, Trials
 from slipstream.models.folder import resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -33,7 +33,6 @@ from slipstream.observe.spans import spans_of
 from slipstream.protocol.grammar import JSON_OBJECT
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Served
-from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.vllm import Fill, Running, VllmService
 from target_service.vllm_words import Bounds

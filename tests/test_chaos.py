@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from router_service.event_id import EventIds
-from router_service.text.tokens import TextDelta
+from router_service.text.deltas import TextDelta
 from slipstream.protocol.requests import Piece, Request
 from tests_chaos.asks import KINDS, OVER_GRPC, Ask, drawn_ask, plain
 from tests_chaos.fleet import NEW, OLD, Calm, running

@@ -20,11 +20,10 @@ from router_service.dialects.openai import ChatBody, CompletionBody, Options, pa
 from router_service.dialects.replies import ChatReply
 from router_service.gateway import MESSAGE, Asked
 from router_service.tenants import Tenant
+from router_service.text.deltas import TextDelta
 from router_service.text.files import longest_token
-from router_service.text.lanes import LARGE_BODY, LONG_TEXT, MAX_WAITING, Lanes
 from router_service.text.markup import Named
-from router_service.text.template import ASSISTANT, Turn
-from router_service.text.tokens import TextCodec, TextDelta
+from router_service.text.tokens import ASSISTANT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.cli.process import kept_up
 from slipstream.observe.lag import EVERY_S, watch_lag
@@ -237,7 +236,7 @@ async def test_lanes_hold_one_text_each_whatever_clients_do() -> None:
     await eventually(lambda: begun == ["first"])
     first.cancel()  # its client goes away: the thread works on
     most = 8  # of such texts
-    large = MAX_WAITING // most
+    large = MAX_TEXTS // most
     waiting = [asyncio.create_task(lanes.run(large, lambda: work("later"))) for _ in range(most - 1)]
     assert await lanes.run(LONG_TEXT, lambda: work("short")) == "short", "it does not wait for long ones"
     with pytest.raises(CapacityError, match="long prompts") as caught:

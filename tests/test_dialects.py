@@ -14,9 +14,9 @@ from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Blocks, Told
 from router_service.dialects.messages import MessagesReply
 from router_service.dialects.responses import ResponsesReply
+from router_service.text.deltas import TextDelta
 from router_service.text.marks import THOUGHTS, Style
 from router_service.text.markup import Markup
-from router_service.text.tokens import TextDelta
 from slipstream.base.errors import InvalidRequest, Unavailable
 from slipstream.protocol.chat import Usage
 from tests.echo import CONTEXT, EchoTarget

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from bench.fleet import free_port
 from router_service.event_id import HEADER, EventIds, Origin, Reached, read
-from router_service.text.tokens import AnswerToken, TextDelta
+from router_service.text.deltas import AnswerToken, TextDelta
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.identity import Identity
 from tests.echo import EchoTarget, answer_bytes

@@ -17,16 +17,14 @@ import pytest
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from slipstream.base.child import Child
 from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, Unavailable
+from slipstream.base.offload import Child
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
-from slipstream.grammar.trial import Trial
-from slipstream.grammar.turns import MAX_EACH, Turns
+from slipstream.grammar.trial import MAX_EACH, Trial, Trials, Turns
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.tree import DraftTree
-from target_service.grammars import Trials
 from tests.pair import target
 from tests.routing import CHAT, HELLO, routing
 from tests.tiny import EOS, VOCAB, tiny_tokenizer

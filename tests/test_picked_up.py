@@ -24,8 +24,8 @@ from bench.fleet import free_port
 from router_service.admission import FollowedAnswer
 from router_service.dialects.openai import Options
 from router_service.gateway import Asked
-from router_service.text.lanes import BRIEF_TEXT
-from router_service.text.tokens import Completion, TextCodec, TextDelta
+from router_service.text.deltas import TextDelta
+from router_service.text.tokens import BRIEF_TEXT, Completion, TextCodec
 from slipstream.base.config import WireSection
 from slipstream.base.errors import InvalidRequest, ModelChanged, Unavailable
 from slipstream.client import AsyncClient, Client

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from router_service.dialects.prompts import AT_ONCE, Prompts
 from router_service.dialects.replies import ChatReply
 from router_service.gateway import MAX_ANSWER_SCORES
-from router_service.text.tokens import Completion, TextCodec, TextDelta
+from router_service.text.deltas import TextDelta
+from router_service.text.tokens import Completion, TextCodec
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import Unavailable
 from slipstream.choosing.permitted import Permitted

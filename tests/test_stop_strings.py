@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router_service.text.tokens import StopStrings
+from router_service.text.scanner import StopStrings
 
 
 def naive_cut(text: str, stops: list[str], passed: int = 0) -> tuple[str, str | None]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from router_service.text.template import MAX_RENDERED, ChatTemplate
-from slipstream.base.child import Child
+from router_service.text.template import MAX_RENDERED
+from router_service.text.tokens import ChatTemplate
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
+from slipstream.base.offload import Child
 
 CPU_S = 0.25
 USER: Any = [{"role": "user", "content": "x"}]

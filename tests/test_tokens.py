@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
-from router_service.text.template import MAX_RENDERED, ChatTemplate, Turn
-from router_service.text.tokens import Detokenizer, TextCodec
+from router_service.text.template import MAX_RENDERED
+from router_service.text.tokens import ChatTemplate, Detokenizer, TextCodec, Turn
 from slipstream.base.errors import InvalidRequest, ModelError
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<s>"]

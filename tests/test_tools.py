@@ -11,7 +11,7 @@ import pytest
 from router_service.dialects.openai import Options
 from router_service.dialects.tools import ToolUse, told, use_of
 from router_service.text.marks import THOUGHTS, Style
-from router_service.text.template import ChatTemplate, Turn
+from router_service.text.tokens import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends

@@ -19,11 +19,12 @@ from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.telling import Teller
 from slipstream_vllm.worker import Drafted
 
-from slipstream.base.child import Child
 from slipstream.base.config import Config, TargetSection, load
 from slipstream.base.errors import CapacityError, ConfigError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.base.offload import Child
 from slipstream.following.chains import Chains
 from slipstream.following.rounds import Told, ToldStep, decode
+from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans, Value
 from slipstream.protocol.grammar import Grammar
@@ -32,7 +33,6 @@ from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Reques
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service import vllm_words
-from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Running, VllmService
 from target_service.vllm_start import arguments, trials_of
@@ -186,6 +186,9 @@ class Tried:
     def check(self, grammar: Grammar, namespace: str = "") -> None:
         if grammar.source == "(":
             raise InvalidRequest("grammar", "unclosed group")
+
+    def passed(self, grammar: Grammar, namespace: str = "") -> bool:
+        return False
 
 
 @asynccontextmanager

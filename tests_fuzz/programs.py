@@ -16,7 +16,8 @@ from zlib import crc32
 
 import numpy as np
 
-from router_service.text.template import ChatTemplate, Problem, Renderer, trial
+from router_service.text.template import Problem, Renderer, trial
+from router_service.text.tokens import ChatTemplate
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends

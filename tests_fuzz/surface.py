@@ -22,7 +22,7 @@ from router_service.gateway import Gateway
 from router_service.tenants import ANYONE
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import Config
-from slipstream.grammar.trial import Trial
+from slipstream.grammar.trial import Trial, Trials
 from slipstream.observe.log import configure
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import spans_of
@@ -55,7 +55,7 @@ class Router:
         balancer = Balancer(Targets({"t0": self._target}), metrics, "")
         self._loop.run_until_complete(balancer.poll())
         gateway = Gateway(TextCodec(folder), balancer, PoolFallback(config.target.policy, metrics), metrics,
-                          config.router, spans_of(config.log, "router"), SomeTrials(folder))
+                          config.router, spans_of(config.log, "router"), Trials(SomeTrials(folder)))
         self._surface = Surface(gateway)
         self.front = GatewayFront(gateway, ANYONE)
 

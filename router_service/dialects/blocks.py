@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from router_service.text.calls import CALL_ID, Call, call_id
+from router_service.text.deltas import TextDelta
 from router_service.text.markup import Markup, Named, Said, finish_of
-from router_service.text.tokens import TextDelta
 
 Kind = Literal["reasoning", "text", "call"]
 What = Literal["begin", "add", "end"]

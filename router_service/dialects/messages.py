@@ -21,7 +21,7 @@ import orjson
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
-from router_service.text.tokens import TextDelta
+from router_service.text.deltas import TextDelta
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS, Usage
 

@@ -17,8 +17,9 @@ import orjson
 
 from router_service.dialects.prompts import LOWEST, Prompts, alternatives
 from router_service.text.calls import Call, call_id
+from router_service.text.deltas import AnswerToken, TextDelta
 from router_service.text.markup import Markup, Named, finish_of
-from router_service.text.tokens import AnswerToken, TextCodec, TextDelta
+from router_service.text.tokens import TextCodec
 from slipstream.protocol.chat import Usage
 
 Json = dict[str, Any]

@@ -19,8 +19,7 @@ from typing import Any
 import orjson
 
 from router_service.text.marks import SECTIONS, Section
-from router_service.text.scanner import NoCall, Scanner, Step
-from router_service.text.words import Words
+from router_service.text.scanner import NoCall, Scanner, Step, Words
 
 CALL_ID = 9  # characters: Mistral's templates take no other number
 MAX_REOPENED = 8

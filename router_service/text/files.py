@@ -21,6 +21,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 # Steps of a tokenizer that drop no character: a text of n characters has n / ``longest_token`` tokens at least.
 KEEPING = {"Sequence", "Prepend", "Replace", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Digits", "Metaspace", "Split",
            "Punctuation", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}
+FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 COMPOSED = 4  # characters that Unicode may write as one
 
 
@@ -93,3 +94,24 @@ def _steps(parts: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
         if part is not None:
             yield part
             yield from _steps(part.get("normalizers") or part.get("pretokenizers") or ())
+
+
+def spelling(decoder: Mapping[str, Any]) -> tuple[dict[str, int] | None, bool]:
+    """The byte that each character of a token stands for, None where tokens are spelt as by SentencePiece; and whether
+    the first space of a text is not part of it. ``decoder``: of tokenizer.json."""
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+        return _byte_level(), False
+    if kinds & {"Replace", "Metaspace"} and kinds <= FALLBACK_STEPS:
+        strips = any(step["type"] == "Strip" and step["start"] > 0 for step in steps)
+        return None, strips or any(step.get("prepend_scheme", "never") != "never" for step in steps)
+    raise ModelError(f"tokenizer.json: decoder: {', '.join(sorted(kinds))} is not supported; "
+                     "known: byte level, byte fallback, Metaspace")
+
+
+def _byte_level() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

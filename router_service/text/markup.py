@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 from router_service.text.calls import Call, Calls, is_object
 from router_service.text.marks import SECTIONS, Style
-from router_service.text.scanner import NoCall, Scanner, Step
-from router_service.text.words import Words
+from router_service.text.scanner import NoCall, Scanner, Step, Words
 
 SaidKind = Literal["reasoning", "text"]
 

@@ -1,19 +1,88 @@
-"""A text that comes piece by piece, read as if it were whole: a reader is a generator that waits where it needs more.
+"""A text that comes piece by piece, read as if it were whole: searched for words, ended at stop strings, and scanned by
+readers, generators that wait where they need more.
 
-Rule: what a character costs does not grow with the text before it. It knows nothing about families or calls.
+Rules:
+1. What a character costs does not grow with the text before it.
+2. ``StopStrings`` ends a text where the first stop string is complete, however the text was cut into pieces; the
+   longest one if several end there. Nothing from its start on comes out.
+
+It knows nothing about tokens, families or calls.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
-
-from router_service.text.words import Words
 
 Step = Generator[None, None, Any]
 MAX_BLANKS = 256  # between marks
 JSON_CHAR, SIMPLE_END = re.compile(r'["\\{}\[\]]'), re.compile(r"[,:}\]\s]")
+
+
+class Words:
+    """None of ``words`` is empty.
+
+    What a character costs grows with the number of words, not with their lengths: a place in the text at which one may
+    begin is given up once, where whoever searches keeps what is unfinished and no more."""
+
+    __slots__ = ("_firsts", "_longest", "words")
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = tuple(dict.fromkeys(words))
+        self._firsts = frozenset(word[0] for word in self.words)
+        self._longest = max(map(len, self.words), default=0)
+
+    def first(self, text: str) -> tuple[int, str] | None:
+        """Where the earliest of them begins, and the longest that begins there."""
+        found = [(start, -len(word), word) for word in self.words if (start := text.find(word)) >= 0]
+        if not found:
+            return None
+        start, _, word = min(found)
+        return start, word
+
+    def unfinished(self, text: str) -> int:
+        """The length of the longest end of ``text`` that begins one of them."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._firsts:
+                end = text[start:]
+                if any(word.startswith(end) for word in self.words):
+                    return len(end)
+        return 0
+
+
+class StopStrings:
+    """Cuts one answer's text before the first stop string, or behind it (``keep``). ``matched`` names it once it
+    came."""
+
+    __slots__ = ("_held", "_keep", "_passed", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
+        """None of ``stops`` is empty."""
+        self._stops = Words(stops)
+        self._keep = keep
+        self._held = ""
+        self._passed = 0  # characters of it in which no stop string ends
+        self.matched: str | None = None
+
+    def push(self, text: str, counts: bool = True) -> str:
+        """The text that may go out now: what could still become a stop string is held back. "" after a match.
+        ``counts``: whether a stop string that ends in ``text`` is one."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        if not counts:
+            self._passed = len(text)
+        found = [(start + len(stop), start, stop) for stop in self._stops.words
+                 if (start := text.find(stop, max(0, self._passed + 1 - len(stop)))) >= 0]
+        if found:
+            _, start, self.matched = min(found)
+            self._held = ""
+            return text[:start + len(self.matched) if self._keep else start]
+        kept = self._stops.unfinished(text)
+        self._held = text[len(text) - kept:]
+        self._passed = max(0, self._passed - (len(text) - kept))
+        return text[:len(text) - kept]
 
 
 class NoCall(Exception):

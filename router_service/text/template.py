@@ -1,4 +1,4 @@
-"""The chat template of a model, in a process of its own: conversations in, prompts out.
+"""What renders the chat template of a model, in a process of its own: conversations in, prompts out.
 
 A template is a program that comes with the model, and what it costs depends on what it is given. Nothing inside a
 process ends a program in the midst of ``'a' * 10 ** 9``, so it has a process that may be ended.
@@ -23,9 +23,7 @@ import json
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -35,8 +33,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from slipstream.base.child import Child, bounded
-from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
+from slipstream.base.offload import bounded
 
 MAX_RENDERED = 4 << 20  # characters
 MEMORY = 512 << 20  # bytes that the process may map; it begins with 25 MB
@@ -45,80 +42,6 @@ PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning hol
 TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
 END = "\uf8fe\uf8ff"  # behind a message that goes on; two more such characters
 REFUSED, BROKEN, COSTLY = "refused", "broken", "costly"  # what is wrong: the messages, the template, what both take
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """How a prompt ends: with the beginning of the assistant's turn (``begun``), or in the midst of the last message
-    (``continued``). ``names``: what else the template is given."""
-
-    begun: bool = True
-    continued: bool = False
-    names: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-
-ASSISTANT = Turn()
-
-
-class ChatTemplate:
-    """The template of one model. Threads may share it; they render one after the other."""
-
-    __slots__ = ("_cpu_s", "_lock", "_opening", "_process")
-
-    def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str], cpu_s: float = CPU_S) -> None:
-        """``named`` are the template's bos_token and its like, ``specials`` the texts of all special tokens.
-
-        Raises ModelError when ``source`` is not a template, or does in a trial what it must not.
-        """
-        self._cpu_s = cpu_s
-        self._opening = {"source": source, "named": dict(named), "specials": list(specials), "cpu_s": cpu_s}
-        self._lock = threading.Lock()
-        self._process = self._started()
-
-    def render(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT) -> list[str]:
-        """The prompt in order: plain text, the text of a special token that must not become the token, plain text, and
-        so on. Raises InvalidRequest("messages") for messages that the template refuses, or that take more than the
-        limits; blocks meanwhile."""
-        asked = json.dumps([messages, turn.begun, turn.continued, turn.names]).encode()
-        with self._lock:
-            if self._process.ended:
-                self._process = self._restarted()
-            reply = self._process.ask(asked)
-        if reply is None:
-            if self._process.out_of_time:
-                raise InvalidRequest("messages", "the model's chat template does not end with them within "
-                                     f"{self._cpu_s:g} s of the processor")
-            raise Unavailable("the chat template's process has ended; try again")
-        if "parts" not in reply:
-            problem, words = reply["problem"], reply["words"]
-            raise ModelError(f"chat_template: {words}") if problem == BROKEN else InvalidRequest("messages", words)
-        parts: list[str] = reply["parts"]
-        return parts
-
-    def close(self) -> None:
-        """End the process, which would else end with this object."""
-        self._process.end()
-
-    @property
-    def pid(self) -> int:
-        """Of the process that renders; it changes where one has ended."""
-        return self._process.pid
-
-    def _restarted(self) -> Child:
-        try:
-            return self._started()
-        except ModelError as error:  # it has done well before: somebody ended it again
-            raise Unavailable("the chat template's process has ended; try again") from error
-
-    def _started(self) -> Child:
-        process = Child(__spec__.name)
-        reply = process.ask(json.dumps(self._opening).encode())
-        if reply is None:
-            late = f"does not end within {self._cpu_s:g} s of the processor"
-            raise ModelError(f"chat_template: {late if process.out_of_time else 'ends its process'}")
-        if "problem" in reply:
-            raise ModelError(f"chat_template: {reply['words']}")
-        return process
 
 
 class Renderer:
@@ -132,7 +55,7 @@ class Renderer:
 
     def render(self, messages: Sequence[Mapping[str, Any]], begun: bool = True, continued: bool = False,
                names: Mapping[str, Any] | None = None) -> list[str]:
-        """``ChatTemplate.render``. Raises Problem."""
+        """As ``ChatTemplate.render``, which asks for it. Raises Problem."""
         given: Any = [messages, names or {}]
         guards = _Guards.find(given, self._specials)
         if guards is not None:

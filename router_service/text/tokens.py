@@ -10,14 +10,12 @@ Rules:
    by one, and what a commit holds beyond a stop string is no part of the answer.
 5. The texts of an answer's tokens joined are its text; only an unfinished character at the very end has no token. While
    a stop string may be growing, tokens are held back; where it is complete, the last token is cut.
-6. ``StopStrings`` ends a text where the first stop string is complete, however the text was cut into pieces; the
-   longest one if several end there. Nothing from its start on comes out. One that is complete within the answer's
-   ``min_tokens`` is none.
+6. A stop string that is complete within the answer's ``min_tokens`` is none.
 7. An answer ends with a finish or with an error, never without either. Ending early frees the target at once.
+8. A text that takes longer than a thread's turn becomes tokens in a lane (``Lanes``), so that the event loop goes on.
 
-Tokens and deltas are named tuples: one of each is made for every token, and a frozen dataclass takes four times as
-long. It knows nothing about files (``text_files`` reads them), how templates are rendered (``template``), HTTP, models,
-torch or who asked.
+It knows nothing about files (``files`` reads them), how templates are rendered (``template``), HTTP, models, torch or
+who asked.
 """
 
 from __future__ import annotations
@@ -25,25 +23,107 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import threading
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-from router_service.text.files import literals, longest_token, stop_token_ids, template_source
+from router_service.text.deltas import AnswerToken, TextDelta
+from router_service.text.files import literals, longest_token, spelling, stop_token_ids, template_source
 from router_service.text.marks import Style, marks
-from router_service.text.template import ASSISTANT, ChatTemplate, Turn
-from router_service.text.words import Words
+from router_service.text.scanner import StopStrings
+from router_service.text.template import BROKEN, CPU_S, Renderer
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
+from slipstream.base.offload import Child, PacedThread
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Finish, Piece, PromptScores, Request, State, TokenLogprob
 
-FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 SPACE = "\u2581"  # how SentencePiece writes a space
-PENDING = 4  # deltas of one completion that may wait for a slow reader
+BRIEF_TEXT = 512  # characters or token ids: half a millisecond of a slow tokenizer
+LONG_TEXT = 16_384  # characters, or token ids
+MAX_TEXTS = 8 << 21  # characters or token ids in the long lane: a body of 2 MiB takes one to three seconds
+LARGE_BODY = 1 << 16  # bytes: two milliseconds of the event loop at worst
+PAUSE_S = 0.005  # a token takes several turns of the loop from its target to its client
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a prompt ends: with the beginning of the assistant's turn (``begun``), or in the midst of the last message
+    (``continued``). ``names``: what else the template is given."""
+
+    begun: bool = True
+    continued: bool = False
+    names: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+ASSISTANT = Turn()
+
+
+class ChatTemplate:
+    """The template of one model. Threads may share it; they render one after the other."""
+
+    __slots__ = ("_cpu_s", "_lock", "_opening", "_process")
+
+    def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str], cpu_s: float = CPU_S) -> None:
+        """``named`` are the template's bos_token and its like, ``specials`` the texts of all special tokens.
+
+        Raises ModelError when ``source`` is not a template, or does in a trial what it must not.
+        """
+        self._cpu_s = cpu_s
+        self._opening = {"source": source, "named": dict(named), "specials": list(specials), "cpu_s": cpu_s}
+        self._lock = threading.Lock()
+        self._process = self._started()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT) -> list[str]:
+        """The prompt in order: plain text, the text of a special token that must not become the token, plain text, and
+        so on. Raises InvalidRequest("messages") for messages that the template refuses, or that take more than the
+        limits; blocks meanwhile."""
+        asked = json.dumps([messages, turn.begun, turn.continued, turn.names]).encode()
+        with self._lock:
+            if self._process.ended:
+                self._process = self._restarted()
+            reply = self._process.ask(asked)
+        if reply is None:
+            if self._process.out_of_time:
+                raise InvalidRequest("messages", "the model's chat template does not end with them within "
+                                     f"{self._cpu_s:g} s of the processor")
+            raise Unavailable("the chat template's process has ended; try again")
+        if "parts" not in reply:
+            problem, words = reply["problem"], reply["words"]
+            raise ModelError(f"chat_template: {words}") if problem == BROKEN else InvalidRequest("messages", words)
+        parts: list[str] = reply["parts"]
+        return parts
+
+    def close(self) -> None:
+        """End the process, which would else end with this object."""
+        self._process.end()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that renders; it changes where one has ended."""
+        return self._process.pid
+
+    def _restarted(self) -> Child:
+        try:
+            return self._started()
+        except ModelError as error:  # it has done well before: somebody ended it again
+            raise Unavailable("the chat template's process has ended; try again") from error
+
+    def _started(self) -> Child:
+        process = Child(Renderer.__module__)
+        reply = process.ask(json.dumps(self._opening).encode())
+        if reply is None:
+            late = f"does not end within {self._cpu_s:g} s of the processor"
+            raise ModelError(f"chat_template: {late if process.out_of_time else 'ends its process'}")
+        if "problem" in reply:
+            raise ModelError(f"chat_template: {reply['words']}")
+        return process
 
 
 class TextCodec:
@@ -53,8 +133,8 @@ class TextCodec:
     tokenizer's, which may be below the model's. ``marks``: those of ``specials`` that tell calls and reasoning apart.
     """
 
-    __slots__ = ("_bytes", "_literals", "_longest", "_specials", "_spell", "_template", "_texts", "_tokenizer", "marks",
-                 "specials", "starts_with_space", "stop_token_ids", "style", "vocab_size")
+    __slots__ = ("_alphabet", "_bytes", "_literals", "_longest", "_specials", "_template", "_texts", "_tokenizer",
+                 "marks", "specials", "starts_with_space", "stop_token_ids", "style", "vocab_size")
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ModelError naming the file and field that cannot be used."""
@@ -66,7 +146,7 @@ class TextCodec:
         self._specials: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
         self._literals = literals(self._tokenizer, self._specials.values())
         written = json.loads(self._tokenizer.to_str())
-        self._spell, self.starts_with_space = _spelling(written.get("decoder") or {"type": "none"})
+        self._alphabet, self.starts_with_space = spelling(written.get("decoder") or {"type": "none"})
         self._longest = longest_token(written, vocab)
         self._bytes: dict[int, bytes] = {}  # of ordinary tokens that were asked for
         self._texts: dict[int, str | None] = {}  # what ``whole_text`` said
@@ -124,7 +204,11 @@ class TextCodec:
         spelt = self._tokenizer.id_to_token(token) if 0 <= token < self.vocab_size else None
         if spelt is None:
             return b""
-        found = self._bytes[token] = self._spell(spelt)
+        try:
+            found = _byte_fallback(spelt) if self._alphabet is None else bytes(map(self._alphabet.__getitem__, spelt))
+        except KeyError:  # an added token is written as it is
+            found = spelt.encode()
+        self._bytes[token] = found
         return found
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -209,34 +293,6 @@ def _decoded(data: bytes) -> str | None:
         return None
 
 
-def _spelling(decoder: dict[str, Any]) -> tuple[Callable[[str], bytes], bool]:
-    """How a token is written in the vocabulary, and whether the first space of a text is not part of it."""
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    kinds = {step["type"] for step in steps}
-    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
-        return _byte_level(), False
-    if kinds & {"Replace", "Metaspace"} and kinds <= FALLBACK_STEPS:
-        strips = any(step["type"] == "Strip" and step["start"] > 0 for step in steps)
-        return _byte_fallback, strips or any(step.get("prepend_scheme", "never") != "never" for step in steps)
-    raise ModelError(f"tokenizer.json: decoder: {', '.join(sorted(kinds))} is not supported; "
-                     "known: byte level, byte fallback, Metaspace")
-
-
-def _byte_level() -> Callable[[str], bytes]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-    def spell(token: str) -> bytes:
-        try:
-            return bytes([alphabet[char] for char in token])
-        except KeyError:  # an added token is written as it is
-            return token.encode()
-
-    return spell
-
-
 def _byte_fallback(token: str) -> bytes:
     """SentencePiece: ``<0x0A>`` is a byte, U+2581 a space."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -245,34 +301,6 @@ def _byte_fallback(token: str) -> bytes:
         except ValueError:
             pass
     return token.replace(SPACE, " ").encode()
-
-
-class AnswerToken(NamedTuple):
-    """One token; ``drafted`` when a drafter had proposed it."""
-
-    id: int
-    text: str
-    drafted: bool = False
-    logprob: TokenLogprob | None = None
-
-    def __repr__(self) -> str:
-        return f"AnswerToken(id={self.id})"
-
-
-class TextDelta(NamedTuple):
-    """What one commit added. ``num_tokens`` counts all its tokens, also those that are held back or have no text."""
-
-    text: str = ""
-    tokens: tuple[AnswerToken, ...] = ()
-    finish: Finish = ""
-    num_tokens: int = 0
-    prompt: tuple[PromptScores, ...] = ()  # of all of the prompt, where it is scored; in the first delta
-
-    def __repr__(self) -> str:
-        return f"TextDelta(num_tokens={self.num_tokens}, finish={self.finish!r})"
-
-
-Numbered = tuple[int, TextDelta]
 
 
 @dataclass(slots=True)
@@ -442,65 +470,48 @@ def _whole(parts: Sequence[PromptScores], count: int) -> tuple[PromptScores, ...
     return tuple(parts)
 
 
-class StopStrings:
-    """Cuts one answer's text before the first stop string, or behind it (``keep``). ``matched`` names it once it
-    came."""
+class Lanes:
+    """Two threads in which texts become tokens and answers are written, so that the event loop goes on. Each works on
+    one text at a time, whatever its clients do: who goes away frees his place when the work that was begun is done. A
+    short text never waits for a long one. Make it anywhere, use it on one event loop."""
 
-    __slots__ = ("_held", "_keep", "_passed", "_stops", "matched")
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(1, "short-texts")
+        self._long = PacedThread("long-texts", 1.0)
+        self._num_long = self._waiting = 0  # texts in the long lane and their sizes, of the one that is worked on too
+        self._large = asyncio.Lock()
 
-    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
-        """None of ``stops`` is empty."""
-        self._stops = Words(stops)
-        self._keep = keep
-        self._held = ""
-        self._passed = 0  # characters of it in which no stop string ends
-        self.matched: str | None = None
+    async def run(self, size: int, work: Callable[[], Made], at_once: bool = False, patient: bool = False) -> Made:
+        """What ``work`` on a text of that size returns or raises. ``at_once``: it waits for nobody, so a brief
+        text needs no thread. Raises CapacityError for more than ``MAX_TEXTS`` in long ones, but not for who is
+        ``patient``: what is paid for, an answer that is only to be written, waits."""
+        if at_once and size <= BRIEF_TEXT:
+            return work()
+        loop = asyncio.get_running_loop()
+        if size <= LONG_TEXT:
+            return await loop.run_in_executor(self._short, work)
+        if self._waiting and self._waiting + size > MAX_TEXTS and not patient:
+            raise self._long.refusal("too many long prompts wait to be read; try again later", self._num_long)
+        self._num_long += 1
+        self._waiting += size
+        return await asyncio.wrap_future(self._long.submit(work, loop.call_soon_threadsafe, partial(self._left, size)))
 
-    def push(self, text: str, counts: bool = True) -> str:
-        """The text that may go out now: what could still become a stop string is held back. "" after a match.
-        ``counts``: whether a stop string that ends in ``text`` is one."""
-        if self.matched is not None:
-            return ""
-        text = self._held + text
-        if not counts:
-            self._passed = len(text)
-        found = [(start + len(stop), start, stop) for stop in self._stops.words
-                 if (start := text.find(stop, max(0, self._passed + 1 - len(stop)))) >= 0]
-        if found:
-            _, start, self.matched = min(found)
-            self._held = ""
-            return text[:start + len(self.matched) if self._keep else start]
-        kept = self._stops.unfinished(text)
-        self._held = text[len(text) - kept:]
-        self._passed = max(0, self._passed - (len(text) - kept))
-        return text[:len(text) - kept]
+    async def beside(self, size: int, work: Callable[[], Made]) -> Made:
+        """What ``work`` on so many numbers of an answer gives, beside the event loop if they are many."""
+        return await self.run(size, work, at_once=True, patient=True)
 
+    async def pause(self, size: int) -> None:
+        """Until a body of so many bytes may be read, which holds the event loop. Whatever follows without a wait
+        belongs to its turn."""
+        if size > LARGE_BODY:
+            async with self._large:
+                await asyncio.sleep(PAUSE_S)
 
-async def merged(completions: Sequence[Completion]) -> AsyncGenerator[Numbered, None]:
-    """(number, delta) of all ``completions``. The first error of any ends the stream with it."""
-    queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(PENDING * len(completions))
-    tasks = [asyncio.create_task(_pump(i, c, queue)) for i, c in enumerate(completions)]
-    try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def close(self) -> None:
+        """Nobody waits any more; work that has begun ends by itself."""
+        self._short.shutdown(wait=False, cancel_futures=True)
+        self._long.close()
 
-
-async def _pump(number: int, completion: Completion, queue: asyncio.Queue[Numbered | BaseException | None]) -> None:
-    try:
-        async for delta in completion:
-            await queue.put((number, delta))
-    except Exception as error:
-        await queue.put(error)
-    else:
-        await queue.put(None)
+    def _left(self, size: int, _: Future[Any]) -> None:
+        self._num_long -= 1
+        self._waiting -= size

@@ -11,28 +11,35 @@ Rules:
 3. The process is started by the first grammar, or before (``warm``), as that takes a second, and again where it has
    ended. A service waits for it before it takes requests: beside the first answers it would slow their steps, and what
    is believed of steps.
-4. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody what others
+4. Beside an event loop grammars are tried and compiled in one thread, and namespaces take turns: many grammars of one
+   hold up another's by one at a time. ``MAX_EACH`` of a namespace may wait, its share of that while others wait too,
+   and ``MAX_WAITING`` of all. Who finds no room is refused, who goes away before his turn is passed over.
+5. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody what others
    asked for.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from slipstream.base.child import Child, bounded
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
+from slipstream.base.offload import Child, PacedThread, bounded
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
@@ -45,7 +52,10 @@ STACK = 2 << 20  # bytes: a thread that answers has four times as much
 STEPS = 8
 WARM_S = 30.0
 REMEMBERED = 512
+MAX_EACH, MAX_WAITING = 64, 256
 TOO_MUCH = "cannot be compiled: it takes more work than a request may"
+Made = TypeVar("Made")
+Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
 class Trial:
@@ -110,6 +120,90 @@ class Trial:
             self.warm()
             raise Unavailable("the process that tries grammars has ended; try again")
         return str(reply)
+
+
+class Turns:
+    """One thread, in which namespaces take turns. Make it anywhere, use it on one event loop."""
+
+    def __init__(self) -> None:
+        self._thread = PacedThread("grammars", 0.1)
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by namespace, whose turn is next first
+        self._num_waiting = 0
+        self._busy = False
+
+    def run(self, namespace: str, work: Callable[[], Made]) -> asyncio.Future[Made]:
+        """What ``work`` returns or raises, in its turn. Raises CapacityError."""
+        own = len(self._waiting.get(namespace, ()))
+        share = max(1, MAX_EACH // len({namespace, *self._waiting}))
+        if own >= share or self._num_waiting >= MAX_WAITING:
+            raise self._thread.refusal("too many grammars wait to be compiled; try again later", self._num_waiting)
+        future: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(namespace, deque()).append((work, future))
+        self._num_waiting += 1
+        self._begin()
+        return future
+
+    def close(self) -> None:
+        """Nobody waits any more; a turn that has begun ends by itself."""
+        self._thread.close()
+        for jobs in self._waiting.values():
+            for _, future in jobs:
+                future.cancel()
+        self._waiting.clear()
+        self._num_waiting = 0
+
+    def _begin(self) -> None:
+        while self._waiting and not self._busy:
+            namespace, jobs = self._waiting.popitem(last=False)
+            work, future = jobs.popleft()
+            self._num_waiting -= 1
+            if jobs:
+                self._waiting[namespace] = jobs
+            if not future.done():
+                self._busy = True
+                soon = asyncio.get_running_loop().call_soon_threadsafe
+                self._thread.submit(work, soon, partial(self._end, future))
+
+    def _end(self, future: asyncio.Future[Any], made: Future[Any]) -> None:
+        self._busy = False
+        if made.cancelled():
+            future.cancel()
+        elif not future.done():
+            error = made.exception()
+            if error is None:
+                future.set_result(made.result())
+            else:
+                future.set_exception(error)
+        self._begin()
+
+
+class Trials:
+    """``trial`` beside an event loop, in turns. Make it anywhere, use it on one event loop."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial, self._turns = trial, Turns()
+
+    async def warm(self) -> None:
+        """Have the process for trials ready."""
+        await asyncio.to_thread(self._trial.wait)
+
+    async def check(self, grammar: Grammar, namespace: str = "") -> None:
+        """As ``Trial.check``, in its turn; who passed before waits for nobody. Raises CapacityError, too."""
+        if not self._trial.passed(grammar, namespace):
+            await self.after(grammar, namespace, lambda: None)
+
+    def after(self, grammar: Grammar, namespace: str, work: Callable[[], Made]) -> asyncio.Future[Made]:
+        """``work``, in its turn, when ``grammar`` has been tried. Raises CapacityError."""
+        return self._turns.run(namespace, partial(self._tried, grammar, namespace, work))
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self._turns.close()
+        self._trial.close()
+
+    def _tried(self, grammar: Grammar, namespace: str, work: Callable[[], Made]) -> Made:
+        self._trial.check(grammar, namespace)
+        return work()
 
 
 def _digest(grammar: Grammar, namespace: str) -> bytes:

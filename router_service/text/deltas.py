@@ -1,0 +1,74 @@
+"""What an answer's text comes in: tokens, and deltas of what a commit added; and those of several answers, merged.
+
+Tokens and deltas are named tuples: one of each is made for every token, and a frozen dataclass takes four times as
+long. It knows nothing about how tokens become text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import NamedTuple
+
+from slipstream.protocol.requests import Finish, PromptScores, TokenLogprob
+
+PENDING = 4  # deltas of one answer that may wait for a slow reader
+
+
+class AnswerToken(NamedTuple):
+    """One token; ``drafted`` when a drafter had proposed it."""
+
+    id: int
+    text: str
+    drafted: bool = False
+    logprob: TokenLogprob | None = None
+
+    def __repr__(self) -> str:
+        return f"AnswerToken(id={self.id})"
+
+
+class TextDelta(NamedTuple):
+    """What one commit added. ``num_tokens`` counts all its tokens, also those that are held back or have no text."""
+
+    text: str = ""
+    tokens: tuple[AnswerToken, ...] = ()
+    finish: Finish = ""
+    num_tokens: int = 0
+    prompt: tuple[PromptScores, ...] = ()  # of all of the prompt, where it is scored; in the first delta
+
+    def __repr__(self) -> str:
+        return f"TextDelta(num_tokens={self.num_tokens}, finish={self.finish!r})"
+
+
+Numbered = tuple[int, TextDelta]
+
+
+async def merged(answers: Sequence[AsyncIterator[TextDelta]]) -> AsyncGenerator[Numbered, None]:
+    """(number, delta) of all ``answers``. The first error of any ends the stream with it."""
+    queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(PENDING * len(answers))
+    tasks = [asyncio.create_task(_pump(i, answer, queue)) for i, answer in enumerate(answers)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(number: int, answer: AsyncIterator[TextDelta],
+                queue: asyncio.Queue[Numbered | BaseException | None]) -> None:
+    try:
+        async for delta in answer:
+            await queue.put((number, delta))
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)
