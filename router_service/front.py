@@ -17,9 +17,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from router_service.dialects.fields import MAX_CONTAINERS, num_containers, read_json
-from router_service.dialects.formats import fields_of
-from router_service.dialects.openai import ChatBody, CompletionBody, parse
+from router_service.dialects.chat import ChatBody
+from router_service.dialects.completions import CompletionBody
+from router_service.dialects.openai import MAX_CONTAINERS, num_containers, parse, read_json
 from router_service.gateway import Asked, Gateway, Run
 from router_service.tenants import Tenant
 from router_service.text.calls import call_id
@@ -27,6 +27,7 @@ from router_service.text.deltas import TextDelta
 from router_service.text.markup import Markup, Named, finish_of
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import ChatOptions, Delta, Function, Message, TextToken, ToolCall, Usage
+from slipstream.protocol.grammar import Grammar
 
 # Options that a body has in another form.
 OTHERWISE = ("logit_bias", "begun", "grammar", "logprobs_mode", "chat_template_kwargs", "tools", "function")
@@ -113,6 +114,14 @@ class GatewayFront:
             await self._gateway.lanes.beside(len(job.begun),
                                              lambda: deque(map(found[0].push, self._gateway.begun(job)), 0))
         return found[0]
+
+
+def fields_of(grammar: Grammar) -> dict[str, Any]:
+    """The field of a body that asks for ``grammar``. Raises InvalidRequest."""
+    if grammar.kind == "choice":
+        return {"structured_outputs": {"choice": read_json("grammar", grammar.source.encode())}}
+    key = {"json_schema": "json", "regex": "regex", "lark": "grammar", "ebnf": "grammar"}[grammar.kind]
+    return {"structured_outputs": {key: grammar.source}}
 
 
 def _message(message: Message) -> dict[str, Any]:

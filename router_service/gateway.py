@@ -28,7 +28,9 @@ import orjson
 
 from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
-from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Options
+from router_service.dialects.chat import ChatBody
+from router_service.dialects.completions import CompletionBody
+from router_service.dialects.openai import SEEDS, Options
 from router_service.dialects.prompts import Prompts
 from router_service.dialects.tools import told
 from router_service.tenants import Tenant

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from router_service.dialects.fields import HONOURED, MAX_CONTAINERS, OTHERWISE_OVER_GRPC
+from router_service.dialects.fields import HONOURED, OTHERWISE_OVER_GRPC
+from router_service.dialects.openai import MAX_CONTAINERS
 from slipstream.base.errors import InvalidRequest
 from slipstream.client import AsyncClient, Client, Function, Grammar, Message, ToolCall, whole
 from slipstream.protocol.chat import MAX_CALLS, MAX_ITEMS, MAX_TOOLS, Begun, ChatOptions, Delta

@@ -179,10 +179,9 @@ def test_what_one_tool_refers_to_is_its_own(where: str, own: dict[str, str], ref
 def test_a_schema_beside_tools_may_refer_by_name_and_hold_another(referring: dict[str, Any]) -> None:
     use = use_of([WEATHER], "auto", None)
     assert use is not None
-    bound, loose = use.beside("response_format", Grammar("json_schema", json.dumps(referring)))
+    bound, loose = use.beside("response_format", referring)
     large = use_of([parameters({"description": "x" * MAX_SOURCE})], "auto", None)
-    assert large is not None and large.beside("response_format", Grammar("json_schema", json.dumps(referring))) == (
-        loose, loose)
+    assert large is not None and large.beside("response_format", referring) == (loose, loose)
     for grammar, calls in ((bound, False), (loose, True)):
         for text, fits in ((b'"Mon"', True), (b'{"name":"weather","arguments":{"any":[1]}}', calls)):
             matcher = Vocabulary(tiny_tokenizer(), 256).compile(grammar, Ends((0,)))

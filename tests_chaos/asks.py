@@ -13,7 +13,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Literal
 
-from router_service.dialects.formats import fields_of
+from router_service.front import fields_of
 from slipstream.protocol.grammar import Grammar
 from slipstream.simulate.timed import SYMBOLS
 from tests.routing import CHAT, COMPLETIONS

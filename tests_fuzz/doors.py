@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from router_service.dialects.openai import ChatBody, CompletionBody
+from router_service.dialects.chat import ChatBody
+from router_service.dialects.completions import CompletionBody
 from router_service.dialects.openai import parse as parse_body
 from router_service.text.files import stop_token_ids, template_source
 from router_service.text.tokens import TextCodec

@@ -1,39 +1,17 @@
-"""Every field that a client may send, and what becomes of it: one table for OpenAI's, vLLM's and SGLang's names. And
-how their JSON is read, bounded before it is.
+"""Every field that a client may send, and what becomes of it: one table for OpenAI's, vLLM's and SGLang's names.
 
-Rules of the JSON:
-1. Lists and objects are counted: two bytes of one take hundred of memory, and a million keep everybody waiting.
-2. They lie in one another ``MAX_DEPTH`` deep at most: whatever walks or writes them again calls itself for each level.
-
-Rules of the fields:
-1. A field is honoured; or inert, as it says nothing about the answer; or refused, unless with a value that asks for
-   nothing. null asks for nothing. A refusal says what to do instead.
-2. What is in no table is unknown: left out and told by name, or refused where the router is strict.
-3. Names of unknown fields are bounded in length and number before anybody is told of them.
+Rule: a field is honoured; or inert, as it says nothing about the answer; or refused, unless with a value that asks for
+nothing. null asks for nothing. A refusal says what to do instead.
 
 It knows nothing about how a field is honoured; the pages about the API are printed from here.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
-
-import orjson
-
-from slipstream.base.errors import InvalidRequest
-from slipstream.protocol.chat import MAX_ITEMS
-
-MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their contents and parts, and some more
-MAX_DEPTH = 128
-OPENING, CLOSING = b"[{", b"]}"
-OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING + b'"'))
-MAX_UNKNOWN = 64  # names of one request
-TOLD_NAMES, NAME_CHARS = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,97 +130,6 @@ OF_MESSAGE: Mapping[str, Refused] = MappingProxyType({
     "audio": Refused((), _TEXT_ONLY), "refusal": Refused(("",), "write it into the content"),
     "annotations": Refused(([],), "leave it out"), "function_call": Refused((), "use tool_calls"),
 })
-
-
-def read_json(field: str, data: bytes | bytearray) -> Any:
-    """What ``data`` says. Raises InvalidRequest for ``field``."""
-    if num_containers(data) > MAX_CONTAINERS:
-        raise InvalidRequest(field, f"holds more than {MAX_CONTAINERS} lists and objects")
-    try:
-        found = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(field, f"is not JSON: {error.msg} at byte {error.pos}", "invalid_json") from None
-    if _count(data) > MAX_DEPTH and _deeper(_outside_strings(data)):
-        raise InvalidRequest(field, f"has lists and objects in one another more than {MAX_DEPTH} deep")
-    return found
-
-
-def num_containers(data: bytes | bytearray) -> int:
-    """The lists and objects of a JSON text, or enough of them; those in its strings count only where there are few."""
-    num = _count(data)
-    if num <= MAX_CONTAINERS:
-        return num
-    early = _count(_outside_strings(data[:len(data) // 4]))
-    return early if early > MAX_CONTAINERS else _count(_outside_strings(data))
-
-
-def _count(data: bytes | bytearray) -> int:
-    return data.count(b"[") + data.count(b"{")
-
-
-def _outside_strings(data: bytes | bytearray) -> bytes:
-    """What opens and closes lists and objects, outside of strings."""
-    marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, OTHERS)
-    return b"".join(marks.replace(b'""', b"").split(b'"')[::2])  # most strings hold none, and two quotes change nothing
-
-
-def _deeper(outside: bytes) -> bool:
-    """Than ``MAX_DEPTH``."""
-    left = outside.replace(b"{", b"[").replace(b"}", b"]")  # alike, so that each turn takes one level away
-    for _ in range(MAX_DEPTH):
-        if not left:
-            return False
-        left = left.replace(b"[]", b"")
-    return left != b""
-
-
-class Unknown:
-    """The fields of one request that nobody knows: refused by name where it is ``strict``, else left out and kept by
-    name."""
-
-    __slots__ = ("_at", "_names", "_place", "_strict")
-
-    def __init__(self, strict: bool) -> None:
-        self._strict = strict
-        self._names: set[str] = set()
-        self._at = self._place = ""  # the latest, and how it is told: once for all fields of an object
-
-    def __iter__(self) -> Iterator[str]:
-        """The first few names, fit for a header and a log."""
-        return iter(sorted({re.sub(r"[^\w.\[\]-]", "?", name[:NAME_CHARS], flags=re.ASCII)
-                            for name in self._names})[:TOLD_NAMES])
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
-
-    def met(self, name: str, at: str, known: Collection[str]) -> None:
-        """``name`` is not ``known`` at the place ``at``. Raises InvalidRequest."""
-        if self._strict:
-            near = difflib.get_close_matches(name[:NAME_CHARS], known, n=1, cutoff=0.6)
-            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
-            raise InvalidRequest((at + name)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
-        if at != self._at:
-            self._at, self._place = at, re.sub(r"\[\d+\]", "[]", at)
-        self._names.add(self._place + name[:NAME_CHARS])
-        if len(self._names) > MAX_UNKNOWN:
-            raise InvalidRequest((at + name)[:200] or "body", f"is one of more than {MAX_UNKNOWN} unknown fields",
-                                 "unknown_parameter")
-
-
-def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[str, Refused], unknown: Unknown,
-          at: str = "") -> dict[str, Any]:
-    """What of ``raw``, an object at the place ``at``, is ``honoured``. Raises InvalidRequest for the first field that
-    is ``refused``."""
-    kept = {}
-    for name, value in raw.items():
-        if name in honoured:
-            kept[name] = value
-        elif name in refused:
-            if refused[name].asks(value):
-                raise InvalidRequest(at + name, f"is not served here; {refused[name].advice}", "unsupported_parameter")
-        elif at or name not in INERT:
-            unknown.met(name, at, honoured)
-    return kept
 
 
 def _same(value: Any, nothing: Any) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects.fields import read_json
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.grammar import JSON_OBJECT, MAX_SOURCE, Grammar, Kind
 
@@ -127,11 +126,3 @@ PARTS: Mapping[str, Reader] = MappingProxyType({
 READERS: Mapping[str, Reader] = MappingProxyType({
     "response_format": _response_format, "structured_outputs": _structured_outputs, "guided_json": _schema,
     "guided_regex": _regex, "guided_choice": _choice, "guided_grammar": _grammar})
-
-
-def fields_of(grammar: Grammar) -> dict[str, Any]:
-    """The field of a body that asks for ``grammar``. Raises InvalidRequest."""
-    if grammar.kind == "choice":
-        return {"structured_outputs": {"choice": read_json("grammar", grammar.source.encode())}}
-    key = {"json_schema": "json", "regex": "regex", "lark": "grammar", "ebnf": "grammar"}[grammar.kind]
-    return {"structured_outputs": {key: grammar.source}}

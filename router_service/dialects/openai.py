@@ -1,22 +1,31 @@
-"""The OpenAI API's requests: what may be asked, checked to the last field.
+"""The OpenAI API, as far as chats and completions share it: bodies, checked to the last field; chunks and usage.
 
 Rules:
-1. What becomes of a field says the table (``fields``): honoured, inert, refused with 400 and its name.
+1. What becomes of a field says the table (``fields``): honoured, inert, refused with 400 and its name. What is in no
+   table is unknown: left out and told by name, or refused where the router is strict. Names of unknown fields are
+   bounded in length and number before anybody is told of them.
 2. Whole numbers may be written as 1.0; an empty stop string is none.
 3. Counts come first: what is too much is not looked at. Both surfaces, HTTP and gRPC, come through here, so that limits
    and messages are the same.
+4. Lists and objects of JSON are counted before it is read: two bytes of one take hundred of memory, and a million keep
+   everybody waiting. They lie in one another ``MAX_DEPTH`` deep at most: whatever walks or writes them again calls
+   itself for each level.
+5. ``usage.completion_tokens_details`` says what speculation did, in the fields that the API has for predicted tokens.
+   The object ``slipstream`` is an extension of whole answers and of the usage chunk; other clients skip it.
+6. A chunk that would say nothing is not made (None).
 
 Format: the OpenAI API, with vLLM's extensions and ``speculate``. It knows nothing about models, routes or the network.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import orjson
 from pydantic import (
@@ -30,41 +39,32 @@ from pydantic import (
     field_validator,
 )
 
-from router_service.dialects.fields import MAX_CONTAINERS, OF_MESSAGE, REFUSED, Unknown, known
+from router_service.dialects.fields import INERT, REFUSED, Refused
 from router_service.dialects.formats import READERS, grammar_of
-from router_service.dialects.tools import ToolUse, calls_of, num_written, use_of
-from router_service.text.files import NAMED_TOKENS
+from router_service.dialects.problems import refusal_of
+from router_service.dialects.tools import Json, ToolUse
+from router_service.text.deltas import TextDelta
 from router_service.text.marks import Style
 from slipstream.base.errors import InvalidRequest
-from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOP_IDS, MAX_STOPS, MAX_WORD, MAX_WORDS
+from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOP_IDS, MAX_STOPS, MAX_WORD, MAX_WORDS, Usage
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import MAX_ALLOWED, MAX_TOP_LOGPROBS, LogprobsMode, Need, Sampling
 
 MAX_STOP_CHARS = 1024
-MAX_NAMES = 64  # for the chat template
-MAX_NAMED = 64 << 10  # bytes of JSON of all that they name
 MAX_SALT = 1024
-COMPLETION_MAX_TOKENS = 16  # what the OpenAI API gives to a completion that names no limit
 SEEDS = 1 << 64
 SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
-RESERVED = frozenset({*NAMED_TOKENS, "messages", "tools", "documents", "add_generation_prompt",
-                      "continue_final_message", "chat_template", "tokenize"})  # names that a template has from us
-OTHERS = MappingProxyType({"messages": ("prompt", "/v1/completions"), "prompt": ("messages", "/v1/chat/completions")})
 DECENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 MODES: Mapping[str, LogprobsMode] = MappingProxyType({
     "raw_logprobs": "raw", "tempered_logprobs": "tempered", "processed_logprobs": "processed"})
-
-# The names that pydantic gives to mistakes -> our words, with its context filled in. None shows what was sent.
-TOLD: Mapping[str, str] = MappingProxyType({
-    "string_type": "must be a string", "list_type": "must be a list", "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "int_type": "must be a whole number", "float_type": "must be a number", "bool_type": "must be true or false",
-    "too_short": "must have at least {min_length} item(s)", "too_long": "must have at most {max_length} items",
-    "string_too_long": "must have at most {max_length} characters", "literal_error": "must be {expected}",
-    "greater_than_equal": "must be at least {ge}", "less_than_equal": "must be at most {le}",
-    "less_than": "must be below {lt}",
-})
+MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their contents and parts, and some more
+MAX_DEPTH = 128
+OPENING, CLOSING = b"[{", b"]}"
+OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING + b'"'))
+MAX_UNKNOWN = 64  # names of one request
+TOLD_NAMES, NAME_CHARS = 8, 64
+PLACE = "\x00text\x00"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Generation(Strict):
     @classmethod
     def _options_known(cls, value: Any, info: ValidationInfo) -> Any:
         fields = StreamOptions.model_fields
-        return known(value, fields, {}, _unknown(info), "stream_options.") if isinstance(value, dict) else value
+        return known(value, fields, {}, unknown_of(info), "stream_options.") if isinstance(value, dict) else value
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
@@ -238,7 +238,7 @@ class Generation(Strict):
     def continuous_usage(self) -> bool:
         return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def wanted(self, max_tokens: int | None, top_logprobs: int | None, use: ToolUse | None = None) -> Options:
+    def wanted(self, max_tokens: int | None, top_logprobs: int | None) -> Options:
         """Raises InvalidRequest naming a value out of range."""
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
         sampling = Sampling(**{"temperature": 1.0, **given}, top_k=max(self.top_k or 0, 0),
@@ -247,130 +247,18 @@ class Generation(Strict):
                             seed=secrets.randbits(64) if self.seed is None else self.seed % SEEDS)
         binding = {name: value for name in READERS if (value := getattr(self, name)) is not None}
         bound_by, grammar = (grammar_of(binding) if binding else None) or ("", None)
-        looser: Grammar | None = None
-        if use is not None and use.forced:
-            if grammar is not None and grammar.kind != "json_schema":  # that is of the text, and there will be none
-                raise InvalidRequest("tool_choice", f"cannot force a call beside {bound_by}; leave out one of them")
-            bound_by, grammar = "tool_choice", use.grammar()
-        elif use is not None and use.offered and grammar is not None and grammar.kind == "json_schema":
-            grammar, looser = use.beside(bound_by, grammar)
         return Options(
-            sampling, max_tokens, self.n or 1, tuple(filter(None, self.stop or ())), use=use,
+            sampling, max_tokens, self.n or 1, tuple(filter(None, self.stop or ())),
             keep_stop=bool(self.include_stop_str_in_output), show_specials=self.skip_special_tokens is False,
             top_logprobs=top_logprobs, token_ids=bool(self.return_token_ids), ignore_eos=bool(self.ignore_eos),
             truncate=self.truncate_prompt_tokens, salt=self.cache_salt or "", answer_id=self.request_id or "",
-            speculate=self.speculate is not False, grammar=grammar, looser=looser, bound_by=bound_by,
+            speculate=self.speculate is not False, grammar=grammar, bound_by=bound_by,
             prompt_logprobs=self.prompt_logprobs, logprobs_mode=MODES[self.logprobs_mode or "raw_logprobs"],
             allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids or ())),
             bad_words=tuple(dict.fromkeys(filter(None, self.bad_words or ()))))
 
 
-class Message(Strict):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    name: str | None = None
-    tool_calls: SkipValidation[list[dict[str, Any]]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    def given(self) -> dict[str, Any]:
-        """For a template: what is there."""
-        extra = {name: value for name in ("name", "tool_calls", "tool_call_id", "reasoning_content")
-                 if (value := getattr(self, name))}
-        return {"role": self.role, "content": self.content, **extra}
-
-
-class ChatBody(Generation):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_ITEMS)
-    max_completion_tokens: Whole | None = Field(None, ge=0)
-    echo: Literal[False] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    add_special_tokens: Literal[False] | None = None  # the template writes them
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: SkipValidation[dict[str, Any]] | None = None
-    reasoning_effort: str | None = Field(None, max_length=64)
-    include_reasoning: bool | None = None
-    separate_reasoning: bool | None = None
-    tools: SkipValidation[Any] = None  # see ``tools``
-    tool_choice: SkipValidation[Any] = None
-    parallel_tool_calls: bool | None = None
-
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _plain_messages(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, list):
-            return value
-        _at_most("messages", len(value), "items")
-        _at_most("messages", sum(_num_parts(message) for message in value), "text parts in all")
-        called = [message for message in value if isinstance(message, dict) and message.get("tool_calls")]
-        if called and num_written(called) > MAX_CONTAINERS:
-            raise InvalidRequest("messages", f"hold more than {MAX_CONTAINERS} lists and objects in the arguments of "
-                                 "their calls")
-        return [_plain_message(f"messages[{i}]", message, _unknown(info)) for i, message in enumerate(value)]
-
-    @field_validator("chat_template_kwargs", mode="before")
-    @classmethod
-    def _named(cls, value: Any) -> Any:
-        if value is None:
-            return value
-        if not isinstance(value, dict):
-            raise InvalidRequest("chat_template_kwargs", "must be an object")
-        if len(value) > MAX_NAMES:
-            raise InvalidRequest("chat_template_kwargs", f"must have at most {MAX_NAMES} names")
-        if len(orjson.dumps(value)) > MAX_NAMED:
-            raise InvalidRequest("chat_template_kwargs", f"are larger than {MAX_NAMED} bytes")
-        for name in value:
-            if name in RESERVED or not name.isidentifier():
-                raise InvalidRequest(f"chat_template_kwargs.{name[:64]}", "is not a name that a request may give")
-        return value
-
-    def options(self) -> Options:
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs", "needs logprobs to be true")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest("add_generation_prompt", "must be false where the final message is continued")
-        use = None
-        if self.tools is not None or self.tool_choice is not None:
-            use = use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        wanted = self.wanted(most, (self.top_logprobs or 0) if self.logprobs else None, use)
-        return replace(wanted, parsed=True, mixed=self.separate_reasoning is False,
-                       tell_reasoning=self.include_reasoning is not False)
-
-    def names(self) -> dict[str, Any]:
-        """What the template is given besides messages and tools."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        quiet = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
-        return {**effort, **quiet, **(self.chat_template_kwargs or {})}
-
-
-class CompletionBody(Generation):
-    prompt: SkipValidation[list[str | list[int]]]  # a million ids are looked at once
-    logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    echo: bool | None = None
-    add_special_tokens: bool | None = None
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _prompts(cls, value: Any) -> Any:
-        """A string, a list of strings, a list of token ids or a list of those: always a list of prompts."""
-        if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
-            value = [value]
-        kinds = set(map(type, value)) if isinstance(value, list) else set()
-        if kinds:
-            _at_most("prompt", len(value), "prompts")
-        if kinds != {str} and (kinds != {list} or not all(set(map(type, prompt)) <= {int} for prompt in value)):
-            raise InvalidRequest("prompt", "must be a string, token ids, or a list of either")
-        return value
-
-    def options(self) -> Options:
-        most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return replace(self.wanted(most, self.logprobs), echo=bool(self.echo))
-
-
-Body = TypeVar("Body", ChatBody, CompletionBody)
+Body = TypeVar("Body", bound=Generation)
 
 
 def parse(kind: type[Body], raw: object, unknown: Unknown | None = None) -> Body:
@@ -382,48 +270,17 @@ def parse(kind: type[Body], raw: object, unknown: Unknown | None = None) -> Body
     try:
         return kind.model_validate(known(raw, kind.model_fields, REFUSED, unknown), context=unknown)
     except ValidationError as error:
-        raise _refusal(error, raw) from None
+        raise refusal_of(error, raw) from None
 
 
-def _unknown(info: ValidationInfo) -> Unknown:
+def unknown_of(info: ValidationInfo) -> Unknown:
     assert isinstance(info.context, Unknown)
     return info.context
 
 
-def _at_most(field: str, count: int, items: str) -> None:
+def at_most(field: str, count: int, items: str) -> None:
     if count > MAX_ITEMS:
         raise InvalidRequest(field, f"must have at most {MAX_ITEMS} {items}")
-
-
-def _num_parts(message: Any) -> int:
-    content = message.get("content") if isinstance(message, dict) else None
-    return len(content) if isinstance(content, list) else 0
-
-
-def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
-    """One message with text parts joined and the name that newer clients use for the system role replaced."""
-    if not isinstance(message, dict):
-        return message
-    plain = known(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
-    if plain.get("role") == "function":
-        raise InvalidRequest(f"{at}.role", "is not served here; use tools and the role 'tool'", "unsupported_parameter")
-    if plain.get("tool_calls") is not None:
-        plain["tool_calls"] = calls_of(f"{at}.tool_calls", plain["tool_calls"])
-    if plain.get("content", "") is None and plain.get("role") == "assistant":
-        plain["content"] = ""
-    if plain.get("tool_calls"):
-        plain.setdefault("content", "")
-    if plain.get("role") == "developer":
-        plain["role"] = "system"
-    if isinstance(plain.get("content"), list):
-        plain["content"] = "\n".join(_part(f"{at}.content[{i}]", part) for i, part in enumerate(plain["content"]))
-    return plain
-
-
-def _part(at: str, part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise InvalidRequest(at, "only parts of type 'text' are supported by this server", "unsupported_parameter")
 
 
 def _biases(raw: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
@@ -434,14 +291,163 @@ def _biases(raw: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def _refusal(error: ValidationError, raw: Mapping[str, Any]) -> InvalidRequest:
-    problem = error.errors(include_url=False, include_input=False)[0]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
-    where = where[:200] or "body"
-    if problem["type"] == "missing":
-        other = OTHERS.get(where, ("", ""))
-        hint = f"; {other[0]} is for {other[1]}" if other[0] in raw else ""
-        return InvalidRequest(where, f"is required{hint}", "missing_required_parameter")
-    words = TOLD.get(problem["type"])
-    told = problem["msg"][:1].lower() + problem["msg"][1:] if words is None else words.format(**problem.get("ctx", {}))
-    return InvalidRequest(where, told)
+class Unknown:
+    """The fields of one request that nobody knows: refused by name where it is ``strict``, else left out and kept by
+    name."""
+
+    __slots__ = ("_at", "_names", "_place", "_strict")
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._names: set[str] = set()
+        self._at = self._place = ""  # the latest, and how it is told: once for all fields of an object
+
+    def __iter__(self) -> Iterator[str]:
+        """The first few names, fit for a header and a log."""
+        return iter(sorted({re.sub(r"[^\w.\[\]-]", "?", name[:NAME_CHARS], flags=re.ASCII)
+                            for name in self._names})[:TOLD_NAMES])
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def met(self, name: str, at: str, known: Collection[str]) -> None:
+        """``name`` is not ``known`` at the place ``at``. Raises InvalidRequest."""
+        if self._strict:
+            near = difflib.get_close_matches(name[:NAME_CHARS], known, n=1, cutoff=0.6)
+            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
+            raise InvalidRequest((at + name)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
+        if at != self._at:
+            self._at, self._place = at, re.sub(r"\[\d+\]", "[]", at)
+        self._names.add(self._place + name[:NAME_CHARS])
+        if len(self._names) > MAX_UNKNOWN:
+            raise InvalidRequest((at + name)[:200] or "body", f"is one of more than {MAX_UNKNOWN} unknown fields",
+                                 "unknown_parameter")
+
+
+def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[str, Refused], unknown: Unknown,
+          at: str = "") -> dict[str, Any]:
+    """What of ``raw``, an object at the place ``at``, is ``honoured``. Raises InvalidRequest for the first field that
+    is ``refused``."""
+    kept = {}
+    for name, value in raw.items():
+        if name in honoured:
+            kept[name] = value
+        elif name in refused:
+            if refused[name].asks(value):
+                raise InvalidRequest(at + name, f"is not served here; {refused[name].advice}", "unsupported_parameter")
+        elif at or name not in INERT:
+            unknown.met(name, at, honoured)
+    return kept
+
+
+def read_json(field: str, data: bytes | bytearray) -> Any:
+    """What ``data`` says. Raises InvalidRequest for ``field``."""
+    if num_containers(data) > MAX_CONTAINERS:
+        raise InvalidRequest(field, f"holds more than {MAX_CONTAINERS} lists and objects")
+    try:
+        found = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(field, f"is not JSON: {error.msg} at byte {error.pos}", "invalid_json") from None
+    if _count(data) > MAX_DEPTH and _deeper(_outside_strings(data)):
+        raise InvalidRequest(field, f"has lists and objects in one another more than {MAX_DEPTH} deep")
+    return found
+
+
+def num_containers(data: bytes | bytearray) -> int:
+    """The lists and objects of a JSON text, or enough of them; those in its strings count only where there are few."""
+    num = _count(data)
+    if num <= MAX_CONTAINERS:
+        return num
+    early = _count(_outside_strings(data[:len(data) // 4]))
+    return early if early > MAX_CONTAINERS else _count(_outside_strings(data))
+
+
+def _count(data: bytes | bytearray) -> int:
+    return data.count(b"[") + data.count(b"{")
+
+
+def _outside_strings(data: bytes | bytearray) -> bytes:
+    """What opens and closes lists and objects, outside of strings."""
+    marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, OTHERS)
+    return b"".join(marks.replace(b'""', b"").split(b'"')[::2])  # most strings hold none, and two quotes change nothing
+
+
+def _deeper(outside: bytes) -> bool:
+    """Than ``MAX_DEPTH``."""
+    left = outside.replace(b"{", b"[").replace(b"}", b"]")  # alike, so that each turn takes one level away
+    for _ in range(MAX_DEPTH):
+        if not left:
+            return False
+        left = left.replace(b"[]", b"")
+    return left != b""
+
+
+class Reply(Protocol):
+    """How one endpoint writes its answers. ``detailed``: whether more than texts is told of tokens."""
+
+    detailed: bool
+
+    def opening(self, number: int) -> Json | None: ...
+
+    def chunk(self, number: int, delta: TextDelta) -> Json | None: ...
+
+    def usage_chunk(self, usage: Usage) -> Json: ...
+
+    def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json: ...
+
+
+class Chunks:
+    """The chunks of a stream as JSON. Those that say a text and nothing else are written once, then again around every
+    text. ``usage``: what each of them tells besides; None: nothing."""
+
+    __slots__ = ("_around", "_reply", "_usage")
+
+    def __init__(self, reply: Reply, usage: Callable[[], Usage] | None = None) -> None:
+        self._reply = reply
+        self._usage = usage
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def written(self, number: int, delta: TextDelta) -> bytes:
+        """b"" for a chunk that is not made."""
+        if self._reply.detailed or delta.finish or self._usage is not None:
+            chunk = self._reply.chunk(number, delta)
+            if chunk is not None and self._usage is not None:
+                chunk |= usage_told(self._usage())
+            return b"" if chunk is None else orjson.dumps(chunk)
+        if not delta.text:
+            return b""
+        around = self._around.get(number)
+        if around is None:
+            head, _, tail = orjson.dumps(self._reply.chunk(number, TextDelta(PLACE))).rpartition(orjson.dumps(PLACE))
+            around = self._around[number] = head, tail
+        return around[0] + orjson.dumps(delta.text) + around[1]
+
+
+def usage_told(usage: Usage) -> Json:
+    """Of whole answers, and of the chunk that has it."""
+    drafted = usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
+    return {
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+                "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+            },
+        },
+        "metrics": {"speculative_decoding": _drafts(usage, drafted)},
+        "slipstream": {"rounds": usage.rounds, "acceptance_length": round(usage.acceptance_length, 4),
+                       "drafted_tokens": drafted, "lossy": usage.lossy},
+    }
+
+
+def _drafts(usage: Usage, drafted: int) -> Json:
+    """As vLLM tells it: of the steps that verified draft tokens alone."""
+    steps, accepted = sum(usage.reached), sum(length * count for length, count in enumerate(usage.reached))
+    return {"mean_acceptance_length": round(1 + accepted / steps, 4) if steps else 1.0,
+            "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
+            "acceptance_histogram": list(usage.reached) or [0], "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted, "num_draft_tokens": drafted,
+            "num_spec_tokens": max(len(usage.reached) - 1, 0)}

@@ -13,7 +13,10 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+
+from pydantic import ValidationError
 
 from slipstream.base.errors import (
     CapacityError,
@@ -27,7 +30,19 @@ from slipstream.base.errors import (
     status_of,
 )
 
+OTHERS = MappingProxyType({"messages": ("prompt", "/v1/completions"), "prompt": ("messages", "/v1/chat/completions")})
 CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
+
+# The names that pydantic gives to mistakes -> our words, with its context filled in. None shows what was sent.
+TOLD: Mapping[str, str] = MappingProxyType({
+    "string_type": "must be a string", "list_type": "must be a list", "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "int_type": "must be a whole number", "float_type": "must be a number", "bool_type": "must be true or false",
+    "too_short": "must have at least {min_length} item(s)", "too_long": "must have at most {max_length} items",
+    "string_too_long": "must have at most {max_length} characters", "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}", "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +98,17 @@ def written_as(names: Mapping[str, str]) -> Iterator[None]:
             if error.field == ours or error.field.startswith((f"{ours}.", f"{ours}[")):
                 raise InvalidRequest(theirs + error.field.removeprefix(ours), error.message, error.code) from None
         raise
+
+
+def refusal_of(error: ValidationError, raw: Mapping[str, Any]) -> InvalidRequest:
+    """Of the first field of ``raw``, a body, that is wrong."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    where = where[:200] or "body"
+    if problem["type"] == "missing":
+        other = OTHERS.get(where, ("", ""))
+        hint = f"; {other[0]} is for {other[1]}" if other[0] in raw else ""
+        return InvalidRequest(where, f"is required{hint}", "missing_required_parameter")
+    words = TOLD.get(problem["type"])
+    told = problem["msg"][:1].lower() + problem["msg"][1:] if words is None else words.format(**problem.get("ctx", {}))
+    return InvalidRequest(where, told)

@@ -1,12 +1,10 @@
-"""Tools in a request: what may be called, what was called before, and how a model is told of it.
+"""Tools in a request: what may be called, what that binds an answer to, and how a model is told of it.
 
 Rules:
 1. Only functions are known. Their schemas are bounded with the body that brings them, their number here.
-2. Arguments in history are objects written as JSON, as the API gives them; templates are given the objects. Text that
-   is none was cut, or a model wrote it: refused, it would end the conversation that holds it. It is given as {}.
-3. A template that takes no tools is told of them in the system's message, and of calls and results in the words of
+2. A template that takes no tools is told of them in the system's message, and of calls and results in the words of
    ``<tool_call>`` and ``<tool_response>``.
-4. A call that has to be made binds the answer to a grammar: the arguments of the one that is named, else a list of
+3. A call that has to be made binds the answer to a grammar: the arguments of the one that is named, else a list of
    calls, also where a JSON schema says what text would be. Where the answer is bound to one and may call, it is either
    one call or what the schema says.
 
@@ -22,10 +20,9 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects.fields import num_containers, read_json
 from router_service.dialects.formats import made
 from slipstream.base.errors import InvalidRequest
-from slipstream.protocol.chat import MAX_CALLS, MAX_TOOLS
+from slipstream.protocol.chat import MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
 
 MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
@@ -74,19 +71,19 @@ class ToolUse:
         return made("tool_choice", "json_schema", _written(
             {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs}))
 
-    def beside(self, field: str, grammar: Grammar) -> tuple[Grammar, Grammar]:
-        """A JSON schema of ``field``, or a call of one of the tools; and the same with any arguments: where nobody asks
-        for a call, a tool's schema that no grammar can be made of is nothing to refuse. Raises InvalidRequest."""
+    def beside(self, field: str, schema: Any) -> tuple[Grammar, Grammar]:
+        """What the JSON ``schema`` of ``field`` lets through, or a call of one of the tools; and the same with any
+        arguments: where nobody asks for a call, a tool's schema that no grammar can be made of is nothing to refuse.
+        Raises InvalidRequest."""
         anything = {"additionalProperties": True}
         loose = replace(self, tools=tuple({"function": {"name": name, "parameters": anything}} for name in self.schemas)
-                        )._either(field, grammar)
+                        )._either(field, schema)
         try:
-            return self._either(field, grammar), loose
+            return self._either(field, schema), loose
         except InvalidRequest:  # they are too large together
             return loose, loose
 
-    def _either(self, field: str, grammar: Grammar) -> Grammar:
-        schema = read_json(field, grammar.source.encode())
+    def _either(self, field: str, schema: Any) -> Grammar:
         calls, defs = self._calls()
         defs["answer"] = _moved(schema, "#/$defs/answer")
         return made(field, "json_schema", _written({"anyOf": [{"$ref": "#/$defs/answer"}, *calls], "$defs": defs}))
@@ -174,50 +171,6 @@ def _check_tool(at: str, tool: Any) -> None:
         raise InvalidRequest(f"{at}.function.parameters", "must be a JSON schema")
     if not isinstance(function.get("description") or "", str):
         raise InvalidRequest(f"{at}.function.description", "must be a string")
-
-
-def calls_of(at: str, calls: Any) -> list[Json]:
-    """The calls of a message in history, arguments as objects. Raises InvalidRequest."""
-    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
-        raise InvalidRequest(at, f"must be a list of at most {MAX_CALLS} calls")
-    return [_call(f"{at}[{i}]", call) for i, call in enumerate(calls)]
-
-
-def num_written(messages: Sequence[Json]) -> int:
-    """Lists and objects in what ``messages``, all with calls, hold written as JSON: in the arguments of these."""
-    calls = [call for message in messages if isinstance(message["tool_calls"], list)
-             for call in message["tool_calls"] if isinstance(call, dict)]
-    given = [function.get("arguments") for call in calls if isinstance(function := call.get("function"), dict)]
-    # One after the other: where one is no JSON, and ends what can be counted, reading ends, too.
-    return num_containers(_bytes(",".join([text for text in given if isinstance(text, str)])))
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _call(at: str, call: Any) -> Json:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{at}.function.name", "must be a string")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _read(f"{at}.function.arguments", arguments)
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{at}.function.arguments", "must be an object written as JSON")
-    id_ = call.get("id")
-    return {**({"id": id_} if isinstance(id_, str) else {}), "type": "function",
-            "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _read(at: str, arguments: str) -> Json:
-    try:
-        found = read_json(at, _bytes(arguments))
-    except InvalidRequest as error:
-        if error.code != "invalid_json":
-            raise
-        found = {}
-    return found if isinstance(found, dict) else {}
 
 
 def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Json]:

@@ -1,0 +1,331 @@
+"""OpenAI's chat completions: what may be asked, and how it is answered, whole and in chunks.
+
+Rules:
+1. Arguments of calls in history are objects written as JSON, as the API gives them; templates are given the objects.
+   Text that is none was cut, or a model wrote it: refused, it would end the conversation that holds it. It is given as
+   {}.
+2. Parts of text are joined; the name that newer clients have for the system's role is replaced.
+
+Format: the OpenAI API. It knows nothing about models, routes or the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import orjson
+from pydantic import Field, SkipValidation, ValidationInfo, field_validator
+
+from router_service.dialects.fields import OF_MESSAGE
+from router_service.dialects.openai import (
+    MAX_CONTAINERS,
+    Generation,
+    Options,
+    Strict,
+    Unknown,
+    Whole,
+    at_most,
+    known,
+    num_containers,
+    read_json,
+    unknown_of,
+    usage_told,
+)
+from router_service.dialects.prompts import LOWEST, Prompts
+from router_service.dialects.tools import Json, ToolUse, use_of
+from router_service.text.calls import Call, call_id
+from router_service.text.deltas import AnswerToken, TextDelta
+from router_service.text.files import NAMED_TOKENS
+from router_service.text.markup import Markup, Named, finish_of
+from router_service.text.tokens import TextCodec
+from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.chat import MAX_CALLS, MAX_ITEMS, Usage
+from slipstream.protocol.requests import MAX_TOP_LOGPROBS
+
+MAX_NAMES = 64  # for the chat template
+MAX_NAMED = 64 << 10  # bytes of JSON of all that they name
+RESERVED = frozenset({*NAMED_TOKENS, "messages", "tools", "documents", "add_generation_prompt",
+                      "continue_final_message", "chat_template", "tokenize"})  # names that a template has from us
+
+
+class Message(Strict):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    name: str | None = None
+    tool_calls: SkipValidation[list[dict[str, Any]]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """For a template: what is there."""
+        extra = {name: value for name in ("name", "tool_calls", "tool_call_id", "reasoning_content")
+                 if (value := getattr(self, name))}
+        return {"role": self.role, "content": self.content, **extra}
+
+
+class ChatBody(Generation):
+    messages: list[Message] = Field(min_length=1, max_length=MAX_ITEMS)
+    max_completion_tokens: Whole | None = Field(None, ge=0)
+    echo: Literal[False] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_special_tokens: Literal[False] | None = None  # the template writes them
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: SkipValidation[dict[str, Any]] | None = None
+    reasoning_effort: str | None = Field(None, max_length=64)
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    tools: SkipValidation[Any] = None  # see ``tools``
+    tool_choice: SkipValidation[Any] = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _plain_messages(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, list):
+            return value
+        at_most("messages", len(value), "items")
+        at_most("messages", sum(_num_parts(message) for message in value), "text parts in all")
+        called = [message for message in value if isinstance(message, dict) and message.get("tool_calls")]
+        if called and _num_written(called) > MAX_CONTAINERS:
+            raise InvalidRequest("messages", f"hold more than {MAX_CONTAINERS} lists and objects in the arguments of "
+                                 "their calls")
+        return [_plain_message(f"messages[{i}]", message, unknown_of(info)) for i, message in enumerate(value)]
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if value is None:
+            return value
+        if not isinstance(value, dict):
+            raise InvalidRequest("chat_template_kwargs", "must be an object")
+        if len(value) > MAX_NAMES:
+            raise InvalidRequest("chat_template_kwargs", f"must have at most {MAX_NAMES} names")
+        if len(orjson.dumps(value)) > MAX_NAMED:
+            raise InvalidRequest("chat_template_kwargs", f"are larger than {MAX_NAMED} bytes")
+        for name in value:
+            if name in RESERVED or not name.isidentifier():
+                raise InvalidRequest(f"chat_template_kwargs.{name[:64]}", "is not a name that a request may give")
+        return value
+
+    def options(self) -> Options:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "needs logprobs to be true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest("add_generation_prompt", "must be false where the final message is continued")
+        use = None
+        if self.tools is not None or self.tool_choice is not None:
+            use = use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        wanted = self.wanted(most, (self.top_logprobs or 0) if self.logprobs else None)
+        return replace(wanted, parsed=True, mixed=self.separate_reasoning is False, use=use,
+                       tell_reasoning=self.include_reasoning is not False, **_bound(wanted, use))
+
+    def names(self) -> dict[str, Any]:
+        """What the template is given besides messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        quiet = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return {**effort, **quiet, **(self.chat_template_kwargs or {})}
+
+
+def _bound(wanted: Options, use: ToolUse | None) -> dict[str, Any]:
+    """What of ``wanted`` the tools change: what the answer is bound to. Raises InvalidRequest."""
+    grammar = wanted.grammar
+    if use is not None and use.forced:
+        if grammar is not None and grammar.kind != "json_schema":  # that is of the text, and there will be none
+            raise InvalidRequest("tool_choice", f"cannot force a call beside {wanted.bound_by}; leave out one of them")
+        return {"bound_by": "tool_choice", "grammar": use.grammar()}
+    if use is not None and use.offered and grammar is not None and grammar.kind == "json_schema":
+        schema = read_json(wanted.bound_by, grammar.source.encode())
+        return dict(zip(("grammar", "looser"), use.beside(wanted.bound_by, schema), strict=True))
+    return {}
+
+
+def _num_parts(message: Any) -> int:
+    content = message.get("content") if isinstance(message, dict) else None
+    return len(content) if isinstance(content, list) else 0
+
+
+def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
+    """One message with text parts joined and the name that newer clients use for the system role replaced."""
+    if not isinstance(message, dict):
+        return message
+    plain = known(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
+    if plain.get("role") == "function":
+        raise InvalidRequest(f"{at}.role", "is not served here; use tools and the role 'tool'", "unsupported_parameter")
+    if plain.get("tool_calls") is not None:
+        plain["tool_calls"] = _calls(f"{at}.tool_calls", plain["tool_calls"])
+    if plain.get("content", "") is None and plain.get("role") == "assistant":
+        plain["content"] = ""
+    if plain.get("tool_calls"):
+        plain.setdefault("content", "")
+    if plain.get("role") == "developer":
+        plain["role"] = "system"
+    if isinstance(plain.get("content"), list):
+        plain["content"] = "\n".join(_part(f"{at}.content[{i}]", part) for i, part in enumerate(plain["content"]))
+    return plain
+
+
+def _part(at: str, part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise InvalidRequest(at, "only parts of type 'text' are supported by this server", "unsupported_parameter")
+
+
+def _calls(at: str, calls: Any) -> list[Json]:
+    """The calls of a message in history, arguments as objects. Raises InvalidRequest."""
+    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
+        raise InvalidRequest(at, f"must be a list of at most {MAX_CALLS} calls")
+    return [_call(f"{at}[{i}]", call) for i, call in enumerate(calls)]
+
+
+def _num_written(messages: Sequence[Json]) -> int:
+    """Lists and objects in what ``messages``, all with calls, hold written as JSON: in the arguments of these."""
+    calls = [call for message in messages if isinstance(message["tool_calls"], list)
+             for call in message["tool_calls"] if isinstance(call, dict)]
+    given = [function.get("arguments") for call in calls if isinstance(function := call.get("function"), dict)]
+    # One after the other: where one is no JSON, and ends what can be counted, reading ends, too.
+    return num_containers(_bytes(",".join([text for text in given if isinstance(text, str)])))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _call(at: str, call: Any) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{at}.function.name", "must be a string")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _read(f"{at}.function.arguments", arguments)
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{at}.function.arguments", "must be an object written as JSON")
+    id_ = call.get("id")
+    return {**({"id": id_} if isinstance(id_, str) else {}), "type": "function",
+            "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _read(at: str, arguments: str) -> Json:
+    try:
+        found = read_json(at, _bytes(arguments))
+    except InvalidRequest as error:
+        if error.code != "invalid_json":
+            raise
+        found = {}
+    return found if isinstance(found, dict) else {}
+
+
+class ChatReply:
+    """``chat.completion`` and its chunks. ``prompts``: their token ids, and those of the answers, are told.
+    ``markups``, one a choice, tell calls and reasoning apart; () leaves all to the content."""
+
+    def __init__(self, answer_id: str, created: int, model: str, codec: TextCodec, logprobs: bool,
+                 prompts: Sequence[Sequence[int]] | None = None, markups: Sequence[Markup | Named] = (),
+                 tell_reasoning: bool = True, scored: Prompts | None = None) -> None:
+        self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": model}
+        self._markups = markups
+        self._tell_reasoning = tell_reasoning
+        self._codec = codec
+        self._logprobs = logprobs
+        self._prompt: Json = {} if prompts is None else {"prompt_token_ids": list(prompts[0])}
+        self._scored = scored
+        self.detailed = logprobs or prompts is not None or bool(markups) or scored is not None
+
+    def opening(self, number: int) -> Json | None:
+        return self._chunk([_choice(number, {"role": "assistant", "content": ""})]) | self._prompt
+
+    def chunk(self, number: int, delta: TextDelta) -> Json | None:
+        told, first = self._told(number, delta), self._scores_of(number, delta)
+        if not (first or told or delta.finish or (delta.tokens and (self._logprobs or self._prompt))):
+            return None
+        return self._chunk([_choice(number, told, self._finish(number, delta), self._logprobs_of(delta.tokens))
+                            | self._ids_of(delta.tokens)]) | first
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        return self._chunk([]) | usage_told(usage)
+
+    def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
+        choices = []
+        for number, deltas in enumerate(answers):
+            tokens = [token for delta in deltas for token in delta.tokens]
+            message = _message([self._told(number, delta) for delta in deltas])
+            choices.append({"index": number, "message": message, "finish_reason": self._finish(number, deltas[-1]),
+                            "logprobs": self._logprobs_of(tokens), **self._ids_of(tokens)})
+        return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt,
+                **self._scores_of(0, answers[0][0]), **usage_told(usage)}
+
+    def _scores_of(self, number: int, delta: TextDelta) -> Json:
+        """Of the prompt, with the first delta of the first answer."""
+        if self._scored is None or number:
+            return {}
+        scored, self._scored = self._scored, None
+        return {"prompt_logprobs": scored.entries(0, delta.prompt)}
+
+    def _told(self, number: int, delta: TextDelta) -> Json:
+        """What ``delta`` adds to the message of a choice."""
+        if not self._markups:
+            return {"content": delta.text} if delta.text else {}
+        parts = self._markups[number].push(delta.text, bool(delta.finish), delta.finish == "length")
+        told: Json = {}
+        if parts.reasoning and self._tell_reasoning:
+            told["reasoning_content"] = parts.reasoning
+        if parts.content:
+            told["content"] = parts.content
+        if parts.calls:
+            told["tool_calls"] = [_told_call(call) for call in parts.calls]
+        return told
+
+    def _finish(self, number: int, delta: TextDelta) -> str:
+        return finish_of(delta.finish, self._markups[number]) if self._markups else delta.finish
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return {**self._head, "object": "chat.completion.chunk", "choices": choices}
+
+    def _logprobs_of(self, tokens: Sequence[AnswerToken]) -> Json | None:
+        if not self._logprobs:
+            return None
+        content = []
+        for token in tokens:
+            if token.logprob is not None:
+                top = [self._entry(t, logprob) for t, logprob in token.logprob.top]
+                content.append({**self._entry(token.id, token.logprob.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        return {"token": self._codec.token_text(token), "logprob": max(logprob, LOWEST),
+                "bytes": list(self._codec.token_bytes(token))}
+
+    def _ids_of(self, tokens: Sequence[AnswerToken]) -> Json:
+        return {"token_ids": [token.id for token in tokens]} if self._prompt else {}
+
+
+def _told_call(call: Call) -> Json:
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, "id": call_id(), "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _message(told: Sequence[Json]) -> Json:
+    """What deltas say as a whole message, whose calls bear no index."""
+    content, reasoning = ("".join([part[name] for part in told if name in part])
+                          for name in ("content", "reasoning_content"))
+    calls: list[Json] = []
+    arguments: list[list[str]] = []  # of each call
+    for call in (call for part in told for call in part.get("tool_calls", ())):
+        if "id" in call:
+            calls.append({"id": call["id"], "type": "function", "function": call["function"]})
+            arguments.append([])
+        arguments[call["index"]].append(call["function"]["arguments"])
+    for call, pieces in zip(calls, arguments, strict=True):
+        call["function"]["arguments"] = "".join(pieces)
+    return {"role": "assistant", "content": None if calls and not content else content, "refusal": None,
+            **({"reasoning_content": reasoning} if reasoning else {}), **({"tool_calls": calls} if calls else {})}
+
+
+def _choice(number: int, delta: Json, finish: str = "", logprobs: Json | None = None) -> Json:
+    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish or None}

@@ -1,0 +1,108 @@
+"""OpenAI's completions: what may be asked, and how it is answered, whole and in chunks.
+
+Format: the OpenAI API. It knows nothing about models, routes or the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field, SkipValidation, field_validator
+
+from router_service.dialects.openai import Generation, Options, Whole, at_most, usage_told
+from router_service.dialects.prompts import LOWEST, Prompts, alternatives
+from router_service.dialects.tools import Json
+from router_service.text.deltas import AnswerToken, TextDelta
+from router_service.text.tokens import TextCodec
+from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.chat import Usage
+from slipstream.protocol.requests import MAX_TOP_LOGPROBS
+
+COMPLETION_MAX_TOKENS = 16  # what the OpenAI API gives to a completion that names no limit
+
+
+class CompletionBody(Generation):
+    prompt: SkipValidation[list[str | list[int]]]  # a million ids are looked at once
+    logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompts(cls, value: Any) -> Any:
+        """A string, a list of strings, a list of token ids or a list of those: always a list of prompts."""
+        if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+            value = [value]
+        kinds = set(map(type, value)) if isinstance(value, list) else set()
+        if kinds:
+            at_most("prompt", len(value), "prompts")
+        if kinds != {str} and (kinds != {list} or not all(set(map(type, prompt)) <= {int} for prompt in value)):
+            raise InvalidRequest("prompt", "must be a string, token ids, or a list of either")
+        return value
+
+    def options(self) -> Options:
+        most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return replace(self.wanted(most, self.logprobs), echo=bool(self.echo))
+
+
+class TextReply:
+    """``text_completion``, which has one form for whole answers and chunks. As ``ChatReply``; ``n`` choices a
+    prompt."""
+
+    def __init__(self, answer_id: str, created: int, model: str, codec: TextCodec, logprobs: bool,
+                 prompts: Sequence[Sequence[int]] | None = None, n: int = 1, scored: Prompts | None = None) -> None:
+        self._head: Json = {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created, "model": model}
+        self._codec = codec
+        self._logprobs = logprobs
+        self._prompts, self._n = prompts, n
+        self._scored = scored
+        self.detailed = logprobs or prompts is not None or scored is not None
+        self._lengths: dict[int, int] = {}  # of each answer's text so far: offsets of logprobs count from its start
+
+    def opening(self, number: int) -> Json | None:
+        return None
+
+    def chunk(self, number: int, delta: TextDelta) -> Json | None:
+        if not (delta.text or delta.finish or (self.detailed and delta.tokens)):
+            return None
+        return {**self._head, "choices": [self._choice(number, [delta])]}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        return {**self._head, "choices": [], **usage_told(usage)}
+
+    def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
+        choices = [self._choice(number, deltas) for number, deltas in enumerate(answers)]
+        return {**self._head, "choices": choices, **usage_told(usage)}
+
+    def _choice(self, number: int, deltas: Sequence[TextDelta]) -> Json:
+        tokens = [token for delta in deltas for token in delta.tokens]
+        began = number in self._lengths
+        scored = None if began else self._scored
+        shown = "" if scored is None else scored.text(number)
+        logprobs = self._logprobs_of(tokens, self._lengths.get(number, len(shown))) if self._logprobs else None
+        if logprobs is not None and scored is not None and scored.echoed is not None:
+            logprobs = scored.columns(number, deltas[0].prompt, logprobs)
+        text = shown + "".join(delta.text for delta in deltas)
+        self._lengths[number] = self._lengths.get(number, 0) + len(text)
+        choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
+        if scored is not None and scored.told is not None:
+            choice["prompt_logprobs"] = scored.entries(number, deltas[0].prompt)
+        if self._prompts is not None:
+            choice["token_ids"] = [token.id for token in tokens]
+            if not began:
+                choice["prompt_token_ids"] = list(self._prompts[number // self._n])
+        return choice
+
+    def _logprobs_of(self, tokens: Sequence[AnswerToken], offset: int) -> Json:
+        columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token in tokens:
+            if token.logprob is not None:
+                columns["tokens"].append(self._codec.token_text(token.id))
+                columns["token_logprobs"].append(max(token.logprob.logprob, LOWEST))
+                columns["top_logprobs"].append(alternatives(self._codec, (token.id, token.logprob.logprob),
+                                                            token.logprob.top))
+                columns["text_offset"].append(offset)
+            offset += len(token.text)
+        return columns
