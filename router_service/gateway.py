@@ -336,12 +336,10 @@ class Gateway:
         if asked.options.grammar is not None and asked.options.ignore_eos:
             raise InvalidRequest("ignore_eos", f"cannot stand beside {asked.options.bound_by}: a grammar says where an "
                                  "answer ends")
-        if any(token >= info.vocab_size for token, _ in asked.options.sampling.logit_bias):
-            raise InvalidRequest("logit_bias", f"a token id is outside the vocabulary of {info.vocab_size}")
-        if not all(0 <= token < info.vocab_size for token in asked.options.sampling.stop_token_ids):
-            raise InvalidRequest("stop_token_ids", f"a token id is outside the vocabulary of {info.vocab_size}")
-        if not all(0 <= token < info.vocab_size for token in asked.options.allowed_token_ids):
-            raise InvalidRequest("allowed_token_ids", f"a token id is outside the vocabulary of {info.vocab_size}")
+        sampling = asked.options.sampling
+        _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info)
+        _check_ids("stop_token_ids", sampling.stop_token_ids, info)
+        _check_ids("allowed_token_ids", asked.options.allowed_token_ids, info)
         if asked.begun is not None and asked.options.tells_prompt:
             raise InvalidRequest("begun", "is for answers without their prompt")
         return asked

@@ -40,8 +40,8 @@ from slipstream.base.errors import ConfigError, ModelError
 FORMAT = 1  # of a prepared folder; a change means that folders are prepared again
 RECEIPT = "slipstream.json"
 MADE_FOR = "target_weights"  # in a head's config.json
-# Of a model folder: what its answers depend on. Pickles are read by other engines alone.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# Of a model folder: what its answers depend on. Pickles are read by other engines alone.
 ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
