@@ -24,7 +24,7 @@ from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import PROFILE_CONTEXT, TYPICAL_CONTEXT, Memory, ModelRunner, default_slots
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.trial import AGAIN_S, Trial
+from slipstream.grammar.trial import AGAIN_S, Grammars, Trial
 from slipstream.models.folder import load_tokenizer, resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -34,7 +34,6 @@ from slipstream.observe.vitals import Vitals
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus, Served
 from slipstream.protocol.tree import MAX_NODES, Thresholds
-from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, TargetService

@@ -19,11 +19,11 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
 from slipstream.choosing.permitted import Permitted
 from slipstream.grammar.matcher import Matcher
+from slipstream.grammar.trial import Grammars
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import MAX_WAITING, NEEDS, DraftStatus, Piece, Request, Served, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
 from target_service.drain import drained
-from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import CALM_S
 from target_service.sequence import Rule, Sink

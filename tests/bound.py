@@ -37,12 +37,12 @@ from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends, Masks, Matcher
+from slipstream.grammar.trial import Grammars
 from slipstream.models.folder import load_tokenizer, resolve
 from slipstream.observe.log import configure
 from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.tree import DraftTree
-from target_service.grammars import Grammars
 from tests.grammars import MAKERS, Bound, Dice, made
 from tests.hostile import HostileDraft
 from tests.pair import HASTY, STUBBORN, Rig, target

@@ -22,6 +22,7 @@ from slipstream.drafting import Drafter
 from slipstream.engine.loading import identity_of, load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
+from slipstream.grammar.trial import Grammars
 from slipstream.models.folder import tokenizer_hash, weights_hash
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import (
@@ -41,7 +42,6 @@ from slipstream.wire.local import LocalLink
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 from target_service.assembly import grammars
-from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, TargetService

@@ -20,7 +20,7 @@ from draft_service.__main__ import host as host_draft
 from draft_service.assembly import assemble as assemble_draft
 from router_service.service import RouterService
 from slipstream.base.config import Config, load
-from slipstream.grammar.trial import Trial
+from slipstream.grammar.trial import Grammars, Trial
 from slipstream.protocol.requests import Backend
 from slipstream.protocol.session import LEASE_S
 from slipstream.simulate.timed import Device, Timing
@@ -28,7 +28,6 @@ from slipstream.wire.drafts import Drafts
 from slipstream.wire.target import TargetClient
 from target_service.__main__ import host as host_target
 from target_service.assembly import Target, assemble
-from target_service.grammars import Grammars
 from tests_chaos.model import WordyModel, drafter, folder, vocabulary
 from tests_chaos.reference import CONTEXT, Reference
 from tests_chaos.relay import Relay

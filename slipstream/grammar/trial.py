@@ -14,7 +14,10 @@ Rules:
 4. Beside an event loop grammars are tried and compiled in one thread, and namespaces take turns: many grammars of one
    hold up another's by one at a time. ``MAX_EACH`` of a namespace may wait, its share of that while others wait too,
    and ``MAX_WAITING`` of all. Who finds no room is refused, who goes away before his turn is passed over.
-5. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody what others
+   A target compiles a grammar in the turn in which it tried it: who asks it may be no router.
+5. Every answer has a compilation of its own: what llguidance builds while an answer goes on counts against a limit, and
+   an answer must not end early because of another one's.
+6. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody what others
    asked for.
 """
 
@@ -41,8 +44,9 @@ from tokenizers import Tokenizer
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child, PacedThread, bounded
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.matcher import Ends
+from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
+from slipstream.protocol.requests import Request
 from slipstream.protocol.tree import DraftTree
 
 CPU_S = 0.06  # of one trial: common grammars take a tenth of it; a refusal is to come within 100 ms
@@ -204,6 +208,27 @@ class Trials:
     def _tried(self, grammar: Grammar, namespace: str, work: Callable[[], Made]) -> Made:
         self._trial.check(grammar, namespace)
         return work()
+
+
+class Grammars:
+    """Of one model, compiled for our own engine. Make it anywhere, use it on one event loop."""
+
+    def __init__(self, vocabulary: Vocabulary, trial: Trial) -> None:
+        self._vocabulary, self._trials = vocabulary, Trials(trial)
+
+    async def warm(self) -> None:
+        """Have the process for trials ready."""
+        await self._trials.warm()
+
+    def compile(self, request: Request) -> asyncio.Future[Matcher]:
+        """A matcher of its own that stands where ``request`` goes on; it may fail with InvalidRequest. Raises
+        CapacityError."""
+        assert request.grammar is not None
+        sampling = request.sampling
+        ends = Ends(sampling.stop_token_ids, sampling.min_tokens)
+        answered = request.tokens[len(request.tokens) - request.answered :]
+        return self._trials.after(request.grammar, request.namespace,
+                                  partial(self._vocabulary.compile, request.grammar, ends, answered))
 
 
 def _digest(grammar: Grammar, namespace: str) -> bytes:
