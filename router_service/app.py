@@ -28,7 +28,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -53,7 +53,7 @@ from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
-from slipstream.protocol.chat import MAX_BODY_BYTES, Usage
+from slipstream.protocol.chat import MAX_BODY_BYTES
 
 BODY_S = 30.0  # a body that takes longer is refused
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -79,21 +79,7 @@ DECENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 Handler = Callable[[Request], Awaitable[Response]]
 Measured = Callable[[str], tuple[str, bytes]]  # what a scraper takes -> content type, page
-
-
-class Narrative(Protocol):
-    """How a dialect writes an answer: what is told of its deltas is the events, and ``whole`` in the end. ``stop``: the
-    stop string that came."""
-
-    def opening(self) -> bytes: ...
-
-    def told(self, delta: TextDelta) -> bytes: ...
-
-    def closing(self, usage: Usage, stop: str | None) -> bytes: ...
-
-    def broken(self, problem: Problem) -> bytes: ...
-
-    def whole(self, usage: Usage, stop: str | None) -> dict[str, Any]: ...
+Narrative = messages.MessagesReply | responses.ResponsesReply  # what is told of its deltas is its events
 
 
 def create_app(gateway: Gateway, keys: ApiKeys | None, measured: Measured | None = None) -> ASGIApp:
