@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.cli.commands import app
-from slipstream.drafting.heads.checkpoint import lent_lm_head, read_head
+from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.lender import Lender
 from slipstream.drafting.loading import load
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.int8 import FIELD, MOST, NOTE, Whole, joined, rounded
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.compiled_kernels import X86, kernels, processor
 from slipstream.engine.native.program import BatchFrame, Frame, NativeHead, Packed, Program, Team
 from slipstream.engine.preparation import prepare_as
@@ -127,8 +127,8 @@ def test_a_prepared_folder_gives_the_same_bits(tmp_path: Path, kind: str, tied: 
     assert torch.equal(logits(prepared), expected)
     assert torch.equal(logits(prepared, quantize="int8", kernels="native"), expected)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    lent = lent_lm_head(prepared, ModelConfig.from_folder(prepared), torch.tensor([3, 5]))
-    assert error(lent, lent_lm_head(folder, ModelConfig.from_folder(folder), torch.tensor([3, 5]))) < 0.01
+    lent = Lender.of(prepared).lm_head(torch.tensor([3, 5]))
+    assert error(lent, Lender.of(folder).lm_head(torch.tensor([3, 5]))) < 0.01
     size = sum(tensor.nbytes for tensor in load_file(prepared / "model.safetensors").values())
     assert size < 0.6 * sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
 

@@ -17,12 +17,9 @@ from slipstream.drafting import Drafter
 from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import read_block_head
-from slipstream.drafting.heads.checkpoint import (
-    lent_lm_head,
-    read_eagle2_head,
-    read_head,
-)
+from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.lender import Lender
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import OWN_EMBEDDING, OWN_LM_HEAD, MtpHead, read_mtp
 from slipstream.drafting.network import Network, run_network
@@ -82,7 +79,7 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
     num_slots = _num_slots(section, config, num_slots)
     masks = _masks(folder, config, section.growth.num_steps - 1, num_slots)
     runner = ModelRunner(model, num_slots, 0 if masks is None else AT_ONCE * masks.count)
-    lm_head = None if vocabulary is None else lent_lm_head(folder, config, vocabulary)
+    lm_head = None if vocabulary is None else Lender.of(folder).lm_head(vocabulary)
     return _drafter(section, StandaloneNetwork(runner, masks, vocabulary, lm_head))
 
 
@@ -99,7 +96,7 @@ def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
     """Over the EAGLE head of any generation in ``section.model`` for the target in ``model.path``."""
     folder, target = resolve(section.model), resolve(model.path)
     head = (read_head(folder, target) if section.drafter == "eagle3" else
-            read_eagle2_head(folder, target, _token_map(section, ModelConfig.from_folder(target).vocab_size)))
+            read_eagle2_head(folder, target, _token_map(section, Lender.of(target).vocab_size)))
     device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
     ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
             else _kernels(model))

@@ -217,7 +217,7 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILY:
         raise ModelError(f"{where}: model_type: {model_type!r} is not one of {', '.join(FAMILY)}; "
-                         "--set model.engine=hf takes more families of transformers")
+                         "as a target it may be served with --set model.engine=hf, which takes more families")
     family = FAMILY[model_type]
     fields, qkv_bias = Fields(where, {**family.absent, **raw}), family.qkv_bias
     fields.must_be("hidden_act", "silu", "swish")
@@ -229,7 +229,7 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
     if num_heads % num_kv_heads or head_dim % 2:
         raise ModelError(f"{where}: num_key_value_heads: {num_heads} query heads do not divide into {num_kv_heads} "
                          f"groups, or head_dim {head_dim} is odd")
-    theta, scaling = _rope(fields)
+    theta, scaling = rope_of(fields)
     return ModelConfig(
         model_type, fields.integer("vocab_size"), hidden_size, fields.integer("intermediate_size"),
         fields.integer("num_hidden_layers", high=1024), num_heads, num_kv_heads, head_dim,
@@ -240,7 +240,8 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
     )
 
 
-def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
+def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
+    """The base of rotary positions and how they are stretched. Raises ModelError."""
     raw = fields.raw
     nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(nested, dict):

@@ -38,6 +38,7 @@ from slipstream.drafting.heads.checkpoint import (
     read_published,
     read_tensors,
 )
+from slipstream.drafting.heads.lender import Lender
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.protocol.tree import MAX_NODES
@@ -78,7 +79,7 @@ class BlockHead:
 
 def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
-    published, target = _published(folder), ModelConfig.from_folder(target_folder)
+    published, target = _published(folder), Lender.of(target_folder)
     config = layer_config(published, target, MAX_LAYERS)
     _check_layers(published, config)
     if not published.speculators:
@@ -98,8 +99,7 @@ def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
                      confidence, with_markov, {}, torch.zeros(0, dtype=torch.int64))
     tensors = read_tensors(folder)
     draft_vocab = draft_size(published, tensors, config)
-    tensors, vocabulary = completed(folder, tensors, _shapes(head, tensors, draft_vocab), draft_vocab, config, target,
-                                    target_folder)
+    tensors, vocabulary = completed(folder, tensors, _shapes(head, tensors, draft_vocab), draft_vocab, config, target)
     return replace(head, tensors=tensors, vocabulary=vocabulary)
 
 

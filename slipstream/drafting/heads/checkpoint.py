@@ -3,7 +3,7 @@
 Rules of every head:
 1. Whatever is missing, of a wrong shape or of a foreign vocabulary is a ModelError that names it, expected and found.
 2. Only safetensors are read. A folder of pickles is refused with the command that converts it.
-3. What a target lends is read from its folder, those tensors and no more: a target may be larger than this machine.
+3. The target may be of any family, and lends what the head brings not (``lender``).
 
 Rules of EAGLE:
 4. Two layouts: the authors' (fields at the top of ``config.json``, as SGLang and SpecForge write it too) and vLLM's
@@ -53,7 +53,7 @@ from typing import Any
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.int8 import EMBEDDING, HEAD, SCALE, Whole, matrix
+from slipstream.drafting.heads.lender import Lender
 from slipstream.engine.model import (
     DTYPES,
     Fields,
@@ -115,7 +115,7 @@ def read_published(folder: str | Path) -> Published:
     return Published(str(path), head | layer, kind)
 
 
-def layer_config(published: Published, target: ModelConfig, most_layers: int = 1) -> ModelConfig:
+def layer_config(published: Published, target: Lender, most_layers: int = 1) -> ModelConfig:
     """The measures of the head's layers, checked against the target's vocabulary. Raises ModelError."""
     raw, where = dict(published.raw), published.where
     config = parse_config({"model_type": "llama"} | raw, where)
@@ -127,10 +127,10 @@ def layer_config(published: Published, target: ModelConfig, most_layers: int = 1
     published.must_fit("target_hidden_size", hidden, target.hidden_size)
     if "qkv_bias" in raw:  # heads for Qwen2: a bias on q, k and v, none on o
         config = replace(config, qkv_bias=published.flag("qkv_bias", None))
-    if (config.rope_theta, config.rope_scaling) != (target.rope_theta, target.rope_scaling):
+    if target.rope not in (None, (config.rope_theta, config.rope_scaling)):
         logger("draft").warning("the head's rotary positions differ from the target's; if it accepts little, correct "
                                 "rope_theta in its config.json", file=where, head=config.rope_theta,
-                                target=target.rope_theta)
+                                target=target.rope[0])
     return config
 
 
@@ -181,23 +181,6 @@ def _plain(name: str) -> str:
     return name
 
 
-def lent_embedding(folder: str | Path, vocab_size: int, hidden_size: int) -> torch.Tensor:
-    """[V, H] in the stored dtype. Raises ModelError, also when the head's measures are others than the target's."""
-    try:
-        return take(load_tensors(folder, (EMBEDDING,)), EMBEDDING, vocab_size, hidden_size)
-    except ModelError as error:
-        raise ModelError(f"the head has no embed_tokens.weight, so it needs the target's embedding: {error}") from error
-
-
-def lent_lm_head(folder: str | Path, config: ModelConfig, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """[V, H] of the model in ``folder``, or [K, H] of ``rows`` int64 [K], in the stored dtype; the embedding where the
-    two are tied. Raises ModelError."""
-    name = EMBEDDING if config.tied_embeddings else HEAD
-    found = matrix(load_tensors(folder, (name, name + SCALE)), name, config.vocab_size, config.hidden_size)
-    weight = found.wide() if isinstance(found, Whole) else found
-    return weight if rows is None else weight.index_select(0, rows)
-
-
 def draft_size(published: Published, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> int:
     """Tokens that a head scores. Raises ModelError."""
     own = tensors.get("d2t")
@@ -205,8 +188,7 @@ def draft_size(published: Published, tensors: Mapping[str, torch.Tensor], config
 
 
 def completed(folder: str | Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]],
-              draft_vocab: int, config: ModelConfig, target: ModelConfig,
-              target_folder: str | Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+              draft_vocab: int, config: ModelConfig, target: Lender) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """A head's tensors, which are those of ``shapes`` and what stands around them, with what the target lends; and
     int64 [draft_vocab] target ids of what it scores. The lm_head is the head's own, or its own embedding where it ties
     them, or else the target's rows. Raises ModelError."""
@@ -219,13 +201,13 @@ def completed(folder: str | Path, tensors: Mapping[str, torch.Tensor], shapes: M
     vocabulary, whole = draft_vocabulary(tensors, draft_vocab, vocab), dict(tensors)
     own = tensors.get("embed_tokens.weight")
     if own is None:
-        whole["embed_tokens.weight"] = lent_embedding(target_folder, vocab, hidden)
+        whole["embed_tokens.weight"] = target.embedding(hidden)
     if "lm_head.weight" in tensors:
         return whole, vocabulary
     if own is not None and config.tied_embeddings:
         whole["lm_head.weight"] = own.index_select(0, vocabulary)
     elif hidden == target.hidden_size:
-        whole["lm_head.weight"] = lent_lm_head(target_folder, target, vocabulary)
+        whole["lm_head.weight"] = target.lm_head(vocabulary)
     else:
         raise ModelError(f"tensor lm_head.weight is missing, and the target's does not fit: the head's states have "
                          f"{hidden} numbers (hidden_size), the target's {target.hidden_size}")
@@ -269,12 +251,12 @@ class EagleHead:
 
 def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
-    published, target = read_published(folder), ModelConfig.from_folder(target_folder)
+    published, target = read_published(folder), Lender.of(target_folder)
     _check_kind(published, EAGLE3)
     config, tensors, taps = layer_config(published, target, MAX_LAYERS), read_tensors(folder), _taps(published, target)
     draft_vocab = draft_size(published, tensors, config)
     shapes = _shapes(published, tensors, config, len(taps), target.hidden_size)
-    tensors, vocabulary = completed(folder, tensors, shapes, draft_vocab, config, target, target_folder)
+    tensors, vocabulary = completed(folder, tensors, shapes, draft_vocab, config, target)
     return EagleHead(config, target.hidden_size, taps, tensors, vocabulary,
                      published.flag("norm_before_residual", None if published.speculators else False),
                      published.flag("norm_output", False))
@@ -284,7 +266,7 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
                      vocabulary: torch.Tensor | None = None) -> EagleHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. vocabulary: int64 [K], a token map.
     Raises ModelError."""
-    published, target = read_published(folder), ModelConfig.from_folder(target_folder)
+    published, target = read_published(folder), Lender.of(target_folder)
     _check_kind(published, EAGLE2)
     config = layer_config(published, target)
     published.must_fit("hidden_size", config.hidden_size, target.hidden_size)
@@ -296,8 +278,7 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
     shapes = {"fc.weight": (hidden, 2 * hidden), **layer_shapes(config, LAYER, input_norm=False),
               **fc_bias(published, tensors, hidden)}
     check_tensors(folder, tensors, shapes)
-    lent = {"embed_tokens.weight": lent_embedding(target_folder, target.vocab_size, hidden),
-            "lm_head.weight": lent_lm_head(target_folder, target, vocabulary)}
+    lent = {"embed_tokens.weight": target.embedding(hidden), "lm_head.weight": target.lm_head(vocabulary)}
     every = torch.arange(target.vocab_size)
     return EagleHead(config, hidden, (target.num_layers,), tensors | lent, every if vocabulary is None else vocabulary,
                      joint=True)
@@ -318,7 +299,7 @@ def _check_kind(published: Published, kind: Kind) -> None:
             raise ModelError(f"{where}: {name}: heads with norms of this kind are not supported; use one without")
 
 
-def _taps(published: Published, target: ModelConfig) -> tuple[int, ...]:
+def _taps(published: Published, target: Lender) -> tuple[int, ...]:
     fields, where, num_layers = published.raw, published.where, target.num_layers
     section = fields.get("eagle_config") or {}
     if not isinstance(section, dict) or section.get("use_aux_hidden_state", True) is not True:

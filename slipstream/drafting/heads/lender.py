@@ -1,0 +1,88 @@
+"""A target's folder as far as a head needs it: a few measures, and what it lends.
+
+Rules:
+1. Of whatever family the target is: another engine than ours may serve it. What only its layers need is not read.
+2. A target that sees more than text has its decoder's fields in ``text_config``, and a longer prefix to its names.
+3. What is lent is read from the folder, those tensors and no more: a target may be larger than this machine.
+
+It knows nothing about heads' own files. Formats: tensor names of targets as in transformers' checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slipstream.base.errors import ModelError
+from slipstream.engine.int8 import EMBEDDING, HEAD, SCALE, Whole, matrix
+from slipstream.engine.model import Fields, RopeScaling, load_tensors, read_json, rope_of, take
+
+EMBEDDINGS = (EMBEDDING, "language_model.model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+LM_HEADS = (HEAD, "language_model.lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """The target of a head."""
+
+    folder: Path
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    rope: tuple[float, RopeScaling | None] | None  # None: of a kind that no head has
+    tied: bool | None  # lm_head and embedding; None: its config does not say
+
+    @staticmethod
+    def of(folder: str | Path) -> Lender:
+        """Raises ModelError."""
+        path = Path(folder) / "config.json"
+        raw = read_json(path)
+        text = raw.get("text_config")
+        fields = Fields(str(path), raw | text if isinstance(text, dict) else raw)
+        vocab = fields.raw.get("vocab_size")
+        return Lender(Path(folder), len(_embedding(folder)) if vocab is None else fields.integer("vocab_size"),
+                      fields.integer("hidden_size"), fields.integer("num_hidden_layers", high=1024), _rope(fields),
+                      None if fields.raw.get("tie_word_embeddings") is None else fields.flag("tie_word_embeddings"))
+
+    def embedding(self, hidden_size: int) -> torch.Tensor:
+        """[V, H] in the stored dtype; hidden_size: the head's. Raises ModelError when the target has other measures."""
+        try:
+            return take({EMBEDDING: _embedding(self.folder)}, EMBEDDING, self.vocab_size, hidden_size)
+        except ModelError as error:
+            raise ModelError(f"the head has no embed_tokens.weight, so it needs the target's embedding: {error}"
+                             ) from error
+
+    def lm_head(self, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """[V, H], or [K, H] of ``rows`` int64 [K], in the stored dtype; the embedding where the two are tied. Raises
+        ModelError."""
+        tensors = {} if self.tied else _lent(self.folder, LM_HEADS)
+        if not tensors and self.tied is not False:
+            tensors = _lent(self.folder, EMBEDDINGS)
+        name = next((name for name in tensors if not name.endswith(SCALE)), HEAD)
+        found = matrix(tensors, name, self.vocab_size, self.hidden_size)
+        weight = found.wide() if isinstance(found, Whole) else found
+        return weight if rows is None else weight.index_select(0, rows)
+
+
+def _embedding(folder: str | Path) -> torch.Tensor:
+    tensors = load_tensors(folder, EMBEDDINGS)
+    if not tensors:
+        raise ModelError(f"{folder}: tensor {EMBEDDING} is missing from the model's safetensors")
+    return next(iter(tensors.values()))
+
+
+def _lent(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    return load_tensors(folder, [*names, *(name + SCALE for name in names)])
+
+
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None] | None:
+    nested = fields.raw.get("rope_parameters")
+    if isinstance(nested, dict) and any(isinstance(value, dict) for value in nested.values()):
+        return None  # one for each kind of layer
+    try:
+        return rope_of(fields)
+    except ModelError:
+        return None
