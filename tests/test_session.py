@@ -172,10 +172,17 @@ def test_a_fitting_pair_is_accepted() -> None:
     check_pair(TARGET, DRAFT)
 
 
+@pytest.mark.parametrize("rows", [99, 101])
+def test_a_model_with_the_same_tokens_and_other_padding_fits(rows: int) -> None:
+    check_pair(TARGET, replace(DRAFT, vocab_size=rows, tokenizer_hash="hash"))
+
+
 @pytest.mark.parametrize(("field", "change"), [
     ("protocol_version", {"protocol_version": 99}),
     ("incarnation", {"incarnation": 8}),
     ("vocab_size", {"vocab_size": 101}),
+    ("vocab_size", {"vocab_size": 101, "tokenizer_hash": "other"}),
+    ("vocab_size", {"vocab_size": 101, "tokenizer_hash": "hash", "features": FeatureSpec((1, 2), 64)}),
     ("tokenizer_hash", {"tokenizer_hash": "other"}),
     ("hidden_size", {"hidden_size": 64}),
     ("features.layers", {"features": FeatureSpec((1, 5), 64)}),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from draft_service.assembly import assemble
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, rank
@@ -21,9 +24,11 @@ from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
+from slipstream.models.folder import tokenizer_hash
 from slipstream.protocol.messages import Commit, Growth, Open
-from slipstream.protocol.requests import Sampling
+from slipstream.protocol.requests import Request, Sampling
 from tests.growth_rules import GrowthLedger, assert_same, best_paths, scored_paths
+from tests.pair import local_link_to, target
 from tests.tiny import VOCAB, write_tiny_model
 from tests.written import WrittenPard
 
@@ -285,3 +290,41 @@ def test_many_sessions_with_masks_draft_as_each_alone(tmp_path: Path) -> None:
 def test_a_mask_outside_the_vocabulary_is_refused_by_its_field(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pard_token: expected a number from 0 to 259, found 260"):
         created(write_tiny_model(tmp_path, pard_token=VOCAB), 2, 3, 6)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalties", "min_tokens"])
+@pytest.mark.parametrize("pard", [False, True], ids=["", "pard"])
+def test_padding_is_never_drafted(tmp_path: Path, sampling: Sampling, pard: bool) -> None:
+    """Rows behind the tokenizer's last token, here the loudest of all: no target need have them."""
+    folder = write_tiny_model(tmp_path, vocab=VOCAB + 60, **{"pard_token": 258} if pard else {})
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][VOCAB:] *= 30
+    save_file(tensors, folder / "model.safetensors")
+    growth = GrowthSection(num_steps=4, topk=4, num_draft_tokens=32)
+    of = create(DraftSection(drafter="standalone", model=str(folder), dtype="float64", growth=growth),
+                ModelSection(), 600)
+    of.open([opening(1, list(b"the cat"), sampling)])
+    assert (found := grow(of, 1, 32).tokens.tolist()) and max(found) < VOCAB
+
+
+async def test_a_draft_with_less_padding_reads_what_it_has_no_row_for(tmp_path: Path) -> None:
+    """The target's padding is in its prompt, its answer, its bias and its stop tokens."""
+    padded = write_tiny_model(tmp_path / "target", vocab=VOCAB + 60)
+    folder = write_tiny_model(tmp_path / "draft", noise=0.05)
+    growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8)
+    made = create(DraftSection(drafter="standalone", model=str(folder), dtype="float64", growth=growth),
+                  ModelSection(), 600)
+    sampling = Sampling(temperature=1.0, seed=3, repetition_penalty=1.1, min_tokens=4, stop_token_ids=(VOCAB + 9,),
+                        logit_bias=tuple((VOCAB + i, 3.0) for i in range(60)))
+    request = Request("1", (*b"the cat", VOCAB + 1, VOCAB + 59, *b"the cat"), sampling, 40)
+    async with target(padded) as rig:
+        plain = [token for piece in await rig.answer(request) for token in piece.tokens]
+        hello = replace(rig.hello, tokenizer_hash=tokenizer_hash(folder))
+        worker = assemble(made, tokenizer_hash(folder), 30.0).worker
+        worker.start()
+        with local_link_to(hello, rig.worker.following, worker) as link:
+            assert not link.status().problem
+            pieces = await rig.answer(request)
+        await asyncio.to_thread(worker.stop)
+    assert [token for piece in pieces for token in piece.tokens] == plain and max(plain) >= VOCAB
+    assert sum(piece.drafted for piece in pieces) > 8

@@ -36,7 +36,7 @@ from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
 from slipstream.engine.runner import ModelRunner, default_slots, free_memory, kv_bytes
-from slipstream.models.folder import resolve
+from slipstream.models.folder import known_tokens, resolve
 from slipstream.observe.log import logger
 
 N = TypeVar("N", bound=Network)
@@ -72,15 +72,17 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
     """Over the model folder or name in ``section.model``; of ``target`` only ``kernels`` counts."""
     folder = resolve(section.model)
     config = ModelConfig.from_folder(folder)
-    vocabulary = _token_map(section, config.vocab_size)
+    known, vocabulary = known_tokens(folder), _token_map(section, config.vocab_size)
     own = ModelSection(dtype=section.dtype, device=section.device, kernels=_kernels(target),
                        quantize="none" if section.quantize == "auto" else section.quantize)
     model = load_model(folder, own, compile_layers=section.compile)
     num_slots = _num_slots(section, config, num_slots)
     masks = _masks(folder, config, section.growth.num_steps - 1, num_slots)
     runner = ModelRunner(model, num_slots, 0 if masks is None else AT_ONCE * masks.count)
-    lm_head = None if vocabulary is None else Lender.of(folder).lm_head(vocabulary)
-    return _drafter(section, StandaloneNetwork(runner, masks, vocabulary, lm_head))
+    if vocabulary is None:
+        return _drafter(section, StandaloneNetwork(runner, masks, known=known))
+    vocabulary = vocabulary[vocabulary < known]
+    return _drafter(section, StandaloneNetwork(runner, masks, vocabulary, Lender.of(folder).lm_head(vocabulary)))
 
 
 def _masks(folder: Path, config: ModelConfig, count: int, num_slots: int) -> Masks | None:

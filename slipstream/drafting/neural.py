@@ -23,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
@@ -196,7 +197,7 @@ class NeuralDrafter:
             if known is None and len(self._contexts) >= self.max_sessions:
                 refused.append(message.session)
                 continue
-            tokens = message.tokens.tolist()
+            tokens = self._rows_of(message.tokens)
             history = TokenHistory.of(message.sampling, tokens, message.prompt_len)
             if known is not None:
                 self.slots.free(known.close())
@@ -226,7 +227,7 @@ class NeuralDrafter:
             context = self._contexts.get(message.session)
             if context is None:
                 continue
-            self.slots.free(context.commit(message.tokens.tolist()))
+            self.slots.free(context.commit(self._rows_of(message.tokens)))
             contexts.append(context)
             if message.features is not None:
                 features.append(message.features)
@@ -253,6 +254,11 @@ class NeuralDrafter:
 
     def tree(self, session: int) -> GrowingTree:
         return self._contexts[session].tree
+
+    def _rows_of(self, tokens: NDArray[np.int32]) -> list[int]:
+        """The tokens; a target with more padding may say one for which there is no row, and the last stands for it."""
+        rows: list[int] = np.minimum(tokens, self.vocab_size - 1).tolist()
+        return rows
 
     def _deepen(self, wanted: Sequence[tuple[DraftContext, int]], steps: int) -> None:
         if steps:

@@ -6,6 +6,7 @@ Rules:
 3. A model that was trained to fill in masks (PARD: ``pard_token`` in its ``config.json``) reads some of them behind the
    newest token, and says as many tokens more in the same pass. Masks see what is before them and one another, causally;
    their keys and values are gone after the pass.
+4. Rows of its vocabulary that no token has are padding, of which a target may have fewer: they are never proposed.
 
 It knows nothing about sessions, trees or the target. Source of PARD: arXiv 2504.18583.
 """
@@ -37,11 +38,12 @@ class StandaloneNetwork:
     features: FeatureSpec | None = None
 
     def __init__(self, runner: ModelRunner, masks: Masks | None = None, vocabulary: torch.Tensor | None = None,
-                 lm_head: torch.Tensor | None = None) -> None:
+                 lm_head: torch.Tensor | None = None, known: int = 0) -> None:
         """masks: of a model that fills them in; vocabulary, lm_head: int64 [K] token ids that are scored and their rows
-        [K, H] of the model's, in any dtype and place; None: all are."""
+        [K, H] of the model's, in any dtype and place; None: all are. known: tokens, where all are scored: columns
+        behind them are padding; 0: there is none."""
         model = runner.model
-        self._runner, self._masks = runner, masks
+        self._runner, self._masks, self._known = runner, masks, known or runner.config.vocab_size
         self._head = None if lm_head is None else Linear(lm_head.to(model.device, model.dtype))
         self.vocabulary = None if vocabulary is None else vocabulary.to(model.device)
         self.vocab_size = runner.config.vocab_size
@@ -66,9 +68,12 @@ class StandaloneNetwork:
         logits = parts[0] if len(parts) == 1 else torch.cat([part.clone() for part in parts])
         return Output(logits, None, BlockStates(1 + self._masks.count))
 
+    @torch.inference_mode()
     def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         if self._head is None:
-            return self._runner.forward(batch)
+            logits = self._runner.forward(batch)
+            logits[:, self._known :] = -torch.inf
+            return logits
         logits = self._head(self._runner.states(batch).index_select(0, batch.logit_rows))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

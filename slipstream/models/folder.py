@@ -255,6 +255,12 @@ def tokenizer_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def known_tokens(folder: Path) -> int:
+    """One more than the greatest id of ``tokenizer.json``; a model may have more rows, which are padding. Raises
+    ModelError."""
+    return 1 + max(load_tokenizer(folder).get_vocab(with_added_tokens=True).values(), default=-1)
+
+
 def weights_hash(folder: Path) -> str:
     """SHA-256 over what an answer depends on in a model folder: its configuration, and every file of weights, whole.
 

@@ -13,11 +13,13 @@ from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, FeatureSp
 def check_pair(target: TargetHello, draft: DraftHello) -> str:
     """Whether the two fit. Raises PairingError naming the first field that does not. Returns what is doubtful all the
     same, in a sentence; "" for nothing."""
+    # Rows of a model's vocabulary that no token of its tokenizer has are padding: sizes of one family differ by it.
+    padded = draft.features is None and draft.tokenizer_hash == target.tokenizer_hash != ""
     rows = (
         ("protocol_version", draft.protocol_version == PROTOCOL_VERSION == target.protocol_version,
          f"draft {draft.protocol_version}, target {target.protocol_version}"),
         ("incarnation", draft.incarnation == target.incarnation, "the draft answered another stream"),
-        ("vocab_size", draft.vocab_size in (0, target.vocab_size),
+        ("vocab_size", padded or draft.vocab_size in (0, target.vocab_size),
          f"draft {draft.vocab_size}, target {target.vocab_size}"),
         ("tokenizer_hash", draft.tokenizer_hash in ("", target.tokenizer_hash), "the vocabularies differ"),
         ("hidden_size", draft.hidden_size in (0, target.hidden_size),
