@@ -10,21 +10,25 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from grpc import aio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router_service import connection
 from router_service.connection import Room
 from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
-from slipstream.base.errors import Unavailable
+from slipstream.base.errors import CapacityError, Unavailable
 from slipstream.base.guests import Guests, network_of
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.chat import ChatOptions, Delta, Message
+from slipstream.wire.bodies import Bodies
 from slipstream.wire.channel import RULES
 from slipstream.wire.client import AsyncClient
-from slipstream.wire.inference import InferenceServicer
+from slipstream.wire.inference import Front, InferenceServicer
 from slipstream.wire.server import GrpcServer
 from tests.echo import EchoTarget
 from tests.routing import COMPLETIONS, routing
@@ -294,6 +298,76 @@ async def test_sockets_that_say_nothing_leave_grpc_to_those_that_do() -> None:
     for _, writer in crowd:
         writer.close()
     await server.drain(0)
+
+
+@asynccontextmanager
+async def grpc_door(front: Front, room: int, **rules: float) -> AsyncIterator[tuple[AsyncClient, aio.Channel]]:
+    """A gRPC server with room for so many bytes, of messages of a hundred, and two ways to it."""
+    bodies = Bodies(room, 100, **{"slow_s": 0.1} | rules)
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda _: front, asked_s=1.0, bodies=bodies)])
+    address = f"127.0.0.1:{await server.start()}"
+    async with AsyncClient(address) as client, aio.insecure_channel(address) as channel:
+        yield client, channel
+    await server.drain(0)
+
+
+def begun(channel: aio.Channel) -> Any:
+    """A call that says nothing."""
+    return channel.stream_stream("/slipstream.v1.InferenceService/Chat")()
+
+
+async def test_requests_over_grpc_have_so_many_bytes_together_and_the_slowest_goes() -> None:
+    async with grpc_door(Lists(), 250) as (client, channel):
+        first = begun(channel)
+        await asyncio.sleep(0.05)
+        second = begun(channel)
+        await asyncio.sleep(0.05)
+        assert await client.models() == ["tiny"], "who says nothing keeps others out"
+        assert await first.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not second.done()
+        for _ in range(6):  # what is answered is not kept
+            assert await client.models() == ["tiny"]
+        assert await second.code() is grpc.StatusCode.INVALID_ARGUMENT and "arrive" in await second.details()
+
+
+async def test_requests_over_grpc_that_are_here_count_until_they_are_answered() -> None:
+    class Slow(Lists):
+        go = asyncio.Event()
+
+        async def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions
+                       ) -> AsyncGenerator[Delta, None]:
+            yield Delta("a")
+            await self.go.wait()
+            yield Delta("b", finish="stop")
+
+    slow = Slow()
+    async with grpc_door(slow, 150) as (client, _):
+        answer = client.chat("x" * 60)
+        assert (await anext(answer)).text == "a"
+        with pytest.raises(CapacityError, match="as many requests as it can"):
+            await client.models()
+        slow.go.set()
+        assert [delta.text async for delta in answer] == ["b"]
+        assert await client.models() == ["tiny"]
+
+
+async def test_many_requests_over_grpc_at_once_take_turns() -> None:
+    async with grpc_door(Lists(), 100) as (client, _):
+        assert await asyncio.gather(*(client.models() for _ in range(200))) == [["tiny"]] * 200
+
+
+async def test_so_many_requests_over_grpc_wait_for_room_and_the_newest_goes_on_first() -> None:
+    async with grpc_door(Lists(), 100, most_waiting=2, slow_s=60.0) as (client, channel):
+        held = begun(channel)
+        await asyncio.sleep(0.05)
+        waiting = []
+        for _ in range(2):
+            waiting.append(asyncio.create_task(client.models()))
+            await asyncio.sleep(0.05)
+        with pytest.raises(CapacityError):
+            await client.models()
+        held.cancel()
+        assert await asyncio.gather(*waiting) == [["tiny"]] * 2
 
 
 def test_few_open_files_leave_room_for_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ Rules:
 2. A client that goes away ends its answer, and so does one that takes nothing of it for ``STALL_S``: the generator is
    closed.
 3. Who may ask is known by "authorization: Bearer <key>", as over HTTP; keys are never logged. It is known before what
-   is asked is read, for which there are ``ASKED_S``: nobody without a key fills this memory.
+   is asked is read, for which there are ``ASKED_S``: nobody without a key fills this memory, nor all together
+   (``bodies``).
 4. Only the shape and the amount of what is asked are checked here, before anything is made of it; what an option may be
    is the business of who answers. An absent option stays absent, so that the server's default counts.
 
@@ -19,7 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Sized
 from contextlib import aclosing
 from dataclasses import fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVarTuple
 
 import grpc
 
@@ -46,6 +47,7 @@ from slipstream.protocol.chat import (
 )
 from slipstream.protocol.requests import MAX_ALLOWED
 from slipstream.v1 import inference_pb2
+from slipstream.wire.bodies import Bodies
 from slipstream.wire.channel import INFERENCE_SERVICE
 from slipstream.wire.fields import (
     LOGPROBS_MODE_NUMBERS,
@@ -58,6 +60,7 @@ from slipstream.wire.fields import (
 )
 from slipstream.wire.status import Context, abort
 
+Ts = TypeVarTuple("Ts")
 # Repeated, and what of them one request may hold.
 LISTS = {"stop": MAX_STOPS, "allowed_token_ids": MAX_ALLOWED, "bad_words": MAX_WORDS, "stop_token_ids": MAX_STOP_IDS}
 # These, and messages of their own or what is enumerated.
@@ -242,8 +245,9 @@ class InferenceServicer:
     service = INFERENCE_SERVICE
 
     def __init__(self, front_of: Callable[[str], Front | None], stall_s: float = STALL_S,
-                 asked_s: float = ASKED_S) -> None:
+                 asked_s: float = ASKED_S, bodies: Bodies | None = None) -> None:
         self._front_of, self._stall_s, self._asked_s = front_of, stall_s, asked_s
+        self._bodies = bodies or Bodies()
 
     def handler(self) -> grpc.GenericRpcHandler:
         # On the wire no other than calls of one request, which gRPC would read before it asks anybody.
@@ -255,15 +259,18 @@ class InferenceServicer:
         """Nothing to do: the front refuses new requests, and every answer ends by itself."""
 
     async def _chat(self, _requests: object, context: Context) -> None:
-        await self._stream(lambda front, data: front.chat(*decode_chat(data)), context)
+        await self._stream(decode_chat, lambda front: front.chat, context)
 
     async def _complete(self, _requests: object, context: Context) -> None:
-        await self._stream(lambda front, data: front.complete(*decode_complete(data)), context)
+        await self._stream(decode_complete, lambda front: front.complete, context)
 
-    async def _stream(self, begin: Callable[[Front, bytes], AsyncGenerator[Delta, None]], context: Context) -> None:
+    async def _stream(self, decode: Callable[[bytes], tuple[*Ts]],
+                      begin: Callable[[Front], Callable[[*Ts], AsyncGenerator[Delta, None]]],
+                      context: Context) -> None:
         front = await self._admit(context)
         try:
-            async with aclosing(begin(front, await self._asked(context))) as deltas:
+            async with (self._bodies.held(context.read, self._asked_s, decode) as asked,
+                        aclosing(begin(front)(*asked)) as deltas):
                 async for delta in deltas:
                     await self._write(encode_delta(delta), context)
         except Exception as error:
@@ -281,20 +288,10 @@ class InferenceServicer:
     async def _models(self, _requests: object, context: Context) -> None:
         front = await self._admit(context)
         try:
-            await self._asked(context)
-            await self._write(encode_models(await front.models()), context)
+            async with self._bodies.held(context.read, self._asked_s, len):
+                await self._write(encode_models(await front.models()), context)
         except Exception as error:
             await abort(context, error)
-
-    async def _asked(self, context: Context) -> bytes:
-        try:
-            async with asyncio.timeout(self._asked_s):
-                data = await context.read()
-        except TimeoutError:
-            raise InvalidRequest("request", f"did not arrive within {self._asked_s:g} s") from None
-        if not isinstance(data, bytes):
-            raise InvalidRequest("request", "is missing")
-        return data
 
     async def _admit(self, context: Context) -> Front:
         shown = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
