@@ -331,8 +331,10 @@ def test_a_head_can_begin_with_an_earlier_one(simple_folder: Path, tmp_path: Pat
     taps = "eagle_config" if kind == "eagle3" else "aux_hidden_state_layer_ids"
     config[taps] = {"eagle_aux_hidden_state_layer_ids": [0, 0, 0]} if kind == "eagle3" else config[taps][::-1]
     (first.out / "config.json").write_text(json.dumps(config))
+    talking = replace(second, work=tmp_path / "other", data=(), recipe=replace(still, tokens=100, generate=True))
     with pytest.raises(ConfigError, match="--begin: it reads layers"):
-        make_head(replace(second, work=tmp_path / "other"), Silent())
+        make_head(talking, Silent())
+    assert not list(tmp_path.glob("other/shard-*")), "it is told before anybody talks"
     turned = json.loads((tmp_path / "second" / "config.json").read_text())
     (turned["transformer_layer_config"] if kind == "dspark" else turned)["rope_theta"] = 77.0
     (tmp_path / "second" / "config.json").write_text(json.dumps(turned))
@@ -439,6 +441,27 @@ def test_a_training_that_cannot_go_on_is_refused_before_anything_is_made(simple_
     with pytest.raises(ConfigError, match="was trained with another unroll"):
         make_head(job, Silent())
     assert not list(tmp_path.rglob("shard-*"))
+
+
+def test_two_runs_in_one_folder_do_not_meet(simple_folder: Path, tmp_path: Path) -> None:
+    """The second would take the first one's halves for those of a killed run, and remove its checkpoints."""
+    recipe = Recipe(minutes=0, tokens=100, batch=4, limits=Limits(max_question=8, max_answer=8), dtype="float32",
+                    train=False)
+    job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
+    job.work.mkdir()
+    first = subprocess.Popen([sys.executable, "-c", "import sys, pathlib\nfrom slipstream.train.places import alone\n"
+                              "with alone(pathlib.Path(sys.argv[1])):\n    print('in', flush=True); sys.stdin.read()",
+                              str(job.work)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first.stdout is not None and first.stdout.readline() == b"in\n"
+    half = job.work / "shard-00000.partial"
+    half.mkdir()
+    with pytest.raises(ConfigError, match=r"--work: another run is at work in .*work; wait for it"):
+        make_head(job, Silent())
+    assert half.exists()
+    first.kill()
+    first.communicate()
+    make_head(job, Silent())
+    assert list(job.work.glob("shard-*")) and not half.exists()
 
 
 def test_a_target_of_another_family_is_refused_with_those_that_are_trained_for(tmp_path: Path) -> None:

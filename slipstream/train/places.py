@@ -4,12 +4,15 @@ Rules:
 1. A head replaces nothing but an earlier head of ours: its folder is empty, not there, or says whom it was made for.
 2. What the system says of a folder becomes an error that names the option.
 3. What cannot be written whole is removed: it would keep the room that is wanted.
+4. One run at a time makes things in a folder: two would remove each other's halves and checkpoints. The system forgets
+   a run that is killed.
 
 It knows nothing about what is written.
 """
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +23,9 @@ from safetensors import SafetensorError
 
 from slipstream.base.errors import ConfigError
 from slipstream.models.folder import made_for
+from slipstream.observe.log import logger
+
+LOCK = "lock"  # a file beside what is made
 
 
 @contextmanager
@@ -49,6 +55,20 @@ def check_work(folder: Path) -> None:
     with named("--work", folder):
         folder.mkdir(parents=True, exist_ok=True)
         _try(folder)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Inside, no other run is at work in ``folder``, which is there. Raises ConfigError."""
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: those that it forks do not keep it
+        except (BlockingIOError, PermissionError) as error:
+            raise ConfigError(f"--work: another run is at work in {folder}; wait for it, or choose another folder "
+                              "(--data reads its conversations)") from error
+        except OSError:
+            logger("train").warning("this file system keeps no locks: let no other run work here", folder=str(folder))
+        yield
 
 
 def check_out(folder: Path, target: Path, work: Path) -> None:

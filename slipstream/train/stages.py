@@ -3,7 +3,7 @@ interrupted run left it.
 
 Rules:
 1. ``work`` keeps what is made on the way: shards, and checkpoints of the one training that runs on them. The same
-   command again goes on; another recipe for the head is refused by name.
+   command again goes on; another recipe for the head is refused by name, and a second run meanwhile, too.
 2. Further folders of shards (``data``) of the same target are trained on too.
 3. The draft vocabulary is chosen once, when training begins, and lives in the checkpoints. A head that began with an
    earlier one has that one's.
@@ -35,7 +35,7 @@ from slipstream.train.evaluate import Worth, evaluate, prompts_of
 from slipstream.train.export import export
 from slipstream.train.fit import Progress, Training, threads
 from slipstream.train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
-from slipstream.train.places import check_out, check_work, named
+from slipstream.train.places import alone, check_out, check_work, named
 from slipstream.train.plot import curves
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Shards, Totals
@@ -68,8 +68,14 @@ class Job:
 
 def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     """Run all stages. Returns what the head is worth on held-out prompts. Raises ConfigError, ModelError."""
-    recipe, config = job.recipe, _config_of(job.target)
+    config = _config_of(job.target)
     check_work(job.work)
+    with alone(job.work):
+        return _made(job, config, watcher)
+
+
+def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Sequence[Worth]:
+    recipe = job.recipe
     if recipe.train:
         check_out(job.out, job.target, job.work)
     identity = identity_of(job.target, config)
@@ -77,7 +83,7 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
         if not Shards([folder], identity).numbers():
             raise ConfigError(f"--data: there are no conversations in {folder}; name a folder that was --work before")
     if recipe.train and newest(*_checkpoints(job, identity)) is None:
-        _earlier(job)  # what is wrong with either is said before hours of talking
+        _check_begin(job, config)  # what is wrong with either is said before hours of talking
     if recipe.generate:
         with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
             collect(job.target, job.work, recipe, watcher.collecting)
@@ -141,19 +147,15 @@ def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Sha
     counts, earlier = answer_counts(ours, config.vocab_size), _earlier(job) if begun is None else None
     if begun is not None:
         vocabulary = begun.tensors[VOCABULARY]
-    elif earlier is None:
-        vocabulary = draft_vocabulary(counts, recipe.draft_vocab)
     else:
-        vocabulary = torch.arange(config.vocab_size) if earlier.vocabulary is None else earlier.vocabulary
+        vocabulary = draft_vocabulary(counts, recipe.draft_vocab) if earlier is None else _vocabulary(earlier)
     covered = coverage(counts, vocabulary)
     watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers")
-    if recipe.kind == "dspark":
-        mask = (int(begun.tensors[MASK]) if begun is not None else earlier.mask_token
-                if isinstance(earlier, BlockHead) else mask_token(counts))
-        head = warm_block_head(config, load_tensors(job.target), vocabulary, mask, recipe.seed, device)
-    else:
-        head = warm_head(config, load_tensors(job.target), vocabulary, recipe.layers, recipe.seed, device)
+    mask = (int(begun.tensors[MASK]) if begun is not None and recipe.kind == "dspark" else earlier.mask_token
+            if isinstance(earlier, BlockHead) else mask_token(counts))
+    head = _warm(job, config, vocabulary, mask, device)
     if earlier is not None:
+        _check_shape(head, earlier)
         _take(head, earlier)
         watcher.say(f"beginning with {recipe.begin}")
     fixed = {VOCABULARY: vocabulary} if head.block is None else {
@@ -167,6 +169,14 @@ def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Sha
     return head, covered, training
 
 
+def _warm(job: Job, config: ModelConfig, vocabulary: torch.Tensor, mask: int, device: torch.device) -> Head:
+    """A head that begins where the target ends. mask: of blocks."""
+    recipe, tensors = job.recipe, load_tensors(job.target)
+    if recipe.kind == "dspark":
+        return warm_block_head(config, tensors, vocabulary, mask, recipe.seed, device)
+    return warm_head(config, tensors, vocabulary, recipe.layers, recipe.seed, device)
+
+
 def _earlier(job: Job) -> EagleHead | BlockHead | None:
     """The head to begin with. Raises ModelError, ConfigError."""
     begin = job.recipe.begin
@@ -175,8 +185,20 @@ def _earlier(job: Job) -> EagleHead | BlockHead | None:
     return (read_block_head if job.recipe.kind == "dspark" else read_head)(begin, job.target)
 
 
-def _take(head: Head, earlier: EagleHead | BlockHead) -> None:
-    """Its weights. Raises ConfigError for a head of another shape."""
+def _vocabulary(earlier: EagleHead | BlockHead) -> torch.Tensor:
+    return torch.arange(earlier.config.vocab_size) if earlier.vocabulary is None else earlier.vocabulary
+
+
+def _check_begin(job: Job, config: ModelConfig) -> None:
+    """Raises ModelError, ConfigError for a head that none can begin with."""
+    earlier = _earlier(job)
+    if earlier is not None:
+        mask = earlier.mask_token if isinstance(earlier, BlockHead) else 0
+        _check_shape(_warm(job, config, _vocabulary(earlier), mask, torch.device("cpu")), earlier)
+
+
+def _check_shape(head: Head, earlier: EagleHead | BlockHead) -> None:
+    """Raises ConfigError for a head of another shape."""
     plan = head.block
     if earlier.taps != head.taps:
         raise ConfigError(f"--begin: it reads layers {earlier.taps}, and a head that is trained here {head.taps}")
@@ -195,6 +217,11 @@ def _take(head: Head, earlier: EagleHead | BlockHead) -> None:
         wanted = tuple(head.tensors[name].shape) if name in head.tensors else None
         if shapes.get(name) != wanted:
             raise ConfigError(f"--begin: {name}: expected {wanted or 'no such tensor'}, found {shapes.get(name)}")
+
+
+def _take(head: Head, earlier: EagleHead | BlockHead) -> None:
+    """Its weights."""
+    further = _further(head, earlier)
     with torch.no_grad():
         for name, tensor in head.tensors.items():
             if name not in further:
