@@ -48,7 +48,7 @@ from slipstream.protocol.requests import (
 )
 from target_service.drain import drained
 from target_service.rounds import Rounds
-from target_service.vllm_words import TAKES, Bounds, chosen, field_of, parameters, prompt, resumes, scores
+from target_service.vllm_words import TAKES, Bounds, check, chosen, field_of, parameters, prompt, resumes, scores
 
 LOOK_S = 1.0  # between two looks at the gauges and at the engine's health
 BUSY_LOOKS = 10  # from one question to the engine to the next, while answers run: all its workers wait for each other
@@ -119,16 +119,22 @@ class VllmAnswer:
         self._engine, self._drafted, self._rounds, self._name = running.engine, running.drafted, running.rounds, name
         self._refusals, self._keyed, self._trials = running.refusals, running.keyed, running.trials
         self._request = request
-        asked = parameters(request, running.drafted, running.keyed, running.bounds)
         self._span = None if spans is None else spans.begin(
             "target.answer", request.trace, prompt=len(request.tokens) - request.answered, answered=request.answered)
         extra = {HEADER: self._span.parent} if self._span is not None and self._span.parent else {}
         if not request.speculate:
             extra[SWITCH] = PLAIN
         followed = {"extra_args": extra} if running.drafted and extra else {}
-        try:
+
+        def made() -> Any:
+            asked = parameters(request, running.drafted, running.keyed, running.bounds)
             with self._refusing():
-                self._params = running.params(**asked, **followed)
+                return running.params(**asked, **followed)
+
+        self._made = made
+        try:
+            check(request, running.drafted, running.keyed, running.bounds)
+            self._params = made() if request.grammar is None else None  # which is read when it was tried
         except Exception:
             if self._span is not None:
                 self._span.end(tokens=0)
@@ -204,7 +210,7 @@ class VllmAnswer:
     async def _begin(self) -> None:
         try:
             if self._request.grammar is not None and self._trials is not None:
-                await self._trials.check(self._request.grammar, self._request.namespace)
+                self._params = await self._trials.after(self._request.grammar, self._request.namespace, self._made)
             with self._refusing():
                 collected = await self._engine.add_request(self._name, prompt(self._request), self._params)
         except SlipstreamError:

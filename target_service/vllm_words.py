@@ -5,8 +5,8 @@ Rules:
    it is refused.
 2. What has no way is refused by field (``barred``), before vLLM sees it. What vLLM itself refuses bears the
    field of ours that the parameter came from. What would take too much of it, or end its process, is refused here.
-3. A grammar is vLLM's structured output of the same kind. JSON has our spaces between its parts, for the backend that
-   knows them (``vllm_start`` asks for it).
+3. A grammar is vLLM's structured output of the same kind, and means what it means to our own engine: JSON is written
+   as there, for the backend that knows how (``vllm_start`` asks for it), EBNF is told as the Lark that we read in it.
 4. Of a token that was chosen is told: its log probability and those of the best, without what could not be chosen.
 5. Of a prompt: ``PromptScores`` of so many tokens that a message of them is small, one behind the other. vLLM counts a
    token's equals before it in its rank; where the alternatives tell better, they do.
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream.base.errors import InvalidRequest
-from slipstream.grammar.compiling import SPACE
+from slipstream.grammar.compiling import as_lark, json_options
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import NEEDS, PromptScores, Request, TokenLogprob
 
@@ -125,11 +125,16 @@ def barred(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> tupl
     return next(((field, message) for field, holds, message in checks if not holds), None)
 
 
-def parameters(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> dict[str, Any]:
-    """Of vLLM's ``SamplingParams``, for what is left of ``request``; ``bad_words`` are runs of tokens. vLLM makes one
-    token at least. Raises InvalidRequest."""
+def check(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> None:
+    """Raises InvalidRequest for what has no way."""
     if (found := barred(request, drafted, keyed, bounds)) is not None:
         raise InvalidRequest(*found, "unsupported_parameter")
+
+
+def parameters(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> dict[str, Any]:
+    """Of vLLM's ``SamplingParams``, for what is left of ``request``; ``bad_words`` are runs of tokens. vLLM makes one
+    token at least. A grammar that was not tried may take seconds. Raises InvalidRequest."""
+    check(request, drafted, keyed, bounds)
     sampling, answered, left = request.sampling, request.answered, max(1, request.max_tokens - request.answered)
     return {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
@@ -154,8 +159,8 @@ def structured(grammar: Grammar) -> dict[str, Any]:
     """Of vLLM's ``StructuredOutputsParams``. Raises InvalidRequest."""
     if grammar.kind == "regex":
         return {"regex": grammar.source}
-    if grammar.kind in ("lark", "ebnf"):  # it tells them apart
-        return {"grammar": grammar.source}
+    if grammar.kind in ("lark", "ebnf"):  # it would tell them apart by how they look
+        return {"grammar": as_lark(grammar)}
     try:
         content = json.loads(grammar.source)
     except (ValueError, RecursionError) as error:
@@ -165,7 +170,8 @@ def structured(grammar: Grammar) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
     own = content.get("x-guidance")
-    return {"json": {**content, "x-guidance": {**(own if isinstance(own, dict) else {}), "whitespace_pattern": SPACE}}}
+    ours = {name: value for name, value in json_options(grammar.source, content).items() if value is not None}
+    return {"json": {**content, "x-guidance": {**(own if isinstance(own, dict) else {}), **ours}}}
 
 
 def prompt(request: Request) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import SPACE
@@ -137,6 +138,30 @@ def test_grammars_are_structured_outputs_of_the_same_kind(grammar: Grammar, foun
     assert structured(grammar) == found
     bound = parameters(replace(ASKED, grammar=grammar), drafted=True, keyed=True, bounds=BOUNDS)
     assert bound["structured_outputs"] == found and not bound["ignore_eos"]
+
+
+@pytest.mark.parametrize(("grammar", "text", "fits"), [
+    (Grammar("ebnf", r'root ::= "\u0041BC"'), "ABC", True), (Grammar("ebnf", r'root ::= "\u0041BC"'), "\u41bc", False),
+    (Grammar("ebnf", "root ::= [^&&<]"), "&", False), (Grammar("ebnf", r'root ::= "&&\x41" [\x41]'), "&&AA", True),
+    (Grammar("lark", 'start[max_tokens=9]: "a"'), "a", True),  # it would be taken for an EBNF
+    (Grammar("json_schema", '{"properties": {"a": {"type": "integer"}}}'), r'{"\u0061": "x"}', False),
+    (Grammar("json_schema", '{"properties": {"a": {"type": "integer"}}}'), r'{"\n": "x"}', True),
+    (Grammar("json_schema", '{"properties": {"a": {"const": "\\u001b"}}}'), r'{"a": "\u001b"}', True)])
+def test_a_grammar_means_there_what_it_means_here(grammar: Grammar, text: str, fits: bool) -> None:
+    """Read as vLLM's guidance backend reads it, which has an older llguidance: that one knows no bytes in texts."""
+    ((key, content),) = structured(grammar).items()
+    assert key == "json" or r"\x" not in content
+    read = (LLMatcher.grammar_from_json_schema(content, defaults={"whitespace_flexible": True}) if key == "json"
+            else grammar_from(key, content))
+    matcher = LLMatcher(LLTokenizer("byte"), read, log_level=0)
+    taken = matcher.try_consume_tokens([*text.encode()])
+    assert (taken == len(text.encode()) and matcher.is_accepting()) == fits, matcher.get_error()
+
+
+@pytest.mark.parametrize("source", ["root ::= (", "root ::= other", 'root ::= start\nstart ::= "a"'])
+def test_what_is_no_ebnf_is_refused(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="is no EBNF"):
+        structured(Grammar("ebnf", source))
 
 
 @pytest.mark.parametrize("source", ["[", "[" * 60_000, "3", '["a"]'])

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
@@ -37,6 +37,7 @@ END = "<|end of what a grammar allows|>"
 # but in a class of a regex, which the converter makes of it, says which others to leave out.
 MISREAD = re.compile(r"\\u(?![dD][89a-fA-F])([\da-fA-F]{4})|\\U([\da-fA-F]{8})|\\.|([&~])\3|(-)-(?=])",
                      re.DOTALL | re.ASCII)
+BY_BYTE = re.compile(r"\\x([\da-fA-F]{2})|\\.", re.DOTALL | re.ASCII)  # older ones of llguidance know it in no literal
 SPACE = r" |\n {0,32}"  # between the parts of JSON: with any amount allowed, a small model writes nothing else
 PLAIN = 'nrbtf\\"'  # where an object may have other names: by \u0061 one would be "a" again, its value anything
 CONTROL = re.compile(r"\\u00[01]|\\x")  # a schema that speaks of characters which are written by numbers alone
@@ -86,14 +87,8 @@ def _written(grammar: Grammar) -> str:
     """As llguidance reads it."""
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.source))
-    if grammar.kind == "lark":
-        return str(LLMatcher.grammar_from_lark(grammar.source))
-    if grammar.kind == "ebnf":
-        try:
-            return str(LLMatcher.grammar_from_lark(gbnf_to_lark(MISREAD.sub(_reread, grammar.source))))
-        except Exception as error:  # the converter has no class of its own for all that it cannot take
-            words = " ".join(str(error).split()) or type(error).__name__
-            raise InvalidRequest("grammar", f"is no EBNF: {words[:MAX_WORDS]}") from error
+    if grammar.kind in ("lark", "ebnf"):
+        return str(LLMatcher.grammar_from_lark(as_lark(grammar)))
     try:
         content = json.loads(grammar.source)
     except (ValueError, RecursionError) as error:
@@ -104,15 +99,32 @@ def _written(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, content))}"))
     if not isinstance(content, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
-    parts = [*_parts(content)]
-    for part in parts:
+    for part in _parts(content):
         _check_numbers(part)
-    plain = any(map(_is_open, parts)) and not CONTROL.search(grammar.source)
+    options: Any = json_options(grammar.source, content)
     try:
-        return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides={
-            "whitespace_pattern": SPACE, "json_allowed_escapes": PLAIN if plain else None}))
+        return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides=options))
     except ValueError as error:  # Python's reader takes NaN and halves of characters
         raise _no_json(error) from error
+
+
+def as_lark(grammar: Grammar) -> str:
+    """A "lark" or "ebnf" grammar in Lark's notation, of which llguidance itself sees that it is. An EBNF that fills its
+    bytes with rules takes seconds. Raises InvalidRequest."""
+    if grammar.kind == "lark":
+        return grammar.source if is_lark_syntax(grammar.source) else f"%llguidance {{}}\n{grammar.source}"
+    try:
+        read = str(gbnf_to_lark(MISREAD.sub(_reread, grammar.source)))
+        return BY_BYTE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], read)
+    except Exception as error:  # the converter has no class of its own for all that it cannot take
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise InvalidRequest("grammar", f"is no EBNF: {words[:MAX_WORDS]}") from error
+
+
+def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
+    """How llguidance is to write JSON of ``schema``, which ``source`` says."""
+    plain = any(map(_is_open, _parts(schema))) and not CONTROL.search(source)
+    return {"whitespace_pattern": SPACE, "json_allowed_escapes": PLAIN if plain else None}
 
 
 def _reread(found: re.Match[str]) -> str:
