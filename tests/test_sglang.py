@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +19,11 @@ from slipstream_sglang.trees import laid_out
 from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
-from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, Open, TargetHello
 from slipstream.protocol.tree import DraftTree
 from tests.pair import local_link_to
 from tests.sglang_stub import Batch, CustomSpecAlgo, Request, installed, relayed
-from tests.test_following import plain
+from tests.test_following import Heard, plain
 from tests.tiny import write_tiny_model
 
 PROMPT = list(b"one two three one two three")
@@ -152,6 +153,18 @@ def test_what_drafts_do_wrong_reaches_nobody(known: dict[str, CustomSpecAlgo], f
     with drafted(worker):
         assert play(worker, requests, 20) > 20
     assert list(requests[0].output_ids) == plain(len(requests[0].output_ids))
+
+
+def test_what_stands_for_pictures_is_told_as_a_token_of_the_model(known: dict[str, CustomSpecAlgo],
+                                                                  folder: Path) -> None:
+    """Ids above the vocabulary, and below it: a draft refuses them, and a lookup would say them again."""
+    worker = worker_of(known, arguments(folder, {"drafts": ["127.0.0.1:1"], "always": True, "deadline_s": 0.01}))
+    prompt = [*PROMPT, 300, 5000, -1, *PROMPT]
+    request, heard = Request("a", prompt, output_ids=array("q", PROMPT[:1])), Heard()
+    worker.trees.chains.following.link_up(heard, DraftHello(PROTOCOL_VERSION, 0, "any", 0, "", None, 0, 4096, 12, 8))
+    worker.verify(Batch([request], *relayed([[]], worker.draft_token_num)), [[*prompt, *request.output_ids]])
+    (opened,) = (item for item in heard.items if isinstance(item, Open))
+    assert opened.tokens.tolist() == [*PROMPT, 0, 0, 0, *PROMPT, PROMPT[0]]
 
 
 def test_a_tree_is_laid_out_as_masks() -> None:

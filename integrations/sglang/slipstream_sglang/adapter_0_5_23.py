@@ -52,7 +52,8 @@ def adapt() -> None:
             text, metrics = shape.hf_text_config, TargetMetrics(str(server_args.model_path))
             chains = Chains(options.section(self.draft_token_num - 1), metrics)
             self.limit = shape.context_len
-            self.trees = Trees(chains, self.draft_token_num, server_args.speculative_ngram_max_bfs_breadth > 1)
+            self.trees = Trees(chains, self.draft_token_num, shape.vocab_size,
+                               server_args.speculative_ngram_max_bfs_breadth > 1)
             hello = TargetHello(PROTOCOL_VERSION, 0, str(server_args.model_path), shape.vocab_size,
                                 tokenizer_hash(Path(server_args.tokenizer_path)), text.hidden_size,
                                 text.num_hidden_layers, shape.context_len)

@@ -5,7 +5,9 @@ Rules:
    as children of it with the token 0, as SGLang's own n-gram drafts have them. The engine verifies each node: one that
    nobody meant costs what is paid anyway, and changes no token.
 2. What drafts do never raises here (``following.chains``, rule 1): without them a request is its newest token.
-3. A request that is not in a batch any more is closed; one that returns is opened anew.
+3. What stands in a prompt for a picture may be no token of the model's: drafts would refuse it, and the engine would
+   end if it had to verify one, so it is told as the token 0.
+4. A request that is not in a batch any more is closed; one that returns is opened anew.
 
 It knows no SGLang: an adapter turns the engine's batch into ``Asked`` values.
 """
@@ -61,9 +63,9 @@ class Verifying:
 class Trees:
     """The sessions of one engine: requests in, trees out."""
 
-    def __init__(self, chains: Chains, nodes: int, branches: bool = True) -> None:
+    def __init__(self, chains: Chains, nodes: int, vocab_size: int, branches: bool = True) -> None:
         """nodes: of a tree, root included. branches: False for one path."""
-        self.chains, self._nodes, self._branches = chains, nodes, branches
+        self.chains, self._nodes, self._vocab_size, self._branches = chains, nodes, vocab_size, branches
         self._verifying: dict[str, Verifying] = {}
 
     def drafted(self, batch: Sequence[Asked]) -> tuple[Tokens, Mask]:
@@ -86,8 +88,11 @@ class Trees:
         before = self._verifying.get(one.request)
         length = before.length if before is not None and before.length < one.length else one.length - 1
         nodes, depth = (before.nodes, before.depth) if before is not None else (0, 0)
-        return Row(one.request, one.length, tuple(map(int, one.last(one.length - length))), nodes, len(one.prompt),
-                   one.limit, lambda: list(map(int, one.last(one.length))), depth=depth)
+        return Row(one.request, one.length, tuple(self._known(one.last(one.length - length))), nodes,
+                   len(one.prompt), one.limit, lambda: self._known(one.last(one.length)), depth=depth)
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        return [int(token) if 0 <= token < self._vocab_size else 0 for token in tokens]
 
 
 def laid_out(roots: Sequence[int], trees: Sequence[DraftTree | None], nodes: int) -> tuple[Tokens, Mask]:
