@@ -341,7 +341,9 @@ def test_what_an_ebnf_spells_by_numbers_or_in_classes_is_what_it_says(ebnf: str,
     ({"properties": {}, "patternProperties": {"^a": {"type": "integer"}}}, r'{"\u0061b": "x"', False),
     ({"properties": {"c": {"properties": {"a": {"type": "integer"}}}}}, r'{"c": {"\u0061": "x"', False),
     ({"additionalProperties": False, "properties": {"a": {"type": "string"}}}, r'{"a": "\u001b"', True),
-    ({"properties": {"a": {"const": "x\x1b"}}}, r'{"a": "x\u001b"', True)])
+    ({"properties": {"a": {"const": "x\x1b"}}}, r'{"a": "x\u001b"', True),
+    ({"properties": {"a": {"const": "x\x7f"}}, "required": ["a"]}, r'{"a": "x\u007f"', True),
+    ({"properties": {"a": {"type": "string", "pattern": r"^\u{1b}$"}}, "required": ["a"]}, r'{"a": "\u001b"', True)])
 def test_a_name_that_is_spelt_otherwise_has_no_other_value(changes: dict[str, Any], text: str, fits: bool,
                                                            tiny_folder: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **changes}

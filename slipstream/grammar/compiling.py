@@ -40,7 +40,8 @@ MISREAD = re.compile(r"\\u(?![dD][89a-fA-F])([\da-fA-F]{4})|\\U([\da-fA-F]{8})|\
 BY_BYTE = re.compile(r"\\x([\da-fA-F]{2})|\\.", re.DOTALL | re.ASCII)  # older ones of llguidance know it in no literal
 SPACE = r" |\n {0,32}"  # between the parts of JSON: with any amount allowed, a small model writes nothing else
 PLAIN = 'nrbtf\\"'  # where an object may have other names: by \u0061 one would be "a" again, its value anything
-CONTROL = re.compile(r"\\u00[01]|\\x")  # a schema that speaks of characters which are written by numbers alone
+# A schema that speaks, itself or in a pattern, of characters which JSON writes by numbers alone.
+CONTROL = re.compile(r"\\u00[01]|\\u007[fF]|\x7f|\\x|\\u{")
 MAX_WORDS = 300  # characters of a refusal
 
 
