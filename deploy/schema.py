@@ -27,9 +27,21 @@ def schema_json() -> str:
     for name, keys in OWNED.items():
         for key in keys:
             schema["$defs"][name]["properties"].pop(key, None)
+    _require(Values(), schema, schema["$defs"])
     schema["properties"]["global"] = {"type": "object"}
     schema["$schema"] = "http://json-schema.org/draft-07/schema#"
     return json.dumps(_told(schema), indent=1, sort_keys=True) + "\n"
+
+
+def _require(section: BaseModel, schema: dict[str, Any], kinds: dict[str, Any]) -> None:
+    """Sections are there, as ``values.yaml`` has them all: one that is set to null is taken out by Helm, and templates
+    would end in its midst. schema: the section's; kinds: those of all sections."""
+    inner = {name: value for name, value in section if isinstance(value, BaseModel)}
+    if inner:
+        schema["required"] = sorted(inner)
+    for value in inner.values():
+        if not isinstance(value, Config):
+            _require(value, kinds[type(value).__name__], kinds)
 
 
 def _told(node: Any) -> Any:

@@ -88,6 +88,9 @@ WRONG = {
     "nodes without vLLM": (("target.nodes=2",), "target.nodes is 2 but config.target.engine is not vllm"),
     "uneven nodes": (("config.target.engine=vllm", "config.model.tensor_parallel=4", "target.nodes=3"),
                      "4 ranks (config.model.tensor_parallel by vLLM's pipeline_parallel_size)"),
+    "a section that is null": (("draft=null",), "missing property 'draft'"),
+    "a section in a section that is null": (("target.autoscaling=null",), "missing property 'autoscaling'"),
+    "settings that are null": (("config=null",), "missing property 'config'"),
     "unknown value": (("target.replica=2",), "'replica' not allowed"),
     "unknown setting": (("config.target.policy.max_node=2",), "'max_node' not allowed"),
     "setting that the chart owns": (("config.router.listen=x",), "'listen' not allowed"),
@@ -604,6 +607,11 @@ def notes(*changes: str) -> str:
 def test_the_notes_ask_for_no_log_of_a_pod_that_goes() -> None:
     policy = only(rendered("cpu"), "Pod")["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
     assert "helm test r -n " in notes() and ("hook-succeeded" not in policy or "--logs" not in notes())
+
+
+def test_the_notes_wait_as_long_as_a_target_may_take() -> None:
+    """No router is ready before."""
+    assert "--timeout=660s" in notes() and "--timeout=7260s" in notes("target.startupSeconds=7200")
 
 
 def test_the_notes_say_when_a_service_is_open_and_its_policy_is_not() -> None:
