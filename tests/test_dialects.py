@@ -158,6 +158,8 @@ async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None
     async with routing(tiny_folder, caller()) as r:
         answer = await r.openai.responses.create(model="tiny", input="hello", instructions="Brief.", tools=[FUNCTION])
         assert answer.status == "completed" and answer.output_text == "So:"
+        assert answer.instructions == "Brief."
+        assert [tool.model_dump(exclude_none=True) for tool in answer.tools] == [FUNCTION], "what was given"
         call: Any = answer.output[1]
         assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Paris"})
         async with r.openai.responses.stream(model="tiny", input="hello", tools=[FUNCTION]) as stream:
@@ -183,6 +185,7 @@ async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None
         assert refused["param"] == "previous_response_id"
         theirs = await r.post(RESPONSES, input="hello", max_output_tokens=1, tools=[FUNCTION, {"type": "web_search"}])
         assert theirs.status_code == 200 and theirs.headers["x-slipstream-ignored"] == "tools[].web_search"
+        assert theirs.json()["tools"] == [FUNCTION], "those that are run here"
         refused = (await r.post(RESPONSES, input="x", tools=[{"type": "mcp"}], tool_choice="required")).json()["error"]
         assert refused["param"] == "tool_choice", "only what is run here can be forced"
 

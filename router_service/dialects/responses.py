@@ -133,9 +133,11 @@ def _tools(tools: Any, choice: Any) -> Json:
 
 
 def _told_again(asked: Mapping[str, Any]) -> Json:
-    """What is short of what was asked."""
-    choice = asked.get("tool_choice") or "auto"
-    return {"metadata": asked.get("metadata") or {},
+    """Of what was asked, what counted."""
+    choice, tools = asked.get("tool_choice") or "auto", asked.get("tools") or []
+    return {"instructions": asked.get("instructions"),
+            "tools": [tool for tool in tools if tool.get("type") == "function"],
+            "metadata": asked.get("metadata") or {},
             "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
             "tool_choice": {"type": "function", "name": choice.get("name")} if isinstance(choice, dict) else choice,
             **{name: asked.get(name) for name in ("temperature", "top_p", "max_output_tokens")}}
@@ -147,7 +149,7 @@ class ResponsesReply:
     def __init__(self, told: Told) -> None:
         self._head: Json = {
             "id": f"resp_{told.answer_id}", "object": "response", "created_at": told.created, "model": told.model,
-            "error": None, "incomplete_details": None, "instructions": None, "tools": [], "store": False,
+            "error": None, "incomplete_details": None, "store": False,
             **_told_again(told.asked)}
         self._blocks = Blocks(told.answer_id, told.markup)
         self._sent = 0
