@@ -23,6 +23,7 @@ GRAMMARS = {
     "schema": Grammar("json_schema", json.dumps(SCHEMA)), "object": JSON_OBJECT,
     "regex": Grammar("regex", r"(The (quick|slow) (brown|red) fox\. ){3}[0-9]{2}"),
     "choice": Grammar("choice", json.dumps(["the moon is made of rock", "the moon is made of cheese", "no"])),
+    "ebnf": Grammar("ebnf", r'root ::= "\u0054he fox:" word{1,6} "."' "\n" r'word ::= " " [\u0061-z]{1,9}'),
     "lark": Grammar("lark", 'start: "The fox:" word{1,6} "."\nword: " " /[a-z]{1,9}/'),
 }
 SEEDED = {"temperature": 0.8, "seed": 5}
@@ -63,7 +64,7 @@ def test_answers_are_plain_vllms_and_keep_to_their_grammars(vllm_python: Path, t
             service.wait()
     over = [(name, text) for (_, name, _), text, finish in zip(ALL, said["texts"], said["finishes"], strict=True)
             if finish == "stop"]
-    assert {name for name, _ in over} >= {"schema", "regex", "choice", "lark"}
+    assert {name for name, _ in over} >= {"schema", "regex", "choice", "lark", "ebnf"}
     for name, text in over:
         assert keeps(name, text), (name, text)
     assert "grammar" not in log.read_text(), "vLLM met what its grammar forbids"

@@ -49,15 +49,12 @@ def adapt() -> None:
         def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
             options, shape = options_of(server_args), target_worker.model_config
-            text, metrics = shape.hf_text_config, TargetMetrics(str(server_args.model_path))
+            metrics = TargetMetrics(str(server_args.model_path))
             chains = Chains(options.section(self.draft_token_num - 1), metrics)
             self.limit = shape.context_len
-            self.trees = Trees(chains, self.draft_token_num, shape.vocab_size,
-                               server_args.speculative_ngram_max_bfs_breadth > 1)
-            hello = TargetHello(PROTOCOL_VERSION, 0, str(server_args.model_path), shape.vocab_size,
-                                tokenizer_hash(Path(server_args.tokenizer_path)), text.hidden_size,
-                                text.num_hidden_layers, shape.context_len)
-            self.links = Links(options.drafts, hello, chains.following, metrics)
+            branches = server_args.speculative_ngram_max_bfs_breadth > 1
+            self.trees = Trees(chains, self.draft_token_num, shape.vocab_size, branches)
+            self.links = Links(options.drafts, hello_of(server_args, shape), chains.following, metrics)
 
         def _prepare_draft_tokens(self, batch: Any) -> tuple[Tokens, Mask]:
             return self.trees.drafted(asked_of(self, batch))
@@ -75,6 +72,14 @@ def adapt() -> None:
     register = SpeculativeAlgorithm.register(NAME, supports_overlap=True, validate_server_args=check,
                                              spec_class=Algorithm)
     register(factory)
+
+
+def hello_of(server_args: Any, shape: Any) -> TargetHello:
+    """``shape``: SGLang's configuration of the model."""
+    text = shape.hf_text_config
+    return TargetHello(PROTOCOL_VERSION, 0, str(server_args.model_path), shape.vocab_size,
+                       tokenizer_hash(Path(server_args.tokenizer_path)), text.hidden_size, text.num_hidden_layers,
+                       shape.context_len)
 
 
 def asked_of(worker: Any, batch: Any) -> list[Asked]:
