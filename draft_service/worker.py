@@ -275,7 +275,7 @@ def commit_of(item: Commit, number: int) -> Commit:
     states = item.features
     if states is not None:
         states = Features(number, states.start, states.rows, states.num_rows, states.dtype)
-    return Commit(number, item.base, item.tokens, states, item.drafted, item.wanted, item.ahead)
+    return Commit(number, item.base, item.tokens, states, item.wanted, item.ahead)
 
 
 def growth_of(growth: Growth, session: int) -> Growth:

@@ -105,7 +105,7 @@ TARGET_HELLO = TargetHello(1, INCARNATION, "tiny", VOCAB, "abc", 64, 2, CONTEXT)
 DRAFT_HELLO = DraftHello(1, INCARNATION, "eagle3", VOCAB, "abc", FeatureSpec((0, 2), 128, "bfloat16"), 64, 256, 63, 16)
 FEATURES = Features(3, 4, bytes(range(2 * WIDTH * 2)), 2, "bfloat16")
 TARGET_ITEMS = [Open(3, ints(1, 2, 3, 4, 5), 4, SAMPLING, 9), FEATURES,
-                Commit(3, 5, ints(6, 7), FEATURES, 4, 5), Close(9)]
+                Commit(3, 5, ints(6, 7), FEATURES, 5), Close(9)]
 DRAFT_ITEMS = [growth(), Growth.empty(4, 6), Drop(5, "capacity")]
 REQUEST = Request("r-1", (1, 2, 3), SAMPLING, 16, 0, False)
 PIECE = Piece((1, 2), 1, 3, (TokenLogprob(-0.5, ((1, -0.5), (9, -2.0))), TokenLogprob(-1.0)), "stop", 0.25, 0.125,
@@ -118,10 +118,10 @@ GOLDEN = {
     "target_hello": "0a2008011107000000000000001a0474696e7920e8072a036162633040380240f403",
     "draft_hello": "0a2f08011107000000000000001a066561676c653320e8072a0361626332090a02000210800118033840408002483f5010",
     "target_frame": (
-        "12cf0109070000000000000012760a7408031214010000000200000003000000040000000500000018042256090000000000"
+        "12cd0109070000000000000012760a7408031214010000000200000003000000040000000500000018042256090000000000"
         "00e03f102819000000000000e83f21000000000000c03f29000000000000e03f31000000000000e0bf39000000000000f43f"
         "420b080511000000000000f8bf48025202000758ffffffffffffffffff0128091218121608031004180220032a0c00010203"
-        "0405060708090a0b122c1a2a080310051a08060000000700000020042a1608031004180220032a0c00010203040506070809"
+        "0405060708090a0b122a1a28080310051a0806000000070000002a1608031004180220032a0c00010203040506070809"
         "0a0b3005120422020809"
     ),
     "draft_frame": (
@@ -193,6 +193,13 @@ def told(data: bytes) -> list[tuple[int, Told]]:
 @pytest.mark.parametrize("name", encoded())
 def test_golden(name: str) -> None:
     assert encoded()[name].hex() == GOLDEN[name]
+
+
+def test_a_commit_of_a_release_that_told_how_many_were_verified_is_one_without_that() -> None:
+    wire = draft_pb2.ExchangeRequest.FromString(encode_target_frames(INCARNATION, TARGET_ITEMS, MAX_BYTES)[0][0])
+    wire.frame.items[2].commit.MergeFromString(b"\x20\x04")
+    items, faults = decode_target_frame(wire.SerializeToString(), INCARNATION, LIMITS)
+    assert not faults and len(items) == 4 and all(map(same, items, TARGET_ITEMS))
 
 
 def test_hellos_come_back() -> None:
@@ -311,7 +318,6 @@ def test_scores_just_above_zero_become_zero() -> None:
     (Commit(3, 5, ints(*range(65))), "commit.tokens"),
     (Commit(3, CONTEXT, ints(1)), "commit.base"),
     (Commit(3, 0, ints(1)), "commit.base"),
-    (Commit(3, 5, ints(1), drafted=64), "commit.drafted"),
     (Commit(3, 5, ints(1), wanted=64), "commit.wanted"),
     (Open(3, ints(1, 2), 2, Sampling(), 64), "open.wanted"),
     (Commit(3, 6, ints(1, 2), FEATURES), "features.start"),
@@ -483,8 +489,7 @@ def commits(draw: st.DrawFn, dtype: str) -> Commit:
     tokens = draw(st.lists(tokens_, min_size=1, max_size=64))
     session, base = draw(sessions), draw(st.integers(1, CONTEXT - 64))
     rows = draw(features(dtype, session, base - 1, len(tokens))) if len(tokens) < 10 else None
-    return Commit(session, base, ints(*tokens), rows, draw(st.integers(0, 63)), draw(st.integers(0, 63)),
-                  draw(st.booleans()))
+    return Commit(session, base, ints(*tokens), rows, draw(st.integers(0, 63)), draw(st.booleans()))
 
 
 @st.composite

@@ -197,7 +197,7 @@ def frame_of_draft(data: bytes) -> None:
 def frame_seeds() -> Iterator[bytes]:
     numbers = np.arange(1, 4, dtype=np.int32)
     rows = Features(1, 0, np.arange(12, dtype=np.float32).tobytes(), 3, "float32")
-    bound: list[DraftBound] = [Open(1, numbers, 3, Sampling(seed=3)), rows, Commit(1, 3, numbers[:2], None, 2),
+    bound: list[DraftBound] = [Open(1, numbers, 3, Sampling(seed=3)), rows, Commit(1, 3, numbers[:2], wanted=2),
                                Close(1)]
     heard: list[TargetBound] = [Growth(1, 3, numbers, np.array([-3, 1, 2], np.int32), numbers,
                                        np.array([-0.1, -0.2, -0.5], np.float32)), Drop(1, "full")]

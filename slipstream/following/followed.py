@@ -332,7 +332,7 @@ class Followed:
         if decision.want:
             self.waiting.asks()
         rows = self._rows_of(verified, self.reads) if self.reads is not None and verified.rows else None
-        message = side.commit(verified.tokens, rows, verified.drafted, decision.want, decision.ahead)
+        message = side.commit(verified.tokens, rows, decision.want, decision.ahead)
         if message is not None:
             self._shared.say(self.link, message)
         if self.link is None or not decision.follow:

@@ -105,7 +105,6 @@ class Commit:
     base: int
     tokens: Ints  # int32 [M], M >= 1
     features: Features | None = None
-    drafted: int = 0  # draft nodes that were verified in this round, root not counted
     wanted: int = 63  # draft nodes that the target would verify next, at most; 0: follow, but grow nothing
     ahead: bool = False  # as in Open, from here on
 

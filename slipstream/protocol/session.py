@@ -152,8 +152,8 @@ class TargetSide:
         return Open(self.session, np.array(self.tokens, np.int32), self.prompt_len, self.sampling, wanted,
                     self.trace, ahead)
 
-    def commit(self, tokens: Sequence[int], features: Features | None = None, drafted: int = 0,
-               wanted: int = MAX_NODES - 1, ahead: bool = False) -> Commit | None:
+    def commit(self, tokens: Sequence[int], features: Features | None = None, wanted: int = MAX_NODES - 1,
+               ahead: bool = False) -> Commit | None:
         """Append ``tokens`` to the answer and re-root. Returns what to send: None when nobody follows."""
         assert len(tokens) >= 1
         followed, base, tree = self.state is FOLLOWED, self.base, self.tree
@@ -167,7 +167,7 @@ class TargetSide:
         self.heard = False
         if not followed:
             return None
-        return Commit(self.session, base, np.array(tokens, np.int32), features, drafted, wanted, ahead)
+        return Commit(self.session, base, np.array(tokens, np.int32), features, wanted, ahead)
 
     def receive(self, message: Growth | Drop) -> int:
         """Take what the drafter sent. Returns how many nodes joined the tree (-1: the message was stale).

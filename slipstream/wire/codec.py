@@ -152,7 +152,7 @@ def _write(wire: Any, item: DraftBound | TargetBound) -> None:
         commit = wire.commit
         commit.session, commit.base = item.session, item.base
         commit.tokens = np.asarray(item.tokens, "<i4").tobytes()
-        commit.drafted, commit.wanted, commit.ahead = item.drafted, item.wanted, item.ahead
+        commit.wanted, commit.ahead = item.wanted, item.ahead
         if item.features is not None:
             _write_features(commit.features, item.features)
     elif isinstance(item, Growth):
@@ -217,7 +217,7 @@ def _open(wire: draft_pb2.OpenItem, limits: FrameLimits) -> Open:
 
 
 def _commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:
-    session, base, data, drafted, wanted = wire.session, wire.base, wire.tokens, wire.drafted, wire.wanted
+    session, base, data, wanted = wire.session, wire.base, wire.tokens, wire.wanted
     count = len(data) // 4
     if len(data) % 4 or not 1 <= count <= MAX_NODES:
         raise RemoteProtocolError("commit.tokens", f"{len(data)} bytes are not 1 to {MAX_NODES} int32 values")
@@ -227,9 +227,8 @@ def _commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:
         raise RemoteProtocolError("commit.tokens", f"a token is outside the vocabulary of {limits.vocab_size}")
     if not 1 <= base <= limits.max_context - count:
         raise outside("commit.base", base, 1, limits.max_context - count)
-    for field, value in (("drafted", drafted), ("wanted", wanted)):
-        if value >= MAX_NODES:
-            raise outside(f"commit.{field}", value, 0, MAX_NODES - 1)
+    if wanted >= MAX_NODES:
+        raise outside("commit.wanted", wanted, 0, MAX_NODES - 1)
     features = _features(wire.features, limits) if wire.HasField("features") else None
     if features is not None:
         if features.session != session:
@@ -238,7 +237,7 @@ def _commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:
             raise RemoteProtocolError("features.start", f"{features.start} is not the commit's base - 1")
         if features.num_rows != count:
             raise RemoteProtocolError("features.num_rows", "not as many as the commit's tokens")
-    return Commit(session, base, tokens, features, drafted, wanted, wire.ahead)
+    return Commit(session, base, tokens, features, wanted, wire.ahead)
 
 
 def _features(wire: draft_pb2.FeaturesItem, limits: FrameLimits) -> Features:
