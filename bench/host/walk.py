@@ -47,7 +47,7 @@ from slipstream.protocol.messages import Growth
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Backend
 from slipstream.protocol.session import TargetSide
-from slipstream.wire.link import DraftLink, StreamPeer
+from slipstream.wire.link import DraftLink, Outbox
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 from target_service.assembly import build as build_target
@@ -60,7 +60,7 @@ ROUND_FILES, ROUND_CALLS, REQUEST_FILES = 20, 250, 30  # at most: the goals
 # Where a round begins and ends. Whoever moves these functions names the new ones here.
 VERDICT = tree.walk.__code__
 TAKEN = TargetSide.receive.__code__
-HANDED_OVER = (DraftLink.send.__code__, StreamPeer.send.__code__)
+HANDED_OVER = Outbox.send.__code__
 GOES_ON = ("Following._receive", "DraftWorker._round", "TargetWorker._commit")
 
 ROOT = Path(__file__).parents[2]
@@ -208,7 +208,7 @@ class Walked:
             raise Unavailable(f"no answer: {body[:200]!r}")
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_code in HANDED_OVER:
+        if event == "return" and frame.f_code is HANDED_OVER:
             self._handed_over.add(threading.get_ident())
         elif event == "call" and frame.f_code.co_qualname in GOES_ON:
             self._handed_over.discard(threading.get_ident())

@@ -11,8 +11,8 @@ Rules of a link:
 A draft stream while it runs, the same at both of its ends: items that wait to go out, and frames both ways.
 
 Rules of a stream:
-1. ``put`` may be called from any thread and never blocks; what was put together stays together and in order.
-2. Whatever waits when the writer comes is taken at once, so several puts become one frame.
+1. What is sent may come from any thread and never blocks; what was sent together stays together and in order.
+2. Whatever waits when the writer comes is taken at once, so several of them become one frame.
 3. What waits is bounded. Beyond the bound all of it is dropped and the stream ends with CapacityError: a gap cannot be
    repaired item by item.
 4. A frame of another stream is dropped and counted, a bad item is a fault of its session, and anything else that is no
@@ -93,9 +93,6 @@ class WireCounts:
     bytes_out: int = 0
     stale_frames: int = 0
     invalid_items: int = 0
-    reconnects: int = 0
-    overflows: int = 0
-    oversized_items: int = 0
 
 
 async def export_bytes(counts: Sequence[WireCounts], export: Callable[[str, int], None]) -> None:
@@ -110,9 +107,11 @@ async def export_bytes(counts: Sequence[WireCounts], export: Callable[[str, int]
 
 
 class Outbox(Generic[Item]):
-    """Made on the loop that takes from it. ``max_batches``: puts that may wait; ``max_bytes``: of feature rows."""
+    """What goes out on one stream: at a draft's end a ``messages.Peer``. Made on the loop that takes from it."""
 
-    def __init__(self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, name: str = "", max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
+        """name: of the other end. max_batches: sent together, that may wait; max_bytes: of feature rows."""
+        self.name = name
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._max_batches = max_batches
@@ -123,10 +122,11 @@ class Outbox(Generic[Item]):
         self._closed = False
         self._woken = False
         self.filled = asyncio.Event()
-        self._full = asyncio.Event()
+        self._error: SlipstreamError | None = None
+        self._failed = asyncio.Event()
 
-    def put(self, items: Sequence[Item]) -> None:
-        """Add ``items``; nothing happens once the outbox is closed or has overflowed."""
+    def send(self, items: Sequence[Item]) -> None:
+        """Nothing happens once the outbox is closed or has overflowed."""
         weight = 0
         for item in items:
             features = item.features if isinstance(item, Commit) else item
@@ -138,19 +138,19 @@ class Outbox(Generic[Item]):
             self._batches.append((items, weight))
             self._weight += weight
             overflow = len(self._batches) > self._max_batches or self._weight > self._max_bytes
-            if overflow:
-                self._clear()
-            wake = overflow or not self._woken
-            self._woken = True
-        if not wake:
-            return
-        event = self._full if overflow else self.filled
-        if threading.get_ident() == self._thread:
-            event.set()  # the loop is awake already: no need to write to its wake-up pipe
-            return
-        # The loop may have been closed between the check and here; then nobody is waiting.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(event.set)
+            wake, self._woken = not self._woken, True
+        if overflow:
+            self._fail(CapacityError("overflow"))
+        elif wake and threading.get_ident() == self._thread:
+            self.filled.set()  # the loop is awake already: no need to write to its wake-up pipe
+        elif wake:
+            # The loop may have been closed between the check and here; then nobody is waiting.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self.filled.set)
+
+    def refuse(self, field: str) -> None:
+        """The other end sends too much that is wrong. From any thread."""
+        self._fail(RemoteProtocolError(field, "wrong too often"))
 
     def take(self, max_bytes: int) -> list[Item]:
         """What waits (``filled`` says when): one put, and more up to about ``max_bytes`` of rows."""
@@ -167,20 +167,24 @@ class Outbox(Generic[Item]):
                 self.filled.clear()
         return taken
 
-    async def overflowed(self) -> None:
-        """Waits until there was too much; raises CapacityError then."""
-        await self._full.wait()
-        raise CapacityError("overflow")
+    async def failed(self) -> None:
+        """Waits until there is too much, or the other end is refused; raises CapacityError or RemoteProtocolError."""
+        await self._failed.wait()
+        assert self._error is not None
+        raise self._error
 
     def close(self) -> None:
         """Drop what waits and take nothing more."""
         with self._lock:
-            self._clear()
+            self._closed = True
+            self._batches.clear()
+            self._weight = 0
 
-    def _clear(self) -> None:
-        self._closed = True
-        self._batches.clear()
-        self._weight = 0
+    def _fail(self, error: SlipstreamError) -> None:
+        self.close()
+        self._error = self._error or error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
+            self._loop.call_soon_threadsafe(self._failed.set)
 
 
 class Line(Protocol):
@@ -209,19 +213,11 @@ class Pumps(Generic[Item, Heard]):
     allowance: Allowance | None = None  # None: it speaks unasked
     pace: Pace = field(default_factory=partial(Pace, SHARE))
     worked: Callable[[], float] = time.thread_time  # seconds that this thread has computed
-    refusals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
     async def run(self, line: Line, *until: Coroutine[Any, Any, None], opening: Iterable[bytes] = ()) -> None:
         """Until the peer ends the stream or one of ``until`` ends; ``opening`` goes out before all items. Raises
         CapacityError, RemoteProtocolError and what ``line`` raises."""
-        await first_end(self._read(line), self._write(line, opening), self.outbox.overflowed(), self._refused(), *until)
-
-    def refuse(self, field: str) -> None:
-        """The peer sends too much that is wrong. On the loop."""
-        self.refusals.put_nowait(field)
-
-    async def _refused(self) -> None:
-        raise RemoteProtocolError(await self.refusals.get(), "wrong too often")
+        await first_end(self._read(line), self._write(line, opening), self.outbox.failed(), *until)
 
     async def _read(self, line: Line) -> None:
         while isinstance(data := await line.read(), bytes):
@@ -265,7 +261,6 @@ class Pumps(Generic[Item, Heard]):
                 await line.write(frame)
                 self.counts.bytes_out += len(frame)
             if left:
-                self.counts.oversized_items += len(left)
                 self.oversized(left)
 
 
@@ -281,24 +276,6 @@ async def first_end(*coroutines: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in ended:
         task.result()
-
-
-class StreamPeer:
-    """A peer over one gRPC stream. Made on the loop that serves it."""
-
-    def __init__(self, name: str, outbox: Outbox[TargetBound]) -> None:
-        self.name = name
-        self._outbox = outbox
-        self._loop = asyncio.get_running_loop()
-        self.pumps: Pumps[TargetBound, DraftBound] | None = None
-
-    def send(self, items: Sequence[TargetBound]) -> None:
-        self._outbox.put(items)
-
-    def refuse(self, field: str) -> None:
-        if self.pumps is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
-                self._loop.call_soon_threadsafe(self.pumps.refuse, field)
 
 
 HANDSHAKE_S = 5.0
@@ -329,23 +306,20 @@ class DraftLink:
         self._handshake_s = handshake_s
         self._refused_retry_s = refused_retry_s
         self._outbox: Outbox[DraftBound] | None = None
-        self._refusal: Callable[[str], object] | None = None  # of the stream that runs, from any thread
         self._absence = Absence()
         self._drafter = ""
-        self._known = False  # whether it has been up before
         self._problem = "not connected yet"
         self._log = structlog.get_logger(part="wire", draft=address)
 
     def send(self, items: Sequence[DraftBound]) -> None:
         outbox = self._outbox
         if outbox is not None:
-            outbox.put(items)
+            outbox.send(items)
 
     def refuse(self, field: str) -> None:
-        refusal = self._refusal
-        if refusal is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
-                refusal(field)
+        outbox = self._outbox
+        if outbox is not None:
+            outbox.refuse(field)
 
     def status(self) -> DraftStatus:
         return DraftStatus(self.address, self._outbox is not None, self._drafter, self._problem)
@@ -436,18 +410,14 @@ class DraftLink:
         return replace(draft, features=replace(spec, projection=reader.finish()))
 
     async def _pump(self, call: Call, target: TargetHello, draft: DraftHello) -> None:
-        outbox: Outbox[DraftBound] = Outbox(self._max_batches)
+        outbox: Outbox[DraftBound] = Outbox(self.address, self._max_batches)
         pumps = Pumps(encode_target_frames, decode_draft_frame, target.incarnation, FrameLimits.of(target, draft),
                       self._rules.message_bytes, self.counts, outbox, partial(self._events.received, self),
                       self._give_up, partial(self._events.full, self), Allowance())
-        loop = asyncio.get_running_loop()
-        self._refusal = lambda field: loop.call_soon_threadsafe(pumps.refuse, field)
         self._outbox, self._drafter = outbox, draft.drafter
         (self._log.warning if self._problem else self._log.info)("draft link up", drafter=draft.drafter,
                                                                  problem=self._problem)
         reason = "stopped"
-        self.counts.reconnects += self._known
-        self._known = True
         self._events.link_up(self, draft)
         try:
             await pumps.run(call)
@@ -456,20 +426,20 @@ class DraftLink:
             reason = "unavailable"
             raise Unavailable(f"{self.address}: the stream has ended") from error
         except (SlipstreamError, aio.AioRpcError) as error:
-            reason = self._reason(error)
+            reason = _reason(error)
             raise
         finally:
-            self._outbox, self._refusal, self._problem = None, None, reason
+            self._outbox, self._problem = None, reason
             outbox.close()
             self._log.info("draft link down", reason=reason)
             self._events.link_down(self, reason)
 
-    def _reason(self, error: Exception) -> str:
-        if isinstance(error, CapacityError):
-            self.counts.overflows += 1
-            return "overflow"
-        return f"protocol: {error.field}" if isinstance(error, RemoteProtocolError) else "unavailable"
-
     def _give_up(self, items: list[DraftBound]) -> None:
         # To its session an item that cannot travel is a draft without room for it.
         self._events.received(self, [Drop(item.session, "capacity") for item in items], [])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CapacityError):
+        return "overflow"
+    return f"protocol: {error.field}" if isinstance(error, RemoteProtocolError) else "unavailable"

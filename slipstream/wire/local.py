@@ -71,7 +71,6 @@ class LocalLink:
         self._check = check
         self._stream: LocalStream | None = None
         self._drafter = ""
-        self._known = False  # whether it has been up before
         self._problem = "not connected yet"
 
     def restore(self) -> None:
@@ -94,8 +93,6 @@ class LocalLink:
             self._problem = f"{REFUSED}{error}"
             self._peers.peer_down(peer)
             return
-        self.counts.reconnects += self._known
-        self._known = True
         self._drafter, self._problem = draft.drafter, problem
         self._stream = LocalStream(peer, target.incarnation, FrameLimits.of(target, draft))
         self._events.link_up(self, draft)
@@ -130,7 +127,6 @@ class LocalLink:
             good, faults = decode_target_frame(frame, stream.incarnation, stream.limits)
             self._peers.received(stream.peer, good, faults)
         if oversized:
-            self.counts.oversized_items += len(oversized)
             self._events.received(self, [Drop(item.session, "capacity") for item in oversized], [])
 
     def refuse(self, field: str) -> None:
@@ -142,9 +138,7 @@ class LocalLink:
         if stream is None or stream.peer is not peer:
             self.counts.stale_frames += 1
             return
-        frames, oversized = encode_draft_frames(stream.incarnation, items, self._max_bytes)
-        self.counts.oversized_items += len(oversized)
-        for frame in frames:
+        for frame in encode_draft_frames(stream.incarnation, items, self._max_bytes)[0]:
             self.counts.frames_in += 1
             self.counts.bytes_in += len(frame)
             good, faults = decode_draft_frame(frame, stream.incarnation, stream.limits)

@@ -32,7 +32,7 @@ from slipstream.wire.codec import (
     encode_draft_hello,
     encode_projection,
 )
-from slipstream.wire.link import HANDSHAKE_S, MAX_BATCHES, Outbox, Pumps, StreamPeer, WireCounts
+from slipstream.wire.link import HANDSHAKE_S, MAX_BATCHES, Outbox, Pumps, WireCounts
 from slipstream.wire.status import Context, abort
 
 MAX_PEERS = 64
@@ -102,22 +102,20 @@ class DraftServicer:
         if not isinstance(first, bytes):
             return
         target = decode_target_hello(first)
-        outbox: Outbox[TargetBound] = Outbox(self._max_batches)
-        peer = StreamPeer(context.peer(), outbox)
+        peer: Outbox[TargetBound] = Outbox(context.peer(), self._max_batches)
         hello = replace(self._events.peer_up(peer, target), incarnation=target.incarnation)
         self._count(1)
         try:
             await context.write(encode_draft_hello(hello))
             self._log.info("target connected", target=peer.name, model=target.model_id)
             pumps = Pumps(encode_draft_frames, decode_target_frame, hello.incarnation, FrameLimits.of(target, hello),
-                          self._max_bytes, self.counts, outbox, partial(self._events.received, peer),
+                          self._max_bytes, self.counts, peer, partial(self._events.received, peer),
                           full=partial(self._events.full, peer))
-            peer.pumps = pumps
             projection = hello.features.projection if hello.features is not None else None
             weights = encode_projection(projection, self._max_bytes) if projection is not None else ()
             await pumps.run(context, self._drained(), opening=weights)
         finally:
-            outbox.close()
+            peer.close()
             self._log.info("target gone", target=peer.name)
             self._count(-1)
             self._events.peer_down(peer)
