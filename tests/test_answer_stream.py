@@ -368,3 +368,41 @@ async def test_an_offered_piece_that_cannot_be_written_ends_its_own_answer_alone
     worker.sink(Piece((1 << 40,)))  # would keep what is behind it from others if it raised
     await eventually(lambda: worker.left == [1] and line.failed == [1])
     call.cancel()
+
+
+@dataclass
+class Lingering:
+    """A Backend of one answer, which has one piece and takes its time to be closed."""
+
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: list[bool] = field(default_factory=list)
+
+    def submit(self, request: Request) -> Lingering:
+        return self
+
+    async def info(self) -> TargetInfo:
+        return INFO
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        await self.go.wait()
+        yield Piece((1,), finish="length")
+
+    def set_speculation(self, allowed: bool) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        await asyncio.sleep(0)
+        self.closed.append(True)
+
+
+async def test_an_answer_that_is_left_at_its_end_is_closed_to_the_end() -> None:
+    backend, line = Lingering(), Written()
+    call = asyncio.create_task(AnswerCall(backend, INFO).run(line))
+    line.said.put_nowait(encode_asked(1, asked(100)))
+    await settled()
+    line.said.put_nowait(encode_asked(1, Flow.CLOSE))
+    backend.go.set()  # its last piece and the word of its reader meet
+    await eventually(lambda: line.tokens == [1])
+    await settled()
+    assert backend.closed == [True]
+    call.cancel()

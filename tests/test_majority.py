@@ -94,6 +94,26 @@ def test_whoever_stood_aside_takes_over_when_the_others_go() -> None:
     assert engine.target.pool.follows(new) and not engine.problem(new) and engine.asked == [USUAL, ODD]
 
 
+def test_a_draft_that_leaves_while_it_stands_aside_or_before_gets_no_session_when_it_is_back() -> None:
+    engine = Engine()
+    odd = engine.join("odd", ODD)
+    engine.target.link_leaving(odd, True)
+    usual = [engine.join(name, USUAL) for name in ("a", "b")]
+    assert not engine.target.pool.follows(odd)
+    for link in usual:
+        engine.leave(link)
+    assert engine.target.pool.follows(odd) and not engine.target.pool.has_room, "it leaves all the same"
+    engine.target.link_leaving(odd, False)
+    engine.target.inbox.drain()
+    assert engine.target.pool.has_room
+    aside = engine.join("aside", USUAL)
+    engine.target.link_leaving(aside, True)
+    engine.leave(odd)
+    assert engine.target.pool.follows(aside) and not engine.target.pool.has_room
+    engine.leave(aside)
+    assert engine.join("aside", USUAL) and engine.target.pool.has_room, "another stream is another draft"
+
+
 def test_a_head_whose_projection_is_gone_comes_back_with_it() -> None:
     projected = FeatureSpec((0,), 2, projection=Projection(2, 4, "float32", b"digest", b"\0" * 32))
     engine = Engine()

@@ -79,6 +79,18 @@ class Agreement:
                 "probably made for another target; check draft.model")
 
 
+@dataclass(slots=True, eq=False)
+class Member:
+    """A drafter that is there. ``leaving``: it gets no new session."""
+
+    hello: DraftHello
+    aside: bool  # it reads other rows than are kept
+    leaving: bool = False
+    sessions: int = 0
+    agreement: Agreement | None = None  # None: it is not judged
+    warned: bool = False
+
+
 class DraftPool:
     """The ready drafts of one target. ``gives``: told of the rows that drafters read; whether the engine has them from
     now on."""
@@ -89,74 +101,76 @@ class DraftPool:
         self._chance = chance or Random()
         self._metrics = metrics
         self._log = logger("target")
-        self._ready: dict[Link, DraftHello] = {}
-        self._aside: dict[Link, DraftHello] = {}  # that read other rows than are kept
-        self._leaving: set[Link] = set()
-        self._sessions: dict[Link, int] = {}
+        self._members: dict[Link, Member] = {}
         self._spec: FeatureSpec | None = None
-        self._agreement: dict[Link, Agreement] = {}
-        self._warned: set[Link] = set()
         self._problems: dict[str, str] = {}  # by address; read by other threads
 
     def link_up(self, link: Link, hello: DraftHello) -> None:
         """A drafter is there. Rows that it reads are kept from now on; older tokens have none for it. It may make
         others stand aside (see ``follows``)."""
+        member = self._members[link] = Member(hello, aside=True)
         if hello.features is None:
-            self._take(link, hello)
+            self._take(link, member)
         else:
-            self._aside[link] = hello
             self._choose_spec()
 
     def follows(self, link: Link) -> bool:
         """Whether sessions may have it: it is there, and does not stand aside."""
-        return link in self._ready
+        return self._ready(link) is not None
 
-    def _take(self, link: Link, hello: DraftHello) -> None:
-        spec = hello.features
-        self._ready[link] = hello if spec is None else replace(hello, features=spec.light())
-        self._sessions[link] = 0
+    def _ready(self, link: Link | None) -> Member | None:
+        member = self._members.get(link) if link is not None else None
+        return None if member is None or member.aside else member
+
+    def _take(self, link: Link, member: Member) -> None:
+        hello, spec = member.hello, member.hello.features
+        member.hello = hello if spec is None else replace(hello, features=spec.light())
+        member.aside, member.sessions, member.warned = False, 0, False
         self._problems.pop(link.address, None)
         if hello.vocab_size:
-            self._agreement[link] = Agreement()
+            member.agreement = Agreement()
             self._metrics.pairing_suspect(link.address, False)
-        self._metrics.drafts_connected(len(self._ready))
+        self._count()
 
     def _choose_spec(self) -> None:
         """Keep rows for those that are most, and let them in."""
-        hellos = [*self._ready.values(), *self._aside.values()]
-        votes = Counter(hello.features for hello in hellos if hello.features is not None)
+        votes = Counter(spec for member in self._members.values() if (spec := member.hello.features) is not None)
         for spec in sorted(votes, key=lambda spec: (-votes[spec], spec != self._spec)):
             if spec == self._spec or self._give(spec):
                 self._spec = spec.light()
                 break
-        for link in [link for link, hello in self._ready.items() if hello.features not in (None, self._spec)]:
-            self._aside[link] = self._ready[link]
-            self._problems.pop(link.address, None)
-            self._forget(link)
-        for link in [link for link, hello in self._aside.items() if hello.features == self._spec]:
-            self._take(link, self._aside.pop(link))
-        for link, hello in self._aside.items():
-            self._stand_aside(link, hello)
+        for link, member in self._members.items():
+            spec = member.hello.features
+            if spec is None:
+                continue
+            if spec == self._spec and member.aside:
+                self._take(link, member)
+            elif spec != self._spec:
+                if not member.aside:
+                    member.aside = True
+                    self._problems.pop(link.address, None)
+                    self._gone(link)
+                self._stand_aside(link, spec)
 
     def _give(self, spec: FeatureSpec) -> bool:
         """Have rows for ``spec`` kept. False: not now, or never."""
-        links = [link for link, hello in self._aside.items() if hello.features == spec]
-        whole = [hello.features for link in links if _is_whole(hello := self._aside[link])]
+        links = [link for link, member in self._members.items() if member.hello.features == spec]
+        whole = [hello.features for link in links if _is_whole(hello := self._members[link].hello)]
         if not whole:
             links[0].refuse("features")  # it stood aside once, and its projection is gone: it comes back with it
             return False
         if whole[0] is not None and self._gives(whole[0]):
             return True
         for link in links:
-            del self._aside[link]
+            del self._members[link]
             self._log.warning("draft refused", address=link.address, field="features", found=str(spec.layers))
             self._problems[link.address] = (f"features.layers: this engine has no rows of layers {spec.layers}, or "
                                             "no memory for them")
         return False
 
-    def _stand_aside(self, link: Link, hello: DraftHello) -> None:
-        found, kept = hello.features, self._spec
-        if found is None or kept is None or link.address in self._problems:
+    def _stand_aside(self, link: Link, found: FeatureSpec) -> None:
+        kept = self._spec
+        if kept is None or link.address in self._problems:
             return
         same = " through another projection" if found.layers == kept.layers else ""
         problem = f"features: it reads layers {found.layers}{same}, and more drafts read {kept.layers}"
@@ -165,58 +179,52 @@ class DraftPool:
 
     def link_down(self, link: Link, reason: str) -> None:
         """A drafter is gone, and others may take part."""
-        self._aside.pop(link, None)
-        self._problems.pop(link.address, None)  # what was found out is about this connection
-        if self._forget(link):
+        member = self._members.pop(link, None)
+        if member is not None and not member.aside:
+            self._gone(link)
             self._metrics.drafter_lost(reason)
+        self._problems.pop(link.address, None)  # what was found out is about this connection
         self._choose_spec()
 
-    def _forget(self, link: Link) -> bool:
-        """It has no part any more. Returns whether it had."""
-        self._sessions.pop(link, None)
-        self._agreement.pop(link, None)
-        self._leaving.discard(link)
-        if self._ready.pop(link, None) is None:
-            return False
-        self._warned.discard(link)
+    def _gone(self, link: Link) -> None:
+        """It has no part any more."""
         self._metrics.draft_gone(link.address)
-        self._metrics.drafts_connected(len(self._ready))
-        return True
+        self._count()
+
+    def _count(self) -> None:
+        self._metrics.drafts_connected(sum(not member.aside for member in self._members.values()))
 
     def set_leaving(self, link: Link, leaving: bool) -> None:
-        """Give a drafter no new session any more, or again."""
-        if leaving and link in self._ready:
-            self._leaving.add(link)
-        elif not leaving:
-            self._leaving.discard(link)
+        """Give a drafter no new session any more, or again: also where it stands aside meanwhile."""
+        if (member := self._members.get(link)) is not None:
+            member.leaving = leaving
 
     @property
     def has_room(self) -> bool:
         """Whether some drafter would take one more session."""
-        return any(map(self._is_open, self._ready))
-
-    def _is_open(self, link: Link) -> bool:
-        return self._sessions[link] < self._ready[link].max_sessions and link not in self._leaving
+        return any(map(_is_open, self._members.values()))
 
     def join(self) -> Link | None:
         """A drafter for one more session: of two drawn at random the one that is less busy for its size. Targets that
         do not know of each other spread their sessions so."""
-        links = [link for link in self._ready if self._is_open(link)]
+        members = self._members
+        links = [link for link, member in members.items() if _is_open(member)]
         if not links:
             return None
         chosen = min(self._chance.sample(links, min(2, len(links))),
-                     key=lambda link: self._sessions[link] / self._ready[link].max_sessions)
-        self._sessions[chosen] += 1
+                     key=lambda link: members[link].sessions / members[link].hello.max_sessions)
+        members[chosen].sessions += 1
         return chosen
 
     def part(self, link: Link | None) -> None:
         """One of its sessions is not its any more."""
-        if link in self._ready:
-            self._sessions[link] -= 1
+        if (member := self._ready(link)) is not None:
+            member.sessions -= 1
 
     def hello(self, link: Link | None) -> DraftHello | None:
         """What the drafter said of itself; None: it is not there."""
-        return self._ready.get(link) if link is not None else None
+        member = self._ready(link)
+        return member.hello if member is not None else None
 
     def judge(self, verified: Sequence[tuple[Link, int, int]]) -> None:
         """Trees that drafters proposed were verified in one step: whose, draft tokens, accepted ones."""
@@ -228,12 +236,12 @@ class DraftPool:
             sums[2] += drafted
             sums[3] += accepted
         for link, (rounds, agreed, drafted, accepted) in of.items():
-            if (hello := self._ready.get(link)) is not None:
-                self._metrics.judged(hello.drafter, drafted, accepted)
-                self._agrees(link, rounds, agreed)
+            if (member := self._ready(link)) is not None:
+                self._metrics.judged(member.hello.drafter, drafted, accepted)
+                self._agrees(link, member, rounds, agreed)
 
-    def _agrees(self, link: Link, rounds: int, agreed: int) -> None:
-        agreement = self._agreement.get(link)
+    def _agrees(self, link: Link, member: Member, rounds: int, agreed: int) -> None:
+        agreement = member.agreement
         if agreement is None:
             return
         suspected = agreement.suspect
@@ -244,10 +252,10 @@ class DraftPool:
         if suspected:
             self._problems.pop(link.address, None)
             return
-        if link not in self._warned:
-            self._warned.add(link)
+        if not member.warned:
+            member.warned = True
             self._log.warning("DRAFTER SUSPECT: " + agreement.problem(), address=link.address,
-                              drafter=self._ready[link].drafter, agreed=agreement.agreed, rounds=agreement.rounds)
+                              drafter=member.hello.drafter, agreed=agreement.agreed, rounds=agreement.rounds)
         self._problems[link.address] = agreement.problem()
 
     def with_problem(self, status: DraftStatus) -> DraftStatus:
@@ -259,3 +267,7 @@ def _is_whole(hello: DraftHello) -> bool:
     """Whether its projection, if it has one, came with its weights."""
     spec = hello.features
     return spec is not None and (spec.projection is None or bool(spec.projection.weights))
+
+
+def _is_open(member: Member) -> bool:
+    return not member.aside and not member.leaving and member.sessions < member.hello.max_sessions

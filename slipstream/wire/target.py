@@ -175,8 +175,13 @@ class AnswerCall:
             sender.flows.clear()
         elif content is Flow.RESUME:
             sender.flows.set()
-        elif sender.task is not None:  # after its first step: one that has not begun would end nothing
-            asyncio.get_running_loop().call_soon(sender.task.cancel)
+        else:  # after its first step: one that has not begun would end nothing
+            asyncio.get_running_loop().call_soon(self._leave, number, sender)
+
+    def _leave(self, number: int, sender: Sender) -> None:
+        """Nobody reads it any more. One that has come to its end meanwhile is being closed, to the end."""
+        if sender.task is not None and self._senders.get(number) is sender:
+            sender.task.cancel()
 
     def _begin(self, number: int, request: Request) -> None:
         try:
