@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import stat
 import threading
 import urllib.error
 import urllib.request
@@ -15,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.base.errors import ConfigError
 from slipstream.observe.metrics import MOST_TENANTS, REFUSALS, DraftMetrics, Registry, RouterMetrics, TargetMetrics
 from slipstream.observe.scrape import MOST_EACH, MetricsServer, whole
+from slipstream.observe.vitals import Vitals
 
 
 def values(registry: Registry) -> dict[str, float]:
@@ -141,6 +144,22 @@ def test_the_server_answers_three_pages() -> None:
             MetricsServer(f"127.0.0.1:{server.port}", metrics.registry, lambda: True)
     finally:
         server.close()
+
+
+def test_a_server_that_cannot_serve_says_so_and_keeps_nobody_waiting() -> None:
+    vitals, nothing = Vitals("tiny"), os.open(os.devnull, os.O_RDWR)
+    free = os.dup(nothing)
+    os.close(free)
+    server = MetricsServer("127.0.0.1:0", DraftMetrics("tiny").registry, lambda: True, vitals)
+    assert stat.S_ISSOCK(os.fstat(free).st_mode), "the least number that is free is its socket's"
+    os.dup2(nothing, free)
+    os.close(nothing)
+    starting = threading.Thread(target=server.start, daemon=True)
+    starting.start()
+    starting.join(20.0)
+    assert not starting.is_alive()
+    server.close()
+    assert not vitals.ready
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /live HTTP/1.1\r\n", b"x" * 40_000], ids=["nothing", "half", "much"])

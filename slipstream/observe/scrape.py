@@ -15,6 +15,8 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 
 from slipstream.base.address import host_port
@@ -47,24 +49,34 @@ class MetricsServer:
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"metrics_listen {listen}: {error}; choose another port") from error
         self.port: int = self._socket.getsockname()[1]
-        self._thread = vitals.thread("metrics", lambda: asyncio.run(self._serve()))
+        self._thread = vitals.thread("metrics", self._run)
         self._up = threading.Event()
+        self._stop: Callable[[], object] = lambda: None
 
     def start(self) -> None:
+        """Returns when it answers, or cannot, which ``vitals`` are told."""
         self._thread.start()
         self._up.wait()
 
     def close(self) -> None:
         """Also again."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with suppress(RuntimeError):  # its loop is closed
+                self._stop()
             self._thread.join()
 
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._up.set()
+
     async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        stop = asyncio.Event()
+        self._stop = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
         server = await asyncio.start_server(self._answer, sock=self._socket, limit=MAX_HEAD_BYTES)
         self._up.set()
-        await self._stop.wait()
+        await stop.wait()
         server.close()  # and whoever is still there is let go with the loop
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
