@@ -435,7 +435,8 @@ class PoolFallback:
     def tick(self) -> None:
         """What was heard is judged; a probe may begin."""
         self._judge_all()
-        self._heed(self._policy.tick(self._clock()))
+        self._policy.tick(self._clock())
+        self._heed(None)
         self._fill_probe()
 
     async def run(self) -> None:

@@ -116,7 +116,7 @@ def test_a_drafter_lost_and_back(seed: int) -> None:
     assert not plain.want and plain.wait_s == 0.0 and not plain.follow
     simulation.run(30)
     assert simulation.overhead(10.1, 30) <= SETTLED, seed
-    simulation.note(simulation.policy.drafter_ready(simulation.now_s))
+    simulation.policy.drafter_ready(simulation.now_s)
     simulation.run(60)
     assert simulation.first(Mode.SPECULATE, 30) < 5, (seed, simulation.transitions)
     assert simulation.overhead(36, 60) < 0.45, seed
@@ -202,7 +202,7 @@ def test_forbid_and_allow(seed: int) -> None:
     assert simulation.transitions[-1].reason == "operator" and simulation.policy.mode is Mode.PLAIN
     assert simulation.policy.num_probes == 0
     assert simulation.overhead(5.1, 20) <= 1.01, seed
-    simulation.note(simulation.policy.allow(simulation.now_s))
+    simulation.policy.allow(simulation.now_s)
     simulation.run(30)
     assert simulation.first(Mode.SPECULATE, 20) < 2, (seed, simulation.transitions)
     assert simulation.transitions[-1].reason == "operator"

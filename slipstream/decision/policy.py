@@ -195,7 +195,9 @@ class SpeculationPolicy:
         earned_s, spent_s = self._account(round_)
         answered = not round_.lookup and self._count(round_, stands)
         if round_.lookup or not at.wants:
-            return self.tick(now_s)
+            if at.mode is not SPECULATE:
+                self.tick(now_s)
+            return None
         at.recent.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
         if self._probe is not None:
             self._probe.add(now_s, earned_s, spent_s, round_, answered)
@@ -265,11 +267,10 @@ class SpeculationPolicy:
             at.silent += 1
         return answered
 
-    def tick(self, now_s: float) -> Transition | None:
-        """Time passes: a probe begins, as in ``observe``."""
+    def tick(self, now_s: float) -> None:
+        """Time passes: a probe may begin, as in ``observe``."""
         if self._probe is None and self._at.mode is not SPECULATE and self._due(now_s):
             self._start_probe(now_s)
-        return None
 
     def drafter_lost(self, now_s: float, reason: Reason = "draft_unavailable") -> Transition | None:
         """Nobody drafts any more. Probes go on, ever more rarely, in case nobody says that a drafter is back."""
@@ -279,7 +280,7 @@ class SpeculationPolicy:
             return None
         return self._leave(now_s, PLAIN, reason)
 
-    def drafter_ready(self, now_s: float) -> Transition | None:
+    def drafter_ready(self, now_s: float) -> None:
         """A drafter is there (again): probe soon, though later each time that it is lost at once."""
         if self._at.mode is not SPECULATE and (self._probe is None or not self._probe.answered):
             self._end_probe()
@@ -288,19 +289,18 @@ class SpeculationPolicy:
             # _postpone has doubled the wait already; an eighth of it is a quarter of the one that was due.
             self._next_probe_s = min(self._next_probe_s, now_s + self._backoff_s / 8)
             self._returns = "drafter_ready"
-        return None
 
     def forbid(self, now_s: float) -> Transition | None:
         """The operator, the client or the router wants no drafter from now on."""
         self._at.allowed = False
         return self._go(now_s, PLAIN, "operator")
 
-    def allow(self, now_s: float) -> Transition | None:
+    def allow(self, now_s: float) -> None:
         """Take ``forbid`` back: a probe begins as soon as it is affordable."""
         if not self._at.allowed:
             self._at.allowed = self._able
             self._next_probe_s, self._returns = now_s, "operator"
-        return self.tick(now_s)
+        self.tick(now_s)
 
     def _consider_leaving(self, now_s: float) -> Transition | None:
         at, patience = self._at, self._rules.patience

@@ -288,7 +288,7 @@ class Followed:
         verified all the same."""
         if allowed:
             self.plain = False
-            self._note(self.policy.allow(now_s), self.link)
+            self.policy.allow(now_s)
             return
         change = self.policy.forbid(now_s)
         if self.begun or self.side.num_output:  # else it begins so
@@ -317,9 +317,10 @@ class Followed:
         record = RoundRecord(drafted, accepted, len(tokens), waited_s, outcome, before.why, None if lookup else link)
         if verified.finish:
             return record, None
-        self._foretold = self._look_up(tokens, verified.forced)
+        left = self.left - len(tokens)
+        self._foretold = self._look_up(tokens, left, verified.forced)
         waiting.unasked += len(tokens)
-        return record, self._sees(now_s, step.sessions - 1, self._foretold[1], self.left - len(tokens))
+        return record, self._sees(now_s, step.sessions - 1, self._foretold[1], left)
 
     def commit(self, verified: Verified, decision: Decision | None, step: Step, now_s: float) -> None:
         """Make ``tokens`` part of the session, and have the drafter told by the next flush. ``decision``: of the next
@@ -400,14 +401,15 @@ class Followed:
             return "plain"
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
 
-    def _look_up(self, tokens: tuple[int, ...], forced: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
+    def _look_up(self, tokens: tuple[int, ...], left: int,
+                 forced: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
         if not self.looks_up:
             return NOTHING
         if self._lookup is None:
             self._lookup = PromptLookup([*self.side.tokens, *tokens], self._doubt)
         else:
             self._lookup.commit(tokens)
-        return self._lookup.chain(min(self._shared.policy.max_nodes, self.left - len(tokens) - 1), forced)
+        return self._lookup.chain(min(self._shared.policy.max_nodes, left - 1), forced)
 
     def _decide(self, now_s: float, others: int) -> Decision:
         seen = self._sees(now_s, others, (), self.left)

@@ -57,9 +57,6 @@ class SuffixIndex:
         if len(self.tokens) + len(tokens) > 2 * self._keep:  # a long prompt is not looked at whole: others wait for it
             tokens = [*self.tokens, *tokens][-self._keep:]
             self._clear()
-        self._append(tokens)
-
-    def _append(self, tokens: Sequence[int]) -> None:
         text, chains = self.tokens, [*zip(self._orders, self._newest, self._before, strict=True)]
         for token in tokens:
             text.append(token)

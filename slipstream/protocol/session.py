@@ -53,11 +53,15 @@ FOLLOWED, COMMIT, GROWTH = TargetState.FOLLOWED, TargetEvent.COMMIT, TargetEvent
 
 
 class DraftState(StrEnum):
+    __hash__ = str.__hash__
+
     ABSENT = "absent"
     OPEN = "open"
 
 
 class DraftEvent(StrEnum):
+    __hash__ = str.__hash__
+
     OPEN = "open"
     FEATURES = "features"
     COMMIT = "commit"  # continues the session
@@ -282,29 +286,19 @@ class DraftSide:
     def receive(self, message: Open | Features | Commit | Close, now_s: float) -> DraftEvent:
         """Take what the target sent and tell what it is. The caller does what the table says for that event."""
         self.heard_s = now_s
-        event = self._classify(message)
-        self.apply(event)
-        if isinstance(message, Open):
-            self.base = len(message.tokens)
-        elif event is DraftEvent.COMMIT and isinstance(message, Commit):
-            self.base += len(message.tokens)
+        if isinstance(message, Commit):
+            base = message.base + len(message.tokens)
+            event = (DraftEvent.COMMIT if message.base == self.base else
+                     DraftEvent.REPEAT if base <= self.base else DraftEvent.GAP)
+            if event is DraftEvent.COMMIT:
+                self.base = base
+        elif isinstance(message, Open):
+            event, self.base = DraftEvent.OPEN, len(message.tokens)
+        else:
+            event = DraftEvent.CLOSE if isinstance(message, Close) else DraftEvent.FEATURES
+        self.state = DRAFT_TABLE[self.state, event][0]
         return event
 
-    def apply(self, event: DraftEvent) -> str:
-        """Move by ``event``; returns what the table says is to be done."""
-        state, action = DRAFT_TABLE[(self.state, event)]
-        self.state = state
-        return action
-
-    def _classify(self, message: Open | Features | Commit | Close) -> DraftEvent:
-        match message:
-            case Open():
-                return DraftEvent.OPEN
-            case Features():
-                return DraftEvent.FEATURES
-            case Close():
-                return DraftEvent.CLOSE
-            case Commit(base=base, tokens=tokens):
-                if base == self.base:
-                    return DraftEvent.COMMIT
-                return DraftEvent.REPEAT if base + len(tokens) <= self.base else DraftEvent.GAP
+    def apply(self, event: DraftEvent) -> None:
+        """It happened without a message."""
+        self.state = DRAFT_TABLE[self.state, event][0]
