@@ -93,32 +93,21 @@ class Inbox:
 
 
 class Lane:
-    """What one peer has to tell, in order: posted on its thread, done on the inbox's. A bounded number of events waits,
-    so that a flood costs its sender and nobody else."""
+    """One stream of a peer's, whose events are posted on its thread and done on the inbox's. A bounded number of them
+    waits, so that a flood costs its sender and nobody else."""
 
-    __slots__ = ("_done", "_inbox", "_posted", "hello")
+    __slots__ = ("done", "faults", "hello", "posted", "wrong")
 
-    def __init__(self, inbox: Inbox, hello: DraftHello) -> None:
-        self._inbox = inbox
-        self.hello: DraftHello | None = hello  # until somebody has looked, or its stream is over
-        self._posted = self._done = 0  # each counted by one thread alone
+    def __init__(self, hello: DraftHello) -> None:
+        self.hello: DraftHello | None = hello  # until somebody has looked, or the stream is over
+        self.posted = self.done = 0  # each counted by one thread alone
+        self.faults = FaultRate()
+        self.wrong = set[str]()  # fields that were
 
     @property
     def full(self) -> bool:
         """Whether more waits than comes of what was asked for."""
-        return self._posted - self._done >= MOST
-
-    def post(self, event: Event) -> bool:
-        """False: it is full, and the event is lost."""
-        if self._posted - self._done >= MOST:
-            return False
-        self._posted += 1
-        self._inbox.post(partial(self._do, event))
-        return True
-
-    def _do(self, event: Event) -> None:
-        self._done += 1
-        event()
+        return self.posted - self.done >= MOST
 
 
 class Post:
@@ -178,16 +167,14 @@ class Following:
         self._trace = trace or Trace("", "target")
         self._log = logger("target")
         self.sessions: dict[int, Followed] = {}
-        self._nonsense: dict[str, set[str]] = {}  # by address: fields that were wrong
         self._lanes: dict[Link, Lane] = {}  # of links that are up
-        self._faults: dict[Link, FaultRate] = {}
         self._told: list[RoundRecord] = []
         self._step: Step | None = None
 
     # From any thread.
 
     def link_up(self, link: Link, hello: DraftHello) -> None:
-        lane = self._lanes[link] = Lane(self.inbox, hello)
+        lane = self._lanes[link] = Lane(hello)
 
         def event() -> None:
             given, lane.hello = lane.hello, None
@@ -195,8 +182,6 @@ class Following:
                 return
             self._post.link_up(link)
             self.pool.link_up(link, given)
-            self._faults[link] = FaultRate()
-            self._nonsense.pop(link.address, None)
             self._put_aside()
             for followed in self.sessions.values():
                 followed.policy.drafter_ready(self._clock())
@@ -210,7 +195,6 @@ class Following:
         def event() -> None:
             self._post.link_down(link)
             self.pool.link_down(link, reason)
-            self._faults.pop(link, None)
             for followed in self.sessions.values():
                 if followed.link is link:
                     followed.lost(self._clock(), "draft_unavailable", moves=True)
@@ -229,10 +213,12 @@ class Following:
             return
         came_s = self._clock()  # now: a step may be on the device until this is looked at
         for at in range(0, max(1, len(items), len(faults)), AT_ONCE):
-            upto = at + AT_ONCE
-            if not lane.post(partial(self._receive, link, items[at:upto], faults[at:upto], came_s)):
+            if lane.full:
                 self._metrics.stale_growth()  # what is lost is late at worst
                 return
+            lane.posted += 1
+            upto = at + AT_ONCE
+            self.inbox.post(partial(self._receive, link, lane, items[at:upto], faults[at:upto], came_s))
 
     def full(self, link: Link) -> bool:
         lane = self._lanes.get(link)
@@ -340,10 +326,11 @@ class Following:
     def _loaded(self) -> None:
         self._beliefs.latency.load = max(1, min(len(self.sessions), self._most))
 
-    def _receive(self, link: Link, items: Sequence[TargetBound], faults: Sequence[tuple[int, RemoteProtocolError]],
-                 came_s: float) -> None:
+    def _receive(self, link: Link, lane: Lane, items: Sequence[TargetBound],
+                 faults: Sequence[tuple[int, RemoteProtocolError]], came_s: float) -> None:
+        lane.done += 1
         for session, error in faults:
-            self._refuse(link, self._of(session, link), error)
+            self._refuse(link, lane, session, error)
         for item in items:
             followed = self.sessions.get(item.session)
             if followed is None or followed.link is not link:
@@ -354,7 +341,7 @@ class Following:
             try:
                 followed.receive(item, came_s)
             except RemoteProtocolError as error:
-                self._refuse(link, followed, error)
+                self._refuse(link, lane, item.session, error)
 
     def _put_aside(self) -> None:
         """End the sessions of drafters that stand aside now."""
@@ -363,26 +350,19 @@ class Following:
                 followed.detach()
                 followed.lost(self._clock(), "draft_unavailable", moves=True, had=link)
 
-    def _of(self, session: int, link: Link) -> Followed | None:
-        followed = self.sessions.get(session)
-        return followed if followed is not None and followed.link is link else None
-
-    def _refuse(self, link: Link, followed: Followed | None, error: RemoteProtocolError) -> None:
+    def _refuse(self, link: Link, lane: Lane, session: int, error: RemoteProtocolError) -> None:
         self._metrics.invalid_growth()
-        faults = self._faults.get(link)
-        if faults is not None and faults.fault(self._clock()):
+        if lane.faults.fault(self._clock()):
             link.refuse(error.field)
-        if followed is not None:
-            self._refused(followed.session, link.address, error.field)
-            followed.detach()
-            followed.lost(self._clock(), "incompatible", had=link)
-
-    def _refused(self, session: int, address: str, field: str) -> None:
+        followed = self.sessions.get(session)
+        if followed is None or followed.link is not link:
+            return
         # A line for each new problem of a connection: who sends nonsense sends it to every session.
-        known = self._nonsense.setdefault(address, set())
-        (self._log.debug if field in known else self._log.warning)("invalid growth", session=session, draft=address,
-                                                                   field=field)
-        known.add(field)
+        log = self._log.debug if error.field in lane.wrong else self._log.warning
+        log("invalid growth", session=session, draft=link.address, field=error.field)
+        lane.wrong.add(error.field)
+        followed.detach()
+        followed.lost(self._clock(), "incompatible", had=link)
 
     def _picture(self, followed: Followed, base: int, began_s: float, record: RoundRecord, step: Step) -> None:
         lane = f"answer {followed.session % TRACED}"
