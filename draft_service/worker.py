@@ -307,7 +307,6 @@ class DraftWorker:
         self._inbox: queue.SimpleQueue[Callable[[Round], None] | None] = queue.SimpleQueue()
         self._intake = Intake(clock)
         self._faults: dict[Peer, FaultRate] = {}
-        self._nonsense: dict[Peer, set[str]] = {}  # fields that were wrong
         self._sessions: dict[tuple[Peer, int], Drafted] = {}
         self._by_number: dict[int, Drafted] = {}
         self._numbers = itertools.count(1)
@@ -428,11 +427,10 @@ class DraftWorker:
 
     def _refuse(self, peer: Peer, session: int, error: RemoteProtocolError, round_: Round) -> None:
         self._metrics.invalid_item()
-        known = self._nonsense.setdefault(peer, set())
-        (self._log.debug if error.field in known else self._log.warning)(
-            "invalid message", peer=peer.name, session=session, field=error.field)
-        known.add(error.field)
-        if self._faults.setdefault(peer, FaultRate()).fault(self._clock()):
+        faults = self._faults.setdefault(peer, FaultRate())
+        log = self._log.warning if faults.news(error.field) else self._log.debug
+        log("invalid message", peer=peer.name, session=session, field=error.field)
+        if faults.fault(self._clock()):
             peer.refuse(error.field)
         drafted = self._sessions.get((peer, session))
         if drafted is not None:
@@ -569,7 +567,6 @@ class DraftWorker:
             self._forget(drafted, round_)
         round_.answers.pop(peer, None)
         self._faults.pop(peer, None)
-        self._nonsense.pop(peer, None)
 
     def _begin_drain(self, round_: Round) -> None:
         self._draining = True

@@ -199,19 +199,19 @@ def test_services_with_one_file_keep_each_others_events(tmp_path: Path) -> None:
     file = tmp_path / "trace"
     file.write_text("of yesterday")
     target, draft = Trace(str(file), "target"), Trace(str(file), "draft")
-    target.mark("device", "one", 1.0)
-    draft.mark("device", "two", 2.0)
+    target.span("device", "one", 1.0, 2.0)
+    draft.span("device", "two", 2.0, 3.0)
     target.write()
     draft.write()
     told = json.loads(file.read_text())["traceEvents"]
-    assert {event["name"] for event in told if event["ph"] == "i"} == {"one", "two"}
+    assert {event["name"] for event in told if event["ph"] == "X"} == {"one", "two"}
     with pytest.raises(ConfigError, match=r"log\.trace: cannot write .*: No such file or directory"):
         Trace(str(tmp_path / "none" / "trace"), "target")
 
 
 def test_a_trace_without_a_path_keeps_nothing(tmp_path: Path) -> None:
     trace = Trace("", "target")
-    trace.mark("device", "nothing", 0.0)
+    trace.span("device", "nothing", 0.0, 1.0)
     trace.write()
     assert not list(tmp_path.iterdir())
 

@@ -96,13 +96,12 @@ class Lane:
     """One stream of a peer's, whose events are posted on its thread and done on the inbox's. A bounded number of them
     waits, so that a flood costs its sender and nobody else."""
 
-    __slots__ = ("done", "faults", "hello", "posted", "wrong")
+    __slots__ = ("done", "faults", "hello", "posted")
 
     def __init__(self, hello: DraftHello) -> None:
         self.hello: DraftHello | None = hello  # until somebody has looked, or the stream is over
         self.posted = self.done = 0  # each counted by one thread alone
         self.faults = FaultRate()
-        self.wrong = set[str]()  # fields that were
 
     @property
     def full(self) -> bool:
@@ -357,10 +356,8 @@ class Following:
         followed = self.sessions.get(session)
         if followed is None or followed.link is not link:
             return
-        # A line for each new problem of a connection: who sends nonsense sends it to every session.
-        log = self._log.debug if error.field in lane.wrong else self._log.warning
+        log = self._log.warning if lane.faults.news(error.field) else self._log.debug
         log("invalid growth", session=session, draft=link.address, field=error.field)
-        lane.wrong.add(error.field)
         followed.detach()
         followed.lost(self._clock(), "incompatible", had=link)
 

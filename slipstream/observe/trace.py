@@ -22,10 +22,10 @@ from typing import Any
 from zlib import crc32
 
 from slipstream.base.errors import ConfigError
+from slipstream.observe.spans import Value
 from slipstream.protocol.messages import Growth
 
 KEPT = 200_000
-Value = int | float | str
 
 
 class Trace:
@@ -46,10 +46,6 @@ class Trace:
     def span(self, row: str, name: str, began_s: float, ended_s: float, **values: Value) -> None:
         """Something took from ``began_s`` to ``ended_s``."""
         self._add(row, began_s, ph="X", name=name, dur=round(1e6 * max(0.0, ended_s - began_s), 1), args=values)
-
-    def mark(self, row: str, name: str, at_s: float, **values: Value) -> None:
-        """Something happened."""
-        self._add(row, at_s, ph="i", s="t", name=name, args=values)
 
     def left(self, row: str, name: str, key: str, at_s: float) -> None:
         """A message leaves for another process."""

@@ -79,10 +79,17 @@ class Pace:
 class FaultRate:
     """Of one stream."""
 
-    __slots__ = ("_at_s", "_faults")
+    __slots__ = ("_at_s", "_faults", "_known")
 
     def __init__(self) -> None:
         self._faults = self._at_s = 0.0
+        self._known = set[str]()
+
+    def news(self, field: str) -> bool:
+        """Whether ``field`` is wrong for the first time: who sends nonsense sends it to every session."""
+        known = field in self._known
+        self._known.add(field)
+        return not known
 
     def fault(self, now_s: float) -> bool:
         """One more. Whether it is one too many."""
