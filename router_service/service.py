@@ -22,12 +22,11 @@ from slipstream.base.address import host_port
 from slipstream.base.config import Config
 from slipstream.grammar.trial import Trial, Trials
 from slipstream.models.folder import resolve, tokenizer_hash
-from slipstream.observe.lag import watch_lag
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.spans import spans_of
-from slipstream.observe.vitals import Vitals
+from slipstream.observe.vitals import Vitals, watch_lag
 from slipstream.protocol.requests import Backend
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer

@@ -43,7 +43,7 @@ def random_batch(rng: np.random.Generator, segments: int, scattered: bool, longe
         context = int(rng.integers(0 if kind < 2 else 1, longest))
         taken, free = free[: context + size].astype(np.int64), free[context + size :]
         old = int(rng.integers(size)) if kind == 3 else 0
-        words = tree.ancestor_words().tolist()[old:] if kind >= 2 else None
+        words = tree.ancestors()[old:] if kind >= 2 else None
         new = taken[context + old :]
         builder.add([0] * len(new), [0] * len(new), new.tolist(), taken[: context + old], words,
                     size if kind >= 2 else 0)

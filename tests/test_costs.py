@@ -26,7 +26,7 @@ from router_service.text.markup import Named
 from router_service.text.tokens import ASSISTANT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.cli.process import kept_up
-from slipstream.observe.lag import EVERY_S, watch_lag
+from slipstream.observe.vitals import LAG_EVERY_S, watch_lag
 from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, ChatOptions, Message, Usage
 from slipstream.protocol.requests import Sampling
 from slipstream.v1 import inference_pb2
@@ -389,4 +389,4 @@ async def test_the_lag_of_the_loop_is_what_a_task_is_woken_late() -> None:
 async def test_a_router_tells_its_lag(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget()) as r:
         while not re.search(r"^slipstream_event_loop_lag_seconds_count{.*} [1-9]", await r.metrics(), re.MULTILINE):
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(LAG_EVERY_S)

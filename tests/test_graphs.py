@@ -56,9 +56,9 @@ def segments(rng: np.random.Generator, count: int, rows: int) -> BatchBuilder:
         context = rng.permutation(400)[: int(rng.integers(1, 60))].astype(np.int64)
         tree = random_tree(rng, size, vocab=250) if rng.integers(2) and size > 1 else None
         size = size if tree is None else len(tree)
-        depths = np.arange(size) if tree is None else tree.depths()
-        builder.add(rng.integers(250, size=size).tolist(), (len(context) + depths).tolist(),
-                    list(range(slot, slot + size)), context, None if tree is None else tree.ancestor_words().tolist(),
+        levels = range(size) if tree is None else tree.levels()
+        builder.add(rng.integers(250, size=size).tolist(), [len(context) + level for level in levels],
+                    list(range(slot, slot + size)), context, None if tree is None else tree.ancestors(),
                     0 if tree is None else len(tree))
         slot += size
     return builder

@@ -114,8 +114,8 @@ def test_scored_says_what_forward_and_logits_say_bit_for_bit(runners: dict[str, 
         builder, own = BatchBuilder(), runner.slots.alloc(64)
         held.append(own)
         tree = random_tree(np.random.default_rng(seed), min(most, 30), base=len(TEXT) + 1, vocab=VOCAB)
-        builder.add(tree.tokens.tolist(), (tree.base - 1 + tree.depths()).tolist(), own[: len(tree)].tolist(), context,
-                    tree.ancestor_words().tolist(), len(tree))
+        builder.add(tree.tokens.tolist(), [tree.base - 1 + level for level in tree.levels()],
+                    own[: len(tree)].tolist(), context, tree.ancestors(), len(tree))
         if most > 30:  # prompts beside it, one with a last row that counts and more rows than buffers have
             more = runner.slots.alloc(90)
             held.append(more)
@@ -285,7 +285,7 @@ def test_attention_is_the_same_bits_for_any_company_and_threads(flags: tuple[str
         context, own = place[:length], place[length : length + 62]
         tree = random_tree(np.random.default_rng(length), 30, base=length + 1, vocab=VOCAB)
         chain = [(2 << i) - 1 for i in range(len(own))]
-        words = chain if length == 100 else tree.ancestor_words().tolist()
+        words = chain if length == 100 else tree.ancestors()
         own = own[: len(words)]
         queries = torch.randn(len(own), 960, generator=dice).bfloat16()
         builder = BatchBuilder()

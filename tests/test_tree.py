@@ -16,14 +16,14 @@ def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ancestor_words_and_depths_equal_the_brute_force_relation(seed: int) -> None:
+def test_ancestors_and_levels_equal_the_brute_force_relation(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, int(rng.integers(1, MAX_NODES + 1)))
-    words = tree.ancestor_words()
+    words = tree.ancestors()
     for node in range(len(tree)):
         path = tree.path(node)
         assert {j for j in range(len(tree)) if int(words[node]) >> j & 1} == set(path), seed
-        assert tree.depths()[node] == len(path) - 1, seed
+        assert tree.levels()[node] == len(path) - 1, seed
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -99,7 +99,7 @@ def test_append_stops_at_what_may_be_held_and_a_selection_fits_the_words() -> No
     assert len(tree) == MAX_HELD
     chosen = tree.best(MAX_NODES)
     assert len(chosen) == MAX_NODES
-    assert int(chosen.ancestor_words()[-1]) == 1 | 1 << 63
+    assert int(chosen.ancestors()[-1]) == 1 | 1 << 63
 
 
 def test_a_chain_is_grafted_below_what_is_here() -> None:

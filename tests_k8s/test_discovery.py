@@ -15,7 +15,6 @@ from slipstream.wire.cluster import ApiServer, api_server
 from slipstream.wire.discovery import (
     Change,
     Directory,
-    Outdated,
     ServiceAddress,
     WatchRules,
     following,
@@ -115,8 +114,8 @@ class Forgotten:
             async with contextlib.aclosing(self._server.watch(version, service, since if self.refused else "1")) as it:
                 async for change in it:
                     yield change
-        except Outdated:
-            self.refused += 1
+        except Unavailable as error:
+            self.refused += "has forgotten" in str(error)
             raise
 
 

@@ -151,8 +151,8 @@ class Rounds:
         for answering, tree in zip(running, trees, strict=True):
             slots = self._runner.slots.alloc(len(tree))
             plain = len(tree) == 1
-            rows = builder.add(tree.token_list, (tree.base - 1 + tree.depths()).tolist(), slots.tolist(),
-                               answering.slots, None if plain else tree.ancestor_words().tolist(),
+            rows = builder.add(tree.token_list, [tree.base - 1 + level for level in tree.levels()], slots.tolist(),
+                               answering.slots, None if plain else tree.ancestors(),
                                0 if plain else len(tree))
             placed.append((rows, slots))
         logits, best = self._runner.scored(builder.build(self._runner.model.device))
@@ -186,7 +186,7 @@ class Rounds:
 
 
 def _choice_rows(answering: Answering, tree: DraftTree, rows: range) -> ChoiceRows:
-    positions = (tree.base + tree.depths()).tolist()
+    positions = [tree.base + level for level in tree.levels()]
     outputs = [position - answering.first for position in positions]
     return ChoiceRows(answering.sampling, rows, positions, outputs, None, [()] * len(tree))
 

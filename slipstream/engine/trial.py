@@ -158,8 +158,8 @@ class _Sessions:
     def run_tree(self, session: int, tree: DraftTree) -> torch.Tensor:
         """Logits [N, V] of the nodes."""
         builder, behind, own = BatchBuilder(), self._slots[session], [self._free.pop() for _ in range(len(tree))]
-        builder.add(tree.token_list, (len(behind) + tree.depths()).tolist(), own, np.array(behind, np.int64),
-                    tree.ancestor_words().tolist(), len(tree))
+        builder.add(tree.token_list, [len(behind) + level for level in tree.levels()], own, np.array(behind, np.int64),
+                    tree.ancestors(), len(tree))
         return self._logits(builder)
 
     def _logits(self, builder: BatchBuilder) -> torch.Tensor:

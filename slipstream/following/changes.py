@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slipstream.decision.decide import SPECULATE, Transition, Why
-from slipstream.following.followed import Followed
+from slipstream.following.followed import Followed, logged
 from slipstream.protocol.messages import Link
 
 
@@ -27,8 +27,7 @@ class Changes:
 
     def changed(self, session: int, change: Transition, why: Why, link: Link | None) -> None:
         """See ``Following``."""
-        self._log.debug("mode changed", scope="session", session=session, before=change.before.value,
-                        after=change.after.value, reason=change.reason, gain=round(change.gain, 3), why=why)
+        logged(self._log.debug, session, change, why, link)
         if change.before is SPECULATE and link is not None:
             self._left[link.address] = change.reason
 

@@ -26,7 +26,6 @@ from slipstream.decision.beliefs import Beliefs
 from slipstream.decision.decide import PLAIN, Decision, Reason, Round, Seen, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.pool import DraftPool
-from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.lookup import Doubt, PromptLookup
 from slipstream.protocol.messages import (
@@ -98,10 +97,10 @@ Changed = Callable[[int, Transition, Why, Link | None], None]
 Say = Callable[[Link | None, DraftBound | None], None]  # with the next flush
 
 
-def logged(session: int, change: Transition, why: Why, _: Link | None) -> None:
-    """A line for each."""
-    logger("target").info("mode changed", scope="session", session=session, before=change.before.value,
-                          after=change.after.value, reason=change.reason, gain=round(change.gain, 3), why=why)
+def logged(log: Callable[..., object], session: int, change: Transition, why: Why, _: Link | None) -> None:
+    """A line for each. ``log``: a logger's method."""
+    log("mode changed", scope="session", session=session, before=change.before.value, after=change.after.value,
+        reason=change.reason, gain=round(change.gain, 3), why=why)
 
 
 @dataclass(frozen=True, slots=True)

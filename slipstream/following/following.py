@@ -150,6 +150,7 @@ class Following:
                  changed: Changed | None = None, together: bool = False) -> None:
         """gives: see ``pool.DraftPool``; changed: told of sessions that have another mode, in place of the log;
         together: the engine's steps are of all its sessions at once."""
+        self._log = logger("target")
         self.inbox = inbox or Inbox(clock)
         self.pool = DraftPool(metrics, gives)
         # One for all: a new session need not learn how far the drafts are.
@@ -157,14 +158,13 @@ class Following:
         self._rules = Rules.of(config.policy)
         self._post = Post()
         self._shared = Shared(self.pool, self._post.say, config.policy, self._beliefs, metrics, config.prompt_lookup,
-                              changed or logged)
+                              changed or partial(logged, self._log.info))
         self._doubts = {sampled: Doubt() for sampled in (False, True)}
         self._most = config.max_sessions
         self._costs = costs
         self._metrics = metrics
         self._clock = clock
         self._trace = trace or Trace("", "target")
-        self._log = logger("target")
         self.sessions: dict[int, Followed] = {}
         self._lanes: dict[Link, Lane] = {}  # of links that are up
         self._told: list[RoundRecord] = []

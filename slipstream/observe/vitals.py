@@ -10,6 +10,8 @@ Rules:
    compiling, and would only begin anew. A step of 512 rows of 8 billion weights takes 80 s where 100 GFLOP/s are
    computed.
 4. In a process that is not ours nobody waits: a death is told and ends nothing.
+5. How late an event loop comes to what is due is told ten times a second (``watch_lag``): everything on it waits as
+   long for whatever keeps it.
 
 It knows nothing about what they do.
 """
@@ -32,6 +34,7 @@ SILENT_S = 120.0
 BEAT_S = 10.0  # a thread waits no longer for something to do
 GRACE_S = 20.0
 LOOK_S = 0.5
+LAG_EVERY_S = 0.1
 
 
 @dataclass(slots=True)
@@ -161,3 +164,12 @@ async def until(stop: asyncio.Event, *vitals: Vitals,
     finally:
         for pulse, _ in beats:
             pulse.beaten_s = None
+
+
+async def watch_lag(tell: Callable[[float], None], clock: Callable[[], float] = time.monotonic,
+                    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    """Tell by how many seconds this task was woken late, until cancelled (rule 5)."""
+    while True:
+        due_s = clock() + LAG_EVERY_S
+        await sleep(LAG_EVERY_S)
+        tell(max(clock() - due_s, 0.0))

@@ -58,7 +58,6 @@ MAX_HELD = 1024  # of a tree that grows ahead of what is verified, root included
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
-Words = NDArray[np.uint64]
 
 
 class DraftTree:
@@ -112,23 +111,15 @@ class DraftTree:
     def is_chain(self) -> bool:
         return self.parent_list == list(range(-1, len(self.token_list) - 1))
 
-    def depths(self) -> Ints:
-        """int32 [N]: edges between each node and the root. A node's position is ``base - 1 + depth``."""
-        return np.array(self.levels(), np.int32)
-
     def levels(self) -> list[int]:
-        """``depths`` as a list."""
+        """[N]: edges between each node and the root. A node's position is ``base - 1 + level``."""
         levels = [0]
         for parent in self.parent_list[1:]:
             levels.append(levels[parent] + 1)
         return levels
 
-    def ancestor_words(self) -> Words:
-        """uint64 [N]: bit j of word i is set when node j is node i or one of its ancestors. N is at most MAX_NODES."""
-        return np.array(self.ancestors(), np.uint64)
-
     def ancestors(self) -> list[int]:
-        """``ancestor_words`` as a list."""
+        """[N]: bit j of word i is set when node j is node i or one of its ancestors. N is at most MAX_NODES."""
         words = [1]
         for node, parent in enumerate(self.parent_list[1:], start=1):
             words.append(1 << node | words[parent])

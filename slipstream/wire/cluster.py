@@ -1,8 +1,8 @@
 """The API server of Kubernetes: the slices of one service, listed and watched.
 
 Rules:
-1. Whatever goes wrong is Unavailable with a sentence; a version of the list that the server has forgotten (410) is
-   Outdated, and calls for another list.
+1. Whatever goes wrong is Unavailable with a sentence; also that the server has forgotten the version of the list that
+   was watched (410), which calls for another list.
 2. A watch ends by itself after ``WATCH_S``; one that is silent for longer than that is taken for dead.
 3. Credentials are those of the pod (its service account, read again as Kubernetes renews them), or of a kubeconfig.
 
@@ -26,7 +26,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from slipstream.base.errors import ConfigError, RemoteProtocolError, Unavailable
-from slipstream.wire.discovery import Change, Listing, Outdated, ServiceAddress, resource_version
+from slipstream.wire.discovery import Change, Listing, ServiceAddress, resource_version
 
 GROUP = "discovery.k8s.io"
 VERSIONS = ("v1", "v1beta1")  # best first
@@ -66,7 +66,7 @@ class ApiServer:
         return Listing(resource_version(found), tuple(items))
 
     async def watch(self, version: str, service: ServiceAddress, since: str) -> AsyncGenerator[Change, None]:
-        """What changes after ``since``. Ends when the server ends it; raises Unavailable, Outdated or
+        """What changes after ``since``. Ends when the server ends it; raises Unavailable or
         RemoteProtocolError."""
         async with _failures(f"watch the slices of {service.service}"):
             response = await self._slices.list_namespaced_custom_object_without_preload_content(
@@ -124,7 +124,7 @@ def _change(line: bytes) -> Change:
 
 def _refused(status: object, reason: str, what: str) -> Unavailable:
     if status == 410:
-        return Outdated("the API server has forgotten the version that was watched")
+        return Unavailable("the API server has forgotten the version that was watched")
     hint = "; may this service account get, list and watch endpointslices?" if status in (401, 403) else ""
     return Unavailable(f"the API server refused to {what}: {status} {reason}{hint}")
 

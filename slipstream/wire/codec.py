@@ -376,10 +376,9 @@ def check_version(version: int) -> None:
 def _wire_spec(spec: FeatureSpec) -> draft_pb2.FeatureSpec:
     projection = spec.projection
     return draft_pb2.FeatureSpec(
-        layers=spec.layers, width=spec.width, dtype=DTYPE_NUMBERS[spec.dtype],
+        **shared(spec, "dtype", "projection"), dtype=DTYPE_NUMBERS[spec.dtype],
         projection=None if projection is None else draft_pb2.Projection(
-            rows=projection.rows, columns=projection.columns, dtype=DTYPE_NUMBERS[projection.dtype],
-            digest=projection.digest, norm_width=projection.norm_width, norm_eps=projection.norm_eps))
+            **shared(projection, "dtype", "weights"), dtype=DTYPE_NUMBERS[projection.dtype]))
 
 
 def _spec(wire: draft_pb2.FeatureSpec) -> FeatureSpec:

@@ -172,10 +172,6 @@ def _text(value: object, field: str) -> str:
 Slice = Mapping[str, Any]
 
 
-class Outdated(Unavailable):
-    """The server no longer knows the version that a watch should go on from."""
-
-
 @dataclass(frozen=True, slots=True)
 class Listing:
     """All slices of a service, and the version to watch from."""
