@@ -9,7 +9,8 @@ import pytest
 
 from router_service.admission import FollowedAnswer, PoolFallback
 from slipstream.base.config import PolicySection
-from slipstream.decision.decide import Mode, Rules
+from slipstream.decision.decide import Mode
+from slipstream.decision.policy import PROBE_MAX_S
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Answer, Piece
 
@@ -140,7 +141,7 @@ async def test_probes_are_few_and_it_comes_back() -> None:
             most = max(most, sum(a.speculate for a in world.inner))
     assert most <= 2, most
     world.pool.accepted, world.pool.wait_s = 3, 0.001
-    await world.run(Rules().probe_max_s + 5.0)
+    await world.run(PROBE_MAX_S + 5.0)
     assert world.fallback.mode is Mode.SPECULATE
     assert sum(a.speculate for a in world.inner) == 40
 

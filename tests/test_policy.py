@@ -9,14 +9,14 @@ import pytest
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import KEPT, SHARE, TOGETHER, Acceptance, Beliefs, DraftLatency, Purse, StepCosts
-from slipstream.decision.decide import Decision, Mode, Round, Rules, Seen
-from slipstream.decision.policy import SpeculationPolicy
+from slipstream.decision.decide import PLAIN_EVERY, Decision, Mode, Round, Seen
+from slipstream.decision.policy import FEW, MIN_DWELL_S, PROBE_AFTER_S, PROBE_MAX_S, SpeculationPolicy
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
-CONFIG, RULES = PolicySection(), Rules()
+CONFIG = PolicySection()
 SEEDS = range(3)
 SETTLED = 1.05
-RETURN_S = RULES.probe_max_s + 5.0  # the longest wait between probes, and one that goes wrong
+RETURN_S = PROBE_MAX_S + 5.0  # the longest wait between probes, and one that goes wrong
 
 
 def policy_of(profile: dict[int, float], exchange_s: float | None = None, shared: bool = False,
@@ -71,7 +71,7 @@ def test_alternating_good_and_bad_is_a_win(period_s: float, seed: int) -> None:
     world = World(acceptance=lambda now_s: 0.8 if int(now_s / period_s) % 2 else 0.02)
     simulation = played(world, 60, seed)
     assert simulation.overhead(10, 60) < 1.0, seed
-    fastest = RULES.min_dwell_s + RULES.probe_after_s
+    fastest = MIN_DWELL_S + PROBE_AFTER_S
     assert len(simulation.transitions) <= 2 * 60 / fastest, seed
 
 
@@ -136,7 +136,7 @@ def test_an_incompatible_drafter_is_not_tried_again_soon() -> None:
     policy, _ = policy_of(PROFILE)
     transition = policy.drafter_lost(1.0, "incompatible")
     assert transition is not None and transition.reason == "incompatible"
-    for now_s in np.arange(1.0, RULES.probe_max_s, 0.1):
+    for now_s in np.arange(1.0, PROBE_MAX_S, 0.1):
         policy.observe(now_s, Round(0, 0, 0, 0.01, 0.0, 1))
     assert policy.num_probes == 0
 
@@ -371,7 +371,7 @@ def test_what_is_waited_for_in_vain_may_still_come() -> None:
 
 def test_no_tree_is_asked_for_in_the_round_that_measures_a_plain_step() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.001)
-    for _ in range(RULES.plain_every):
+    for _ in range(PLAIN_EVERY):
         assert decided(policy).want
         policy.observe(0.0, Round(4, 3, 3, beliefs.costs.cost(5), 0.001, 5))
     plain = decided(policy)
@@ -520,10 +520,10 @@ def test_draft_latency_is_known_by_load_on_shared_cores() -> None:
 def test_a_few_sessions_are_drafted_for_ahead_and_of_a_crowd_none() -> None:
     beliefs = Beliefs(StepCosts(PROFILE))
     beliefs.latency.observe(0.002)
-    sessions = [SpeculationPolicy(CONFIG, beliefs) for _ in range(RULES.few + 1)]
+    sessions = [SpeculationPolicy(CONFIG, beliefs) for _ in range(FEW + 1)]
     ahead = Seen(followed=True, grows_ahead=True)
     led = [session.decide(0.0, ahead).ahead for session in sessions]
-    assert led == [True] * RULES.few + [False]
+    assert led == [True] * FEW + [False]
     assert not any(session.decide(0.0, ahead).ahead for session in sessions), "they are a crowd"
     sessions.pop().drafter_lost(1.0)
     assert all(session.decide(1.0, ahead).ahead for session in sessions), "few again"

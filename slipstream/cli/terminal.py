@@ -61,10 +61,10 @@ def legend(console: Console) -> Text:
     return Text.assemble(("tokens that came from drafts", style), (" · tokens that the target chose alone", ""))
 
 
-def show_answer(console: Console, deltas: Iterable[Delta], clock: Callable[[], float] = time.monotonic) -> Told:
+def show_answer(console: Console, deltas: Iterable[Delta]) -> Told:
     """Print deltas as they come. Errors of the stream pass through, with the cursor on a line of its own."""
     style = drafted_style(console)
-    began_s = clock()
+    began_s = time.monotonic()
     first_s = last_s = 0.0
     num_first = 0
     thinking = False
@@ -72,7 +72,7 @@ def show_answer(console: Console, deltas: Iterable[Delta], clock: Callable[[], f
     usage: Usage | None = None
     try:
         for delta in deltas:
-            last_s = clock()
+            last_s = time.monotonic()
             if not first_s and delta.tokens:
                 first_s, num_first = last_s, len(delta.tokens)
             if delta.reasoning:

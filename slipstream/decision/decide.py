@@ -28,28 +28,17 @@ from slipstream.base.config import PolicySection
 from slipstream.base.value import value
 from slipstream.decision.beliefs import Acceptance, Beliefs, DraftLatency, Ledger
 
+LOOKUP_GAIN = 1.02  # of a chain that costs no wait
+PLAIN_EVERY = 64  # rounds: then one is plain, so that the cost of a plain step is measured, not remembered
+IDLE_TOKENS = 128  # committed since a tree was asked for: on shared cores, to tell of more takes time there
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Constants, each with its reason. No measurement has moved them from one deployment to the next, so they are no
-    settings; tests and benches make others."""
+    """What a deployment moves, by ``PolicySection``. Other constants stand where they are used, with their reasons."""
 
     leave_gain: float = 0.98  # a little below 1: beliefs scatter, and to come back costs a probe
     enter_gain: float = 1.05  # above it by more than beliefs scatter, or the mode flaps
-    lookup_gain: float = 1.02  # of a chain that costs no wait
-    patience: int = 12  # plain steps' worth of time that may be lost before speculation is given up
-    silent_rounds: int = 8  # in a row without growth, the first of them waited, before a drafter counts as silent
-    failed_probes: int = 3  # before the drafter is not even kept informed
-    min_dwell_s: float = 0.5  # a mode lasts so long
-    probe_rounds: int = 8  # drafted rounds of one probe: fewer say nothing about acceptance
-    probe_after_s: float = 1.0  # before the first probe; doubles after each that fails
-    probe_max_s: float = 30.0  # so that a drafter that is good again is seen within half a minute
-    probe_limit_s: float = 5.0  # of rounds without its answer: the drafter has failed the probe
-    repay_s: float = 10.0  # what a drafter took to catch up must have come back by then
-    overload_s: float = 0.1  # between two looks whether an overload is over
-    plain_every: int = 64  # rounds: then one is plain, so that the cost of a plain step is measured, not remembered
-    idle_tokens: int = 128  # committed since a tree was asked for: on shared cores, to tell of more takes time there
-    few: int = 4  # sessions drafted for, above which none is grown ahead: others' steps hide an exchange
     deadline_min_s: float = 0.005  # a wait is at least so long: beliefs of less are noise of the host
     deadline_max_s: float = 0.25
     whole_trees: bool = False  # are verified, whatever part of them pays
@@ -253,7 +242,7 @@ def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, se
     """Tokens of the text's own chain to verify at once, where that gains more than a tree with the wait for it."""
     if standing.probe_left_s is not None and seen.followed:
         return 0  # a probe is the drafter's, once there is one
-    floor, reach = rules.lookup_gain, [0.0]
+    floor, reach = LOOKUP_GAIN, [0.0]
     if nodes and seen.followed and standing.wants:
         wait_s = standing.recent_wait_s if standing.recent.rounds else exchange_s(beliefs, rules)
         beside_s = wait_s + beliefs.latency.toll_s(prices.plain_s, wait_s)
@@ -349,7 +338,7 @@ def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[De
     for standing, seen, leads in cases:
         if prices is None or prices.rows != seen.others + 1:  # all of a step have the same
             prices = Prices.of(beliefs, seen.others, standing.most)
-            due = beliefs.costs.due(prices.rows, rules.plain_every)
+            due = beliefs.costs.due(prices.rows, PLAIN_EVERY)
         nodes, wants = tree_nodes(prices, beliefs, standing, rules), standing.wants
         lookup = 0
         if seen.chances:
@@ -358,7 +347,7 @@ def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[De
             taken, given = taken + lookup, given + sum(seen.chances[:lookup])
         stands = wants and nodes > 0 and seen.followed and not standing.silent
         turn = Turn(standing, seen, leads, prices, nodes, lookup, wants, stands)
-        if due or standing.since_plain >= rules.plain_every:
+        if due or standing.since_plain >= PLAIN_EVERY:
             turn = _measures(turn, beliefs, rules, due)
         turns.append(turn)
     waits = _together(turns, beliefs, rules) if beliefs.together else [_asks(turn, beliefs, rules) for turn in turns]
@@ -374,7 +363,7 @@ def _measures(turn: Turn, beliefs: Beliefs, rules: Rules, due: bool) -> Turn:
             return turn
         loses_s = _plain_loses_s(turn.prices, standing) * costs.known(turn.prices.rows)
         return replace(turn, lookup=0, stands=False, plain=True, loses_s=loses_s)
-    if standing.mode is not SPECULATE or standing.since_plain < rules.plain_every or turn.lookup:
+    if standing.mode is not SPECULATE or standing.since_plain < PLAIN_EVERY or turn.lookup:
         return turn
     loses_s = _plain_loses_s(turn.prices, standing)
     return turn if beliefs.purse.left_s < loses_s else replace(turn, stands=False, plain=True, loses_s=loses_s)
@@ -391,7 +380,7 @@ def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules, usual_s: f
     verify = nodes if wants and not turn.plain else 0
     want = verify if asks and not lookup else 0
     enough = _enough(turn.prices, nodes, beliefs, standing) if turn.prices.rows == 1 and wants and not lookup else 0.0
-    return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen, rules),
+    return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen),
                     want > 0 and seen.grows_ahead and turn.leads and not shared,
                     _deadline_s(usual_s, standing, rules) if granted and turn.stands else 0.0,
                     enough, _why(turn, wait), turn.loses_s if turn.plain else wait.spends_s, wait.tries, nodes > 0)
@@ -471,10 +460,10 @@ def held(decisions: Sequence[Decision], rows: int) -> float:
     return max(0, rows - waiting) / waiting if waiting else 0.0
 
 
-def _follows(asks: bool, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> bool:
+def _follows(asks: bool, beliefs: Beliefs, standing: Standing, seen: Seen) -> bool:
     if not seen.followed:
         return asks
-    idle = beliefs.latency.shared and seen.unasked > rules.idle_tokens
+    idle = beliefs.latency.shared and seen.unasked > IDLE_TOKENS
     return not idle and (standing.mode is not PLAIN or standing.wants)
 
 

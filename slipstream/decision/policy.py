@@ -11,10 +11,10 @@ nothing is awaited. PLAIN: no draft traffic.
 
 Rules:
 1. Leaving is a running sum, quick and bounded in seconds: each round adds what it lost against ``leave_gain`` and takes
-   off what it won, down to zero. Above ``patience`` plain steps, speculation stops.
-2. Coming back is slower: ``probe_rounds`` drafted rounds must reach ``enter_gain``, with the seconds that the drafter
-   took to catch up repaid within ``repay_s``. A probe ends early when it has lost what the purse had for it.
-3. Waits between probes double, up to ``probe_max_s``. They start anew only after a spell of speculation that won more
+   off what it won, down to zero. Above ``PATIENCE`` plain steps, speculation stops.
+2. Coming back is slower: ``PROBE_ROUNDS`` drafted rounds must reach ``enter_gain``, with the seconds that the drafter
+   took to catch up repaid within ``REPAY_S``. A probe ends early when it has lost what the purse had for it.
+3. Waits between probes double, up to ``PROBE_MAX_S``. They start anew only after a spell of speculation that won more
    than leaving can lose; what hovers at the threshold therefore probes ever more rarely.
 4. A probe in which an answering drafter proposed nothing passes: an empty proposal never costs more than its wait.
 5. One wait in vain is enough: until the drafter is heard again, no step waits for it.
@@ -50,6 +50,18 @@ from slipstream.decision.decide import (
     tree_nodes,
     usual_wait_s,
 )
+
+PATIENCE = 12  # plain steps' worth of time that may be lost before speculation is given up
+SILENT_ROUNDS = 8  # in a row without growth, the first of them waited, before a drafter counts as silent
+FAILED_PROBES = 3  # before the drafter is not even kept informed
+MIN_DWELL_S = 0.5  # a mode lasts so long
+PROBE_ROUNDS = 8  # drafted rounds of one probe: fewer say nothing about acceptance
+PROBE_AFTER_S = 1.0  # before the first probe; doubles after each that fails
+PROBE_MAX_S = 30.0  # so that a drafter that is good again is seen within half a minute
+PROBE_LIMIT_S = 5.0  # of rounds without its answer: the drafter has failed the probe
+REPAY_S = 10.0  # what a drafter took to catch up must have come back by then
+OVERLOAD_S = 0.1  # between two looks whether an overload is over
+FEW = 4  # sessions drafted for, above which none is grown ahead: others' steps hide an exchange
 
 
 @dataclass(slots=True)
@@ -97,14 +109,14 @@ class SpeculationPolicy:
         self._beliefs = beliefs
         self._rules = rules = rules or Rules.of(config)
         self._plain_s = beliefs.costs.cost(1)  # of the latest round
-        acceptance, share = beliefs.begin(sampled, rules.patience * self._plain_s)
+        acceptance, share = beliefs.begin(sampled, PATIENCE * self._plain_s)
         self._at = Standing(SPECULATE if self._able else PLAIN, acceptance, config.max_nodes, self._able,
                             share=share)
         self._known = beliefs.acceptance(sampled)
         self._others: int | None = None  # as the newest decision has seen them
         self._stands: Decision | None = None  # since the last round
         self._since_s = self._next_probe_s = now_s
-        self._backoff_s = rules.probe_after_s
+        self._backoff_s = PROBE_AFTER_S
         self._failed = 0
         self._returns: Reason = "probe_ok"  # what a probe that succeeds is credited to
         self._won_s = 0.0  # since speculation began
@@ -154,7 +166,7 @@ class SpeculationPolicy:
             self._take_back(self._stands)
         if self._probe is not None:
             self._at.probe_left_s = self._probe.left_s
-        return self._at, seen, (seen.grows_ahead and self._beliefs.leads(self._asking, self._rules.few))
+        return self._at, seen, (seen.grows_ahead and self._beliefs.leads(self._asking, FEW))
 
     def _takes(self, decision: Decision, seen: Seen) -> None:
         beliefs, asks = self._beliefs, decision.want > 0
@@ -205,7 +217,7 @@ class SpeculationPolicy:
         self._won_s += earned_s - spent_s
         risk_s = self._risk_s + self._rules.leave_gain * spent_s - earned_s
         self._risk_s = risk_s if risk_s > 0.0 else 0.0
-        return self._consider_leaving(now_s) if now_s - self._since_s >= self._rules.min_dwell_s else None
+        return self._consider_leaving(now_s) if now_s - self._since_s >= MIN_DWELL_S else None
 
     def _account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
@@ -275,7 +287,7 @@ class SpeculationPolicy:
     def drafter_lost(self, now_s: float, reason: Reason = "draft_unavailable") -> Transition | None:
         """Nobody drafts any more. Probes go on, ever more rarely, in case nobody says that a drafter is back."""
         if reason == "incompatible":
-            self._backoff_s = self._rules.probe_max_s
+            self._backoff_s = PROBE_MAX_S
         elif self._at.mode is PLAIN and self._probe is None:
             return None
         return self._leave(now_s, PLAIN, reason)
@@ -303,28 +315,28 @@ class SpeculationPolicy:
         self.tick(now_s)
 
     def _consider_leaving(self, now_s: float) -> Transition | None:
-        at, patience = self._at, self._rules.patience
-        if at.idle >= patience:
+        at = self._at
+        if at.idle >= PATIENCE:
             full = overloaded(self._prices(), self._beliefs, at, self._rules)
             return (self._leave(now_s, PLAIN, "overload") if full
                     else self._leave(now_s, Mode.SHADOW, "acceptance_low"))
-        if at.silent >= self._rules.silent_rounds:
+        if at.silent >= SILENT_ROUNDS:
             return self._leave(now_s, Mode.SHADOW, "draft_timeout")
-        if self._risk_s > patience * self._plain_s:
+        if self._risk_s > PATIENCE * self._plain_s:
             late = at.silent > 1 or too_slow(self._plain_s, self._beliefs, at, self._rules)
             return self._leave(now_s, Mode.SHADOW, "draft_timeout" if late else "acceptance_low")
         return None
 
     def _leave(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:
-        won = self._won_s > self._rules.patience * self._plain_s
+        won = self._won_s > PATIENCE * self._plain_s
         if self._at.mode is SPECULATE and won and reason != "incompatible":
-            self._backoff_s = self._rules.probe_after_s
+            self._backoff_s = PROBE_AFTER_S
         self._postpone(now_s)
         return self._go(now_s, after, reason)
 
     def _postpone(self, now_s: float) -> None:
-        self._next_probe_s = now_s + max(self._backoff_s, self._rules.min_dwell_s)
-        self._backoff_s = min(2 * self._backoff_s, self._rules.probe_max_s)
+        self._next_probe_s = now_s + max(self._backoff_s, MIN_DWELL_S)
+        self._backoff_s = min(2 * self._backoff_s, PROBE_MAX_S)
 
     def _go(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:
         if self._stands is not None:
@@ -343,14 +355,14 @@ class SpeculationPolicy:
                 or self._beliefs.purse.left_s < min(self._beliefs.latency.mean_s or 0.0, self._rules.deadline_max_s)):
             return False
         if overloaded(self._prices(), self._beliefs, self._at, self._rules):
-            self._next_probe_s = now_s + self._rules.overload_s
+            self._next_probe_s = now_s + OVERLOAD_S
             return False
         return True
 
     def _start_probe(self, now_s: float) -> None:
         self.num_probes += 1
         at, beliefs, rules = self._at, self._beliefs, self._rules
-        most_s = rules.probe_rounds * (usual_wait_s(beliefs, rules) + self._plain_s)
+        most_s = PROBE_ROUNDS * (usual_wait_s(beliefs, rules) + self._plain_s)
         self._probe = Probe(min(beliefs.purse.left_s, most_s), now_s)
         beliefs.purse.pay(self._probe.granted_s)
         # It is judged afresh: what was believed is what may have changed.
@@ -364,13 +376,13 @@ class SpeculationPolicy:
             self._probe, self._at.probe_left_s = None, None
 
     def _judge(self, now_s: float, probe: Probe) -> Transition | None:
-        ledger, rounds = probe.ledger, self._rules.probe_rounds
-        if probe.answered and (ledger.drafted >= rounds or ledger.rounds >= 4 * rounds):
-            gain = ledger.gain / (1 + probe.silent_s / self._rules.repay_s)
+        ledger = probe.ledger
+        if probe.answered and (ledger.drafted >= PROBE_ROUNDS or ledger.rounds >= 4 * PROBE_ROUNDS):
+            gain = ledger.gain / (1 + probe.silent_s / REPAY_S)
             return self._enter(now_s) if not ledger.drafted or gain >= self._rules.enter_gain else self._fail(now_s)
         if ledger.drafted and (probe.left_s < 0 or self._at.idle):
             return self._fail(now_s)
-        silent = not probe.answered and probe.silent_s > self._rules.probe_limit_s
+        silent = not probe.answered and probe.silent_s > PROBE_LIMIT_S
         return self._fail(now_s, "draft_timeout") if silent else None
 
     def _enter(self, now_s: float) -> Transition | None:
@@ -383,4 +395,4 @@ class SpeculationPolicy:
         self._returns = "probe_ok"
         self._failed += 1
         self._postpone(now_s)
-        return self._go(now_s, PLAIN, reason) if self._failed >= self._rules.failed_probes else None
+        return self._go(now_s, PLAIN, reason) if self._failed >= FAILED_PROBES else None

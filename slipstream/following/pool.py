@@ -95,10 +95,9 @@ class DraftPool:
     """The ready drafts of one target. ``gives``: told of the rows that drafters read; whether the engine has them from
     now on."""
 
-    def __init__(self, metrics: TargetMetrics, gives: GiveRows = no_rows,
-                 chance: Random | None = None) -> None:
+    def __init__(self, metrics: TargetMetrics, gives: GiveRows = no_rows) -> None:
         self._gives = gives
-        self._chance = chance or Random()
+        self._chance = Random()
         self._metrics = metrics
         self._log = logger("target")
         self._members: dict[Link, Member] = {}

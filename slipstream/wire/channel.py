@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -137,15 +137,12 @@ class Lane:
 class Connection:
     """Make it on the event loop that uses it; ``aclose`` when done. Raises ConfigError for unreadable files."""
 
-    def __init__(self, address: str, tls: TlsFiles | None, rules: ConnectionRules = RULES,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None) -> None:
         self._address = address
-        self._rules = rules
         self._tls = tls
-        self._clock = clock
         self._stamp = tls.stamp() if tls is not None else None
-        self._line = Lane(open_channel(address, tls, rules))
-        self._looked_s = clock()
+        self._line = Lane(open_channel(address, tls))
+        self._looked_s = time.monotonic()
         self._replaced: set[Lane] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger(part="wire", address=address)
@@ -173,14 +170,14 @@ class Connection:
         await asyncio.gather(*self._closing)
 
     def _follow_files(self) -> None:
-        if self._tls is None or self._clock() - self._looked_s < LOOK_S:
+        if self._tls is None or time.monotonic() - self._looked_s < LOOK_S:
             return
-        self._looked_s = self._clock()
+        self._looked_s = time.monotonic()
         found = self._tls.stamp()
         if found is None or found == self._stamp:
             return
         try:
-            fresh = Lane(open_channel(self._address, self._tls, self._rules))
+            fresh = Lane(open_channel(self._address, self._tls))
         except ConfigError:
             return  # in the middle of being replaced
         self._stamp, old, self._line = found, self._line, fresh

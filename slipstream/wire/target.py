@@ -47,7 +47,7 @@ from slipstream.wire.answers import (
     encode_told,
     joined,
 )
-from slipstream.wire.channel import RULES, TARGET_SERVICE, Connection, ConnectionRules
+from slipstream.wire.channel import RULES, TARGET_SERVICE, Connection
 from slipstream.wire.link import Line, first_end
 from slipstream.wire.status import Context, Reported, abort, log_bug, translated
 from slipstream.wire.tls import TlsFiles
@@ -249,12 +249,10 @@ class AnswerCall:
 class TargetClient:
     """A Backend elsewhere. Make it on the event loop that uses it; ``aclose`` when done."""
 
-    def __init__(self, address: str, *, tls: TlsFiles | None = None, connect_s: float = CONNECT_S,
-                 rules: ConnectionRules = RULES) -> None:
+    def __init__(self, address: str, *, tls: TlsFiles | None = None, connect_s: float = CONNECT_S) -> None:
         self.address = address
         self._connect_s = connect_s
-        self._max_bytes = rules.message_bytes
-        self._connection = Connection(address, tls, rules)
+        self._connection = Connection(address, tls)
         self._stream: AnswerStream | None = None
 
     def submit(self, request: Request) -> Answer:
@@ -281,7 +279,7 @@ class TargetClient:
 
     def _join(self) -> AnswerStream:
         if self._stream is None or not self._stream.takes:
-            self._stream = AnswerStream(self._connection, self.address, self._max_bytes)
+            self._stream = AnswerStream(self._connection, self.address)
         return self._stream
 
 
@@ -289,11 +287,10 @@ class AnswerStream:
     """One call. Make it on the event loop that uses it; it ends by ``retire`` (after its last answer) or
     ``aclose``."""
 
-    def __init__(self, connection: Connection, address: str, max_request_bytes: int) -> None:
+    def __init__(self, connection: Connection, address: str) -> None:
         self.address = address
         self.over = False
         self._connection = connection
-        self._max_request_bytes = max_request_bytes
         self._line = connection.begin()
         method: Any = self._line.channel.stream_stream(f"/{TARGET_SERVICE}/GenerateMany")
         self._call = method()
@@ -315,8 +312,8 @@ class AnswerStream:
         """Send ``request``. Returns ``answer``'s number from now on; InvalidRequest if the request is too large."""
         number = next(self._numbers)
         start = encode_asked(number, request)
-        if len(start) > self._max_request_bytes:
-            raise InvalidRequest("tokens", f"the request takes {len(start)} bytes, more than {self._max_request_bytes}")
+        if len(start) > RULES.message_bytes:
+            raise InvalidRequest("tokens", f"the request takes {len(start)} bytes, more than {RULES.message_bytes}")
         self._answers[number] = answer
         self._put(number, start)
         return number
