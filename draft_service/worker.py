@@ -41,6 +41,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import log
 
 import torch
@@ -254,7 +255,7 @@ class Round:
     features: list[Features] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
     closes: list[int] = field(default_factory=list)
-    answers: dict[Peer, list[TargetBound]] = field(default_factory=lambda: defaultdict(list))
+    answers: dict[Peer, list[TargetBound]] = field(default_factory=partial(defaultdict, list))
     came: list[tuple[int, int, float]] = field(default_factory=list)  # commits: a target's session, base, and when
     grown: Grown | None = None
     sent: list[tuple[Drafted, Growth]] = field(default_factory=list)

@@ -35,27 +35,20 @@ from slipstream.wire.codec import (
 from slipstream.wire.link import Check, WireCounts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LocalPeer:
-    """The target as the draft side sees it, for one stream."""
+    """The target as the draft side sees it, for one stream. ``limits``: what both hellos allow, once they are known."""
 
     name: str
     link: LocalLink
+    incarnation: int
+    limits: FrameLimits
 
     def send(self, items: Sequence[TargetBound]) -> None:
         self.link.answer(self, items)
 
     def refuse(self, field: str) -> None:
         """They stay joined: one is as trusted as the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalStream:
-    """What both sides agreed on when they were joined."""
-
-    peer: LocalPeer
-    incarnation: int
-    limits: FrameLimits
 
 
 class LocalLink:
@@ -69,17 +62,17 @@ class LocalLink:
         self._peers = peers
         self._max_bytes = RULES.message_bytes
         self._check = check
-        self._stream: LocalStream | None = None
+        self._peer: LocalPeer | None = None
         self._drafter = ""
         self._problem = "not connected yet"
 
     def restore(self) -> None:
         """Shake hands and come up; nothing happens while the link is up. A draft that does not fit leaves it down,
         with the reason in ``status().problem``."""
-        if self._stream is not None:
+        if self._peer is not None:
             return
         target = decode_target_hello(encode_target_hello(replace(self._hello, incarnation=secrets.randbits(64))))
-        peer = LocalPeer(self.address, self)
+        peer = LocalPeer(self.address, self, target.incarnation, FrameLimits(target.vocab_size, target.max_context))
         try:
             answer = replace(self._peers.peer_up(peer, target), incarnation=target.incarnation)
         except PairingError as error:
@@ -94,7 +87,7 @@ class LocalLink:
             self._peers.peer_down(peer)
             return
         self._drafter, self._problem = draft.drafter, problem
-        self._stream = LocalStream(peer, target.incarnation, FrameLimits.of(target, draft))
+        self._peer, peer.limits = peer, FrameLimits.of(target, draft)
         self._events.link_up(self, draft)
 
     def _complete(self, draft: DraftHello, answer: DraftHello) -> DraftHello:
@@ -108,24 +101,24 @@ class LocalLink:
 
     def cut(self, reason: str = "cut") -> None:
         """Part the two sides; both hear of it. Nothing happens while the link is down."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
+        peer, self._peer = self._peer, None
+        if peer is not None:
             self._problem = reason
             self._events.link_down(self, reason)
-            self._peers.peer_down(stream.peer)
+            self._peers.peer_down(peer)
 
     def status(self) -> DraftStatus:
-        return DraftStatus(self.address, self._stream is not None, self._drafter, self._problem)
+        return DraftStatus(self.address, self._peer is not None, self._drafter, self._problem)
 
     def send(self, items: Sequence[DraftBound]) -> None:
-        stream = self._stream
-        if stream is None or not items:
+        peer = self._peer
+        if peer is None or not items:
             return
-        frames, oversized = encode_target_frames(stream.incarnation, items, self._max_bytes)
+        frames, oversized = encode_target_frames(peer.incarnation, items, self._max_bytes)
         for frame in frames:
             self.counts.bytes_out += len(frame)
-            good, faults = decode_target_frame(frame, stream.incarnation, stream.limits)
-            self._peers.received(stream.peer, good, faults)
+            good, faults = decode_target_frame(frame, peer.incarnation, peer.limits)
+            self._peers.received(peer, good, faults)
         if oversized:
             self._events.received(self, [Drop(item.session, "capacity") for item in oversized], [])
 
@@ -134,13 +127,12 @@ class LocalLink:
 
     def answer(self, peer: LocalPeer, items: Sequence[TargetBound]) -> None:
         """What the draft sends; dropped and counted when ``peer`` belongs to a stream that is no more."""
-        stream = self._stream
-        if stream is None or stream.peer is not peer:
+        if peer is not self._peer:
             self.counts.stale_frames += 1
             return
-        for frame in encode_draft_frames(stream.incarnation, items, self._max_bytes)[0]:
+        for frame in encode_draft_frames(peer.incarnation, items, self._max_bytes)[0]:
             self.counts.frames_in += 1
             self.counts.bytes_in += len(frame)
-            good, faults = decode_draft_frame(frame, stream.incarnation, stream.limits)
+            good, faults = decode_draft_frame(frame, peer.incarnation, peer.limits)
             self.counts.invalid_items += len(faults)
             self._events.received(self, good, faults)
