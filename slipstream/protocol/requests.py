@@ -202,8 +202,8 @@ class Served:
             _require(request.grammar is None or not given, name, "cannot stand beside a grammar")
 
     def _knows(self, field: str, tokens: Sequence[int]) -> None:
-        _require(all(0 <= token < self.vocab_size for token in tokens), field,
-                 f"has a token outside the vocabulary of {self.vocab_size}")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            raise InvalidRequest(field, f"has a token outside the vocabulary of {self.vocab_size}")
 
 
 @dataclass(frozen=True, slots=True)
