@@ -126,7 +126,7 @@ class Outbox(Generic[Item]):
         self._failed = asyncio.Event()
 
     def send(self, items: Sequence[Item]) -> None:
-        """Nothing happens once the outbox is closed or has overflowed."""
+        """Nothing happens once the outbox is closed or has failed."""
         weight = 0
         for item in items:
             features = item.features if isinstance(item, Commit) else item
