@@ -78,10 +78,10 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
     server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
     up = asyncio.Event()
     metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals)
-    await server.start()
-    metrics.start()
-    target.worker.start()
     try:
+        await server.start()
+        metrics.start()
+        target.worker.start()
         async with (drafts.dialled(config.target.drafts, config.wire.kubeconfig, target.metrics.drafts_expected,
                                    target.vitals.follow),
                     kept_up(export_bytes([counts], target.metrics.wire_bytes),
@@ -91,7 +91,7 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
         await server.drain(0.0)
         raise
     finally:
-        await asyncio.to_thread(target.end)
+        await asyncio.to_thread(target.end)  # also where a port is taken: its ranks are processes
         await asyncio.to_thread(metrics.close)
     logger("target").info("stopped")
 

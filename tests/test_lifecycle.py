@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,13 +23,14 @@ from draft_service.assembly import build
 from router_service.__main__ import serve as serve_router
 from router_service.balance import Balancer, Targets
 from slipstream.base.config import Config
-from slipstream.base.errors import Draining
+from slipstream.base.errors import ConfigError, Draining
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.messages import Drop, Open
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.link import DraftLink
 from target_service.__main__ import serve as serve_target
+from target_service.assembly import Target as Ready
 from tests.api_server import StandIn, endpoint
 from tests.loop import eventually
 from tests.pair import STUBBORN, target
@@ -94,6 +96,17 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
     await eventually(lambda: bool(told.downs))
     assert told.items[-1] == Drop(1, "draining") and len(told.downs) == 1
     linking.cancel()
+
+
+async def test_a_target_whose_port_is_taken_ends_whole(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[object]()
+    monkeypatch.setattr(Ready, "end", lambda target: ended.append(target))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = Config.model_validate({"model": {"path": str(tiny_folder), "dtype": "float32"}, "target": {
+            "listen": f"127.0.0.1:{taken.getsockname()[1]}", "metrics_listen": "127.0.0.1:0", "slots": 256}})
+        with pytest.raises(ConfigError, match="listen"):
+            await serve_target(config, asyncio.Event())
+    assert len(ended) == 1
 
 
 class Cluster:
