@@ -81,7 +81,7 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
     runner = ModelRunner(model, num_slots, 0 if masks is None else AT_ONCE * masks.count)
     if vocabulary is None:
         return _drafter(section, StandaloneNetwork(runner, masks, known=known))
-    vocabulary = vocabulary[vocabulary < known]
+    vocabulary = vocabulary[vocabulary < (known or config.vocab_size)]
     return _drafter(section, StandaloneNetwork(runner, masks, vocabulary, Lender.of(folder).lm_head(vocabulary)))
 
 

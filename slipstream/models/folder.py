@@ -256,8 +256,10 @@ def tokenizer_hash(folder: Path) -> str:
 
 
 def known_tokens(folder: Path) -> int:
-    """One more than the greatest id of ``tokenizer.json``; a model may have more rows, which are padding. Raises
-    ModelError."""
+    """One more than the greatest id of ``tokenizer.json``; a model may have more rows, which are padding. 0: the folder
+    has no such file. Raises ModelError."""
+    if not (folder / "tokenizer.json").is_file():
+        return 0
     return 1 + max(load_tokenizer(folder).get_vocab(with_added_tokens=True).values(), default=-1)
 
 
