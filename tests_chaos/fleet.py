@@ -150,7 +150,7 @@ class RouterPiece(Piece):
     def children(self) -> list[int]:
         """Processes of its own: one tries grammars, the other renders conversations."""
         gateway = self._service.gateway
-        trial, template = gateway._trial.child, gateway.codec._template
+        trial, template = gateway._trials._trial.child, gateway.codec._template
         return [*([] if trial is None else [trial.pid]), *([] if template is None else [template.pid])]
 
 
