@@ -18,10 +18,11 @@ from slipstream.base.errors import ModelError
 from slipstream.drafting import create
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.lender import Lender
-from slipstream.protocol.requests import Piece, Request, Sampling
+from slipstream.protocol.requests import Sampling
 from tests.block_folder import speculators_block_config, write_block_folder
 from tests.eagle_folder import eagle2_config, eagle_config, eagle_tensors, write_eagle2_folder, write_eagle_folder
 from tests.pair import drafting, local_link, target
+from tests.test_mtp_lossless import requests, tokens_of
 from tests.tiny import VOCAB, write_tiny_model
 
 TEXT: dict[str, Any] = {
@@ -37,7 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": TEXT | {"sliding_window": 64, "model_type": "gemma3_text"}, "vision_config": VISION,
                "mm_tokens_per_image": 4, "image_token_index": 259, "boi_token_index": 253, "eoi_token_index": 254}}
 SAMPLINGS = {"greedy": Sampling(), "T1.0": Sampling(temperature=1.0, top_p=0.95, seed=12)}
-PROMPTS = (b"the cat sat on the mat. the cat sat on the", b"zq")
 
 
 def write_target(folder: Path, family: str) -> Path:
@@ -75,14 +75,6 @@ async def plain(folder: Path) -> dict[str, list[list[int]]]:
     async with target(folder, engine="hf") as rig:
         return {name: [tokens_of(await rig.answer(request)) for request in requests(sampling)]
                 for name, sampling in SAMPLINGS.items()}
-
-
-def requests(sampling: Sampling) -> list[Request]:
-    return [Request(str(i), tuple(prompt), sampling, 24) for i, prompt in enumerate(PROMPTS)]
-
-
-def tokens_of(pieces: list[Piece]) -> list[int]:
-    return [token for piece in pieces for token in piece.tokens]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle2", "block"])

@@ -72,7 +72,8 @@ class StandaloneNetwork:
     def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         if self._head is None:
             logits = self._runner.forward(batch)
-            logits[:, self._known :] = -torch.inf
+            if self._known < self.vocab_size:
+                logits[:, self._known :] = -torch.inf
             return logits
         logits = self._head(self._runner.states(batch).index_select(0, batch.logit_rows))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
