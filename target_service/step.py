@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from slipstream.base.errors import DeviceFull
-from slipstream.choosing.sampling import ChoiceRows, choose, coins, shares
+from slipstream.choosing.sampling import ChoiceRows, choose, coins, greatest, shares
 from slipstream.choosing.scores import chosen_logprobs, prompt_scores
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder
@@ -116,16 +116,14 @@ def _chosen(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]], 
             best: list[int] | None, bare: bool) -> tuple[list[int], list[ChoiceRows], dict[int, frozenset[int]]]:
     """The choices of all rows, what they were chosen by, and what rules are known to allow. Of bare answers nobody asks
     for more than the argmax."""
-    if bare and best is not None:
-        return best, [], {}
-    sessions, known = _bound(trees, _sessions(trees, levels, bare))
-    return choose(logits, sessions, best, runner.race) if sessions else [], sessions, known
-
-
-def _sessions(trees: Trees, levels: abc.Sequence[list[int]], bare: bool) -> list[ChoiceRows]:
-    """What the rows are chosen by, answer by answer; where all are bare ones, of all together."""
     if bare:
-        return [_bare_rows(trees[0][0], 0, sum(map(len, levels)))] if trees else []
+        return greatest(logits) if best is None else best, [], {}
+    sessions, known = _bound(trees, _sessions(trees, levels))
+    return choose(logits, sessions, best, runner.race), sessions, known
+
+
+def _sessions(trees: Trees, levels: abc.Sequence[list[int]]) -> list[ChoiceRows]:
+    """What the rows are chosen by, answer by answer."""
     sessions, first = list[ChoiceRows](), 0
     for (one, tree), level in zip(trees, levels, strict=True):
         sessions.append(_bare_rows(one, first, len(level)) if one.bare else _choice_rows(one, tree, level, first))

@@ -40,7 +40,7 @@ from slipstream.choosing.transfer import sent
 from slipstream.protocol.requests import Sampling
 
 __all__ = ["Children", "ChoiceRows", "Race", "TokenHistory", "Winners", "adjusted_rows", "choices", "choose", "coins",
-           "rank", "ranked", "shares"]
+           "greatest", "rank", "ranked", "shares"]
 
 COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
 CELLS_AT_ONCE_CPU, ROWS_AT_ONCE = 200_000, 64  # a CPU works in its cache, a GPU likes few launches; both bound copies
@@ -111,9 +111,10 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int]
            race: Race | None = None) -> list[int]:
     """The chosen token of every row of ``logits`` [R, V]; the sessions' rows tile 0 .. R. From a device all choices
     come back in one copy. best: the argmax of each row, where it is known."""
-    if best is None and race is not None and any(session.plain_greedy for session in sessions):
-        best = _argmax(logits).tolist()  # no race: of such rows nothing else may be known
-    if best is not None and all(session.plain_greedy for session in sessions):
+    plain = sum(session.plain_greedy for session in sessions)
+    if best is None and plain and (race is not None or plain == len(sessions)):
+        best = greatest(logits)  # no race: of such rows nothing else may be known
+    if best is not None and plain == len(sessions):
         return best
     if race is not None:
         left = sessions if best is None else [session for session in sessions if not session.plain_greedy]
@@ -276,6 +277,13 @@ def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabul
         tokens, scores = _rank(logits, few, k, vocabulary)
         told |= zip(_rows_of(few), zip(tokens.tolist(), scores.tolist(), strict=True), strict=True)
     return [told[row] for session in sessions for row in session.rows]
+
+
+def greatest(logits: torch.Tensor) -> list[int]:
+    """The column of the greatest number of each row of ``logits`` [R, V], the first of equals; of one that is none, its
+    own."""
+    columns: list[int] = _argmax(logits).tolist()
+    return columns
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
