@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import DeviceFull
+from slipstream.choosing.logits import is_filtered
 from slipstream.choosing.permitted import Masks
 from slipstream.choosing.sampling import TokenHistory
 from slipstream.engine.kv import Match, RadixCache, Row
@@ -85,7 +86,7 @@ class Sequence:
     borrowed: int = 0
     match: Match | None = None
     cached_tokens: int = 0
-    bare: bool = False  # nothing but the argmax is asked of its logits
+    bare: bool = False  # nothing but its choice is asked of its logits, and nothing changes or filters them
     first_step_s: float | None = None
     told: bool = False  # its reader has had a piece
     scored: int = 0  # rows of its prompt, each of which scores the token behind it
@@ -103,8 +104,8 @@ class Sequence:
         history = TokenHistory.of(asked, request.tokens, prompt) if asked.path_dependent else None
         followed = following.open(number, request.tokens, prompt, request.sampling, prompt + request.max_tokens,
                                   request.speculate, "" if span is None else span.parent)
-        bare = (asked.greedy and not (asked.path_dependent or asked.logit_bias) and rule is None
-                and request.top_logprobs is None)
+        bare = (not (asked.path_dependent or asked.logit_bias) and (asked.greedy or not is_filtered(asked))
+                and rule is None and request.top_logprobs is None)
         return Sequence(number, request, sink, arrived_s, followed, history, span, rule, bare=bare)
 
     @property

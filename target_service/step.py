@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from slipstream.base.errors import DeviceFull
-from slipstream.choosing.sampling import ChoiceRows, choose, coins, greatest, shares
+from slipstream.choosing.sampling import GREEDY, ChoiceRows, Draws, choose, coins, greatest, shares
 from slipstream.choosing.scores import chosen_logprobs, prompt_scores
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder
@@ -80,18 +80,18 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
     scoring = [part for one, rows in prefill if (part := _add_prefill(builder, runner, one, rows)) is not None]
     slots = runner.slots.alloc_behind([(len(tree.token_list), one.newest_slot) for one, tree in trees])  # of all nodes
     levels = builder.add_trees([(tree, one.row, one.computed) for one, tree in trees if one.row is not None], slots)
-    bare = all(one.bare for one, _ in trees)
+    draws = _draws(trees, levels, thresholds)
     try:
         batch = builder.build(runner.model.device)
         returns_at_once = batch.device.type != "cpu"
         if not returns_at_once:
             meanwhile()
         states = runner.states(batch) if scoring else None
-        logits, best = (runner.scored(batch, bare) if states is None
+        logits, best = (runner.scored(batch, draws) if states is None
                         else (runner.logits(batch, states), None))
         if returns_at_once:  # the device has its work before the host has others'
             meanwhile()
-        choices, sessions, known = _chosen(runner, trees, levels, logits, best, bare)
+        choices, sessions, known = _chosen(runner, trees, levels, logits, best, draws)
         scored = [] if states is None else [part.scores(states, runner.model.logits) for part in scoring]
         outcomes = _outcomes(trees, levels, sessions, known, choices, logits, thresholds)
     except Exception as error:
@@ -112,12 +112,29 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
     return outcomes, [part.keep(scores) for part, scores in zip(scoring, scored, strict=True)]
 
 
+def _draws(trees: Trees, levels: abc.Sequence[list[int]], thresholds: Thresholds) -> Draws | None:
+    """How the rows are chosen from, where nothing else is asked of them."""
+    heats, seeds, positions, drawn = list[float](), list[int](), list[int](), False
+    for (one, tree), level in zip(trees, levels, strict=True):
+        sampling = one.request.sampling
+        if not one.bare or (thresholds.lossy and not sampling.greedy):
+            return None
+        drawn = drawn or not sampling.greedy
+        heats += [sampling.temperature] * len(level)
+        seeds += [sampling.seed] * len(level)
+        positions += [tree.base + depth for depth in level]
+    return Draws(heats, seeds, positions) if drawn else GREEDY
+
+
 def _chosen(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]], logits: torch.Tensor,
-            best: list[int] | None, bare: bool) -> tuple[list[int], list[ChoiceRows], dict[int, frozenset[int]]]:
-    """The choices of all rows, what they were chosen by, and what rules are known to allow. Of bare answers nobody asks
-    for more than the argmax."""
-    if bare:
-        return greatest(logits) if best is None else best, [], {}
+            best: list[int] | None,
+            draws: Draws | None) -> tuple[list[int], list[ChoiceRows], dict[int, frozenset[int]]]:
+    """The choices of all rows, what they were chosen by, and what rules are known to allow. best: the argmax of each
+    row, or what ``draws`` chooses; None: nobody has looked."""
+    if draws is not None and best is not None:
+        return best, [], {}
+    if draws is GREEDY:
+        return greatest(logits), [], {}
     sessions, known = _bound(trees, _sessions(trees, levels))
     return choose(logits, sessions, best, runner.race), sessions, known
 
@@ -126,12 +143,13 @@ def _sessions(trees: Trees, levels: abc.Sequence[list[int]]) -> list[ChoiceRows]
     """What the rows are chosen by, answer by answer."""
     sessions, first = list[ChoiceRows](), 0
     for (one, tree), level in zip(trees, levels, strict=True):
-        sessions.append(_bare_rows(one, first, len(level)) if one.bare else _choice_rows(one, tree, level, first))
+        plain = one.bare and one.request.sampling.greedy
+        sessions.append(_plain_rows(one, first, len(level)) if plain else _choice_rows(one, tree, level, first))
         first += len(level)
     return sessions
 
 
-def _bare_rows(one: Sequence, first: int, count: int) -> ChoiceRows:
+def _plain_rows(one: Sequence, first: int, count: int) -> ChoiceRows:
     return ChoiceRows(one.request.sampling, range(first, first + count), (), (), None, ())
 
 

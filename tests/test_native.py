@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
+from slipstream.choosing.sampling import GREEDY, ChoiceRows, Draws, choose
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.int8 import rounded
 from slipstream.engine.kv import KVPool
@@ -21,6 +23,7 @@ from slipstream.engine.native import compiled_kernels, native_or
 from slipstream.engine.native.compiled_kernels import SOURCE, X86, build, file_name, kernels, kinds_of, processor
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import (
+    DRAW,
     BatchFrame,
     Frame,
     NativeHead,
@@ -33,6 +36,7 @@ from slipstream.engine.native.program import (
 )
 from slipstream.engine.ops.layer import Heads, Linear, Rope
 from slipstream.engine.runner import ModelRunner
+from slipstream.protocol.requests import Sampling
 from tests.sequences import run, run_tree
 from tests.tiny import VOCAB, tiny_config, write_tiny_model
 from tests.trees import random_tree
@@ -127,7 +131,7 @@ def test_scored_says_what_forward_and_logits_say_bit_for_bit(runners: dict[str, 
         runner.pool.kv[:, batch.slots] = torch.nan
         again, best = runner.scored(batch)
         assert torch.equal(again, logits) and best == logits.argmax(1).tolist(), batch.num_rows
-        assert runner.scored(batch, greedy=True)[1] == best, batch.num_rows
+        assert runner.scored(batch, GREEDY)[1] == best, batch.num_rows
         assert torch.equal(runner.features(batch.host.slots), features), batch.num_rows
     runner.slots.free(np.concatenate(held))
 
@@ -175,6 +179,52 @@ def test_the_best_that_is_screened_is_the_best_of_all(width: int, inner: int, fl
     program.choose(x, packed, screen, best[1])
     program.run(BatchFrame(Frame(rows=rows, num_picked=rows)))
     assert best[1].tolist() == best[0].tolist()
+
+
+@pytest.mark.parametrize("flags", ABLE, ids=named)
+@pytest.mark.parametrize("width", [1, 40, 1024, 4999])
+def test_what_is_drawn_of_a_screened_head_is_drawn_of_all_its_logits(width: int, flags: tuple[str, ...]) -> None:
+    dice, rows, inner = torch.Generator().manual_seed(width), 48, 96
+    weight = torch.randn(width, inner, generator=dice) / 3  # logits of some 3
+    weight[width // 2 :: 7] = weight[width // 3].clone()
+    team = Team(kernels(flags), 2)
+    packed, x, logits = Packed(team, weight), states(rows, inner, dice), torch.empty(rows, width)
+    screen = Screen.of(team, packed)
+    assert screen is not None
+    heats = [(0.0, 0.1, 1.0, 4.0, 50.0, 1e-9)[row % 6] for row in range(rows)]
+    seeds, positions = [row * 2**58 + row for row in range(rows)], list(range(1000, 1000 + rows))
+    best, program = torch.empty(rows, dtype=torch.int64), Program(team)
+    program.product(x, packed, logits)
+    program.choose(x, packed, screen, best)
+    told = ctypes.create_string_buffer(b"".join(map(DRAW.pack, seeds, heats, positions)))
+    program.run(BatchFrame(Frame(rows=rows, num_picked=rows, draws=ctypes.addressof(told)), told))
+    sampled = [Sampling(temperature=heat, seed=seed) for heat, seed in zip(heats, seeds, strict=True)]
+    alone = [ChoiceRows(sampling, range(row, row + 1), (positions[row],), (0,), None, ((),))
+             for row, sampling in enumerate(sampled)]
+    right = choose(logits, alone)
+    for row, token in enumerate(best.tolist()):
+        able = heats[row] != 1e-9 and row < rows - 4 and bool((logits[row].abs() < 1e6).all())
+        assert token == (right[row] if able or not heats[row] else -1), (row, heats[row])
+
+
+def test_a_step_tells_what_it_draws_and_all_logits_where_it_cannot(tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeHead, "_serves", lambda self, screen: True)  # though it saves nothing of so few tokens
+    model = load_model(write_tiny_model(tmp_path, **SHAPE), ModelSection(kernels="native"))
+    runner, builder = ModelRunner(model, 64), BatchBuilder()
+    builder.add(range(1, 9), range(8), range(8), np.zeros(0, np.int64))
+    batch, places = builder.build(), range(1, 9)
+    logits, best = runner.scored(batch)
+    logits = logits.clone()
+    for heats in ([0.7] * 8, [0.0, 1.0] * 4, [1.0] * 7 + [1e-9]):
+        draws = Draws(heats, [7] * 8, places)
+        rows = [ChoiceRows(Sampling(temperature=heat, seed=7), range(row, row + 1), (places[row],), (0,), None, ((),))
+                for row, heat in enumerate(heats)]
+        told, found = runner.scored(batch, draws)
+        if heats[-1] == 1e-9:
+            assert found is None and torch.equal(told, logits)
+        else:
+            assert found == choose(logits, rows) and not len(told)
 
 
 @pytest.mark.parametrize("flags", ABLE, ids=named)

@@ -25,6 +25,7 @@ from bench.inputs import chains
 from bench.memory import Memory, rate
 from bench.report import Row, write
 from slipstream.base.config import ModelSection
+from slipstream.choosing.sampling import GREEDY
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
@@ -56,7 +57,7 @@ def of_answers(count: int, context: int) -> ForwardBatch:
 
 def chosen(runner: ModelRunner, batch: ForwardBatch) -> object:
     """A whole step."""
-    logits, best = runner.scored(batch, greedy=True)
+    logits, best = runner.scored(batch, GREEDY)
     return logits.argmax(-1).tolist() if best is None else best
 
 

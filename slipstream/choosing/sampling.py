@@ -39,7 +39,7 @@ from slipstream.choosing.noise import leaders, noise, row_keys
 from slipstream.choosing.transfer import sent
 from slipstream.protocol.requests import Sampling
 
-__all__ = ["Children", "ChoiceRows", "Race", "TokenHistory", "Winners", "adjusted_rows", "choices", "choose", "coins",
+__all__ = ["GREEDY", "Children", "ChoiceRows", "Draws", "Race", "TokenHistory", "Winners", "adjusted_rows", "choices", "choose", "coins",
            "greatest", "rank", "ranked", "shares"]
 
 COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
@@ -87,6 +87,19 @@ class ChoiceRows:
         if len(self.rows) <= most:
             return [self]
         return [self.part(slice(first, first + most)) for first in range(0, len(self.rows), most)]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How rows are chosen from whose logits nothing changes and no filter takes from, where nothing else is asked of
+    these: R of each, or none at all, which are greedy rows."""
+
+    heats: Sequence[float] = ()  # temperatures; 0: the greatest
+    seeds: Sequence[int] = ()
+    positions: Sequence[int] = ()  # of the tokens to be chosen
+
+
+GREEDY = Draws()
 
 
 @dataclass(frozen=True, slots=True)

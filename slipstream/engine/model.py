@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.base.errors import ModelError
-from slipstream.choosing.sampling import Race
+from slipstream.choosing.sampling import Draws, Race
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.observe.log import logger
@@ -131,11 +131,12 @@ class ScoringModel(CausalModel, Protocol):
         """What finds the choices in its logits."""
         ...
 
-    def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...],
-               features: torch.Tensor | None, greedy: bool = False) -> tuple[torch.Tensor, list[int]]:
-        """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each; greedy: nobody
-        reads logits, so there may be none. The tapped states go to ``features`` [S, len(taps) * H] at the batch's
-        slots; None: there are no taps."""
+    def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...], features: torch.Tensor | None,
+               draws: Draws | None = None) -> tuple[torch.Tensor, list[int] | None]:
+        """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each. draws: nothing
+        but these choices is wanted. They come in place of the argmax and perhaps without logits; None: they cannot be
+        told, and logits are there. The tapped states go to ``features`` [S, len(taps) * H] at the batch's slots; None:
+        there are no taps."""
         ...
 
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

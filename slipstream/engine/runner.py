@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
-from slipstream.choosing.sampling import Race
+from slipstream.choosing.sampling import GREEDY, Draws, Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots, SlotTable
@@ -300,12 +300,12 @@ class ModelRunner:
         every = len(batch.host.logit_rows) == len(hidden)
         return self.model.logits(hidden if every else hidden.index_select(0, batch.logit_rows))
 
-    def scored(self, batch: ForwardBatch, greedy: bool = False) -> tuple[torch.Tensor, list[int] | None]:
-        """As ``forward``, with the argmax of each row where the model finds it on its way; the logits are there until
-        the next call, and no more where the argmax is known and is all that is wanted (``greedy``)."""
+    def scored(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[torch.Tensor, list[int] | None]:
+        """As ``forward``, with the argmax of each row where the model finds it on its way, or what ``draws`` chooses,
+        where nothing else is wanted; there may be no logits then. These are there until the next call."""
         if self._scoring is None:
             return self.forward(batch), None
-        scored = self._scoring.scored(batch, self.pool, self.taps, self._features if self.taps else None, greedy)
+        scored = self._scoring.scored(batch, self.pool, self.taps, self._features if self.taps else None, draws)
         if self.taps:
             self._known[batch.host.slots] = True
         return scored
@@ -368,7 +368,7 @@ class ModelRunner:
             builder = BatchBuilder()
             builder.add([0] * count, range(PROFILE_CONTEXT, PROFILE_CONTEXT + count), slots[PROFILE_CONTEXT:].tolist(),
                         slots[:PROFILE_CONTEXT], words, count)
-            logits, best = self.scored(builder.build(self.model.device), greedy=True)
+            logits, best = self.scored(builder.build(self.model.device), GREEDY)
             if best is None:
                 logits.argmax(-1).tolist()
             times.append(time.perf_counter() - began)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.choosing.sampling import GREEDY, Draws
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import EMBEDDING, as_whole, head_of
 from slipstream.engine.kv import KVPool
@@ -45,7 +46,7 @@ class Listed:
     states: torch.Tensor  # bfloat16 [C, H] after the final norm; of a list with scores, of the rows that have them
     tapped: torch.Tensor | None  # bfloat16 [C, len(taps) * H]; of a list with scores they go to the frame's features
     logits: torch.Tensor  # float32 [R, V]; of a list for choices alone nobody's
-    best: torch.Tensor  # int64 [R]
+    best: torch.Tensor  # int64 [R] what is chosen; of a list for more than choices the argmax
 
 
 class NativeDecoder:
@@ -84,42 +85,50 @@ class NativeDecoder:
         """bfloat16 [R, H] after the final norm -> float32 [R, V]."""
         return self._head(hidden)
 
-    def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...],
-               features: torch.Tensor | None, greedy: bool = False) -> tuple[torch.Tensor, list[int]]:
+    def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...], features: torch.Tensor | None,
+               draws: Draws | None = None) -> tuple[torch.Tensor, list[int] | None]:
         """See ``model.ScoringModel``; the logits are a buffer's."""
         assert len(taps) * self.config.hidden_size == (0 if features is None else features.shape[1])
-        few = len(batch.host.logit_rows)
-        alone = greedy and self._head.screens(few)
+        few, drawn = len(batch.host.logit_rows), draws is not None and bool(draws.heats)
+        alone = draws is not None and self._head.screens(few, drawn)
         listed = self.listed(batch.num_rows, taps, few, alone)
-        listed.program.run(self.frame(batch, pool, features))
-        return listed.logits[: 0 if alone else few], listed.best[:few].tolist()
+        listed.program.run(self.frame(batch, pool, features, draws if alone and draws is not None else GREEDY))
+        best: list[int] = listed.best[:few].tolist()
+        if not drawn:
+            return listed.logits[: 0 if alone else few], best
+        if not alone:
+            return listed.logits[:few], None
+        if min(best) < 0:
+            return self._head(listed.states[:few]), None
+        return listed.logits[:0], best
 
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """See ``model.ScoringModel``; on the model's threads where it fits them."""
         return NativeLinear(self._team, weight) if fits(weight) else Linear(weight)
 
-    def frame(self, batch: ForwardBatch, pool: KVPool, features: torch.Tensor | None = None) -> BatchFrame:
+    def frame(self, batch: ForwardBatch, pool: KVPool, features: torch.Tensor | None = None,
+              draws: Draws = GREEDY) -> BatchFrame:
         """What a batch adds to the list. AssertionError for a token that is none: the kernels would read beyond."""
         tokens, positions = batch.host.tokens.tolist(), batch.host.positions.tolist()
         assert min(tokens) >= 0 and max(tokens) < self.config.vocab_size and min(positions) >= 0
         self._table.reach(1 + max(positions))
         return BatchFrame.of(batch, pool, self._table.cos, self._table.sin, self.config.sliding_window,
-                             batch.positions, features)
+                             batch.positions, features, draws)
 
-    def listed(self, rows: int, taps: tuple[int, ...], few: int | None = None, greedy: bool = False) -> Listed:
-        """The list for at most so many rows, with scores for so many of them; None: it has none. greedy: only the best
-        of each is wanted."""
+    def listed(self, rows: int, taps: tuple[int, ...], few: int | None = None, alone: bool = False) -> Listed:
+        """The list for at most so many rows, with scores for so many of them; None: it has none. alone: nothing but
+        what is chosen of each is wanted."""
         if rows > self._rows or (few or 0) > self._few:
             self._rows, self._few = _doubled(self._rows, rows), _doubled(self._few, few or 0)
             self._lists.clear()
-        key = (taps, few is not None, greedy)
+        key = (taps, few is not None, alone)
         if key not in self._lists:
             # Buffers of other taps are given up: a draft may name new ones with each handshake.
             self._lists = {other: listed for other, listed in self._lists.items() if other[0] == taps}
             self._lists[key] = self._list(*key)
         return self._lists[key]
 
-    def _list(self, taps: tuple[int, ...], scores: bool, greedy: bool) -> Listed:
+    def _list(self, taps: tuple[int, ...], scores: bool, alone: bool) -> Listed:
         config, program, hidden = self.config, Program(self._team), self.config.hidden_size
         buffers, tapped = Buffers.of(config, self._rows, hidden), None
         places: list[torch.Tensor | Kept] = [Kept(i * hidden, len(taps) * hidden) for i in range(len(taps))]
@@ -138,7 +147,7 @@ class NativeDecoder:
         few = self._few if scores else 0
         logits, best = torch.empty(few, config.vocab_size), torch.empty(few, dtype=torch.int64)
         if scores:
-            if greedy:
+            if alone:
                 self._head.choose(program, buffers.normed, best, logits)
             else:
                 program.product(buffers.normed, self._head.packed, logits, few=True)

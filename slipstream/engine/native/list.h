@@ -38,6 +38,12 @@ struct Op {  // `program.Op` is the same
     int64_t few;           // 1: over as many rows as the frame picks; NORM reads those, others what it has written
 };
 
+struct Draw {  // `program.DRAW` is the same: how a row is chosen from, of whose logits nothing else is asked
+    uint64_t seed;
+    double heat;       // 0: the greatest
+    int64_t position;  // of the token to be chosen
+};
+
 struct Frame {  // `program.Frame` is the same: what one forward adds to the list
     int64_t rows;
     const float *cos, *sin;   // [T, D]; the sine's first half is negated
@@ -56,6 +62,7 @@ struct Frame {  // `program.Frame` is the same: what one forward adds to the lis
     const int64_t* picked;     // [num_picked] rows that go on where an operation takes few
     int64_t num_picked;
     bf16* features;            // [S, F] rows by slot
+    const Draw* draws;         // [num_picked] for CHOOSE; null: the greatest of all
 };
 
 }  // namespace

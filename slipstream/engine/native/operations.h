@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "drawn.h"
 #include "list.h"
 #include "products.h"
 #include "races.h"
@@ -166,7 +167,11 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
             int64_t groups = groups_of(op), first = first_group(groups, part, parts), last = first_group(groups, part + 1, parts);
             return screen(op, first, last, rows_of(op, frame));
         }
-        case CHOOSE: ((int64_t*)op.out)[part] = chosen(op, part, scores); return;
+        case CHOOSE: {
+            const bool draws = frame.draws && frame.draws[part].heat != 0;
+            ((int64_t*)op.out)[part] = draws ? drawn(op, part, frame.draws[part], scores) : chosen(op, part, scores);
+            return;
+        }
         case ROPE: return rope_row(op, frame, part);
         case ATTEND: return attend_part(op, frame, part, scores, splits);
         case PRODUCT: {

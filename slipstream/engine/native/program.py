@@ -13,6 +13,7 @@ It knows nothing about whole models. Dimension key: see ``slipstream.engine``.
 from __future__ import annotations
 
 import ctypes
+import struct
 import weakref
 from array import array
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.base.errors import ModelError
+from slipstream.choosing.sampling import GREEDY, Draws
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import Matrix, Whole, as_whole
 from slipstream.engine.kv import KVPool, in_large_pages
@@ -141,19 +143,24 @@ class NativeHead:
         self._lengths = (torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)  # of what each input weighs
                          if isinstance(weight, torch.Tensor) else torch.ones(self.packed.inner))
 
-    def screens(self, rows: int) -> bool:
-        """Whether it saves time to ``choose`` of so many rows: by tiles, many rows of a product cost little more than
-        few, and each row that is chosen for costs some groups."""
-        return rows <= FEW_SCREENED or not self._team.kernels.tiles
-
-    def choose(self, program: Program, x: torch.Tensor, best: torch.Tensor, logits: torch.Tensor) -> None:
-        """The argmax of as many rows of x bfloat16 [C, H] as the frame picks, to best int64 [C]. The first call makes a
-        screen, and tries it; without one all logits float32 [C, V] are computed."""
+    @property
+    def screen(self) -> Screen | None:
+        """None where there is none that serves. The first call makes it, and tries it."""
         if not self._tried:
             self._tried, made = True, Screen.of(self._team, self.packed)
             self._screen = made if made is not None and self._serves(made) else None
-        if self._screen is not None:
-            program.choose(x, self.packed, self._screen, best)
+        return self._screen
+
+    def screens(self, rows: int, drawn: bool = False) -> bool:
+        """Whether it saves time to ``choose`` of so many rows: by tiles, many rows of a product cost little more than
+        few, and each row that is chosen for costs some groups. drawn: by more than the argmax, which takes a screen."""
+        return (rows <= FEW_SCREENED or not self._team.kernels.tiles) and (not drawn or self.screen is not None)
+
+    def choose(self, program: Program, x: torch.Tensor, best: torch.Tensor, logits: torch.Tensor) -> None:
+        """What the frame draws of as many rows of x bfloat16 [C, H] as it picks, to best int64 [C], or the argmax.
+        Without a screen that is computed of all logits float32 [C, V], and is the argmax."""
+        if self.screen is not None:
+            program.choose(x, self.packed, self.screen, best)
         else:
             program.product(x, self.packed, logits, few=True)
             program.best(logits, best)
@@ -216,6 +223,7 @@ class NativeLinear:
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE, SCREEN, CHOOSE = range(12)
 STORE, ADD, SILU = range(3)
 LINE, CHUNK = 64, 32 << 20  # bytes of a line of a cache, and of memory that is asked for at a time
+DRAW = struct.Struct("=Qdq")
 LANES, GROUP = 16, 32  # what widths are multiples of: floats of the widest vector, and of two
 
 
@@ -239,7 +247,7 @@ class Frame(ctypes.Structure):
                 ("kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64), ("tokens", ctypes.c_void_p),
                 ("states", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("segments", ctypes.c_void_p),
                 ("num_segments", ctypes.c_int64), ("window", ctypes.c_int64), ("picked", ctypes.c_void_p),
-                ("num_picked", ctypes.c_int64), ("features", ctypes.c_void_p)]
+                ("num_picked", ctypes.c_int64), ("features", ctypes.c_void_p), ("draws", ctypes.c_void_p)]
 
 
 class Weights:
@@ -400,7 +408,7 @@ class Program:
 
     def choose(self, x: torch.Tensor, packed: Packed, screen: Screen, out: torch.Tensor) -> torch.Tensor:
         """What ``best`` would find in the product of as many rows of x bfloat16 [C, I] as the frame picks, to out int64
-        [C]. Returns float32 [C, groups]: what the outputs of a group are not above, once that is computed."""
+        [C]; of rows that the frame draws, what their race would, or -1 where ``choosing`` must say. Returns float32 [C, groups]: what the outputs of a group are not above, once that is computed."""
         most = torch.empty(len(out), screen.groups)
         assert x.shape[1] == packed.inner and packed.inner % LANES == 0
         self._kept.append((packed, screen))
@@ -461,9 +469,11 @@ class BatchFrame:
 
     @staticmethod
     def of(batch: ForwardBatch, pool: KVPool, cos: torch.Tensor, sin: torch.Tensor, window: int = 0,
-           positions: torch.Tensor | None = None, features: torch.Tensor | None = None) -> BatchFrame:
+           positions: torch.Tensor | None = None, features: torch.Tensor | None = None,
+           draws: Draws = GREEDY) -> BatchFrame:
         """Of a batch over a pool. cos, sin: float32 [T, 1, D], or [P, 1, D] with positions int64 [T] into them; window:
-        sliding window in tokens, 0 for none; features: bfloat16 [S, F], where ``Kept`` rows go."""
+        sliding window in tokens, 0 for none; features: bfloat16 [S, F], where ``Kept`` rows go; draws: of the rows that
+        want logits, for ``choose``."""
         kv, count = pool.kv, len(batch.mask_lens)
         assert kv.dtype == torch.bfloat16 and kv[0].is_contiguous()
         segments = array("q", (*batch.q_indptr, *batch.kv_indptr, *batch.begins, *batch.mask_lens))
@@ -473,4 +483,8 @@ class BatchFrame:
                       None, None if positions is None else positions.data_ptr(), segments.buffer_info()[0], count,
                       window, batch.logit_rows.data_ptr(), len(batch.host.logit_rows),
                       None if features is None else features.data_ptr())
-        return BatchFrame(frame, batch, kv, cos, sin, segments, positions, features)
+        told = array("B", b"".join(map(DRAW.pack, draws.seeds, draws.heats, draws.positions)))
+        if told:
+            assert len(told) == DRAW.size * frame.num_picked
+            frame.draws = told.buffer_info()[0]
+        return BatchFrame(frame, batch, kv, cos, sin, segments, positions, features, told)

@@ -18,6 +18,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -142,6 +143,7 @@ struct Race {
     double guess = 0;          // what the best are taken to score at least, until there are enough
     float inverse = 0, lowest = 0;
     size_t most = 0;
+    std::function<void(int64_t)> ready;  // called with a tile before `x` is read there, where not all logits are made
 
     int64_t tiles() const { return (words.tiles + LANES - 1) / LANES * LANES; }
     int64_t begin(int64_t tile) const { return words.ids ? words.starts[tile] : tile * TILE; }
@@ -211,23 +213,33 @@ struct Race {
         if (best.size() > most + 1) best.pop_back();
     }
 
-    // Offer those tokens of a tile whose own hash lets them reach the floor.
+    // Which tokens of a vector could be among the best by their tile's noise and by their own hashes, were these their logits.
+    Words able(int64_t tile, int64_t first, Floats logits) const {
+        double low = std::max(floor(), double(std::numeric_limits<float>::lowest()));
+        Floats reach = (logits - all(float(top))) * all(inverse) - all(float(low) - LOOSE);  // above the floor
+        Words now = (Words)(logits >= all(lowest)) & (Words)(reach + all(noises[tile]) >= Floats{});
+        if (!any(now)) return now;
+        Floats left = lacking([&](int64_t half) {
+            Quads ids = counted() + uint64_t(first + half);
+            if (words.ids) memcpy(&ids, words.ids + first + half, sizeof ids);  // it goes on to a whole vector
+            return ids * STRIDE + key;
+        });
+        Words open = (Words)(left <= exponential((Floats)((Words)reach & (Words)(reach < Floats{}))));
+        int64_t holder = tile * TILE + int64_t(hash_of(tile) % TILE);
+        for (int lane = 0; lane < LANES; lane++)
+            if (now[lane] && token(first + lane) == holder) open[lane] = ~0u;
+        return now & open;
+    }
+
     void enter(int64_t tile) {
-        int64_t last = end(tile), holder = tile * TILE + int64_t(hash_of(tile) % TILE);
+        if (ready) ready(tile);
+        int64_t last = end(tile);
         for (int64_t first = begin(tile); first < last; first += LANES) {
-            double low = std::max(floor(), double(std::numeric_limits<float>::lowest()));
             Floats logits = some(x + first, last - first);
-            Floats reach = (logits - all(float(top))) * all(inverse) - all(float(low) - LOOSE);  // above the floor
-            Words now = (Words)(logits >= all(lowest)) & (Words)(reach + all(noises[tile]) >= Floats{});
+            Words now = able(tile, first, logits);
             if (!any(now)) continue;
-            Floats left = lacking([&](int64_t half) {
-                Quads ids = counted() + uint64_t(first + half);
-                if (words.ids) memcpy(&ids, words.ids + first + half, sizeof ids);  // it goes on to a whole vector
-                return ids * STRIDE + key;
-            });
-            Words open = (Words)(left <= exponential((Floats)((Words)reach & (Words)(reach < Floats{}))));
             for (int lane = 0; lane < LANES; lane++)
-                if (now[lane] && (open[lane] || token(first + lane) == holder)) offer(token(first + lane), logits[lane]);
+                if (now[lane]) offer(token(first + lane), logits[lane]);
         }
     }
 
@@ -424,6 +436,8 @@ uint64_t key_of(uint64_t seed, int64_t position) {  // `noise.row_keys`
     return mixed<uint64_t>(mixed<uint64_t>(seed + GOLDEN) + uint64_t(position) * GOLDEN);
 }
 
+double nearness(double top, double heat) { return 1e-11 * (1 + 0.01 * std::abs(top) / heat); }  // `Race::near`
+
 struct Changes {  // of a row before the race
     bool early;
     const int64_t* path;
@@ -538,7 +552,7 @@ void race_row(const Races& races, int64_t place, const float* x, int64_t count, 
         choose_greatest(race);
     } else if (sure && (sure = asked.heat >= COLDEST && std::abs(race.top - float(race.top)) <= LOOSE / 2 * asked.heat)) {
         race.key = key_of(asked.seed, races.positions[place]);
-        race.near = 1e-11 * (1 + 0.01 * std::abs(race.top) / asked.heat);
+        race.near = nearness(race.top, asked.heat);
         race.bound();
         if (asked.top_k > 0 || asked.top_p < 1 || asked.min_p > -INFINITY) {
             sure = choose_filtered(race);

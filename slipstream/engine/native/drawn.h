@@ -1,0 +1,60 @@
+// The choice of a row under noise without most of its logits: of a product's outputs, those that could be it.
+//
+// Rules:
+// 1. What is told is what `races.h` would choose of all outputs, or -1: the specification must say.
+// 2. A group of outputs is computed while what none of them is above (`screen.h`), with the noise of its tokens, could be the
+//    best. Who is left out is beaten by more than both sides' rounding.
+//
+// It knows nothing about why nothing else is asked of the logits.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "list.h"
+#include "products.h"
+#include "races.h"
+
+namespace {
+
+int64_t drawn(const Op& op, int64_t row, const Draw& how, std::vector<float>& scratch) {
+    constexpr int GROUPS = TILE / GROUP;  // of a tile
+    const float* most = op.scales + row * op.layer;
+    const int64_t groups = groups_of(op);
+    const Vocabulary words{nullptr, nullptr, nullptr, op.outer, (op.outer + TILE - 1) / TILE};
+    Asked asked{};
+    asked.heat = how.heat;
+    Race race{words, asked, nullptr, op.outer, nullptr, nullptr, {}, {}};
+    std::vector<float> bounds(2 * race.tiles(), -INFINITY);
+    race.peaks = bounds.data(), race.noises = race.peaks + race.tiles();
+    for (int64_t group = 0; group < groups; group++)
+        race.peaks[group / GROUPS] = std::max(race.peaks[group / GROUPS], most[group]);
+    race.top = *std::max_element(race.peaks, race.peaks + words.tiles);
+    if (!(how.heat >= COLDEST && std::abs(race.top) <= MOST_LOGIT)) return -1;
+    race.key = key_of(how.seed, how.position);
+    race.near = nearness(race.top, how.heat);
+    race.most = 1;
+    race.bound();
+    float logits[TILE];
+    Op exact = op;
+    exact.in = (const bf16*)op.in + row * op.in_stride, exact.scales = nullptr, exact.extra = nullptr;
+    exact.result = STORE, exact.out_stride = 0;
+    race.ready = [&](int64_t tile) {
+        race.x = logits - tile * TILE;
+        exact.out = logits - tile * TILE;
+        for (int64_t group = tile * GROUPS; group < std::min(groups, (tile + 1) * GROUPS); group++) {
+            const int64_t first = group * GROUP;
+            if (any(race.able(tile, first, all(most[group])) | race.able(tile, first + LANES, all(most[group]))))
+                product<Halves>(exact, group, group + 1, 1, scratch);
+            else
+                std::fill_n(logits + first - tile * TILE, GROUP, -INFINITY);
+        }
+    };
+    race.run();
+    return race.apart() && !race.best.empty() ? race.best[0].token : -1;
+}
+
+}  // namespace
