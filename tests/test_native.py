@@ -479,10 +479,10 @@ def test_a_head_whose_screen_leaves_too_much_has_none() -> None:
     dice, team = torch.Generator().manual_seed(1), Team(kernels(), 2)
     weight = torch.randn(4096, 576, generator=dice)
     weight[:, :4] *= 30  # inputs that few states use, and all weights are rounded by
-    for made, screened in ((weight, False), (torch.randn(4096, 576, generator=dice), True)):
+    for made, screened in ((weight, False), (torch.randn(16384, 576, generator=dice), True)):
         head, program = NativeHead(team, made), Program(team)
         head.choose(program, torch.randn(2, 576).to(torch.bfloat16), torch.empty(2, dtype=torch.int64),
-                    torch.empty(2, 4096))
+                    torch.empty(2, len(made)))
         assert (head._screen is not None) is screened
 
 

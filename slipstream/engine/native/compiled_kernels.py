@@ -35,8 +35,8 @@ COMPILE_S = 300  # of one build at most
 # bfloat16 as such: an Intel's core (family 6, model 207) multiplies float32 faster, where it has no tiles.
 X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
         ("-march=x86-64-v4", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
-       ({"AuthenticAMD", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi")),
+       ({"AuthenticAMD", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi",
+         "avx512_vnni"}, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")),
        ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=x86-64-v4",)),
        ({"avx2", "fma", "bmi2"}, ("-march=x86-64-v3",)))
 

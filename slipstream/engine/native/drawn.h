@@ -2,8 +2,8 @@
 //
 // Rules:
 // 1. What is told is what `races.h` would choose of all outputs, or -1: the specification must say.
-// 2. A group of outputs is computed while what none of them is above (`screen.h`), with the noise of its tokens, could be the
-//    best. Who is left out is beaten by more than both sides' rounding.
+// 2. A group of outputs is computed while one of them, by what it is not above (`screen.h`) and its token's noise, could be
+//    the best. Who is left out is beaten by more than both sides' rounding.
 //
 // It knows nothing about why nothing else is asked of the logits.
 
@@ -24,6 +24,7 @@ int64_t drawn(const Op& op, int64_t row, const Draw& how, std::vector<float>& sc
     constexpr int GROUPS = TILE / GROUP;  // of a tile
     const float* most = op.scales + row * op.layer;
     const int64_t groups = groups_of(op);
+    const float* outputs = (const float*)op.extra + row * groups * GROUP;
     const Vocabulary words{nullptr, nullptr, nullptr, op.outer, (op.outer + TILE - 1) / TILE};
     Asked asked{};
     asked.heat = how.heat;
@@ -47,7 +48,7 @@ int64_t drawn(const Op& op, int64_t row, const Draw& how, std::vector<float>& sc
         exact.out = logits - tile * TILE;
         for (int64_t group = tile * GROUPS; group < std::min(groups, (tile + 1) * GROUPS); group++) {
             const int64_t first = group * GROUP;
-            if (any(race.able(tile, first, all(most[group])) | race.able(tile, first + LANES, all(most[group]))))
+            if (any(race.able(tile, first, load(outputs + first)) | race.able(tile, first + LANES, load(outputs + first + LANES))))
                 product<Halves>(exact, group, group + 1, 1, scratch);
             else
                 std::fill_n(logits + first - tile * TILE, GROUP, -INFINITY);

@@ -23,7 +23,8 @@ struct Op {  // `program.Op` is the same
     int64_t in_stride;     // elements from row to row
     const void* weight;    // NORM: float32 [inner]; PRODUCT, CHOOSE: packed; SCREEN: numbers; ROPE: norm of queries, float32 [D], or null
                            // RANK: tokens of the columns, int64 [inner], or null
-    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: Races
+    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: Races;
+                           // SCREEN, CHOOSE: float32 [T, outer, to whole groups] of rows that are drawn
     void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32;
                            // EMBED, WIDEN: float32; RANK: Child [T, outer], as int64; BEST: int64 [T];
                            // SCREEN: float32 [T, groups]; CHOOSE: int64 [T];

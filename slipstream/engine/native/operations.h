@@ -165,7 +165,7 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
         }
         case SCREEN: {
             int64_t groups = groups_of(op), first = first_group(groups, part, parts), last = first_group(groups, part + 1, parts);
-            return screen(op, first, last, rows_of(op, frame));
+            return screen(op, first, last, rows_of(op, frame), frame.draws);
         }
         case CHOOSE: {
             const bool draws = frame.draws && frame.draws[part].heat != 0;

@@ -409,13 +409,13 @@ class Program:
     def choose(self, x: torch.Tensor, packed: Packed, screen: Screen, out: torch.Tensor) -> torch.Tensor:
         """What ``best`` would find in the product of as many rows of x bfloat16 [C, I] as the frame picks, to out int64
         [C]; of rows that the frame draws, what their race would, or -1 where ``choosing`` must say. Returns float32 [C, groups]: what the outputs of a group are not above, once that is computed."""
-        most = torch.empty(len(out), screen.groups)
+        most, each = torch.empty(len(out), screen.groups), torch.empty(len(out), screen.bounds.shape[1])
         assert x.shape[1] == packed.inner and packed.inner % LANES == 0
         self._kept.append((packed, screen))
         shape = {"inner": packed.inner, "outer": packed.outer, "few": True}
-        self._add(Op(kind=SCREEN, scales=screen.bounds.data_ptr(), **shape), x, most, screen.numbers)
+        self._add(Op(kind=SCREEN, scales=screen.bounds.data_ptr(), **shape), x, most, screen.numbers, each)
         self._add(Op(kind=CHOOSE, scales=most.data_ptr(), layer=most.stride(0), **shape), x, out.view(-1, 1),
-                  packed.weight)
+                  packed.weight, each)
         return most
 
     def listed(self) -> ctypes.Array[Op]:

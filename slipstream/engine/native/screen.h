@@ -13,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -30,12 +31,33 @@ constexpr float LOST = 1e-30f;
 constexpr float LARGE = 1e15f;  // products of numbers below are far from what float32 holds, and so are their sums
 constexpr int QUADS = 4 * GROUP;  // whole numbers that weigh four inputs for a group of outputs
 
+#if defined(__AVX512VNNI__)
+// Four products of 8 bits and their sum are one instruction. Most numbers of a state have no more where the unit is no smaller
+// than this share of their root mean square; the few others are a multiple of HIGH and a number of 8 bits.
+constexpr float SPAN = 3.0f / 127;
+constexpr int SCREENED = 12;  // rows that are screened together, as registers hold
+inline int8_t screened(int8_t weight) { return int8_t(weight ^ 0x80); }  // 128 more, and no sign
+#else
+constexpr float SPAN = 0;
+constexpr int SCREENED = LANES == 8 ? 3 : 6;
+inline int8_t screened(int8_t weight) { return weight; }
+#endif
+constexpr int HIGH = 128;
+
 // A state as whole numbers of some 13 bits, two in a word, times `scale`.
 struct Rounded {
     std::vector<uint32_t> pairs;
     float scale = 0, length = INFINITY, missed = INFINITY;  // of the state, and of what rounding took from it, at most
+    float* outputs = nullptr;  // what each is not above, for who draws; null: nobody does
+#if defined(__AVX512VNNI__)
+    std::vector<int8_t> low, high;  // number = HIGH * high + low
+    uint32_t sums[2] = {};          // of these
+#endif
 
     Rounded(const bf16* x, int64_t inner) : pairs(inner / 2) {
+#if defined(__AVX512VNNI__)
+        low.resize(inner), high.resize(inner);
+#endif
         // Sums of products with 127 fit 31 bits.
         const float limit = float(std::min<int64_t>(8191, (int64_t(1) << 31) / (128 * inner)));
         Floats greatest_of_lanes = {}, squares = {}, off = {}, magic = all(12582912.0f);  // adding it rounds
@@ -43,8 +65,14 @@ struct Rounded {
             Floats v = widen(x + i);
             greatest_of_lanes = greater((Floats)((Words)v & 0x7fffffffu), greatest_of_lanes);
         }
-        const float unit = greatest(greatest_of_lanes) / limit;
+        float unit = greatest(greatest_of_lanes) / limit;
         if (!(unit > LOST && unit < LARGE)) return;
+        if (SPAN > 0) {
+            for (int64_t i = 0; i < inner; i += LANES) squares = fma(widen(x + i), widen(x + i), squares);
+            unit = std::max(unit, SPAN * std::sqrt(total(squares) / float(inner)));
+            if (!(unit < LARGE)) return;
+            squares = Floats{};
+        }
         for (int64_t i = 0; i < inner; i += LANES) {
             Floats v = widen(x + i) * all(1 / unit), whole = (v + magic) - magic;
             squares += v * v, off += (v - whole) * (v - whole);
@@ -58,10 +86,18 @@ struct Rounded {
         const float error = 0.002f * std::sqrt(float(inner));
         scale = unit, length = (std::sqrt(sum) * 1.0001f + error) * unit;
         missed = (std::sqrt(total(off)) * 1.0001f + error) * unit;
+#if defined(__AVX512VNNI__)
+        const int16_t* numbers = (const int16_t*)pairs.data();
+        for (int64_t i = 0; i < inner; i++) {
+            high[i] = int8_t(std::abs(numbers[i]) < HIGH ? 0 : (numbers[i] + HIGH / 2) >> 7);
+            low[i] = int8_t(numbers[i] - HIGH * high[i]);
+            sums[0] += low[i], sums[1] += high[i];
+        }
+#endif
     }
 };
 
-// Of a group's sums of whole numbers: what none of its outputs is above.
+// Of a group's sums of whole numbers: what none of its outputs is above, and each is not above, where that is asked.
 float most_of(const Op& op, int64_t group, const Rounded& state, Ints low, Ints high) {
     const int64_t outputs = groups_of(op) * GROUP;  // `make_screen` says what is read of each
     auto bound = [&](Ints sums, const float* of) {
@@ -70,9 +106,48 @@ float most_of(const Op& op, int64_t group, const Rounded& state, Ints low, Ints 
         Words none = (Words)(most != most);
         return (Floats)(((Words)most & ~none) | ((Words)all(INFINITY) & none));
     };
-    return greatest(greater(bound(low, op.scales + group * GROUP), bound(high, op.scales + group * GROUP + LANES)));
+    const Floats one = bound(low, op.scales + group * GROUP), other = bound(high, op.scales + group * GROUP + LANES);
+    if (state.outputs) store(state.outputs + group * GROUP, one), store(state.outputs + group * GROUP + LANES, other);
+    return greatest(greater(one, other));
 }
 
+#if defined(__AVX512VNNI__)
+// Rows `row` to `row + R`. large: the quads where one of them has a number of more than 8 bits.
+template <int R>
+void screen_block(const Op& op, const std::vector<Rounded>& states, int64_t group, int64_t row, const std::vector<int64_t>& large) {
+    const uint8_t* weight = (const uint8_t*)op.weight + group * GROUP * op.inner;
+    auto add = [&](Words (&sums)[R][2], int64_t quad, std::vector<int8_t> Rounded::* numbers) {
+        const Words one = words_at(weight + quad * QUADS), other = words_at(weight + quad * QUADS + QUADS / 2);
+        for (int r = 0; r < R; r++) {
+            const Words four = words_of(&(states[row + r].*numbers)[4 * quad]);
+            sums[r][0] = fourfold(sums[r][0], one, four), sums[r][1] = fourfold(sums[r][1], other, four);
+        }
+    };
+    Words low[R][2] = {}, high[R][2] = {};
+    for (int64_t quad = 0; quad < op.inner / 4; quad++) {
+        for (int line = 0; line < QUADS; line += 64) __builtin_prefetch(weight + quad * QUADS + AHEAD / 2 + line, 0, 1);
+        add(low, quad, &Rounded::low);
+    }
+    for (int64_t quad : large) add(high, quad, &Rounded::high);
+    for (int r = 0; r < R; r++) {
+        const Rounded& state = states[row + r];
+        auto whole = [&](int i) {  // weights are 128 more than they are
+            return (Ints)(low[r][i] - 128 * state.sums[0] + HIGH * (high[r][i] - 128 * state.sums[1]));
+        };
+        ((float*)op.out + (row + r) * op.out_stride)[group] = most_of(op, group, state, whole(0), whole(1));
+    }
+}
+
+std::vector<int64_t> large_quads(const std::vector<Rounded>& states, int64_t row, int64_t end, int64_t inner) {
+    std::vector<int64_t> found;
+    for (int64_t quad = 0; quad < inner / 4; quad++) {
+        uint32_t any = 0, four;
+        for (int64_t r = row; r < end; r++) memcpy(&four, &states[r].high[4 * quad], sizeof four), any |= four;
+        if (any) found.push_back(quad);
+    }
+    return found;
+}
+#else
 template <int... I>
 inline Ints of_halves(Ints a, Ints b, std::integer_sequence<int, I...>) {  // lanes 2 i and 2 i + 1 of both, added
     return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
@@ -80,7 +155,7 @@ inline Ints of_halves(Ints a, Ints b, std::integer_sequence<int, I...>) {  // la
 
 // Rows `row` to `row + R`.
 template <int R>
-void screen_block(const Op& op, const std::vector<Rounded>& states, int64_t group, int64_t row) {
+void screen_block(const Op& op, const std::vector<Rounded>& states, int64_t group, int64_t row, const std::vector<int64_t>&) {
     typedef uint64_t Longs __attribute__((vector_size(4 * LANES)));
     const uint8_t* weight = (const uint8_t*)op.weight + group * GROUP * op.inner;
     Ints sums[R][4] = {};  // two beside one another for each output
@@ -101,9 +176,11 @@ void screen_block(const Op& op, const std::vector<Rounded>& states, int64_t grou
             most_of(op, group, states[row + r], whole(sums[r][0], sums[r][1]), whole(sums[r][2], sums[r][3]));
 }
 
+std::vector<int64_t> large_quads(const std::vector<Rounded>&, int64_t, int64_t, int64_t) { return {}; }
+#endif
+
 #if defined(__AMX_BF16__)
 constexpr int TILED = 3;   // rows from which tiles are faster
-constexpr int HIGH = 128;  // a state's number is so many times one of 8 bits, and another one
 
 // As `screen_block`, of all rows: the two numbers of each stand in two rows of a tile.
 void tile_screen(const Op& op, const std::vector<Rounded>& states, int64_t first, int64_t last) {
@@ -136,20 +213,28 @@ void tile_screen(const Op& op, const std::vector<Rounded>& states, int64_t first
 }
 #endif
 
-void screen(const Op& op, int64_t first, int64_t last, int64_t rows) {
-    constexpr void (*blocks[])(const Op&, const std::vector<Rounded>&, int64_t, int64_t) = {
-        nullptr, screen_block<1>, screen_block<2>, screen_block<3>, screen_block<4>, screen_block<5>, screen_block<6>};
-    constexpr int64_t MOST = LANES == 8 ? 3 : 6;  // as registers hold
+template <int... R>
+constexpr auto screen_blocks(std::integer_sequence<int, R...>) { return std::array{&screen_block<R + 1>...}; }
+
+// draws: of the rows, or null.
+void screen(const Op& op, int64_t first, int64_t last, int64_t rows, const Draw* draws) {
+    static constexpr auto blocks = screen_blocks(std::make_integer_sequence<int, SCREENED>());
     std::vector<Rounded> states;
-    for (int64_t row = 0; row < rows; row++) states.emplace_back((const bf16*)op.in + row * op.in_stride, op.inner);
+    for (int64_t row = 0; row < rows; row++) {
+        states.emplace_back((const bf16*)op.in + row * op.in_stride, op.inner);
+        if (draws && draws[row].heat != 0) states.back().outputs = (float*)op.extra + row * groups_of(op) * GROUP;
+    }
 #if defined(__AMX_BF16__)
     if (rows >= TILED && op.inner % (2 * DEEP) == 0) return tile_screen(op, states, first, last);
 #endif
-    int64_t parts = (rows + MOST - 1) / MOST;
+    int64_t parts = (rows + SCREENED - 1) / SCREENED;
+    std::vector<std::vector<int64_t>> large;
+    for (int64_t part = 0; part < parts; part++)
+        large.push_back(large_quads(states, rows * part / parts, rows * (part + 1) / parts, op.inner));
     for (int64_t group = first; group < last; group++)
         for (int64_t part = 0; part < parts; part++) {
             int64_t row = rows * part / parts;
-            blocks[rows * (part + 1) / parts - row](op, states, group, row);
+            blocks[rows * (part + 1) / parts - row - 1](op, states, group, row, large[part]);
         }
 }
 
@@ -197,7 +282,7 @@ bool make_screen(const bf16* packed, int64_t outer, int64_t inner, int8_t* numbe
             double missed = 0, exact = 0, whole = 0;
             for (int64_t k = 0; k < inner; k++) {
                 float number = std::clamp(std::nearbyint(weight(k) / scale), -127.0f, 127.0f);
-                numbers[(k / 4 * GROUP + i) * 4 + k % 4] = int8_t(number);
+                numbers[(k / 4 * GROUP + i) * 4 + k % 4] = screened(int8_t(number));
                 double near = double(number) * scale;
                 missed += (weight(k) - near) * (weight(k) - near);
                 exact += double(weight(k)) * weight(k), whole += near * near;

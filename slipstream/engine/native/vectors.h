@@ -176,6 +176,19 @@ inline Ints twofold(Ints a, Ints b) {
 #endif
 }
 
+#if defined(__AVX512VNNI__)
+inline Words words_of(const void* p) {  // its first four bytes, in all lanes
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return Words{} + four;
+}
+
+// sums + the four products in each lane of a's bytes, which have no sign, and b's, which have
+inline Words fourfold(Words sums, Words a, Words b) {
+    return (Words)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+}
+#endif
+
 template <int S, int... I>
 inline Floats across(Floats v, std::integer_sequence<int, I...>) {  // each lane's neighbour across bit S
     return __builtin_shufflevector(v, v, (I ^ S)...);
