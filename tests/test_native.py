@@ -210,12 +210,11 @@ def test_what_is_drawn_of_a_screened_head_is_drawn_of_all_its_logits(width: int,
 def test_a_step_tells_what_it_draws_and_all_logits_where_it_cannot(tmp_path: Path,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeHead, "_serves", lambda self, screen: True)  # though it saves nothing of so few tokens
-    model = load_model(write_tiny_model(tmp_path, **SHAPE), ModelSection(kernels="native"))
+    model = load_model(write_tiny_model(tmp_path, "llama", **SHAPE), ModelSection(kernels="native"))
     runner, builder = ModelRunner(model, 64), BatchBuilder()
     builder.add(range(1, 9), range(8), range(8), np.zeros(0, np.int64))
     batch, places = builder.build(), range(1, 9)
-    logits, best = runner.scored(batch)
-    logits = logits.clone()
+    logits = runner.scored(batch)[0].clone()
     for heats in ([0.7] * 8, [0.0, 1.0] * 4, [1.0] * 7 + [1e-9]):
         draws = Draws(heats, [7] * 8, places)
         rows = [ChoiceRows(Sampling(temperature=heat, seed=7), range(row, row + 1), (places[row],), (0,), None, ((),))

@@ -39,8 +39,8 @@ from slipstream.choosing.noise import leaders, noise, row_keys
 from slipstream.choosing.transfer import sent
 from slipstream.protocol.requests import Sampling
 
-__all__ = ["GREEDY", "Children", "ChoiceRows", "Draws", "Race", "TokenHistory", "Winners", "adjusted_rows", "choices", "choose", "coins",
-           "greatest", "rank", "ranked", "shares"]
+__all__ = ["GREEDY", "Children", "ChoiceRows", "Draws", "Race", "TokenHistory", "Winners", "adjusted_rows", "choices",
+           "choose", "coins", "greatest", "rank", "ranked", "shares"]
 
 COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
 CELLS_AT_ONCE_CPU, ROWS_AT_ONCE = 200_000, 64  # a CPU works in its cache, a GPU likes few launches; both bound copies

@@ -408,7 +408,8 @@ class Program:
 
     def choose(self, x: torch.Tensor, packed: Packed, screen: Screen, out: torch.Tensor) -> torch.Tensor:
         """What ``best`` would find in the product of as many rows of x bfloat16 [C, I] as the frame picks, to out int64
-        [C]; of rows that the frame draws, what their race would, or -1 where ``choosing`` must say. Returns float32 [C, groups]: what the outputs of a group are not above, once that is computed."""
+        [C]; of rows that the frame draws, what their race would, or -1 where ``choosing`` must say. Returns float32
+        [C, groups]: what the outputs of a group are not above, once that is computed."""
         most, each = torch.empty(len(out), screen.groups), torch.empty(len(out), screen.bounds.shape[1])
         assert x.shape[1] == packed.inner and packed.inner % LANES == 0
         self._kept.append((packed, screen))
