@@ -34,11 +34,11 @@ constexpr int QUADS = 4 * GROUP;  // whole numbers that weigh four inputs for a 
 #if defined(__AVX512VNNI__)
 // Four products of 8 bits and their sum are one instruction. Most numbers of a state have no more where the unit is no smaller
 // than this share of their root mean square; the few others are a multiple of HIGH and a number of 8 bits.
-constexpr float SPAN = 3.0f / 127;
+constexpr float LEAST_UNIT = 3.0f / 127;
 constexpr int SCREENED = 12;  // rows that are screened together, as registers hold
 inline int8_t screened(int8_t weight) { return int8_t(weight ^ 0x80); }  // 128 more, and no sign
 #else
-constexpr float SPAN = 0;
+constexpr float LEAST_UNIT = 0;
 constexpr int SCREENED = LANES == 8 ? 3 : 6;
 inline int8_t screened(int8_t weight) { return weight; }
 #endif
@@ -67,9 +67,9 @@ struct Rounded {
         }
         float unit = greatest(greatest_of_lanes) / limit;
         if (!(unit > LOST && unit < LARGE)) return;
-        if (SPAN > 0) {
+        if (LEAST_UNIT > 0) {
             for (int64_t i = 0; i < inner; i += LANES) squares = fma(widen(x + i), widen(x + i), squares);
-            unit = std::max(unit, SPAN * std::sqrt(total(squares) / float(inner)));
+            unit = std::max(unit, LEAST_UNIT * std::sqrt(total(squares) / float(inner)));
             if (!(unit < LARGE)) return;
             squares = Floats{};
         }
