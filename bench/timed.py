@@ -47,16 +47,12 @@ class Reader:
     pieces: list[tuple[float, Piece]] = field(default_factory=list)  # counted ones, and the one before; when they came
 
     @property
-    def began(self) -> bool:
-        return self.tokens >= self.begin
-
-    @property
     def ended(self) -> bool:
         return self.tokens >= self.end
 
     def take(self, now_s: float, piece: Piece) -> None:
         self.tokens += len(piece.tokens)
-        if self.began and self.tokens - len(piece.tokens) < self.end:
+        if self.tokens >= self.begin and self.tokens - len(piece.tokens) < self.end:
             self.pieces.append((now_s, piece))
 
     @property
@@ -68,12 +64,6 @@ class Reader:
         if len(self.pieces) < 2:
             return 0.0
         return sum(len(piece.tokens) for piece in self.counted) / (self.pieces[-1][0] - self.pieces[0][0])
-
-    @property
-    def hits_ms(self) -> list[float]:
-        """What rounds took whose tree was there and for which nobody waited."""
-        return [1e3 * (now_s - before_s) for (before_s, _), (now_s, piece) in itertools.pairwise(self.pieces)
-                if piece.drafted and not piece.wait_s]
 
     async def read(self, client: TargetClient, speculate: bool) -> None:
         """An answer after the other, each of another text, until cancelled."""
