@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +14,9 @@ import pytest
 import torch
 
 from bench.gpu.__main__ import main, run
-from bench.gpu.piece import FAULTS, Piece
+from bench.gpu.piece import Piece
 from bench.gpu.shapes import LLAMA_8B, config_of, head_bytes, read_bytes
-from bench.gpu.stage import Given
+from bench.gpu.stage import Finding, Given
 from bench.gpu.stages import PIECES
 
 GIVEN = Given(torch.device("cpu"), full=False, repeats=1)
@@ -33,17 +37,32 @@ def test_every_stage_runs_anywhere(piece: Piece) -> None:
             assert float(finding.value) < float(finding.expected.removeprefix("< ")), finding
 
 
+def aborts(_: Given) -> Iterator[Finding]:
+    yield Finding("began", "yes")
+    os.abort()
+
+
+def hangs(_: Given) -> Iterator[Finding]:
+    yield Finding("began", "yes")
+    time.sleep(600.0)
+
+
+def crashes(_: Given) -> Iterator[Finding]:
+    yield Finding("began", "yes")
+    ctypes.string_at(0)
+
+
 def test_an_abort_a_hang_and_a_crash_cost_their_own_rows_only(tmp_path: Path) -> None:
     by_name = {piece.name: piece for piece in PIECES}
-    broken = [by_name["info"], replace(by_name["kernel 128x4"], limit_s=1.0), replace(by_name["choose"], limit_s=30.0)]
-    faults = dict(zip((piece.stage for piece in broken), FAULTS, strict=True))
-    rows = run([*broken, by_name["fused 1"]], GIVEN, tmp_path, 300.0, faults)
+    broken = [Piece(find.__name__, f"{__name__}:{find.__name__}", limit_s)
+              for find, limit_s in ((aborts, 30.0), (hangs, 1.0), (crashes, 30.0))]
+    rows = run([*broken, by_name["fused 1"]], GIVEN, tmp_path, 300.0)
     died = [(row["stage"], row["value"]) for row in rows if row["what"] == "DIED"]
-    assert died == [("info", "signal 6 (SIGABRT)"), ("info", "once more: signal 6 (SIGABRT)"),
-                    ("kernel 128x4", "killed: it took longer than 1 s"),
-                    ("kernel 128x4", "once more: killed: it took longer than 0.5 s"),
-                    ("choose", "signal 11 (SIGSEGV)"), ("choose", "once more: signal 11 (SIGSEGV)")]
-    assert {row["what"] for row in rows if row["stage"] == "info"} >= {"python", "once more: python"}
+    assert died == [("aborts", "signal 6 (SIGABRT)"), ("aborts", "once more: signal 6 (SIGABRT)"),
+                    ("hangs", "killed: it took longer than 1 s"),
+                    ("hangs", "once more: killed: it took longer than 0.5 s"),
+                    ("crashes", "signal 11 (SIGSEGV)"), ("crashes", "once more: signal 11 (SIGSEGV)")]
+    assert {row["what"] for row in rows if row["stage"] == "aborts"} == {"began", "once more: began", "DIED"}
     assert [row["stage"] for row in rows if row["unit"] == "ratio"] == ["fused 1"]
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert written["rows"] == rows and {"device", "torch", "commit", "date"} <= set(written)

@@ -13,10 +13,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from bench.gpu.piece import Died, Piece, found_by, prepare
 from bench.gpu.stage import Finding, Given
@@ -30,10 +29,8 @@ LIMIT_S = 570.0
 LOST = ("DIED", "FAILED")  # what a row is called that stands for a piece's end
 
 
-def run(pieces: Sequence[Piece], given: Given, out: Path, limit_s: float,
-        faults: Mapping[str, str] = MappingProxyType({})) -> list[Row]:
-    """The rows of all pieces. limit_s: of all of them; what does not come to its turn has a row that says so. faults:
-    see ``piece.FAULTS``, by stage."""
+def run(pieces: Sequence[Piece], given: Given, out: Path, limit_s: float) -> list[Row]:
+    """The rows of all pieces. limit_s: of all of them; what does not come to its turn has a row that says so."""
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     prepare(pieces)
@@ -42,7 +39,7 @@ def run(pieces: Sequence[Piece], given: Given, out: Path, limit_s: float,
         for piece in pieces:
             at_s = time.perf_counter() - began_s
             print(f"-- {piece.name}, {at_s:.0f} s after the start", flush=True)
-            for finding in _tried(piece, given, limit_s - at_s, faults.get(piece.stage, "")):
+            for finding in _tried(piece, given, limit_s - at_s):
                 rows.append(_row(piece.name, finding))
                 at_s = time.perf_counter() - began_s
                 lines.write(json.dumps({"at_s": round(at_s, 2), **rows[-1]}) + "\n")
@@ -52,7 +49,7 @@ def run(pieces: Sequence[Piece], given: Given, out: Path, limit_s: float,
     return rows
 
 
-def _tried(piece: Piece, given: Given, left_s: float, fault: str) -> Iterator[Finding]:
+def _tried(piece: Piece, given: Given, left_s: float) -> Iterator[Finding]:
     """Once, and after a death once more, for less."""
     limit_s = min(piece.limit_s, left_s)
     if limit_s <= 0.0:
@@ -60,14 +57,14 @@ def _tried(piece: Piece, given: Given, left_s: float, fault: str) -> Iterator[Fi
         return
     given = replace(given, shape=piece.shape)
     try:
-        yield from found_by(piece, given, limit_s, fault)
+        yield from found_by(piece, given, limit_s)
         return
     except Died as death:
         yield Finding("DIED" if death.on_device else "FAILED", str(death))
         if not death.on_device:
             return
     try:
-        for found in found_by(piece, replace(given, narrow=True), limit_s / 2, fault):
+        for found in found_by(piece, replace(given, narrow=True), limit_s / 2):
             yield replace(found, what=f"once more: {found.what}")
     except Died as death:
         yield Finding("DIED", f"once more: {death}")

@@ -12,7 +12,6 @@ It knows nothing about what a piece measures, nor about tables.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import multiprocessing
@@ -32,7 +31,6 @@ from bench.gpu.stage import Find, Finding, Given
 FORKS = multiprocessing.get_context("forkserver")
 START_S = 300.0  # of the process that is forked from, once
 ENDED_S = 5.0  # that a piece has to end when it has said all
-FAULTS = ("abort", "hang", "crash")  # that a piece may be told to have, to see whether the others survive it
 READY = b""
 
 
@@ -70,10 +68,10 @@ def prepare(pieces: Sequence[Piece]) -> None:
     FORKS.set_forkserver_preload(sorted({piece.module for piece in pieces}))
 
 
-def found_by(piece: Piece, given: Given, limit_s: float, fault: str = "") -> Iterator[Finding]:
-    """What a piece finds, as it comes. fault: one of ``FAULTS``, after its first finding. Raises Died."""
+def found_by(piece: Piece, given: Given, limit_s: float) -> Iterator[Finding]:
+    """What a piece finds, as it comes. Raises Died."""
     ours, theirs = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=_work, args=(theirs, piece, given, fault), name=piece.name)
+    process = FORKS.Process(target=_work, args=(theirs, piece, given), name=piece.name)
     process.start()
     theirs.close()
     try:
@@ -113,7 +111,7 @@ def _ending(code: int) -> str:
     return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
 
 
-def _work(theirs: Connection, piece: Piece, given: Given, fault: str) -> None:
+def _work(theirs: Connection, piece: Piece, given: Given) -> None:
     """In the piece's own process."""
     os.setsid()
     if given.device.type == "cpu":
@@ -122,17 +120,6 @@ def _work(theirs: Connection, piece: Piece, given: Given, fault: str) -> None:
     try:
         for finding in piece.find(given):
             theirs.send_bytes(json.dumps([finding.what, finding.value, finding.unit, finding.expected]).encode())
-            if fault:
-                _break(fault)
     except Exception as error:  # whatever it meets, the others are still worth their time
         traceback.print_exc()
         theirs.send_bytes(json.dumps(f"{type(error).__name__}: {str(error)[:200]}").encode())
-
-
-def _break(fault: str) -> None:
-    if fault == "abort":
-        os.abort()
-    if fault == "crash":
-        ctypes.string_at(0)
-    while True:
-        time.sleep(1.0)
