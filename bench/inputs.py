@@ -29,8 +29,10 @@ def zipf_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
     return -STEEPNESS * torch.log1p(ranks.float()) + 0.1 * torch.randn(rows, vocab, generator=dice)
 
 
-def choice_rows(sampling: Sampling, rows: int) -> ChoiceRows:
-    return ChoiceRows(sampling, range(rows), range(FIRST, FIRST + rows), range(rows), None, [()] * rows)
+def choice_rows(sampling: Sampling, rows: int, sessions: int = 1) -> list[ChoiceRows]:
+    """So many of each session, one behind the other."""
+    return [ChoiceRows(sampling, range(first, first + rows), range(FIRST, FIRST + rows), range(rows), None,
+                       [()] * rows) for first in range(0, sessions * rows, rows)]
 
 
 def chains(places: Iterable[NDArray[np.int64]], rows: int) -> BatchBuilder:

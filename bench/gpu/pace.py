@@ -83,19 +83,24 @@ class Stepper:
         return best
 
 
-def decoder(given: Given, attention: Attention | None = None) -> Decoder:
-    """An 8B Llama's, with random weights."""
-    return decoder_of(given.config, given, attention)
-
-
 def graphed(given: Given) -> GraphedDecoder:
-    """The same, its steps captured."""
+    """A decoder of the large shape, its steps captured."""
     attention = paged(given, given.config)
-    return GraphedDecoder(decoder(given, attention), attention, capture_of(given))
+    return GraphedDecoder(decoder_of(given.config, given, attention), attention, capture_of(given))
+
+
+def head_of(given: Given, growth: GrowthSection, slots: int) -> tuple[EagleNetwork, GraphLevels]:
+    """An EAGLE-3 head for it with random weights, and its levels captured."""
+    head = random_head(given.config, given.draft_vocab, torch.bfloat16, given.device)
+    levels = growth.num_steps - 1
+    network = EagleNetwork(head, "bfloat16", given.device, slots, True,
+                           operations_for("auto", head.config, torch.bfloat16, given.device, untried),
+                           spare_slots=spare_slots(growth.topk, levels))
+    return network, GraphLevels(network, paged(given, head.config), growth.topk, levels, capture_of(given))
 
 
 def decoder_of(config: ModelConfig, given: Given, attention: Attention | None = None) -> Decoder:
-    """One of any shape."""
+    """One of any shape, with random weights."""
     return Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
                    operations_for("auto", config, torch.bfloat16, given.device, untried), attention)
 
@@ -120,7 +125,7 @@ def steps_of(model: CausalModel, given: Given, expected: str = ">= 0.80", layer_
 
 
 def decode_stage(given: Given) -> Iterator[Finding]:
-    yield from steps_of(decoder(given), given)
+    yield from steps_of(decoder_of(given.config, given), given)
 
 
 def graphs_stage(given: Given) -> Iterator[Finding]:
@@ -130,7 +135,7 @@ def graphs_stage(given: Given) -> Iterator[Finding]:
 
 def fp8_stage(given: Given) -> Iterator[Finding]:
     """Steps of a model whose layers have products in 8 bits."""
-    model = decoder(given)
+    model = decoder_of(given.config, given)
     with_fp8(model)
     free()
     yield from steps_of(model, given, ">= 0.70", layer_itemsize=1)
@@ -158,24 +163,20 @@ def choose_stage(given: Given) -> Iterator[Finding]:
     logits = zipf_logits(max(ROWS), vocab).to(given.device)
     for name, sampling in SAMPLINGS.items():
         for rows in given.few((1, 9, 64)):
-            choosing = partial(choose, logits[:rows], [choice_rows(sampling, rows)])
+            choosing = partial(choose, logits[:rows], choice_rows(sampling, rows))
             taken_s = seconds(choosing, given.device, given.repeats)
             yield Finding(f"{name}, {rows} rows of {vocab} tokens", 1e6 * taken_s, "us")
 
 
 def tree_stage(given: Given) -> Iterator[Finding]:
-    config = given.config
-    draft_vocab, steps = (32_000, STEPS) if given.full else (64, 4)
-    head = random_head(config, draft_vocab, torch.bfloat16, given.device)
-    growth = GrowthSection(num_steps=steps, topk=TOPK, num_draft_tokens=NODES)
-    spare = spare_slots(TOPK, steps - 1)
-    network = EagleNetwork(head, "bfloat16", given.device, 2 * CONTEXT + 2 * spare, spare_slots=spare)
-    at_once = GraphLevels(network, paged(given, config), TOPK, steps - 1, capture_of(given))
-    roof_s = (steps - 1) * head_bytes(config, draft_vocab, 2) / copy_rate(given)
+    growth = GrowthSection(num_steps=STEPS if given.full else 4, topk=TOPK, num_draft_tokens=NODES)
+    steps = growth.num_steps
+    network, at_once = head_of(given, growth, 2 * CONTEXT + 2 * spare_slots(TOPK, steps - 1))
+    roof_s = (steps - 1) * head_bytes(given.config, given.draft_vocab, 2) / copy_rate(given)
     yield Finding("roof of the levels", 1e3 * roof_s, "ms")
     trees = []
     for name, loop in (("at once", at_once), ("level by level", None)):
-        grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=loop), config.hidden_size)
+        grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=loop))
         trees.append(grower())
         taken_s = seconds(grower, given.device, given.repeats)
         yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",
@@ -192,22 +193,19 @@ def tree_stage(given: Given) -> Iterator[Finding]:
 class Grower:
     """Grows a tree, again and again below the same text."""
 
-    def __init__(self, drafter: NeuralDrafter, width: int) -> None:
-        self.drafter = drafter
-        tokens = np.arange(CONTEXT, dtype=np.int32)
-        drafter.open([Open(1, tokens, 1, Sampling())])
-        drafter.absorb([self._states(0, CONTEXT - 1, width)])
-        self._width, self._base = width, CONTEXT
+    def __init__(self, drafter: NeuralDrafter) -> None:
+        self.drafter, self._base = drafter, CONTEXT
+        drafter.open([Open(1, np.arange(CONTEXT, dtype=np.int32), 1, Sampling())])
+        drafter.absorb([self._states(0, CONTEXT - 1)])
 
     def __call__(self) -> list[tuple[int, float]]:
         """Tokens and scores of a new tree."""
-        states = self._states(self._base - 1, 1, self._width)
-        self.drafter.commit([Commit(1, self._base, np.array([5], np.int32), states)])
+        self.drafter.commit([Commit(1, self._base, np.array([5], np.int32), self._states(self._base - 1, 1))])
         self._base += 1
         (growth,) = self.drafter.grow([1], [NODES])
         return list(zip(growth.tokens.tolist(), np.round(growth.scores, 2).tolist(), strict=True))
 
-    def _states(self, start: int, count: int, width: int) -> Features:
+    def _states(self, start: int, count: int) -> Features:
         spec = self.drafter.features
         assert spec is not None
         rows = torch.ones(count, spec.width, dtype=torch.bfloat16)

@@ -11,25 +11,23 @@ On a CPU there are no kernels to list, and the line alone is told.
 from __future__ import annotations
 
 import statistics
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.clock import Part, timed
 from bench.gpu.pace import graphed
-from bench.gpu.stage import Finding, Given, device_events, pool_for, seconds, wait
+from bench.gpu.stage import Finding, Given, device_events, pool_for, seconds
 from bench.inputs import chains
 from slipstream.engine.attention import plan_pages
 from slipstream.engine.batch import ForwardBatch
 
 CONTEXT, MOST_KERNELS, NAME = 1024, 16, 70
-
-Part = Callable[[Any], Any]
 
 
 def profile_stage(given: Given) -> Iterator[Finding]:
@@ -41,57 +39,48 @@ def profile_stage(given: Given) -> Iterator[Finding]:
     def build(_: object) -> ForwardBatch:
         return chains(places, 1).build(model.device)
 
-    parts: dict[str, Part] = {"build the batch": build, "forward": lambda batch: model.forward(batch, pool)[0],
-                              "head": model.logits, "argmax, and wait": lambda logits: logits.argmax(-1).tolist()}
-    yield from _line(parts, given)
-    batch = build(None)
-    plan_s = seconds(partial(plan_pages, batch), torch.device("cpu"), given.repeats)
+    parts = chained({"build the batch": build, "forward": lambda batch: model.forward(batch, pool)[0],
+                     "head": model.logits, "argmax, and wait": lambda logits: logits.argmax(-1).tolist()})
+    for name, times in timed(parts, given.repeats).items():
+        yield Finding(f"host: {name}", 1e6 * statistics.median(times), "us")
+    plan_s = seconds(partial(plan_pages, build(None)), torch.device("cpu"), given.repeats)
     yield Finding("host: plan of the pages, of forward", 1e6 * plan_s, "us")
-    whole = partial(_run, parts)
+
+    def whole() -> None:
+        for part in parts.values():
+            part()
+
     yield Finding("a step", 1e6 * seconds(whole, given.device, given.repeats), "us")
     if given.device.type == "cuda":
         yield from _waits(parts)
         yield from _kernels(whole, given)
 
 
-@torch.inference_mode()
-def _run(parts: dict[str, Part]) -> None:
-    found = None
-    for part in parts.values():
-        found = part(found)
+def chained(parts: Mapping[str, Callable[[Any], Any]]) -> dict[str, Part]:
+    """Each takes what the one before it has left."""
+    left: list[Any] = [None]
+
+    @torch.inference_mode()
+    def do(part: Callable[[Any], Any]) -> None:
+        left[0] = part(left[0])
+
+    return {name: partial(do, part) for name, part in parts.items()}
 
 
-@torch.inference_mode()
-def _line(parts: dict[str, Part], given: Given) -> Iterator[Finding]:
-    took: dict[str, list[float]] = {name: [] for name in parts}
-    for turn in range(-3, given.repeats):
-        found = None
-        wait(given.device)
-        for name, part in parts.items():
-            began_s = time.perf_counter()
-            found = part(found)
-            if turn >= 0:
-                took[name].append(time.perf_counter() - began_s)
-    for name, times in took.items():
-        yield Finding(f"host: {name}", 1e6 * statistics.median(times), "us")
-
-
-@torch.inference_mode()
-def _waits(parts: dict[str, Part]) -> Iterator[Finding]:
-    found = None
+def _waits(parts: Mapping[str, Part]) -> Iterator[Finding]:
     for name, part in parts.items():
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                found = part(found)
+                part()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         count = sum("synchroniz" in str(warning.message) for warning in told)
         yield Finding(f"waits for the device: {name}", count, expected="1" if "wait" in name else "0")
 
 
-def _kernels(step: Callable[[], None], given: Given) -> Iterator[Finding]:
+def _kernels(step: Part, given: Given) -> Iterator[Finding]:
     events = device_events(step, given.device)
     took: Counter[str] = Counter()
     for event in events:

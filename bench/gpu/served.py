@@ -18,17 +18,12 @@ from collections.abc import Iterator
 from statistics import median
 
 import numpy as np
-import torch
 
-from bench.gpu.pace import graphed
-from bench.gpu.shapes import random_head
-from bench.gpu.stage import Finding, Given, capture_of, paged, untried
+from bench.gpu.pace import graphed, head_of
+from bench.gpu.stage import Finding, Given
 from draft_service.assembly import assemble as assemble_draft
 from slipstream.base.config import Config, load
-from slipstream.drafting.graph import GraphLevels, spare_slots
-from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.engine.ops.fused import operations_for
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.session import LEASE_S
@@ -62,7 +57,9 @@ async def _asked(given: Given, config: Config, count: int, prompt: int, answer: 
     links, vocab = list[LocalLink](), given.config.vocab_size
     target = await asyncio.to_thread(assemble_target, config, graphed(given), "random", "", asyncio.get_running_loop(),
                                      lambda: [link.status() for link in links])
-    draft = assemble_draft(_drafter(given, config, count), "", LEASE_S)
+    network, levels = head_of(given, config.draft.growth, count * WINDOW)
+    drafter = NeuralDrafter("eagle3", network, config.draft.growth, count, WINDOW // 2, levels)
+    draft = assemble_draft(drafter, "", LEASE_S)
     links.append(LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair))
     draft.worker.start()
     target.worker.start()
@@ -82,16 +79,6 @@ async def _asked(given: Given, config: Config, count: int, prompt: int, answer: 
         links[0].cut()
         await asyncio.to_thread(target.end)
         await asyncio.to_thread(draft.worker.stop)
-
-
-def _drafter(given: Given, config: Config, count: int) -> NeuralDrafter:
-    growth = config.draft.growth
-    head = random_head(given.config, 32_000 if given.full else 64, torch.bfloat16, given.device)
-    ops = operations_for("auto", head.config, torch.bfloat16, given.device, untried)
-    spare = spare_slots(growth.topk, growth.num_steps - 1)
-    network = EagleNetwork(head, "bfloat16", given.device, count * WINDOW, True, ops, spare_slots=spare)
-    levels = GraphLevels(network, paged(given, head.config), growth.topk, growth.num_steps - 1, capture_of(given))
-    return NeuralDrafter("eagle3", network, growth, count, WINDOW // 2, levels)
 
 
 def _request(number: int, prompt: int, answer: int, speculate: bool, vocab: int) -> Request:

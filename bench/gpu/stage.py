@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.clock import timed
 from bench.gpu.shapes import LLAMA_8B, TINY, config_of
 from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.flashinfer import FlashInferAttention, missing
@@ -45,6 +46,11 @@ class Given:
     def config(self) -> ModelConfig:
         """Of the model that is measured, where none is given."""
         return config_of(LLAMA_8B if self.full else TINY)
+
+    @property
+    def draft_vocab(self) -> int:
+        """Of its head."""
+        return 32_000 if self.full else 64
 
     def few(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """``values``, or the first of them."""
@@ -106,16 +112,8 @@ def wait(device: torch.device) -> None:
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median of ``repeats`` runs, each until the device is done, after a few that do not count."""
-    times = []
-    for turn in range(-3, repeats):
-        wait(device)
-        began = time.perf_counter()
-        run()
-        wait(device)
-        if turn >= 0:
-            times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    """The median of ``repeats`` runs, each until the device is done."""
+    return statistics.median(timed({"": run}, repeats, partial(wait, device))[""])
 
 
 def device_work(run: Callable[[], object], device: torch.device) -> tuple[float, int]:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from statistics import median
 
 import numpy as np
 import torch
 
-from bench.host.steps import timed
-from bench.inputs import FIRST, SAMPLINGS, zipf_logits
+from bench.clock import timed
+from bench.inputs import SAMPLINGS, choice_rows, zipf_logits
 from bench.report import Row, write
-from slipstream.choosing.sampling import ChoiceRows, choose, ranked
+from slipstream.choosing.sampling import choose, ranked
 from slipstream.engine.attention import plan_pages
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Row as SlotRow
@@ -27,7 +28,6 @@ from slipstream.engine.kv import SlotTable
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.program import Team
 from slipstream.engine.native.races import NativeRace
-from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import DraftTree
 
 VOCAB, HEAD_VOCAB = 49_152, 12_288  # of the default model, and of its head
@@ -37,24 +37,19 @@ STEPS = ((1, 1024), (64, 4096), (256, 2048))  # sessions, tokens that each has
 REPEATS = 60
 
 
-def rows_of(sampling: Sampling, sessions: int, rows: int) -> list[ChoiceRows]:
-    return [ChoiceRows(sampling, range(first, first + rows), range(FIRST, FIRST + rows), range(rows), None,
-                       [()] * rows) for first in range(0, sessions * rows, rows)]
-
-
 def choosing() -> Iterator[Row]:
     team, words = Team(kernels(), torch.get_num_threads()), torch.arange(0, VOCAB, VOCAB // HEAD_VOCAB)
     race, head_race = NativeRace(team), NativeRace(team, words)
     logits, head_logits = zipf_logits(max(SESSIONS) * NODES, VOCAB), zipf_logits(max(SESSIONS) * EXPANDED, HEAD_VOCAB)
     for name, sampling in SAMPLINGS.items():
         for count in SESSIONS:
-            tree, level = rows_of(sampling, count, NODES), rows_of(sampling, count, EXPANDED)
+            tree, level = choice_rows(sampling, NODES, count), choice_rows(sampling, EXPANDED, count)
             found = timed({f"choose {NODES} rows": partial(choose, logits[: count * NODES], tree, None, race),
                            f"rank {EXPANDED} rows": partial(ranked, head_logits[: count * EXPANDED], level, CHILDREN,
                                                             words, head_race)}, REPEATS)
-            for part, (median, least) in found.items():
-                yield {"part": part, "sampling": name, "sessions": count, "us_a_session": 1e6 * median / count,
-                       "least_us": 1e6 * least / count}
+            for part, times in found.items():
+                yield {"part": part, "sampling": name, "sessions": count, "us_a_session": 1e6 * median(times) / count,
+                       "least_us": 1e6 * min(times) / count}
 
 
 def planned(trees: Sequence[tuple[DraftTree, SlotRow, int]], slots: Sequence[int]) -> object:
@@ -71,9 +66,9 @@ def planning() -> Iterator[Row]:
         for row, own in zip(rows, held, strict=True):
             row.put(0, own[:-1])
         trees = [(DraftTree.root_only(context + 1, 0), row, context) for row in rows]
-        ((median, least),) = timed({"plan": partial(planned, trees, held[:, -1].tolist())}, REPEATS).values()
-        yield {"part": "batch and plan", "sessions": sessions, "tokens": context, "us": 1e6 * median,
-               "least_us": 1e6 * least}
+        (times,) = timed({"plan": partial(planned, trees, held[:, -1].tolist())}, REPEATS).values()
+        yield {"part": "batch and plan", "sessions": sessions, "tokens": context, "us": 1e6 * median(times),
+               "least_us": 1e6 * min(times)}
 
 
 def main() -> None:

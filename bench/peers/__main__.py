@@ -35,8 +35,8 @@ from typing import Any
 from rich.progress import Progress
 
 from bench.asking import SETS, Question, own, read
+from bench.clock import Memory
 from bench.completions import Answered
-from bench.memory import Memory
 from bench.peers.systems import Slipstream, System, Transformers, in_bfloat16, llama_server, llamacpp, vllm
 from bench.report import FOLDER, Row, finished, save, write
 from router_service.text.tokens import TextCodec

@@ -1,0 +1,52 @@
+"""How long parts take, one beside the other, and how fast this machine reads memory meanwhile: a plain step on a CPU
+hangs on it, and it varies from hour to hour."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+
+NUMBERS = 1 << 26  # float32: more than caches hold
+WARM_UP = 3
+
+Key = TypeVar("Key")
+Part = Callable[[], object]
+
+
+@torch.inference_mode()
+def timed(parts: Mapping[Key, Part], repeats: int, settle: Part = lambda: None) -> dict[Key, list[float]]:
+    """Seconds of each run of each part, in turn, so that a slow moment hurts all alike; after a few that do not count.
+    settle: returns when nothing is under way any more."""
+    times: dict[Key, list[float]] = {name: [] for name in parts}
+    for run in range(-WARM_UP, repeats):
+        for name, part in parts.items():
+            settle()
+            began_s = time.perf_counter()
+            part()
+            settle()
+            if run >= 0:
+                times[name].append(time.perf_counter() - began_s)
+    return times
+
+
+class Memory:
+    """Something large to read."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.zeros(NUMBERS)
+
+    def read(self) -> None:
+        """All of it, on torch's threads."""
+        self._numbers.sum()
+
+    def gb_s(self) -> float:
+        """GB/s, the best of some sums: others may disturb each of them."""
+        return rate(min(timed({"sum": self.read}, 2)["sum"]))
+
+
+def rate(took_s: float) -> float:
+    """GB/s of one ``read`` in so many seconds."""
+    return 4 * NUMBERS / took_s / 1e9
