@@ -18,24 +18,18 @@ from slipstream.train.dialogue import read_prompts
 SETS = Path(__file__).parent / "sets"
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    set: str
-    text: str
-
-
-def own() -> list[Question]:
-    """Six chat questions and six in which the answer repeats the prompt or itself."""
+def own() -> dict[str, list[str]]:
+    """By set: six chat questions and six in which the answer repeats the prompt or itself."""
     from slipstream.cli.host import QUESTIONS  # not above: it imports gRPC, which `make gpu` has to do without
 
-    return [*(Question("chat", text) for text in QUESTIONS), *read(SETS, "copy", 99)[:6]]
+    return {"chat": list(QUESTIONS), "copy": read(SETS, "copy", 99)[:6]}
 
 
-def read(folder: str | Path, name: str, count: int) -> list[Question]:
+def read(folder: str | Path, name: str, count: int) -> list[str]:
     """``count`` questions of ``folder/name.jsonl``, evenly over it, as sets are sorted by kind. Raises ConfigError
     naming the file and line.
     """
-    found = [Question(name, turns[0]) for turns in read_prompts(Path(folder) / f"{name}.jsonl")]
+    found = [turns[0] for turns in read_prompts(Path(folder) / f"{name}.jsonl")]
     return [found[place * len(found) // count] for place in range(count)] if count < len(found) else found
 
 

@@ -2,27 +2,26 @@
 
 Each question of a set is answered plain and with the default drafter over gRPC, greedy and sampled with a seed. Every
 difference is counted and shown with the margin of the plain answer where they part: the difference of the log
-probabilities of its token and the best other one. ``--dtype`` chooses the arithmetic. ``--kernels both`` asks a target
-on the CPU kernels and one on torch's in turn.
+probabilities of its token and the best other one. ``--dtype`` chooses the arithmetic. ``--kernels torch native`` asks
+a target on each in turn.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from itertools import product
 
 from rich.progress import track
 
-from bench.asking import Measured, Question, ask, own, read
+from bench.asking import Measured, ask, own, read
 from bench.fleet import LOGS, pair
-from bench.report import Row, finished, write
+from bench.report import Row, finished, number, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
 from slipstream.protocol.requests import Sampling
-
-KERNELS = {"auto": ("auto",), "torch": ("torch",), "native": ("native",), "both": ("torch", "native")}
 
 
 def modes(codec: TextCodec) -> dict[str, Sampling]:
@@ -31,30 +30,27 @@ def modes(codec: TextCodec) -> dict[str, Sampling]:
             "T=0.8 top_p=0.95 seed=7": Sampling(temperature=0.8, top_p=0.95, seed=7, stop_token_ids=stops)}
 
 
-async def run(questions: list[Question], dtype: str, max_tokens: int, kernels: Sequence[str]) -> int:
-    """Ask all; returns how many answers differ."""
+async def run(sets: Mapping[str, Sequence[str]], dtype: str, max_tokens: int, kernels: Sequence[str]) -> list[Row]:
+    """Ask all; a row for each sampling, set and kind of kernels."""
     codec = TextCodec(resolve(ModelSection().path))
     rows: list[Row] = []
-    different = 0
     async with AsyncExitStack() as stack:
         # A policy that stays with speculation, so that every answer tests it.
         pairs = [await stack.enter_async_context(pair(f"exact-{mode}", LOGS, (
             f"model.dtype={dtype}", f"model.kernels={mode}", "target.policy.always=true"))) for mode in kernels]
-        for name, sampling in modes(codec).items():
+        for (name, sampling), (set_, questions) in product(modes(codec).items(), sets.items()):
             answers: list[list[tuple[Measured, Measured]]] = [[] for _ in pairs]
-            for question in track(questions, description=name):
-                prompt = codec.chat([{"role": "user", "content": question.text}])
+            for question in track(questions, description=f"{name}, {set_}"):
+                prompt = codec.chat([{"role": "user", "content": question}])
                 for one, got in zip(pairs, answers, strict=True):
                     got.append((await ask(one.client, prompt, sampling, max_tokens, False, top_logprobs=2),
                                 await ask(one.client, prompt, sampling, max_tokens, True)))
             for mode, got in zip(kernels, answers, strict=True):
-                rows.append(row(name, dtype, mode, questions[0].set, got))
-                for number, (plain, drafted) in enumerate(got):
+                rows.append(row(name, dtype, mode, set_, got))
+                for place, (plain, drafted) in enumerate(got):
                     if plain.tokens != drafted.tokens:
-                        different += 1
-                        print(f"{name}, kernels {mode}, question {number}: {parting(plain, drafted)}")
-    write("exact", rows, "bench-exact: speculation as configured by default, over gRPC, against plain decoding")
-    return different
+                        print(f"{name}, kernels {mode}, {set_}, question {place}: {parting(plain, drafted)}")
+    return rows
 
 
 def speed(answers: Iterable[Measured]) -> float:
@@ -90,11 +86,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--dtype", default=ModelSection().dtype)
-    parser.add_argument("--kernels", choices=list(KERNELS), default="auto", help="model.kernels; both: in turn")
+    parser.add_argument("--kernels", nargs="+", choices=("auto", "torch", "native"), default=["auto"],
+                        help="model.kernels, in turn")
     arguments = parser.parse_args()
-    questions = read(arguments.prompts, arguments.set, arguments.count) if arguments.prompts else own()
-    different = finished(run(questions, arguments.dtype, arguments.max_tokens, KERNELS[arguments.kernels]))
-    print(f"{different} answers differ")
+    sets = {arguments.set: read(arguments.prompts, arguments.set, arguments.count)} if arguments.prompts else own()
+    rows = finished(run(sets, arguments.dtype, arguments.max_tokens, arguments.kernels))
+    write("exact", rows, "bench-exact: speculation as configured by default, over gRPC, against plain decoding")
+    print(f"{sum(number(row, 'different') for row in rows):.0f} answers differ")
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def resident(pid: int, children: bool = False) -> float:
 
 @dataclass(slots=True)
 class Process:
-    """One service. ``module`` is run with ``arguments`` and ``settings`` (section.key=value). ``metrics_port`` 0: it
-    does not tell, and counts as ready."""
+    """One service. ``module`` is run with ``arguments`` and ``settings`` (section.key=value); where there is none, it
+    is none of ours, and ``arguments`` are its command. ``metrics_port`` 0: it does not tell, and counts as ready."""
 
     module: str
     settings: Sequence[str]
@@ -78,12 +78,18 @@ class Process:
     arguments: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
     address: str = ""  # where it listens
+    page: str = "/ready"  # says 200 when it takes work
+    ready_s: float = READY_S
 
     def start(self) -> None:
-        arguments = [*self.arguments, *(part for setting in self.settings for part in ("--set", setting))]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [*self.arguments, *(part for setting in self.settings for part in ("--set", setting))]
+        how: dict[str, str] = {}
+        if self.module:
+            command, how = [sys.executable, "-m", self.module, *command], SHARED_CORES
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", self.module, *arguments], stdout=log, stderr=log,
-                                            stdin=subprocess.DEVNULL, env={**SHARED_CORES, **os.environ})
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                                            env={**how, **os.environ})
 
     @property
     def pid(self) -> int:
@@ -104,11 +110,12 @@ class Process:
 
     async def ready(self) -> None:
         """Wait until it takes work. Raises Unavailable with the end of its log."""
-        deadline_s = time.monotonic() + READY_S
-        while self.metrics_port and not await asyncio.to_thread(answers, f"127.0.0.1:{self.metrics_port}", "/ready"):
+        deadline_s = time.monotonic() + self.ready_s
+        while self.metrics_port and not await asyncio.to_thread(answers, f"127.0.0.1:{self.metrics_port}", self.page):
             ended = self.process is None or self.process.poll() is not None
             if ended or time.monotonic() > deadline_s:
-                raise Unavailable(f"{self.module} did not start; {self.log} ends with:\n{self.log.read_text()[-2000:]}")
+                said = self.log.read_text(errors="replace")[-2000:]
+                raise Unavailable(f"{self.log.stem} did not start; {self.log} ends with:\n{said}")
             await asyncio.sleep(0.1)
 
     async def metric(self, name: str, **labels: str) -> float:
@@ -123,7 +130,6 @@ class Process:
 def service(role: str, name: str, folder: Path, settings: Sequence[str] = (), module: str = "",
             arguments: Sequence[str] = ()) -> Process:
     """A draft or a target on free ports, with its log in ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
     listen, metrics = free_port(), free_port()
     own = (f"{role}.listen=127.0.0.1:{listen}", f"{role}.metrics_listen=127.0.0.1:{metrics}")
     return Process(module or f"{role}_service", (*own, *settings), metrics, folder / f"{name}.log", arguments,
@@ -162,19 +168,11 @@ class Served:
 
 
 @asynccontextmanager
-async def served(name: str, folder: Path, drafts: Sequence[Process], settings: Sequence[str]) -> AsyncIterator[Served]:
-    """A target that has found its drafts, which run. Raises Unavailable."""
-    known = [draft.address for draft in drafts]
-    target = service("target", f"{name}-target", folder, (f"target.drafts={known}", *settings))
-    client = TargetClient(target.address)
-    async with running(target), aclosing(client):
-        await joined(client, target.log)
-        yield Served(target, client, drafts)
-
-
-@asynccontextmanager
 async def pair(name: str, folder: Path, settings: Sequence[str] = ()) -> AsyncIterator[Served]:
-    """A target with one draft. ``settings`` go to both. Raises Unavailable."""
+    """A target that has found its one draft. ``settings`` go to both. Raises Unavailable."""
     draft = service("draft", f"{name}-draft", folder, settings)
-    async with running(draft), served(name, folder, [draft], settings) as found:
-        yield found
+    target = service("target", f"{name}-target", folder, (f"target.drafts={[draft.address]}", *settings))
+    client = TargetClient(target.address)
+    async with running(draft, target), aclosing(client):
+        await joined(client, target.log)
+        yield Served(target, client, [draft])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,18 +18,20 @@ from bench.asking import read
 from bench.completions import Answered, Server
 from bench.fleet import cpu_s, resident
 from bench.peers.__main__ import (
+    BOUND,
     GOALS,
     NAMES,
     SAMPLED,
     Results,
+    asked,
     in_batches,
     one_by_one,
-    otherwise,
+    questions_of,
     ratio,
     row_of,
     verdicts,
 )
-from bench.peers.systems import in_bfloat16, llama_server, vllm
+from bench.peers.systems import in_bfloat16, llama_server, peer, slipstream, vllm
 from slipstream.base.errors import ConfigError, Unavailable
 
 
@@ -38,14 +42,16 @@ class Told:
     name: str
     per_s: float
     asked: list[tuple[int, ...]] = field(default_factory=list)
+    how: list[Mapping[str, Any]] = field(default_factory=list)
     now: int = 0
     most: int = 0  # at once
 
     async def start(self) -> None:
         """Nothing to start."""
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
+    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> Answered:
         self.asked.append(tuple(prompt))
+        self.how.append(how)
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0)
@@ -59,7 +65,7 @@ class Told:
         """Nothing to stop."""
 
 
-def asked(default: float = 2.0, llama: float = 1.0) -> Results:
+def answered(default: float = 2.0, llama: float = 1.0) -> Results:
     """Plain at 10 tokens a second, the others by their factor, two questions of each set."""
     results: Results = defaultdict(list)
     for name, factor in (("slipstream-plain", 1.0), ("slipstream-default", default), ("llamacpp-plain", llama)):
@@ -74,35 +80,39 @@ def asked(default: float = 2.0, llama: float = 1.0) -> Results:
 async def test_every_system_gets_every_question_and_none_is_always_first() -> None:
     first, second = Told("slipstream-plain", 10), Told("slipstream-default", 20)
     results: Results = defaultdict(list)
-    sets = {"copy": [[1], [2], [3], [4]]}
-    assert len([step async for step in one_by_one([first, second], sets, 11, results)]) == 8
+    turns = [*one_by_one({"copy": [[1], [2], [3], [4]]})]
+    assert len([step async for step in asked(turns, [first, second], 11, results)]) == 8
     assert first.asked == second.asked == [(1,), (2,), (3,), (4,)]
     assert ratio(results, "slipstream-default", "slipstream-plain", 1, "copy") == pytest.approx(2.0)
 
 
 async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> None:
     class Fails(Told):
-        async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
+        async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> Answered:
             if prompt == [2]:
                 raise Unavailable("gone")
-            return await Told.ask(self, prompt, max_tokens)
+            return await Told.ask(self, prompt, max_tokens, how)
 
     results: Results = defaultdict(list)
     systems = [Told("slipstream-plain", 10), Fails("slipstream-default", 30)]
-    async for _ in one_by_one(systems, {"copy": [[1], [2], [3]]}, 11, results):
+    async for _ in asked([*one_by_one({"copy": [[1], [2], [3]]})], systems, 11, results):
         pass
     row = row_of(("slipstream-default", 1, "copy"), results)
     assert row["answers"] == 2
     assert row["against_plain"] == pytest.approx(3.0)
 
 
-async def test_sampled_questions_go_to_plain_and_default_in_turns() -> None:
-    plain, default, other = Told("slipstream-plain", 10), Told("slipstream-default", 15), Told("llamacpp-plain", 9)
+async def test_sampled_questions_go_to_plain_and_default_and_bound_ones_to_all_of_ours() -> None:
+    systems = plain, other, default, ngram = [Told(name, speed) for name, speed in (
+        ("slipstream-plain", 10), ("llamacpp-plain", 9), ("slipstream-default", 15), ("slipstream-ngram", 11))]
     results: Results = defaultdict(list)
-    asked = {"copy": [[9]], "mt_bench": [[1], [2]], "extraction": [[3]], "record": [[4]]}
-    async for _ in otherwise([plain, other, default], asked, 11, results):
+    sets = {"copy": [[9]], "mt_bench": [[1], [2]], "extraction": [[3]], "record": [[4]]}
+    async for _ in asked([*one_by_one(sets)], systems, 11, results):
         pass
-    assert plain.asked == default.asked == [(1,), (2,)] * len(SAMPLED) and not other.asked
+    assert other.asked == [(9,), (1,), (2,)] and other.how == [{}] * 3
+    assert ngram.asked == [(9,), (1,), (2,), (3,), (4,)] and ngram.how == [{}] * 3 + [*BOUND.values()]
+    assert plain.asked == default.asked == ngram.asked + [(1,), (2,)] * len(SAMPLED)
+    assert default.how[5::2] == [*SAMPLED.values()]
     for name in SAMPLED:
         assert ratio(results, "slipstream-default", "slipstream-plain", 1, name) == pytest.approx(1.5)
 
@@ -110,17 +120,16 @@ async def test_sampled_questions_go_to_plain_and_default_in_turns() -> None:
 async def test_a_batch_is_asked_by_as_many_streams_and_counts_all_tokens() -> None:
     system = Told("slipstream-plain", 10)
     results: Results = defaultdict(list)
-
-    class Few:
-        runs, waves, max_tokens = 2, 3, 8
-
-    async for _ in in_batches([system], {"copy": [[1], [2], [3]]}, Few(), results):  # type: ignore[arg-type]
+    turns = [*in_batches({"copy": [[1], [2], [3]], "record": [[4]]}, 2, 3)]
+    async for _ in asked(turns, [system, Told("slipstream-ngram", 10)], 8, results):
         pass
     assert [a.tokens for a in results["slipstream-plain", 4, "copy"]] == [96, 96]
     assert [a.tokens for a in results["slipstream-plain", 16, "copy"]] == [384, 384]
     assert [a.tokens for a in results["slipstream-plain", 8, "group"]] == [64, 64]
+    assert len(results) == 3, "what is bound is asked in no batch, and some systems are not"
     assert len(system.asked) == 2 * 3 * (4 + 16) + 2 * 8 and system.most == 16
     assert set(system.asked[-8:]) == {(2,)}, "a group is asked one prompt"
+    assert [how["seed"] for how in system.how[-8:]] == list(range(8))
 
 
 def test_a_row_says_speed_of_decoding_and_of_the_whole_answer() -> None:
@@ -133,7 +142,7 @@ def test_a_row_says_speed_of_decoding_and_of_the_whole_answer() -> None:
 
 
 def test_verdicts_name_what_is_reached_missed_and_not_measured() -> None:
-    lines = verdicts(asked(default=1.5))
+    lines = verdicts(answered(default=1.5))
     assert len(lines) == len(GOALS)
     assert "slipstream-default by slipstream-plain, batch 1, mt_bench: goal 1.3 ×: 1.50 ×, reached" in lines
     assert "slipstream-default by slipstream-plain, batch 1, copy: goal 1.9 ×: 1.50 ×, MISSED" in lines
@@ -195,14 +204,45 @@ def test_a_model_is_converted_once_and_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("copy", 12), ("extraction", 8)])
 def test_our_sets_read_like_any_other(name: str, count: int) -> None:
-    assert len({q.text for q in read(Path("bench/sets"), name, 99)}) == count
+    assert len(set(read(Path("bench/sets"), name, 99))) == count
+
+
+def test_what_is_asked_is_of_the_folder_or_our_own(tmp_path: Path) -> None:
+    (tmp_path / "some.jsonl").write_text('{"turns": ["a"]}')
+    given, ours = questions_of(str(tmp_path), ["some"]), questions_of(None, ["some"])
+    assert list(given) == ["some", "copy", *BOUND] and given["some"] == ["a"] and len(given["copy"]) == 12
+    assert list(ours) == ["chat", "copy", *BOUND] and len(ours["copy"]) == 6
+
+
+def test_slipstream_is_three_processes_two_or_one(tmp_path: Path) -> None:
+    parts = {kind: slipstream(kind, tmp_path, "model", "bfloat16").processes
+             for kind in ("alone", "default", "colocated")}
+    assert {kind: list(found) for kind, found in parts.items()} == {
+        "alone": ["target", "router"], "default": ["draft", "target", "router"], "colocated": ["all"]}
+    (all_,) = parts["colocated"].values()
+    assert (all_.module, all_.arguments) == ("slipstream", ("serve", "--colocated"))
+    for part in ("draft", "target", "router"):
+        assert sum(setting.startswith(f"{part}.listen=") for setting in all_.settings) == 1
+
+
+async def test_a_peer_starts_answers_and_is_gone(tmp_path: Path) -> None:
+    """A web server that is none of ours: the page says when it takes work, and an end before that is told."""
+    (tmp_path / "health").write_text("well")
+    program = ("import http.server, sys; "
+               "http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[4]), bind=sys.argv[2])")
+    system = peer("web", tmp_path / "logs", ["env", "-C", str(tmp_path), sys.executable, "-c", program])
+    await system.start()
+    assert system.memory()["server"] > 1
+    await system.stop()
+    with pytest.raises(Unavailable, match=r"(?s)broken did not start.*no such thing"):
+        await peer("broken", tmp_path / "logs", [sys.executable, "-c", "raise SystemExit('no such thing')"]).start()
 
 
 def test_sets_hold_turns_or_prompts_and_are_read_evenly(tmp_path: Path) -> None:
     lines = [{"turns": ["a", "z"]}, {"prompt": "b"}, {"turns": ["c"]}, {"prompt": "d"}]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert [q.text for q in read(tmp_path, "some", 9)] == ["a", "b", "c", "d"]
-    assert [q.text for q in read(tmp_path, "some", 2)] == ["a", "c"]
+    assert read(tmp_path, "some", 9) == ["a", "b", "c", "d"]
+    assert read(tmp_path, "some", 2) == ["a", "c"]
     (tmp_path / "wrong.jsonl").write_text('{"turns": ["a"]}\n{"turn": "b"}')
     with pytest.raises(ConfigError, match="line 2"):
         read(tmp_path, "wrong", 9)

@@ -18,7 +18,7 @@ from slipstream.protocol.requests import Piece, Request, Sampling
 from tests.pair import STUBBORN, drafting, grpc_link, target
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
-CHAT, COPY = ([question.text for question in own() if question.set == set_] for set_ in ("chat", "copy"))
+CHAT, COPY = own().values()
 PREFERS_DRAFTS = ("target.policy.always=true", "draft.drafter=ngram")
 
 

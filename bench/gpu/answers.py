@@ -49,7 +49,7 @@ def real(folder: Path) -> Asked:
     codec, head = TextCodec(folder), head_for(str(folder))
     drafters = {"ngram": {"drafter": "ngram"}} | (
         {"head": {"drafter": "eagle3", "model": head.name}} if head is not None else {})
-    prompts = [codec.chat([{"role": "user", "content": question.text}]) for question in read(SETS, "copy", 6)]
+    prompts = [codec.chat([{"role": "user", "content": text}]) for text in read(SETS, "copy", 6)]
     return Asked(folder, prompts, drafters, 128)
 
 

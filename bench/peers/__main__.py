@@ -23,21 +23,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
-from bench.asking import SETS, Question, own, read
+from bench.asking import SETS, own, read
 from bench.clock import Memory
 from bench.completions import Answered
-from bench.peers.systems import Slipstream, System, Transformers, in_bfloat16, llama_server, llamacpp, vllm
+from bench.peers.systems import GREEDY, System, Transformers, in_bfloat16, llama_server, llamacpp, slipstream, vllm
 from bench.report import FOLDER, Row, finished, save, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
@@ -51,24 +53,29 @@ BATCHES, GROUP = (4, 16), 8
 NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream-standalone", "slipstream-default",
          "slipstream-colocated", "transformers-plain", "transformers-lookup", "transformers-assisted", "llamacpp-plain",
          "llamacpp-speculative", "vllm-plain")
+OURS = tuple(name for name in NAMES if name.startswith("slipstream-"))
 TOGETHER = ("slipstream-plain", "slipstream-alone", "slipstream-default")
 PAIR = ("slipstream-plain", "slipstream-default")
-SAMPLED: Mapping[str, Mapping[str, Any]] = {"mt_bench, T = 1": {"temperature": 1.0, "seed": 7},
-           "mt_bench, T = 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9, "seed": 7}}
-PERSON = {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
-          "job": {"type": "string", "maxLength": 30}, "city": {"type": "string", "maxLength": 30}}
-PEOPLE = {"type": "array", "minItems": 1, "maxItems": 4, "items": {
-    "type": "object", "properties": PERSON, "required": list(PERSON), "additionalProperties": False}}
-WORDS = {"type": "string", "maxLength": 30}
-GUEST = {"full_name": WORDS, "age": PERSON["age"], "occupation": WORDS, "city_of_residence": WORDS, "country": WORDS,
-         "is_married": {"type": "boolean"}, "number_of_children": {"type": "integer", "minimum": 0, "maximum": 20},
-         "preferred_language": {"enum": ["English", "German", "Norwegian", "Portuguese"]}}
-RECORD = {"type": "object", "properties": GUEST, "required": list(GUEST), "additionalProperties": False}
-BOUND: Mapping[str, Mapping[str, Any]] = {"extraction": {"structured_outputs": {"json": PEOPLE}},
-                                          "record": {"structured_outputs": {"json": RECORD}}}
+SAMPLED: Mapping[str, Mapping[str, Any]] = {
+    "mt_bench, T = 1": {"temperature": 1.0, "seed": 7},
+    "mt_bench, T = 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9, "seed": 7}}
+BOUND: Mapping[str, Mapping[str, Any]] = {name: {"structured_outputs": {"json": json.loads(
+    (SETS / f"{name}.schema.json").read_text())}} for name in ("extraction", "record")}
 NOTHING = Answered(0, 0.0, 1.0)
 Sets = dict[str, list[list[int]]]  # prompts as tokens
 Results = dict[tuple[str, int, str], list[Answered]]  # (system, batch, set)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What each of so many systems is asked, one behind the other: a question, or a batch of so many streams that have
+    all ``prompts`` between them. ``how``: of each prompt; empty: greedily."""
+
+    set: str
+    prompts: Sequence[list[int]]
+    systems: Sequence[str] = NAMES
+    batch: int = 1
+    how: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +129,7 @@ def system_of(name: str, arguments: argparse.Namespace) -> System:
     """Raises ConfigError for a peer that is not installed."""
     family, kind = name.split("-", 1)
     if family == "slipstream":
-        colocated = kind == "colocated"
-        return Slipstream("default" if colocated else kind, LOGS, MODEL, DTYPE, colocated)
+        return slipstream(kind, LOGS, MODEL, DTYPE)
     if family == "transformers":
         return Transformers(kind, LOGS, resolve(MODEL), DTYPE)
     if family == "vllm":
@@ -156,75 +162,62 @@ async def started(names: Sequence[str], arguments: argparse.Namespace, stack: As
 
 
 async def answer_of(system: System, prompt: Sequence[int], max_tokens: int,
-                    how: Mapping[str, Any] | None = None) -> Answered:
-    """What ``system`` answers; nothing when it fails, so that the others go on and questions stay paired. how: of
-    Slipstream alone."""
+                    how: Mapping[str, Any] = GREEDY) -> Answered:
+    """What ``system`` answers; nothing when it fails, so that the others go on and questions stay paired."""
     try:
-        return await (system.ask(prompt, max_tokens, how) if isinstance(system, Slipstream)
-                      else system.ask(prompt, max_tokens))
+        return await system.ask(prompt, max_tokens, how)
     except SlipstreamError as error:
         print(f"{system.name}: no answer: {error}", file=sys.stderr)
         return NOTHING
 
 
-async def one_by_one(systems: Sequence[System], sets: Sets, max_tokens: int, results: Results,
-                     how: Mapping[str, Any] | None = None) -> AsyncIterator[None]:
-    """Every question to every system."""
-    for name, prompts in sets.items():
-        for number, prompt in enumerate(prompts):
-            for turn in range(len(systems)):
-                system = systems[(number + turn) % len(systems)]
-                results[system.name, 1, name].append(await answer_of(system, prompt, max_tokens, how))
-                yield
-
-
-async def otherwise(systems: Sequence[System], sets: Sets, max_tokens: int, results: Results) -> AsyncIterator[None]:
-    """mt_bench sampled to plain and default, and what is bound to all of Slipstream's."""
-    both = [system for system in systems if system.name in PAIR]
-    for name, how in SAMPLED.items():
-        async for _ in one_by_one(both, {name: sets.get("mt_bench", [])}, max_tokens, results, how):
-            yield
-    ours = [system for system in systems if isinstance(system, Slipstream)]
-    for name, how in BOUND.items():
-        async for _ in one_by_one(ours, {name: sets[name]}, max_tokens, results, how):
-            yield
-
-
-async def together(system: System, prompts: Sequence[Sequence[int]], streams: int, max_tokens: int,
-                   how: Sequence[Mapping[str, Any] | None] = ()) -> Answered:
-    """All prompts, ``streams`` at a time, as one answer. how: of each prompt."""
+async def together(system: System, turn: Turn, max_tokens: int) -> Answered:
+    """All prompts of a turn as one answer."""
     began_s = asyncio.get_running_loop().time()
-    left, all_ = list(zip(prompts, how or [None] * len(prompts), strict=True))[::-1], list[Answered]()
+    left, all_ = list(zip(turn.prompts, turn.how or [GREEDY] * len(turn.prompts), strict=True))[::-1], list[Answered]()
 
     async def stream() -> None:
         while left:
-            prompt, own = left.pop()
-            all_.append(await answer_of(system, prompt, max_tokens, own))
+            prompt, how = left.pop()
+            all_.append(await answer_of(system, prompt, max_tokens, how))
 
-    await asyncio.gather(*(stream() for _ in range(streams)))
+    await asyncio.gather(*(stream() for _ in range(turn.batch)))
+    if len(all_) == 1:
+        return all_[0]
     took_s = asyncio.get_running_loop().time() - began_s
     return Answered(sum(a.tokens for a in all_), min(a.first_s for a in all_), took_s, sum(a.rounds for a in all_))
 
 
-async def in_batches(systems: Sequence[System], sets: Sets, arguments: argparse.Namespace,
-                     results: Results) -> AsyncIterator[None]:
-    for name, prompts in sets.items():
-        for batch in BATCHES:
-            count = arguments.waves * batch
-            for run in range(arguments.runs):
-                few = [prompts[(run * count + i) % len(prompts)] for i in range(count)]
-                for turn in range(len(systems)):
-                    system = systems[(run + turn) % len(systems)]
-                    results[system.name, batch, name].append(await together(system, few, batch, arguments.max_tokens))
-                    yield
-    seeds = [{"temperature": 1.0, "seed": seed} for seed in range(GROUP)]
-    for run in range(arguments.runs):
-        group = [sets["copy"][run % len(sets["copy"])]] * GROUP
-        for turn in range(len(systems)):
-            system = systems[(run + turn) % len(systems)]
-            results[system.name, GROUP, "group"].append(
-                await together(system, group, GROUP, arguments.max_tokens, seeds))
+async def asked(turns: Sequence[Turn], systems: Sequence[System], max_tokens: int,
+                results: Results) -> AsyncIterator[None]:
+    """All turns; whose is first changes from one to the next."""
+    for number, turn in enumerate(turns):
+        mine = [system for system in systems if system.name in turn.systems]
+        for place in range(len(mine)):
+            system = mine[(number + place) % len(mine)]
+            results[system.name, turn.batch, turn.set].append(await together(system, turn, max_tokens))
             yield
+
+
+def one_by_one(sets: Sets) -> Iterator[Turn]:
+    """Every question: greedily to every system, those of mt_bench sampled, too, to plain and default, and those that
+    are bound to all of Slipstream's."""
+    for name, prompts in sets.items():
+        systems, how = (OURS, [BOUND[name]]) if name in BOUND else (NAMES, ())
+        yield from (Turn(name, [prompt], systems, how=how) for prompt in prompts)
+    for name, sampled in SAMPLED.items():
+        yield from (Turn(name, [prompt], PAIR, how=[sampled]) for prompt in sets.get("mt_bench", ()))
+
+
+def in_batches(sets: Sets, runs: int, waves: int) -> Iterator[Turn]:
+    """Free questions by so many streams, and a prompt's group of samples."""
+    for name, prompts in sets.items():
+        for batch, run in product(BATCHES if name not in BOUND else (), range(runs)):
+            count = waves * batch
+            yield Turn(name, [prompts[(run * count + i) % len(prompts)] for i in range(count)], TOGETHER, batch)
+    seeds = [{"temperature": 1.0, "seed": seed} for seed in range(GROUP)]
+    for run in range(runs):
+        yield Turn("group", [sets["copy"][run % len(sets["copy"])]] * GROUP, TOGETHER, GROUP, seeds)
 
 
 def rows_of(results: Results) -> list[Row]:
@@ -245,40 +238,29 @@ def row_of(key: tuple[str, int, str], results: Results) -> Row:
             "answers": sum(answer.tokens > 0 for answer in answers)}
 
 
-def questions_of(folder: str | None, sets: Sequence[str]) -> dict[str, list[Question]]:
+def questions_of(folder: str | None, sets: Sequence[str]) -> dict[str, list[str]]:
     """By set: those of the folder, or our own chat; and ours. Raises ConfigError."""
-    if folder is not None:
-        free = {**{name: read(folder, name, 99) for name in sets}, "copy": read(SETS, "copy", 99)}
-    else:
-        free = {set_: [question for question in own() if question.set == set_] for set_ in ("chat", "copy")}
-    return free | {name: read(SETS, name, 99) for name in BOUND}
+    if folder is None:
+        return own() | {name: read(SETS, name, 99) for name in BOUND}
+    return {name: read(folder, name, 99) for name in sets} | {name: read(SETS, name, 99) for name in ("copy", *BOUND)}
 
 
 async def run(arguments: argparse.Namespace) -> None:
     """Start, ask, print; what was measured stays, whatever ends it."""
     codec = TextCodec(resolve(MODEL))
     name, questions = "peers" if arguments.prompts else "smoke", questions_of(arguments.prompts, arguments.sets)
-    sets = {set_: [codec.chat([{"role": "user", "content": q.text}]) for q in all_] for set_, all_ in questions.items()}
+    sets = {set_: [codec.chat([{"role": "user", "content": q}]) for q in all_] for set_, all_ in questions.items()}
     few = {set_: prompts[::max(1, len(prompts) // arguments.count)][:arguments.count] for set_, prompts in sets.items()}
+    turns = [*one_by_one(few), *in_batches(sets, arguments.runs, arguments.waves)]
     results: Results = defaultdict(list)
     reading = Memory()
     gb_s = [reading.gb_s()]
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(Progress())
         systems = await started(arguments.systems, arguments, stack, progress)
-        many = [s for s in systems if s.name in TOGETHER] if arguments.runs else []
-        free = {set_: prompts for set_, prompts in few.items() if set_ not in BOUND}
-        task = progress.add_task("one by one", total=len(systems) * sum(map(len, free.values())))
-        async for _ in one_by_one(systems, free, arguments.max_tokens, results):
-            progress.advance(task)
-            gb_s.append(reading.gb_s())
-            save(name, rows_of(results))
-        async for _ in otherwise(systems, few, arguments.max_tokens, results):
-            gb_s.append(reading.gb_s())
-            save(name, rows_of(results))
-        free = {set_: prompts for set_, prompts in sets.items() if set_ not in BOUND}
-        task = progress.add_task("in batches", total=len(many) * (len(free) * len(BATCHES) + 1) * arguments.runs)
-        async for _ in in_batches(many, free, arguments, results):
+        total = sum(system.name in turn.systems for turn in turns for system in systems)
+        task = progress.add_task("asking", total=total)
+        async for _ in asked(turns, systems, arguments.max_tokens, results):
             progress.advance(task)
             gb_s.append(reading.gb_s())
             save(name, rows_of(results))

@@ -20,12 +20,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from bench.completions import Answered, Server
 from bench.fleet import Process, free_port, resident, service
 from slipstream.base.errors import ConfigError, Unavailable
-from slipstream.cli.process import answers
 
 START_S, PEER_START_S = 180.0, 600.0  # vLLM compiles its model
 PEER_MODEL = "model"
@@ -37,7 +37,10 @@ SLIPSTREAM: Mapping[str, tuple[str, ...]] = {
     "ngram": (SHARED, "draft.drafter=ngram"),
     "standalone": (SHARED, "draft.drafter=standalone", "draft.model={model}"),
     "default": (SHARED,),
+    "colocated": (SHARED,),  # the same, all in one process
 }
+WITHOUT_DRAFT = ("plain", "alone")  # and plain looks nothing up either
+GREEDY: Mapping[str, Any] = MappingProxyType({})
 LLAMACPP: Mapping[str, tuple[str, ...]] = {
     "plain": (),
     "speculative": ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3",
@@ -46,13 +49,14 @@ LLAMACPP: Mapping[str, tuple[str, ...]] = {
 
 
 class System(Protocol):
-    """One contender. ``ask`` is greedy; ``memory`` is MiB resident for each process."""
+    """One contender. ``ask`` is greedy but for ``how``, fields of Slipstream's requests; ``memory`` is MiB resident for
+    each process."""
 
     name: str
 
     async def start(self) -> None: ...
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered: ...
+    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> Answered: ...
 
     def memory(self) -> dict[str, float]: ...
 
@@ -60,36 +64,13 @@ class System(Protocol):
 
 
 @dataclass(slots=True)
-class Slipstream:
-    """Draft, target and router; plain and alone have no draft, and plain looks nothing up either. ``colocated``: all
-    in one process."""
+class Serving:
+    """Processes, of which one serves OpenAI's completions. ``usual``: fields of each request."""
 
-    kind: str
-    folder: Path
-    model: str
-    dtype: str
-    colocated: bool = False
-    name: str = field(init=False)
-    processes: dict[str, Process] = field(init=False)
-    server: Server = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.name = f"slipstream-{'colocated' if self.colocated else self.kind}"
-        settings = (f"model.path={self.model}", f"model.dtype={self.dtype}",
-                    *(part.format(model=self.model) for part in SLIPSTREAM[self.kind]))
-
-        def part(role: str, *own: str) -> Process:
-            return service(role, f"{self.name}-{role}", self.folder, (*own, *settings))
-
-        self.processes = {} if self.kind in ("plain", "alone") else {"draft": part("draft")}
-        target = part("target", f"target.drafts={[draft.address for draft in self.processes.values()]}")
-        router = part("router", f"router.targets=['{target.address}']", f"router.grpc_listen=127.0.0.1:{free_port()}")
-        self.server = Server(int(router.address.rpartition(":")[2]), Path(self.model).name)
-        self.processes |= {"target": target, "router": router}
-        if self.colocated:
-            every = [setting for process in self.processes.values() for setting in process.settings]
-            self.processes = {"all": replace(router, module="slipstream", settings=every,
-                                             arguments=("serve", "--colocated"))}
+    name: str
+    processes: dict[str, Process]
+    server: Server
+    usual: Mapping[str, Any]
 
     async def start(self) -> None:
         """One after the other: a target measures its steps while it starts. Raises Unavailable."""
@@ -97,68 +78,51 @@ class Slipstream:
             process.start()
             await process.ready()
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] | None = None) -> Answered:
-        """how: fields of the request that make it a sampled one."""
-        return await self.server.ask(list(prompt), max_tokens, how or {})
+    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> Answered:
+        return await self.server.ask(list(prompt), max_tokens, {**self.usual, **how})
 
     def memory(self) -> dict[str, float]:
-        return {part: resident(process.pid) for part, process in self.processes.items()}
+        return {part: resident(one.pid, children=not one.module) for part, one in self.processes.items()}
 
     async def stop(self) -> None:
         for process in reversed(self.processes.values()):
             process.stop()
 
 
-@dataclass(slots=True)
-class PeerServer:
-    """A server of OpenAI's completions that is none of ours. ``command``: without its port, which follows; ``how``:
-    fields of each request."""
+def slipstream(kind: str, folder: Path, model: str, dtype: str) -> Serving:
+    """Draft, target and router, kind as SLIPSTREAM has it."""
+    name = f"slipstream-{kind}"
+    settings = (f"model.path={model}", f"model.dtype={dtype}", *(part.format(model=model) for part in SLIPSTREAM[kind]))
 
-    name: str
-    folder: Path
-    command: Sequence[str]
-    how: Mapping[str, Any]
-    port: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = None
+    def part(role: str, *own: str) -> Process:
+        return service(role, f"{name}-{role}", folder, (*own, *settings))
 
-    async def start(self) -> None:
-        """Raises Unavailable with the end of its log."""
-        log = self.folder / f"{self.name}.log"
-        process = self.process = self._spawned(log)
-        for _ in range(int(PEER_START_S / 0.2)):
-            if await asyncio.to_thread(answers, f"127.0.0.1:{self.port}", "/health"):
-                return
-            if process.poll() is not None:
-                break
-            await asyncio.sleep(0.2)
-        raise Unavailable(f"{self.name} did not start; {log} ends with:\n{log.read_text(errors='replace')[-1500:]}")
-
-    def _spawned(self, log: Path) -> subprocess.Popen[bytes]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as out:
-            return subprocess.Popen([*self.command, "--host", "127.0.0.1", "--port", str(self.port)], stdout=out,
-                                    stderr=out, stdin=subprocess.DEVNULL)
-
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
-        return await Server(self.port, PEER_MODEL).ask(list(prompt), max_tokens, self.how)
-
-    def memory(self) -> dict[str, float]:
-        return {"server": resident(self.process.pid, children=True)} if self.process is not None else {}
-
-    async def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(30)
+    drafts = {} if kind in WITHOUT_DRAFT else {"draft": part("draft")}
+    target = part("target", f"target.drafts={[draft.address for draft in drafts.values()]}")
+    router = part("router", f"router.targets=['{target.address}']", f"router.grpc_listen=127.0.0.1:{free_port()}")
+    processes = {**drafts, "target": target, "router": router}
+    if kind == "colocated":
+        every = [setting for process in processes.values() for setting in process.settings]
+        processes = {"all": replace(router, module="slipstream", settings=every, arguments=("serve", "--colocated"))}
+    return Serving(name, processes, Server(int(router.address.rpartition(":")[2]), Path(model).name), GREEDY)
 
 
-def llamacpp(kind: str, folder: Path, binary: Path, file: Path) -> PeerServer:
+def peer(name: str, folder: Path, command: Sequence[str], usual: Mapping[str, Any] = GREEDY) -> Serving:
+    """A server that is none of ours. ``command``: without its port, which follows."""
+    port = free_port()
+    process = Process("", (), port, folder / f"{name}.log", (*command, "--host", "127.0.0.1", "--port", str(port)),
+                      page="/health", ready_s=PEER_START_S)
+    return Serving(name, {"server": process}, Server(port, PEER_MODEL), usual)
+
+
+def llamacpp(kind: str, folder: Path, binary: Path, file: Path) -> Serving:
     """llama.cpp's own server, with a model file of the same weights."""
     threads = str(os.cpu_count() or 1)
     command = [str(binary), "-m", str(file), "-t", threads, "-tb", threads, "-np", "1", "-c", "4096", *LLAMACPP[kind]]
-    return PeerServer(f"llamacpp-{kind}", folder, command, {"cache_prompt": False})
+    return peer(f"llamacpp-{kind}", folder, command, {"cache_prompt": False})
 
 
-def vllm(folder: Path, environment: Path, model: Path, dtype: str) -> PeerServer:
+def vllm(folder: Path, environment: Path, model: Path, dtype: str) -> Serving:
     """vLLM's own server. environment: what ``make vllm`` has made. Raises ConfigError."""
     python = environment / "bin" / "python"
     if not python.exists():
@@ -166,7 +130,7 @@ def vllm(folder: Path, environment: Path, model: Path, dtype: str) -> PeerServer
     command = ["env", "-u", "PYTHONPATH", "VLLM_CPU_KVCACHE_SPACE=1", str(python), "-m",
                "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", PEER_MODEL,
                "--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "16"]
-    return PeerServer("vllm-plain", folder, command, {})
+    return peer("vllm-plain", folder, command)
 
 
 @dataclass(slots=True)
@@ -193,7 +157,7 @@ class Transformers:
                 limit=PIPE_LIMIT)
         await self._line()
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
+    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> Answered:
         assert self.process is not None and self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens}).encode() + b"\n")
         return Answered(**await self._line())

@@ -56,7 +56,7 @@ def recorded(prompts: str, count: int, tokens: int) -> list[Record]:
     known = head_for(target)
     assert known is not None
     codec = TextCodec(resolve(target))
-    asked = [codec.chat([{"role": "user", "content": question.text}])[-PROMPT:]
+    asked = [codec.chat([{"role": "user", "content": question}])[-PROMPT:]
              for name in SETS for question in read(prompts, name, count)]
     recorder, records = recorder_of(resolve(target), packaged_head(known), tokens), list[Record]()
     for first in track(range(0, len(asked), TOGETHER), "answers and trees"):

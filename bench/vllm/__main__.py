@@ -18,7 +18,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,12 @@ REMOTE: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One run of one engine: what it took in its proposer in so many steps, and draft tokens that were accepted."""
+    """One run of one engine, and what it took in its proposer in so many steps."""
 
     tokens: list[list[int]]
     seconds: float
     propose_s: float
     steps: int
-    accepted: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -66,71 +65,55 @@ class Asked:
     def propose_ms(self) -> float:
         return 1e3 * self.propose_s / max(1, self.steps)
 
-    @property
-    def accepted_share(self) -> float:
-        return self.accepted / sum(map(len, self.tokens))
+    @staticmethod
+    def of(engine: Engine, prompts: Sequence[str], batch: int, max_tokens: int) -> Asked:
+        said = engine.ask(prompts, batch, max_tokens)
+        return Asked(*(said[name] for name in ("tokens", "seconds", "propose_s", "steps")))
 
 
-@dataclass(slots=True)
-class System:
-    """One engine that runs."""
-
-    engine: Engine
-    accepted: int = 0  # draft tokens, so far
-
-    def ask(self, prompts: Sequence[str], batch: int, max_tokens: int) -> Asked:
-        said, before = self.engine.ask(prompts, batch, max_tokens), self.accepted
-        self.accepted = int(said["accepted"])
-        return Asked(said["tokens"], said["seconds"], said["propose_s"], said["steps"], self.accepted - before)
+Runs = dict[tuple[str, str, int], list[Asked]]  # (system, set, batch)
 
 
-@dataclass(slots=True)
-class Results:
-    runs: dict[tuple[str, str, int], list[Asked]] = field(default_factory=lambda: defaultdict(list))
+def rows_of(runs: Runs) -> list[Row]:
+    return [_row(key, mine, runs[PLAIN, key[1], key[2]]) for key, mine in runs.items()]
 
-    def rows(self) -> list[Row]:
-        return [self._row(system, set_, batch) for system, set_, batch in self.runs]
 
-    def _row(self, system: str, set_: str, batch: int) -> Row:
-        mine, plain = self.runs[system, set_, batch], self.runs[PLAIN, set_, batch]
-        pairs = list(zip(mine, plain, strict=False))
-        answers = [(own, theirs) for one, other in pairs for own, theirs in zip(one.tokens, other.tokens, strict=True)]
-        return {"system": system, "set": set_, "batch": batch,
-                "tokens_per_s": statistics.median(one.tokens_per_s for one in mine),
-                "by_plain": statistics.median(one.tokens_per_s / other.tokens_per_s for one, other in pairs),
-                "propose_ms": statistics.median(one.propose_ms for one in mine),
-                "accepted_share": statistics.median(one.accepted_share for one in mine),
-                "equal": sum(own == theirs for own, theirs in answers), "answers": len(answers)}
+def _row(key: tuple[str, str, int], mine: Sequence[Asked], plain: Sequence[Asked]) -> Row:
+    pairs = list(zip(mine, plain, strict=False))
+    answers = [(own, theirs) for one, other in pairs for own, theirs in zip(one.tokens, other.tokens, strict=True)]
+    return {"system": key[0], "set": key[1], "batch": key[2],
+            "tokens_per_s": statistics.median(one.tokens_per_s for one in mine),
+            "by_plain": statistics.median(one.tokens_per_s / other.tokens_per_s for one, other in pairs),
+            "propose_ms": statistics.median(one.propose_ms for one in mine),
+            "equal": sum(own == theirs for own, theirs in answers), "answers": len(answers)}
 
 
 @contextmanager
-def started(python: Path, dtype: str) -> Iterator[dict[str, System]]:
-    """All systems, by name. Raises Unavailable."""
+def started(python: Path, dtype: str) -> Iterator[dict[str, Engine]]:
+    """All engines, by name. Raises Unavailable."""
     common: dict[str, Any] = {"dtype": dtype, "max_num_batched_tokens": 2048, "max_num_seqs": 16}
     LOGS.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        systems = dict[str, System]()
+        engines = dict[str, Engine]()
         for name, method in track(OWN.items(), description="vLLM"):
             speculative = {**method, "num_speculative_tokens": CHAIN} if method else None
             if speculative and "model" in speculative:
                 speculative["model"] = str(resolve(HEAD))
-            systems[name] = System(Engine(python, None, LOGS / f"{name}.log", speculative_config=speculative, **common))
-            stack.callback(systems[name].engine.end)
+            engines[name] = Engine(python, None, LOGS / f"{name}.log", speculative_config=speculative, **common)
+            stack.callback(engines[name].end)
         for name, (drafter, options) in track(REMOTE.items(), description="vLLM with our drafts"):
             pod = service("draft", name, LOGS, (*drafter, "model.threads=1"))
             pod.start()
             stack.callback(pod.stop)
             asyncio.run(pod.ready())
-            systems[name] = System(Engine(python, {"drafts": [pod.address], **options},
-                                          LOGS / f"{name}.log", **common))
-            stack.callback(systems[name].engine.end)
-        yield systems
+            engines[name] = Engine(python, {"drafts": [pod.address], **options}, LOGS / f"{name}.log", **common)
+            stack.callback(engines[name].end)
+        yield engines
 
 
 def questions(folder: str | None, count: int) -> dict[str, list[str]]:
-    copies = [question.text for question in read(SETS, "copy", count)]
-    chat = read(folder, "mt_bench", count) if folder else own()[:count]
-    return {"mt_bench" if folder else "chat": [question.text for question in chat], "copy": copies}
+    chat = {"mt_bench": read(folder, "mt_bench", count)} if folder else {"chat": own()["chat"][:count]}
+    return chat | {"copy": read(SETS, "copy", count)}
 
 
 def main() -> None:
@@ -143,17 +126,18 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--dtype", default="float32", help="of vLLM; in bfloat16 its own answers differ with the batch")
     options = parser.parse_args()
-    sets, results = questions(options.prompts, options.count), Results()
-    with started(options.vllm / "bin" / "python", options.dtype) as systems:
-        for system in systems.values():
-            system.ask(sets["copy"][:1], 1, 32)  # what is made at the first request
-        names = list(systems)
+    sets = questions(options.prompts, options.count)
+    runs: Runs = defaultdict(list)
+    with started(options.vllm / "bin" / "python", options.dtype) as engines:
+        for engine in engines.values():
+            engine.ask(sets["copy"][:1], 1, 32)  # what is made at the first request
+        names = list(engines)
         turns = [(run, set_, batch) for run in range(options.runs) for set_ in sets for batch in options.batches]
         for number, (_, set_, batch) in enumerate(track(turns, description="asking")):
             for name in (*names[number % len(names):], *names[: number % len(names)]):
-                results.runs[name, set_, batch].append(systems[name].ask(sets[set_], batch, options.max_tokens))
-            save("vllm", results.rows())
-    write("vllm", results.rows(), f"bench-vllm: default model, {options.dtype}, greedy, chains of {CHAIN}")
+                runs[name, set_, batch].append(Asked.of(engines[name], sets[set_], batch, options.max_tokens))
+            save("vllm", rows_of(runs))
+    write("vllm", rows_of(runs), f"bench-vllm: default model, {options.dtype}, greedy, chains of {CHAIN}")
 
 
 if __name__ == "__main__":
