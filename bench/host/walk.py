@@ -28,11 +28,13 @@ import threading
 import time
 from asyncio import selector_events
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+
+from anyio.from_thread import start_blocking_portal
 
 from bench.report import Row, write
 from draft_service.assembly import build as build_draft
@@ -66,7 +68,6 @@ GOES_ON = ("Following._receive", "DraftWorker._round", "TargetWorker._commit")
 ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT / package}/" for package in ("slipstream", "draft_service", "target_service", "router_service"))
 
-Result = TypeVar("Result")
 Mark = Callable[[FrameType, str], bool]
 
 
@@ -120,27 +121,6 @@ def _goes_on(frame: FrameType) -> bool:
     return code.co_flags & inspect.CO_GENERATOR != 0 and code.co_code[frame.f_lasti + 1] != 0  # RESUME's argument
 
 
-class Loop:
-    """An event loop on a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-
-    @property
-    def ident(self) -> int:
-        return self.thread.ident or 0
-
-    def do(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
-    def end(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
-
-
 class Walked:
     """Draft, target and router in this process, and the two ways through them. Use it as a context: inside it, all
     threads that are started have a profiler, and requests are taken."""
@@ -151,13 +131,15 @@ class Walked:
         self._verdict = False  # one is there and not committed
         self._handed_over = set[int]()  # engine threads that have
         threading.setprofile(self._see)
-        self._stream, self._clients = Loop(), Loop()
+        self._loops = ExitStack()  # each on a thread of its own
+        self._stream, self._clients = [self._loops.enter_context(start_blocking_portal()) for _ in range(2)]
+        self._streaming, self._serving = [loop.call(threading.get_ident) for loop in (self._stream, self._clients)]
         self._draft = build_draft(config)
-        self._target = build_target(config, self._clients.loop, lambda: [self._link.status()])
-        self._link = self._stream.do(self._joined(config.wire))
+        self._target = build_target(config, self._clients.call(asyncio.get_running_loop), lambda: [self._link.status()])
+        self._link = self._stream.call(self._joined, config.wire)
         self._drafting, self._deciding = _started(self._draft.worker.start), _started(self._target.worker.start)
-        self._router = self._clients.do(_routed(config, {"local": self._target.service}))
-        self._resident = self._clients.do(_tasks())
+        self._router = self._clients.call(_routed, config, {"local": self._target.service})
+        self._resident = self._clients.call(asyncio.all_tasks)
         self.round = Way(self._commits, self._taken, self._of_a_round, again=True)
         self.request = Way(self._came, self._answered, self._of_a_request)
 
@@ -179,12 +161,11 @@ class Walked:
     def __exit__(self, *_: object) -> None:
         self._ways = ()
         threading.setprofile(None)
-        self._clients.do(self._router.drain(0.1))
-        self._stream.do(self._parted())
+        self._clients.call(self._router.drain, 0.1)
+        self._stream.call(self._parted)
         self._target.end()
         self._draft.worker.stop()
-        self._stream.end()
-        self._clients.end()
+        self._loops.close()
 
     async def _parted(self) -> None:
         self._linked.cancel()
@@ -233,12 +214,12 @@ class Walked:
 
     def _of_a_round(self) -> bool:
         thread = threading.get_ident()
-        return thread == self._stream.ident or (
+        return thread == self._streaming or (
             thread in self._deciding | self._drafting and thread not in self._handed_over)
 
     def _came(self, frame: FrameType, event: str) -> bool:
         return event == "call" and frame.f_code.co_name == "data_received" and (
-            threading.get_ident() == self._clients.ident)
+            threading.get_ident() == self._serving)
 
     def _answered(self, frame: FrameType, event: str) -> bool:
         code = frame.f_code
@@ -247,9 +228,9 @@ class Walked:
 
     def _of_a_request(self) -> bool:
         thread = threading.get_ident()
-        if thread == self._clients.ident:
-            return asyncio.current_task(self._clients.loop) not in self._resident
-        return thread != self._stream.ident and thread not in self._drafting
+        if thread == self._serving:
+            return asyncio.current_task() not in self._resident
+        return thread != self._streaming and thread not in self._drafting
 
 
 def _started(start: Callable[[], None]) -> set[int]:
@@ -263,10 +244,6 @@ async def _routed(config: Config, targets: Mapping[str, Backend]) -> RouterServi
     router = RouterService(config, targets)
     await router.start()
     return router
-
-
-async def _tasks() -> set[asyncio.Task[Any]]:
-    return asyncio.all_tasks() - {asyncio.current_task()}
 
 
 def shown(name: str, what: str, calls: Sequence[Call], goal: str, functions: bool) -> None:
