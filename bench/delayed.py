@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import selectors
-import signal
 
 from slipstream.base.address import host_port
 
@@ -47,12 +46,9 @@ async def relay(listen: tuple[str, int], to: tuple[str, int], delay_s: float) ->
 
 
 async def serve(listen: tuple[str, int], to: tuple[str, int], delay_s: float) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    server = await relay(listen, to, delay_s)
-    await stop.wait()
-    server.close()
+    """Until a signal ends the process."""
+    async with await relay(listen, to, delay_s) as server:
+        await server.serve_forever()
 
 
 def exact_loop() -> asyncio.AbstractEventLoop:

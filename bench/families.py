@@ -55,7 +55,8 @@ def configurations(kind: str) -> Iterator[tuple[str, Any]]:
     """The ways of a type, and their configurations. Raises what the type's own code raises."""
     first = AutoConfig.for_model(kind, **OPEN.get(kind, {}))
     yield "as it is", first
-    for way, changes in (("with windows", windows(first)), ("as a decoder", decoding(first))):
+    causal = {"is_decoder": True} if getattr(first, "is_decoder", None) is False else {}  # of an encoder
+    for way, changes in (("with windows", windows(first)), ("as a decoder", causal)):
         if changes:
             yield way, AutoConfig.for_model(kind, **{**OPEN.get(kind, {}), **changes})
 
@@ -71,11 +72,6 @@ def windows(config: Any) -> dict[str, Any]:
     if set(layers) == {"full_attention"}:
         changes["layer_types"] = [("sliding_attention", "full_attention")[i % 2] for i in range(len(layers))]
     return changes
-
-
-def decoding(config: Any) -> dict[str, Any]:
-    """What makes an encoder causal."""
-    return {"is_decoder": True} if getattr(config, "is_decoder", None) is False else {}
 
 
 def verdicts(kind: str) -> Iterator[Tried]:

@@ -22,9 +22,8 @@ from slipstream.cli.terminal import complain
 from slipstream.engine.native.compiled_kernels import processor
 
 FOLDER = Path("build/bench")
-SHOWN = 5  # numbers of a list in the table
 
-Cell = str | float | int | bool | Sequence[float]
+Cell = str | float | int | bool
 Row = Mapping[str, Cell]
 Result = TypeVar("Result")
 
@@ -70,7 +69,7 @@ def write(name: str, rows: Sequence[Row], title: str, folder: Path = FOLDER) -> 
     for column in rows[0]:
         table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     path = save(name, rows, folder)
     print(f"rows in {path}; {device()}, commit {commit()}")
@@ -87,9 +86,3 @@ def save(name: str, rows: Sequence[Row], folder: Path = FOLDER) -> Path:
                                  "rows": list(rows)}, indent=1))
     fresh.replace(path)
     return path
-
-
-def _text(value: Cell) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return " ".join([f"{number:.2f}" for number in value[:SHOWN]] + ["…"] * (len(value) > SHOWN))
-    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -121,10 +121,6 @@ async def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: fl
         yield Timed(fronts, pods, clients)
 
 
-async def serve_draft(config: Config, timing: Timing, stop: asyncio.Event, ready: Callable[[], None]) -> None:
-    await host_draft(config, draft(config, timing, Device()), stop, ready)
-
-
 def draft(config: Config, timing: Timing, device: Device) -> Draft:
     """A draft on ``device``."""
     section = config.draft
@@ -170,7 +166,7 @@ def main() -> None:
 
     async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         if arguments.role == "draft":
-            await serve_draft(config, timing, stop, ready)
+            await host_draft(config, draft(config, timing, Device()), stop, ready)
         else:
             await serve_target(config, timing, stop, ready, arguments.role == "colocated")
 

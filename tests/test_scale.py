@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.traffic.scale import PARTS, Cost, deployed, fit, measure
+from bench.traffic.scale import Cost, deployed, fit, measure
 from slipstream.simulate.timed import Timing
 
 PLANTED = {"target": Cost(800.0, 150.0), "draft": Cost(500.0, 90.0), "client": Cost(0.0, 70.0)}
@@ -19,7 +19,7 @@ def rows() -> list[dict[str, Any]]:
     for targets, streams in ((1, 8), (1, 64), (2, 32), (4, 512)):
         batch = streams / targets
         out.append({"targets": targets, "drafts": targets, "streams": streams,
-                    **{f"{part}_us_a_round": PLANTED[part].of(batch) / batch for part in PARTS}})
+                    **{f"{part}_us_a_round": cost.round_us / batch + cost.stream_us for part, cost in PLANTED.items()}})
     return out
 
 

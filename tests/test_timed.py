@@ -143,7 +143,7 @@ async def test_a_drafter_that_turns_bad_and_recovers_changes_no_answer(tmp_path:
     that in simulated time (``test_simulation``, ``test_policy``)."""
     monkeypatch.setattr("bench.timed.LOGS", tmp_path)
     said: list[str] = []
-    story = await tell(said.append, 180)
-    assert story.speculated.tokens == story.plain.tokens
+    story, plain, speculated = await tell(said.append, 180)
+    assert speculated.tokens == plain.tokens
     assert 0.0 < story.bad_from_s < story.good_from_s < float("inf"), said
-    assert story.speculated.accepted > 10 and story.changes[0][1] == "speculate", story.changes
+    assert speculated.accepted > 10 and story.changes[0][1] == "speculate", story.changes

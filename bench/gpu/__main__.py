@@ -55,19 +55,15 @@ def _tried(piece: Piece, given: Given, left_s: float) -> Iterator[Finding]:
     if limit_s <= 0.0:
         yield Finding("not run", "the time was over")
         return
-    given = replace(given, shape=piece.shape)
-    try:
-        yield from found_by(piece, given, limit_s)
-        return
-    except Died as death:
-        yield Finding("DIED" if death.on_device else "FAILED", str(death))
-        if not death.on_device:
+    for narrow, again, least_s in ((False, "", limit_s), (True, "once more: ", limit_s / 2)):
+        try:
+            for found in found_by(piece, replace(given, shape=piece.shape, narrow=narrow), least_s):
+                yield replace(found, what=again + found.what)
             return
-    try:
-        for found in found_by(piece, replace(given, narrow=True), limit_s / 2):
-            yield replace(found, what=f"once more: {found.what}")
-    except Died as death:
-        yield Finding("DIED", f"once more: {death}")
+        except Died as death:
+            yield Finding("DIED" if death.on_device else "FAILED", f"{again}{death}")
+            if not death.on_device:
+                return
 
 
 def _row(stage: str, found: Finding) -> Row:

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from slipstream.simulate.timed import Timing
 
 STREAMS = (1, 8, 64)
 SETTLE_S = 2.0
-WIDTH = 105  # of the picture
 Event = dict[str, Any]
 
 
@@ -94,28 +93,14 @@ async def measured(streams: int, seconds: float, timing: Timing) -> dict[str, fl
     return found
 
 
-def picture(took: Mapping[str, float]) -> str:
-    """The pieces of a round, each where the one before it ends, without what the devices take."""
-    pieces = {name.removeprefix("way: "): us for name, us in took.items() if name.startswith("way: ")}
-    lines, at, mark_us = list[str](), 0, sum(pieces.values()) / WIDTH
-    for name, us in pieces.items():
-        width = max(1, round(us / mark_us))
-        lines.append(f"{name:58s}{' ' * at}{'█' * width}")
-        at += width
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each number of streams")
-    parser.add_argument("--rounds", action="store_true", help="may be said: rounds are all that is measured here")
     seconds, timing = parser.parse_args().seconds, Timing()
     found = {streams: finished(measured(streams, seconds, timing)) for streams in STREAMS}
     rows: list[Row] = [{"part": name, **{f"{streams}_streams": took[name] for streams, took in found.items()}}
                        for name in found[STREAMS[0]]]
     write("rounds", rows, "a round of so many streams on timed devices, microseconds")
-    for streams, took in found.items():
-        print(f"\n{streams} streams\n{picture(took)}")
 
 
 if __name__ == "__main__":

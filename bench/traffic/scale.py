@@ -47,9 +47,6 @@ class Cost:
     round_us: float
     stream_us: float
 
-    def of(self, streams: float) -> float:
-        return self.round_us + self.stream_us * streams
-
 
 async def measure(rig: Timed, streams: int, seconds: float, timing: Timing) -> Row:
     """``streams`` endless readers, evenly over the targets."""
