@@ -18,6 +18,7 @@ from slipstream_vllm.options import Options
 from slipstream_vllm.versions import ADAPTERS, adapter_of
 from structlog.testing import capture_logs
 
+from bench.vllm.host import SleepingRunner
 from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
@@ -25,6 +26,7 @@ from slipstream.following.chains import PLAIN, SWITCH, Chains, Row
 from slipstream.following.rounds import ToldStep
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Open, TargetHello
+from slipstream.simulate.timed import Timing
 from tests.pair import local_link_to
 from tests.test_following import Heard, chosen, plain
 
@@ -102,6 +104,14 @@ def play(runner: Runner, chains: Chains, steps: int) -> int:
         proposed = chains.step(rows_of(runner, output, sampled), output.finished_req_ids,
                                output.total_num_scheduled_tokens)
     return accepted
+
+
+def test_the_runner_that_is_measured_has_all_that_the_adapter_reads() -> None:
+    """``bench.vllm.host``: each request is given the law's token behind its prompt, and counts as a row."""
+    runner = SleepingRunner(3, Timing(step_s=0.0))
+    output, sampled = runner.step([[]] * 3)
+    rows = rows_of(runner, output, sampled)
+    assert [row.tokens()[2:] for row in rows] == sampled and all(row.drafts for row in rows)
 
 
 def test_an_engine_may_count_with_numpy() -> None:

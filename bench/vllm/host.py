@@ -69,7 +69,7 @@ class SleepingRunner:
         tokens = np.zeros((self.count, self.max_model_len), np.int32)
         tokens[:, :2] = [text(number) for number in range(self.count)]
         self.input_batch = SimpleNamespace(
-            req_ids=names, token_ids_cpu=tokens, num_tokens_no_spec=np.full(self.count, 2, np.int32),
+            req_ids=names, vocab_size=VOCAB, token_ids_cpu=tokens, num_tokens_no_spec=np.full(self.count, 2, np.int32),
             num_prompt_tokens=np.full(self.count, 2, np.int32))
 
     def step(self, chains: Sequence[Sequence[int]]) -> tuple[Any, list[list[int]]]:
