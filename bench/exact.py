@@ -43,8 +43,8 @@ async def run(sets: Mapping[str, Sequence[str]], dtype: str, max_tokens: int, ke
             for question in track(questions, description=f"{name}, {set_}"):
                 prompt = codec.chat([{"role": "user", "content": question}])
                 for one, got in zip(pairs, answers, strict=True):
-                    got.append((await ask(one.client, prompt, sampling, max_tokens, False, top_logprobs=2),
-                                await ask(one.client, prompt, sampling, max_tokens, True)))
+                    got.append((await ask(one.clients[0], prompt, sampling, max_tokens, False, top_logprobs=2),
+                                await ask(one.clients[0], prompt, sampling, max_tokens, True)))
             for mode, got in zip(kernels, answers, strict=True):
                 rows.append(row(name, dtype, mode, set_, got))
                 for place, (plain, drafted) in enumerate(got):

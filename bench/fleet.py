@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -160,19 +160,26 @@ async def running(*processes: Process) -> AsyncIterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A target process, what it drafts with, and how it is reached."""
+    """What runs: targets and drafts, and a client for each target."""
 
-    target: Process
-    client: TargetClient
-    drafts: Sequence[Process] = ()
+    targets: Sequence[Process]
+    drafts: Sequence[Process]
+    clients: Sequence[TargetClient]
 
 
 @asynccontextmanager
-async def pair(name: str, folder: Path, settings: Sequence[str] = ()) -> AsyncIterator[Served]:
-    """A target that has found its one draft. ``settings`` go to both. Raises Unavailable."""
+async def served(targets: Sequence[Process], drafts: Sequence[Process],
+                 relays: Sequence[Process] = ()) -> AsyncIterator[Served]:
+    """Targets that have found their drafts, perhaps through relays. Raises Unavailable."""
+    async with running(*drafts, *relays, *targets), AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(aclosing(TargetClient(target.address))) for target in targets]
+        for target, client in zip(targets, clients, strict=True):
+            await joined(client, target.log)
+        yield Served(targets, drafts, clients)
+
+
+def pair(name: str, folder: Path, settings: Sequence[str] = ()) -> AbstractAsyncContextManager[Served]:
+    """A target with one draft. ``settings`` go to both."""
     draft = service("draft", f"{name}-draft", folder, settings)
     target = service("target", f"{name}-target", folder, (f"target.drafts={[draft.address]}", *settings))
-    client = TargetClient(target.address)
-    async with running(draft, target), aclosing(client):
-        await joined(client, target.log)
-        yield Served(target, client, [draft])
+    return served([target], [draft])

@@ -10,18 +10,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.fleet import LOGS, Process, free_port, joined, running, service
+from bench.fleet import LOGS, Process, Served, free_port, served, service
 from draft_service.__main__ import host as host_draft
 from draft_service.assembly import Draft
 from draft_service.assembly import assemble as assemble_draft
 from slipstream.base.config import Config, load
-from slipstream.cli.process import until_signalled
+from slipstream.cli.process import kept_up, until_signalled
 from slipstream.observe.log import configure
 from slipstream.observe.trace import Trace
 from slipstream.protocol.pairing import check_pair
@@ -34,6 +35,8 @@ from slipstream.wire.target import TargetClient
 from target_service.__main__ import host as host_target
 from target_service.assembly import assemble as assemble_target
 
+SETTLE_S = 2.0  # and a hundredth for each stream
+
 
 @dataclass(slots=True)
 class Reader:
@@ -41,8 +44,8 @@ class Reader:
     are not alone. Windows are counted in tokens and not in seconds, so that all are measured on the same text."""
 
     number: int
-    begin: int
-    end: int
+    begin: int = 0
+    end: int = sys.maxsize
     tokens: int = 0
     pieces: list[tuple[float, Piece]] = field(default_factory=list)  # counted ones, and the one before; when they came
 
@@ -79,21 +82,11 @@ def text(stream: int) -> tuple[int, int]:
     return token, token
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """What runs: targets and drafts, and a client for each target."""
-
-    targets: list[Process]
-    drafts: list[Process]
-    clients: list[TargetClient]
-
-
-@asynccontextmanager
-async def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | None = None,
-                   settings: Sequence[str] = (), role: str = "target",
-                   traces: Mapping[str, Path] | None = None) -> AsyncIterator[Timed]:
+def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | None = None,
+             settings: Sequence[str] = (), role: str = "target",
+             traces: Mapping[str, Path] | None = None) -> AbstractAsyncContextManager[Served]:
     """Every target knows every draft, through a relay where there is an ``rtt_ms``. traces: files for those of a role,
-    written when they stop. Raises Unavailable."""
+    written when they stop."""
     LOGS.mkdir(parents=True, exist_ok=True)
     file = str(timing.save(LOGS / "timing.json"))
     relays: list[Process] = []
@@ -114,11 +107,16 @@ async def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: fl
     pods = [process("draft", number) for number in range(drafts)]
     known = f"target.drafts={[reached(pod) for pod in pods]}"
     fronts = [process(role, number, known, "target.slots=262144") for number in range(targets)]
-    async with running(*pods, *relays, *fronts), AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(aclosing(TargetClient(front.address))) for front in fronts]
-        for front, client in zip(fronts, clients, strict=True):
-            await joined(client, front.log)
-        yield Timed(fronts, pods, clients)
+    return served(fronts, pods, relays)
+
+
+@asynccontextmanager
+async def streaming(rig: Served, streams: int) -> AsyncIterator[list[Reader]]:
+    """Endless readers, evenly over the targets, once they have settled."""
+    readers = [Reader(number) for number in range(streams)]
+    async with kept_up(*(reader.read(rig.clients[reader.number % len(rig.clients)], True) for reader in readers)):
+        await asyncio.sleep(SETTLE_S + streams / 100)
+        yield readers
 
 
 def draft(config: Config, timing: Timing, device: Device) -> Draft:

@@ -46,7 +46,7 @@ SAMPLINGS = (Sampling(stop_token_ids=(2,)), Sampling(temperature=0.8, top_p=0.95
 async def test_answers_over_grpc_equal_plain_ones(pair: fleet.Served, codec: TextCodec) -> None:
     """To the bit, and side by side: what a row computes depends on its own path alone."""
     wanted = [(prompt(codec, text), sampling) for text in (*CHAT[:2], *COPY[:3]) for sampling in SAMPLINGS]
-    plain, drafted = [await asyncio.gather(*(ask(pair.client, *one, 48, speculate) for one in wanted))
+    plain, drafted = [await asyncio.gather(*(ask(pair.clients[0], *one, 48, speculate) for one in wanted))
                       for speculate in (False, True)]
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert sum(answer.accepted for answer in drafted) > 20, "drafts were hardly used, so this shows little"
@@ -72,7 +72,7 @@ async def test_answers_of_torch_in_float32_equal_plain_ones(text: str, codec: Te
 
 async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: fleet.Served, codec: TextCodec) -> None:
     text = prompt(codec, COPY[0].replace("exactly", "exactly three times"))
-    plain = await ask(pair.client, text, Sampling(), 160, False)
+    plain = await ask(pair.clients[0], text, Sampling(), 160, False)
     killed = asyncio.Event()
     accepted_after: list[int] = []
 
@@ -89,21 +89,21 @@ async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: 
         await asyncio.sleep(0.3)
         pair.drafts[0].start()
         await pair.drafts[0].ready()
-        while not (await pair.client.info()).drafts[0].connected:
+        while not (await pair.clients[0].info()).drafts[0].connected:
             await asyncio.sleep(0.05)
         back.set()
 
     heard: list[Piece] = []
     back = asyncio.Event()
     restarting = asyncio.create_task(restart())
-    through = await ask(pair.client, text, Sampling(), 160, True, on_piece=on_piece)
+    through = await ask(pair.clients[0], text, Sampling(), 160, True, on_piece=on_piece)
     assert through.tokens == plain.tokens, "the answer that lost its drafter"
     await asyncio.wait_for(restarting, 60)
-    again = await ask(pair.client, text, Sampling(), 160, True, on_piece=on_piece)
+    again = await ask(pair.clients[0], text, Sampling(), 160, True, on_piece=on_piece)
     assert again.tokens == plain.tokens
     assert again.accepted > 10 and sum(accepted_after) > 10, "the restarted draft was not used"
-    assert await pair.target.metric("drafter_lost_total") == 1
-    assert "draft link down" in pair.target.log.read_text()
+    assert await pair.targets[0].metric("drafter_lost_total") == 1
+    assert "draft link down" in pair.targets[0].log.read_text()
 
 
 async def test_thirty_two_streams_finish_and_give_every_slot_back(codec: TextCodec) -> None:

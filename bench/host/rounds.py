@@ -16,7 +16,6 @@ import asyncio
 import bisect
 import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,12 +26,10 @@ import psutil
 
 from bench.fleet import LOGS, Process
 from bench.report import Row, finished, write
-from bench.timed import Reader, deployed
-from slipstream.cli.process import kept_up
+from bench.timed import deployed, streaming
 from slipstream.simulate.timed import Timing
 
 STREAMS = (1, 8, 64)
-SETTLE_S = 2.0
 Event = dict[str, Any]
 
 
@@ -76,12 +73,10 @@ def way(target: Path, draft: Path, timing: Timing) -> Iterator[tuple[str, float]
 
 async def measured(streams: int, seconds: float, timing: Timing) -> dict[str, float]:
     """Microseconds by what takes them, of a round of so many streams."""
-    readers = [Reader(number, 0, sys.maxsize) for number in range(streams)]
     traces = {name: LOGS / f"rounds-{name}.json" for name in ("target", "draft")}
     async with deployed(timing, settings=("target.policy.always=true",), traces=traces) as rig:
         parts = {"target": rig.targets[0], "draft": rig.drafts[0]}
-        async with kept_up(*(reader.read(rig.clients[0], True) for reader in readers)):
-            await asyncio.sleep(SETTLE_S + streams / 100)
+        async with streaming(rig, streams) as readers:
             before, began_s = {name: threads_s(process) for name, process in parts.items()}, time.perf_counter()
             await asyncio.sleep(seconds)
             took = {name: threads_s(process) for name, process in parts.items()}

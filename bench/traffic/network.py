@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
 
+from bench.fleet import Served
 from bench.report import Row, finished, save, write
-from bench.timed import Reader, Timed, deployed
+from bench.timed import Reader, deployed
 from bench.traffic import real
 from slipstream.cli.process import kept_up
 from slipstream.simulate.simulation import AHEAD, SCHEDULES
@@ -46,7 +47,7 @@ class Cell:
         Every schedule answers the same text, so it meets the same luck."""
         return 20 if self.schedule == "plain" else 150, max(400, 800 // self.batch)
 
-    def deployed(self) -> AbstractAsyncContextManager[Timed]:
+    def deployed(self) -> AbstractAsyncContextManager[Served]:
         """Its processes, which do not depend on the batch."""
         drafts, role = {"plain": (0, "target"), "colocated": (0, "colocated")}.get(self.schedule, (1, "target"))
         return deployed(Timing(draft_s=self.draft_ms / 1e3), drafts=drafts, rtt_ms=self.rtt_ms, role=role, settings=(
@@ -64,12 +65,11 @@ def cells_of(schedules: Sequence[str], rtts_ms: Sequence[float], drafts_ms: Sequ
     return cells
 
 
-def full() -> list[Cell]:
-    """The whole sweep."""
-    return cells_of(MEASURED, (0.0, 0.1, 1.0, 5.0, 20.0), (2.0, 5.0, 10.0), (1, 2, 8, 32))
+SOME = cells_of(MEASURED, (0.0, 1.0, 5.0), (5.0,), (1, 8))
+ALL = cells_of(MEASURED, (0.0, 0.1, 1.0, 5.0, 20.0), (2.0, 5.0, 10.0), (1, 2, 8, 32))
 
 
-async def measure(rig: Timed, cell: Cell, seconds: float) -> Row:
+async def measure(rig: Served, cell: Cell, seconds: float) -> Row:
     """Answer ``batch`` streams side by side, for ``seconds`` at most."""
     begin, count = cell.tokens
     readers = [Reader(number, begin, begin + count) for number in range(cell.batch)]
@@ -117,8 +117,7 @@ def main() -> None:
             parser.error("--real: give PROMPTS=folder of question sets")
         real.run(given.prompts, given.count, given.tokens)
         return
-    cells = full() if given.full else cells_of(MEASURED, (0.0, 1.0, 5.0), (5.0,), (1, 8))
-    rows = finished(swept(cells, given.seconds))
+    rows = finished(swept(ALL if given.full else SOME, given.seconds))
     write("network", rows, f"bench-network: timed devices, a target step takes {1e3 * Timing().step_s:g} ms")
 
 

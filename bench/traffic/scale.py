@@ -22,19 +22,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.fleet import cpu_s
+from bench.fleet import Served, cpu_s
 from bench.report import Row, finished, number, write
-from bench.timed import Reader, Timed, deployed
-from slipstream.cli.process import kept_up
+from bench.timed import deployed, streaming
 from slipstream.simulate.timed import Timing
 
 CELLS = ((1, 1, 1), (1, 1, 8), (1, 1, 32), (1, 1, 128), (2, 2, 32), (2, 2, 128), (4, 4, 32), (4, 4, 128), (4, 4, 512))
 PARTS = ("target", "draft", "client")
-SETTLE_S = 2.0
 SETTINGS = ("target.max_sessions=512", "draft.max_sessions=512")
 
 
-def spent(rig: Timed) -> dict[str, float]:
+def spent(rig: Served) -> dict[str, float]:
     """Processor seconds of each part so far."""
     return {"target": sum(cpu_s(p.pid) for p in rig.targets), "draft": sum(cpu_s(p.pid) for p in rig.drafts),
             "client": cpu_s(os.getpid())}
@@ -48,11 +46,9 @@ class Cost:
     stream_us: float
 
 
-async def measure(rig: Timed, streams: int, seconds: float, timing: Timing) -> Row:
-    """``streams`` endless readers, evenly over the targets."""
-    readers = [Reader(number, 0, sys.maxsize) for number in range(streams)]
-    async with kept_up(*(reader.read(rig.clients[reader.number % len(rig.clients)], True) for reader in readers)):
-        await asyncio.sleep(SETTLE_S + streams / 100)
+async def measure(rig: Served, streams: int, seconds: float, timing: Timing) -> Row:
+    """So many streams."""
+    async with streaming(rig, streams) as readers:
         before, opened_s = spent(rig), time.perf_counter()
         await asyncio.sleep(seconds)
         took_s = time.perf_counter() - opened_s
