@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.choosing.sampling import ChoiceRows
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.kv import RUN
 from slipstream.protocol.requests import Sampling
 
 STEEPNESS = 1.3  # of the fall from the likeliest token to the next
@@ -33,6 +34,13 @@ def choice_rows(sampling: Sampling, rows: int, sessions: int = 1) -> list[Choice
     """So many of each session, one behind the other."""
     return [ChoiceRows(sampling, range(first, first + rows), range(FIRST, FIRST + rows), range(rows), None,
                        [()] * rows) for first in range(0, sessions * rows, rows)]
+
+
+def places_of(answers: int, rows: int, context: int) -> NDArray[np.int64]:
+    """Slots [answers, context + rows]. Runs of them alternate in memory, as those of answers that decode together."""
+    runs = -(-(context + rows) // RUN)
+    slots = np.arange(runs * answers * RUN).reshape(runs, answers, RUN).swapaxes(0, 1).reshape(answers, -1)
+    return slots[:, : context + rows]
 
 
 def chains(places: Iterable[NDArray[np.int64]], rows: int) -> BatchBuilder:

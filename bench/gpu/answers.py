@@ -73,24 +73,17 @@ def _in(dtype: Dtype, asked: Asked, device: str) -> Iterator[Finding]:
     runner = _runner(asked.folder, dtype, device, slots)
     model = ModelSection(path=str(asked.folder), dtype=dtype, device=device)
     for mode, temperature in TEMPERATURES.items():
-        plain = Rounds(runner, None, asked.max_tokens, temperature)
-        plain.answer(asked.prompts[:1], 0, Tally())
-        _warm(runner)
-        right, plain_rate = _answers(plain, asked.prompts, 0, Tally())
+        right, plain_rate, _ = _answers(runner, Rounds(runner, None, asked.max_tokens, temperature), asked.prompts, 0)
         yield Finding(f"{dtype} {mode}: plain", plain_rate, "tokens/s")
         for name, fields in asked.drafters.items():
             section = DraftSection.model_validate({"dtype": dtype, "device": device, **fields})
-            drafter, tally = create(section, model, 2 * slots), Tally()
-            rounds = Rounds(runner, drafter, asked.max_tokens, temperature)
-            nodes = section.growth.num_draft_tokens
-            rounds.answer(asked.prompts[:1], nodes, Tally())
-            _warm(runner)  # a drafter that reads states has graphs of its own
-            found, rate = _answers(rounds, asked.prompts, nodes, tally)
+            rounds = Rounds(runner, create(section, model, 2 * slots), asked.max_tokens, temperature)
+            found, rate, length = _answers(runner, rounds, asked.prompts, section.growth.num_draft_tokens)
             what = f"{dtype} {mode}, {name}"
             same = sum(_alike(a, b) for a, b in zip(right, found, strict=True))
             yield Finding(f"{what}: same as plain", same, f"of {len(right)}",
                           str(len(right)) if dtype == "float32" else "")
-            yield Finding(f"{what}: acceptance length", tally.acceptance.length, "tokens")
+            yield Finding(f"{what}: acceptance length", length, "tokens")
             yield Finding(f"{what}: speed", rate, "tokens/s")
             yield Finding(f"{what}: by plain", rate / plain_rate, "ratio")
 
@@ -101,19 +94,17 @@ def _runner(folder: Path, dtype: Dtype, device: str, slots: int) -> ModelRunner:
     return ModelRunner(model, slots, model.spare_slots if isinstance(model, GraphedDecoder) else 0)
 
 
-def _warm(runner: ModelRunner) -> None:
-    if isinstance(runner.model, GraphedDecoder):
-        runner.model.warm(runner.pool, 1, runner.taps)
-
-
 def _alike(a: Sequence[int], b: Sequence[int]) -> bool:
     # The last round of an answer may run past the limit: only what both have counts.
     return list(a[:len(b)]) == list(b[:len(a)])
 
 
-def _answers(rounds: Rounds, prompts: Sequence[Sequence[int]], nodes: int,
-           tally: Tally) -> tuple[list[list[int]], float]:
-    """The answers, one at a time, and tokens a second, prefill included."""
-    began = perf_counter()
+def _answers(runner: ModelRunner, rounds: Rounds, prompts: Sequence[Sequence[int]],
+             nodes: int) -> tuple[list[list[int]], float, float]:
+    """The answers, one at a time; tokens a second, prefill included; and the acceptance length."""
+    rounds.answer(prompts[:1], nodes, Tally())
+    if isinstance(runner.model, GraphedDecoder):  # a drafter that reads states has graphs of its own
+        runner.model.warm(runner.pool, 1, runner.taps)
+    tally, began = Tally(), perf_counter()
     answers = [rounds.answer([prompt], nodes, tally)[0] for prompt in prompts]
-    return answers, sum(map(len, answers)) / (perf_counter() - began)
+    return answers, sum(map(len, answers)) / (perf_counter() - began), tally.acceptance.length

@@ -18,14 +18,16 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from bench.clock import Part
 from bench.gpu.shapes import LLAMA_8B, decoder_shapes, head_bytes, random_head, random_tensors, read_bytes
 from bench.gpu.stage import (
     Finding,
     Given,
     capture_of,
     copy_rate,
-    device_work,
+    device_events,
     free,
     fused,
     paged,
@@ -33,7 +35,7 @@ from bench.gpu.stage import (
     seconds,
     untried,
 )
-from bench.inputs import SAMPLINGS, chains, choice_rows, zipf_logits
+from bench.inputs import SAMPLINGS, chains, choice_rows, places_of, zipf_logits
 from slipstream.base.config import GrowthSection
 from slipstream.choosing.sampling import choose
 from slipstream.drafting.graph import GraphLevels, spare_slots
@@ -57,30 +59,17 @@ RATES = {8: "1210 modelled on H100", 32: "4111 modelled on H100", 64: "6823 mode
 TOPK, STEPS, NODES = 8, 9, 60  # of a tree; the root's own row is a step without a loop
 LAYERS = 16  # of one graph: what its start takes is shared among them
 
-Run = Callable[[], object]
 
-
-class Stepper:
-    """A model with random KV, and steps behind it."""
-
-    __slots__ = ("_model", "_pool")
-
-    def __init__(self, model: CausalModel, slots: int) -> None:
-        self._model, self._pool = model, pool_for(model, slots)
-
-    def tree(self, rows: int, context: int) -> Run:
-        """A chain of so many rows behind a context; one row is a plain step."""
-        return partial(self._run, [np.arange(context + rows)], rows)
-
-    def sessions(self, count: int, context: int) -> Run:
-        """A plain step of so many sessions."""
-        return partial(self._run, np.split(np.arange(count * (context + 1)), count), 1)
+def stepper(model: CausalModel, slots: int) -> Callable[[int, int, int], Part]:
+    """Steps of a model with random KV, by how many answers, rows of each (a chain), and tokens behind which."""
+    pool = pool_for(model, slots)
 
     @torch.inference_mode()
-    def _run(self, places: list[np.ndarray], rows: int) -> list[int]:
-        hidden, _ = self._model.forward(chains(places, rows).build(self._model.device), self._pool)
-        best: list[int] = self._model.logits(hidden).argmax(-1).tolist()
-        return best
+    def run(places: NDArray[np.int64], rows: int) -> object:
+        hidden, _ = model.forward(chains(places, rows).build(model.device), pool)
+        return model.logits(hidden).argmax(-1).tolist()
+
+    return lambda answers, rows, context: partial(run, places_of(answers, rows, context), rows)
 
 
 def graphed(given: Given) -> GraphedDecoder:
@@ -109,17 +98,20 @@ def steps_of(model: CausalModel, given: Given, expected: str = ">= 0.80", layer_
              spare_slots: int = 0) -> Iterator[Finding]:
     """Plain steps, trees by plain steps, and steps of several sessions. ``layer_itemsize``: see ``read_bytes``."""
     deep, rate = DEEP if given.full else 32, copy_rate(given)
-    stepper = Stepper(model, max(SESSIONS) * (deep + 1) + LONG + spare_slots)
+    step = stepper(model, int(max(places_of(max(SESSIONS), 1, deep).max(), LONG)) + 1 + spare_slots)
     for context in given.few((CONTEXT, LONG)):
-        roof_s = read_bytes(model.config, 2, context, layer_itemsize) / rate
-        yield from step_findings(f"1 row behind {context}", stepper.tree(1, context), given, roof_s, expected)
-    plain_s = seconds(stepper.tree(1, CONTEXT), given.device, given.repeats)
+        roof_s, what = read_bytes(model.config, 2, context, layer_itemsize) / rate, f"1 row behind {context}"
+        taken_s = seconds(step(1, 1, context), given.device, given.repeats)
+        yield Finding(what, 1e3 * taken_s, "ms")
+        yield Finding(f"{what}: of the copy roof", roof_s / taken_s, "share", expected)
+        yield from _work(what, step(1, 1, context), given, roof_s)
+    plain_s = seconds(step(1, 1, CONTEXT), given.device, given.repeats)
     for rows in given.few(ROWS[1:]):
-        taken_s = seconds(stepper.tree(rows, CONTEXT), given.device, given.repeats)
+        taken_s = seconds(step(1, rows, CONTEXT), given.device, given.repeats)
         yield Finding(f"{rows} rows by 1 row", taken_s / plain_s, "ratio", RATIOS.get(rows, ""))
-    yield from _work("64 rows", stepper.tree(64, CONTEXT), given)
+    yield from _work("64 rows", step(1, 64, CONTEXT), given)
     for count in given.few(SESSIONS):
-        taken_s = seconds(stepper.sessions(count, deep), given.device, given.repeats)
+        taken_s = seconds(step(count, 1, deep), given.device, given.repeats)
         yield Finding(f"{count} sessions behind {deep}", count / taken_s, "tokens/s", RATES.get(count, ""))
     free()
 
@@ -141,18 +133,12 @@ def fp8_stage(given: Given) -> Iterator[Finding]:
     yield from steps_of(model, given, ">= 0.70", layer_itemsize=1)
 
 
-def step_findings(what: str, step: Run, given: Given, roof_s: float, expected: str) -> Iterator[Finding]:
-    taken_s = seconds(step, given.device, given.repeats)
-    yield Finding(what, 1e3 * taken_s, "ms")
-    yield Finding(f"{what}: of the copy roof", roof_s / taken_s, "share", expected)
-    yield from _work(what, step, given, roof_s)
-
-
-def _work(what: str, step: Run, given: Given, roof_s: float = 0.0) -> Iterator[Finding]:
-    busy_s, launches = device_work(step, given.device)
-    if launches:
+def _work(what: str, step: Part, given: Given, roof_s: float = 0.0) -> Iterator[Finding]:
+    """How long the device computed: what the time of the step has above it, the device waits for the host."""
+    if events := device_events(step, given.device):
+        busy_s = sum(event.time_range.elapsed_us() for event in events) / 1e6
         yield Finding(f"{what}: device computes", 1e3 * busy_s, "ms")
-        yield Finding(f"{what}: kernels and copies", launches)
+        yield Finding(f"{what}: kernels and copies", len(events))
         if roof_s:
             yield Finding(f"{what}: of the copy roof without the host", roof_s / busy_s, "share")
 
@@ -181,9 +167,7 @@ def tree_stage(given: Given) -> Iterator[Finding]:
         taken_s = seconds(grower, given.device, given.repeats)
         yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",
                       "<= 3.0 on H100, 2.2 on H200" if loop else "")
-        busy_s, launches = device_work(grower, given.device)
-        if launches:
-            yield Finding(f"{name}: device computes", 1e3 * busy_s, "ms")
+        yield from _work(name, grower, given)
         grower.drafter.close([1])
     yield Finding("nodes in both trees", len(set(trees[0]) & set(trees[1])), f"of {len(set(trees[1]))}",
                   "all but for equal scores")
@@ -217,18 +201,15 @@ def fused_stage(given: Given) -> Iterator[Finding]:
     operations, rows = fused(given.device), int(given.shape)
     took = {}
     for name, ops in (("torch's", TORCH), ("fused", operations)):
-        run, what = layers_in_graph(ops, given, rows), f"a layer of {rows} rows, {name} operations"
-        took[name] = seconds(run, given.device, given.repeats) / LAYERS
-        yield Finding(what, 1e6 * took[name], "us")
-        busy_s, kernels = device_work(run, given.device)
-        if kernels:
-            yield Finding(f"{what}: device computes", 1e6 * busy_s / LAYERS, "us")
-            yield Finding(f"{what}: kernels", kernels / LAYERS)
+        run, what = layers_in_graph(ops, given, rows), f"{LAYERS} layers of {rows} rows, {name} operations"
+        took[name] = seconds(run, given.device, given.repeats)
+        yield Finding(what, 1e3 * took[name], "ms")
+        yield from _work(what, run, given)
         free()
-    yield Finding(f"a layer of {rows} rows, fused by torch's", took["fused"] / took["torch's"], "ratio", "< 1")
+    yield Finding(f"layers of {rows} rows, fused by torch's", took["fused"] / took["torch's"], "ratio", "< 1")
 
 
-def layers_in_graph(ops: LayerOps, given: Given, rows: int) -> Run:
+def layers_in_graph(ops: LayerOps, given: Given, rows: int) -> Part:
     """``LAYERS`` layers of random weights on random rows; each reads weights that no cache holds."""
     config = given.config
     single = replace(config, num_layers=1)

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench.clock import Part, timed
 from bench.gpu.pace import graphed
 from bench.gpu.stage import Finding, Given, device_events, pool_for, seconds
-from bench.inputs import chains
+from bench.inputs import chains, places_of
 from slipstream.engine.attention import plan_pages
 from slipstream.engine.batch import ForwardBatch
 
@@ -33,8 +32,8 @@ CONTEXT, MOST_KERNELS, NAME = 1024, 16, 70
 def profile_stage(given: Given) -> Iterator[Finding]:
     """``given.shape``: how many sessions make a plain step."""
     count, context = int(given.shape), CONTEXT if given.full else 32
-    model, slots = graphed(given), count * (context + 1)
-    places, pool = np.split(np.arange(slots), count), pool_for(model, slots + model.spare_slots)
+    model, places = graphed(given), places_of(count, 1, context)
+    pool = pool_for(model, int(places.max()) + 1 + model.spare_slots)
 
     def build(_: object) -> ForwardBatch:
         return chains(places, 1).build(model.device)

@@ -19,16 +19,16 @@ from statistics import median
 
 import numpy as np
 
+from bench.asking import ask
 from bench.gpu.pace import graphed, head_of
 from bench.gpu.stage import Finding, Given
 from draft_service.assembly import assemble as assemble_draft
 from slipstream.base.config import Config, load
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Piece, Request, Sampling
+from slipstream.protocol.requests import Piece, Sampling
 from slipstream.protocol.session import LEASE_S
 from slipstream.wire.local import LocalLink
-from target_service.assembly import Target
 from target_service.assembly import assemble as assemble_target
 
 WINDOW = 512  # slots of the draft for a session
@@ -54,7 +54,7 @@ Asked = list[tuple[str, float, float, list[Piece]]]
 
 async def _asked(given: Given, config: Config, count: int, prompt: int, answer: int) -> Asked:
     """For each way: its name, seconds, processor seconds, and all pieces."""
-    links, vocab = list[LocalLink](), given.config.vocab_size
+    links = list[LocalLink]()
     target = await asyncio.to_thread(assemble_target, config, graphed(given), "random", "", asyncio.get_running_loop(),
                                      lambda: [link.status() for link in links])
     network, levels = head_of(given, config.draft.growth, count * WINDOW)
@@ -70,21 +70,13 @@ async def _asked(given: Given, config: Config, count: int, prompt: int, answer: 
             raise RuntimeError(problem)
         for turn, name in enumerate(("warm-up", "plain", "drafted")):
             began_s, busy_s = time.perf_counter(), time.process_time()
-            answers = [_answer(target, _request(turn * count + i, prompt, answer, name != "plain", vocab))
-                       for i in range(count)]
-            pieces = [piece for one in await asyncio.gather(*answers) for piece in one]
+            pieces, dice = list[Piece](), np.random.default_rng(turn)
+            prompts = dice.integers(2, given.config.vocab_size, (count, prompt)).tolist()
+            await asyncio.gather(*(ask(target.service, one, Sampling(), answer, name != "plain", on_piece=pieces.append)
+                                   for one in prompts))
             found.append((name, time.perf_counter() - began_s, time.process_time() - busy_s, pieces))
         return found[1:]
     finally:
         links[0].cut()
         await asyncio.to_thread(target.end)
         await asyncio.to_thread(draft.worker.stop)
-
-
-def _request(number: int, prompt: int, answer: int, speculate: bool, vocab: int) -> Request:
-    tokens = np.random.default_rng(number).integers(2, vocab, size=prompt).tolist()
-    return Request(str(number), tuple(tokens), Sampling(), answer, None, speculate)
-
-
-async def _answer(target: Target, request: Request) -> list[Piece]:
-    return [piece async for piece in target.service.submit(request)]

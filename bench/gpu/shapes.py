@@ -10,7 +10,6 @@ It knows nothing about measuring.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,20 +63,14 @@ def head_shapes(config: ModelConfig, draft_vocab: int) -> Shapes:
 
 def random_tensors(shapes: Shapes, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights that keep a state's size from layer to layer, on ``device``."""
-    dice = torch.Generator(device).manual_seed(seed)
-    return dict(_random(shapes, dtype, device, dice))
-
-
-def _random(shapes: Shapes, dtype: torch.dtype, device: torch.device,
-            dice: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+    dice, tensors = torch.Generator(device).manual_seed(seed), {}
     for name, shape in shapes.items():
-        noise = torch.randn(shape, dtype=dtype, device=device, generator=dice)
+        tensors[name] = torch.randn(shape, dtype=dtype, device=device, generator=dice)
         if name.endswith("norm.weight"):
-            yield name, noise.mul_(0.1).add_(1)
-        elif name.endswith("embed_tokens.weight"):
-            yield name, noise
-        else:
-            yield name, noise.mul_(shape[-1] ** -0.5)
+            tensors[name].mul_(0.1).add_(1)
+        elif not name.endswith("embed_tokens.weight"):
+            tensors[name].mul_(shape[-1] ** -0.5)
+    return tensors
 
 
 def random_head(config: ModelConfig, draft_vocab: int, dtype: torch.dtype, device: torch.device) -> EagleHead:

@@ -116,15 +116,6 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
     return statistics.median(timed({"": run}, repeats, partial(wait, device))[""])
 
 
-def device_work(run: Callable[[], object], device: torch.device) -> tuple[float, int]:
-    """Seconds in which the device computed during one run, and how many kernels and copies that were.
-
-    What ``seconds`` says above it is time in which the device waited for the host.
-    """
-    events = device_events(run, device)
-    return sum(event.time_range.elapsed_us() for event in events) / 1e6, len(events)
-
-
 def device_events(run: Callable[[], object], device: torch.device) -> list[Any]:
     """The kernels and copies of one run; none on a CPU and where the driver does not tell."""
     if device.type != "cuda":

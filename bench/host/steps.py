@@ -21,14 +21,13 @@ from rich.progress import track
 
 from bench.clock import Memory, Part, rate, timed
 from bench.gpu.shapes import read_bytes
-from bench.inputs import chains
+from bench.inputs import chains, places_of
 from bench.report import Row, write
 from slipstream.base.config import ModelSection
 from slipstream.choosing.sampling import GREEDY
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.kv import RUN
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import ATTEND, PRODUCT
@@ -39,14 +38,7 @@ from slipstream.models.folder import resolve
 PLAIN = (1, 1, 256)
 STEPS = (*((1, rows, 256) for rows in (1, 2, 4, 8, 16, 32, 64)), (4, 1, 256), (16, 1, 256),
          *((answers, 1, 1024) for answers in (1, 4, 16)))
-SLOTS = max(answers * (context + rows + RUN) for answers, rows, context in STEPS)
-
-
-def places_of(answers: int, rows: int, context: int) -> NDArray[np.int64]:
-    """Runs of their slots alternate in memory, as those of answers that decode together."""
-    runs = -(-(context + rows) // RUN)
-    slots = np.arange(runs * answers * RUN).reshape(runs, answers, RUN).swapaxes(0, 1).reshape(answers, -1)
-    return slots[:, : context + rows]
+SLOTS = 1 + max(int(places_of(*cell).max()) for cell in STEPS)
 
 
 def step(runner: ModelRunner, places: NDArray[np.int64], rows: int) -> object:
