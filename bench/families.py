@@ -76,19 +76,20 @@ def windows(config: Any) -> dict[str, Any]:
 
 def verdicts(kind: str) -> Iterator[Tried]:
     """One type, in all of its ways."""
-    way, found = "as it is", configurations(kind)
-    while True:
-        try:
-            way, config = next(found)
-            tried(config)
-        except StopIteration:
-            return
-        except ModelError as error:
-            yield Tried(kind, way, str(error))
-        except Exception as error:  # a configuration class may raise anything
-            yield Tried(kind, way, f"its configuration cannot be made: {in_a_line(error)}")
-        else:
-            yield Tried(kind, way, "")
+    way = "as it is"
+    try:
+        for way, config in configurations(kind):
+            yield Tried(kind, way, objection(config))
+    except Exception as error:  # a configuration class may raise anything
+        yield Tried(kind, way, f"its configuration cannot be made: {in_a_line(error)}")
+
+
+def objection(config: Any) -> str:
+    try:
+        tried(config)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def main() -> None:

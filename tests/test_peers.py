@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from bench.peers.__main__ import (
     NAMES,
     SAMPLED,
     Results,
+    Turn,
     asked,
     in_batches,
     one_by_one,
@@ -31,7 +32,7 @@ from bench.peers.__main__ import (
     row_of,
     verdicts,
 )
-from bench.peers.systems import in_bfloat16, llama_server, peer, slipstream, vllm
+from bench.peers.systems import System, in_bfloat16, llama_server, peer, slipstream, vllm
 from slipstream.base.errors import ConfigError, Unavailable
 
 
@@ -77,11 +78,16 @@ def answered(default: float = 2.0, llama: float = 1.0) -> Results:
     return results
 
 
+async def ask_all(turns: Iterable[Turn], systems: Sequence[System], max_tokens: int) -> Results:
+    results: Results = defaultdict(list)
+    for number, turn in enumerate(turns):
+        await asked(number, turn, systems, max_tokens, results)
+    return results
+
+
 async def test_every_system_gets_every_question_and_none_is_always_first() -> None:
     first, second = Told("slipstream-plain", 10), Told("slipstream-default", 20)
-    results: Results = defaultdict(list)
-    turns = [*one_by_one({"copy": [[1], [2], [3], [4]]})]
-    assert len([step async for step in asked(turns, [first, second], 11, results)]) == 8
+    results = await ask_all(one_by_one({"copy": [[1], [2], [3], [4]]}), [first, second], 11)
     assert first.asked == second.asked == [(1,), (2,), (3,), (4,)]
     assert ratio(results, "slipstream-default", "slipstream-plain", 1, "copy") == pytest.approx(2.0)
 
@@ -93,10 +99,8 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
                 raise Unavailable("gone")
             return await Told.ask(self, prompt, max_tokens, how)
 
-    results: Results = defaultdict(list)
     systems = [Told("slipstream-plain", 10), Fails("slipstream-default", 30)]
-    async for _ in asked([*one_by_one({"copy": [[1], [2], [3]]})], systems, 11, results):
-        pass
+    results = await ask_all(one_by_one({"copy": [[1], [2], [3]]}), systems, 11)
     row = row_of(("slipstream-default", 1, "copy"), results)
     assert row["answers"] == 2
     assert row["against_plain"] == pytest.approx(3.0)
@@ -105,10 +109,8 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
 async def test_sampled_questions_go_to_plain_and_default_and_bound_ones_to_all_of_ours() -> None:
     systems = plain, other, default, ngram = [Told(name, speed) for name, speed in (
         ("slipstream-plain", 10), ("llamacpp-plain", 9), ("slipstream-default", 15), ("slipstream-ngram", 11))]
-    results: Results = defaultdict(list)
     sets = {"copy": [[9]], "mt_bench": [[1], [2]], "extraction": [[3]], "record": [[4]]}
-    async for _ in asked([*one_by_one(sets)], systems, 11, results):
-        pass
+    results = await ask_all(one_by_one(sets), systems, 11)
     assert other.asked == [(9,), (1,), (2,)] and other.how == [{}] * 3
     assert ngram.asked == [(9,), (1,), (2,), (3,), (4,)] and ngram.how == [{}] * 3 + [*BOUND.values()]
     assert plain.asked == default.asked == ngram.asked + [(1,), (2,)] * len(SAMPLED)
@@ -119,10 +121,8 @@ async def test_sampled_questions_go_to_plain_and_default_and_bound_ones_to_all_o
 
 async def test_a_batch_is_asked_by_as_many_streams_and_counts_all_tokens() -> None:
     system = Told("slipstream-plain", 10)
-    results: Results = defaultdict(list)
-    turns = [*in_batches({"copy": [[1], [2], [3]], "record": [[4]]}, 2, 3)]
-    async for _ in asked(turns, [system, Told("slipstream-ngram", 10)], 8, results):
-        pass
+    turns = in_batches({"copy": [[1], [2], [3]], "record": [[4]]}, 2, 3)
+    results = await ask_all(turns, [system, Told("slipstream-ngram", 10)], 8)
     assert [a.tokens for a in results["slipstream-plain", 4, "copy"]] == [96, 96]
     assert [a.tokens for a in results["slipstream-plain", 16, "copy"]] == [384, 384]
     assert [a.tokens for a in results["slipstream-plain", 8, "group"]] == [64, 64]

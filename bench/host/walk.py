@@ -30,7 +30,7 @@ from asyncio import selector_events
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -79,33 +79,32 @@ class Call:
     function: str
 
 
+@dataclass(slots=True)
 class Way:
     """The calls between two marks, each time that one leads to the other; ``again``: the first mark may be met again on
     the way, and all begins anew. ``counts`` tells whether the thread that runs is on the way."""
 
-    def __init__(self, begins: Mark, ends: Mark, counts: Callable[[], bool], again: bool = False,
-                 folders: tuple[str, ...] = OURS) -> None:
-        self.found: list[list[Call]] = []
-        self._begins = begins
-        self._ends = ends
-        self._counts = counts
-        self._again = again
-        self._folders = folders
-        self._calls: list[Call] | None = None
+    begins: Mark
+    ends: Mark
+    counts: Callable[[], bool]
+    again: bool = False
+    folders: tuple[str, ...] = OURS
+    found: list[list[Call]] = field(default_factory=list)
+    calls: list[Call] | None = None  # on a way that is not at its end
 
     def see(self, frame: FrameType, event: str) -> None:
         """A profiler's event, on any thread."""
-        if (self._again or self._calls is None) and self._begins(frame, event):
-            self._calls = []
-        calls = self._calls
+        if (self.again or self.calls is None) and self.begins(frame, event):
+            self.calls = []
+        calls = self.calls
         if calls is None:
             return
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(self._folders) and not _goes_on(frame) and self._counts():
+        if event == "call" and code.co_filename.startswith(self.folders) and not _goes_on(frame) and self.counts():
             calls.append(Call(str(Path(code.co_filename).relative_to(ROOT)), code.co_qualname))
-        if self._ends(frame, event):
+        if self.ends(frame, event):
             self.found.append(calls)
-            self._calls = None
+            self.calls = None
 
     @property
     def median(self) -> list[Call]:

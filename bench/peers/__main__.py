@@ -27,14 +27,14 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
+from rich.progress import track
 
 from bench.asking import SETS, own, read
 from bench.clock import Memory
@@ -78,26 +78,16 @@ class Turn:
     how: Sequence[Mapping[str, Any]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """``system`` should reach so many times ``other``."""
-
-    system: str
-    other: str
-    batch: int
-    set: str
-    least: float
-
-
+# What the first should be at least, by the second: batch, set, times.
 GOALS = (
-    Goal("slipstream-default", "slipstream-plain", 1, "mt_bench", 1.3),
-    Goal("slipstream-default", "slipstream-plain", 1, "copy", 1.9),
-    Goal("slipstream-default", "transformers-plain", 1, "mt_bench", 2.5),
-    Goal("slipstream-default", "transformers-plain", 1, "copy", 2.5),
-    Goal("slipstream-plain", "llamacpp-plain", 1, "mt_bench", 0.9),
-    Goal("slipstream-plain", "llamacpp-plain", 1, "copy", 0.9),
-    *(Goal("slipstream-default", "slipstream-plain", 1, set_, 1.3) for set_ in SAMPLED),
-    *(Goal("slipstream-default", "slipstream-plain", batch, set_, 1.0)
+    ("slipstream-default", "slipstream-plain", 1, "mt_bench", 1.3),
+    ("slipstream-default", "slipstream-plain", 1, "copy", 1.9),
+    ("slipstream-default", "transformers-plain", 1, "mt_bench", 2.5),
+    ("slipstream-default", "transformers-plain", 1, "copy", 2.5),
+    ("slipstream-plain", "llamacpp-plain", 1, "mt_bench", 0.9),
+    ("slipstream-plain", "llamacpp-plain", 1, "copy", 0.9),
+    *(("slipstream-default", "slipstream-plain", 1, set_, 1.3) for set_ in SAMPLED),
+    *(("slipstream-default", "slipstream-plain", batch, set_, 1.0)
       for batch in (4, 16) for set_ in ("mt_bench", "copy")),
 )
 
@@ -118,10 +108,10 @@ def ratio(results: Results, system: str, other: str, batch: int, set_: str) -> f
 def verdicts(results: Results) -> list[str]:
     """One line a goal."""
     lines = []
-    for goal in GOALS:
-        got = ratio(results, goal.system, goal.other, goal.batch, goal.set)
-        word = "not measured" if not got else f"{got:.2f} ×, {'reached' if got >= goal.least else 'MISSED'}"
-        lines.append(f"{goal.system} by {goal.other}, batch {goal.batch}, {goal.set}: goal {goal.least:g} ×: {word}")
+    for system, other, batch, set_, least in GOALS:
+        got = ratio(results, system, other, batch, set_)
+        word = "not measured" if not got else f"{got:.2f} ×, {'reached' if got >= least else 'MISSED'}"
+        lines.append(f"{system} by {other}, batch {batch}, {set_}: goal {least:g} ×: {word}")
     return lines
 
 
@@ -143,12 +133,10 @@ def system_of(name: str, arguments: argparse.Namespace) -> System:
     return llamacpp(kind, LOGS, binary, in_bfloat16(binary.with_name("llama-quantize"), source, file))
 
 
-async def started(names: Sequence[str], arguments: argparse.Namespace, stack: AsyncExitStack,
-                  progress: Progress) -> list[System]:
+async def started(names: Sequence[str], arguments: argparse.Namespace, stack: AsyncExitStack) -> list[System]:
     """Those that could be started, warm."""
-    task = progress.add_task("starting", total=len(names))
     codec, up = TextCodec(resolve(MODEL)), list[System]()
-    for name in names:
+    for name in track(names, "starting"):
         try:
             system = system_of(name, arguments)
             stack.push_async_callback(system.stop)
@@ -156,8 +144,7 @@ async def started(names: Sequence[str], arguments: argparse.Namespace, stack: As
             await system.ask(codec.chat([{"role": "user", "content": WARM_UP}]), 16)
             up.append(system)
         except SlipstreamError as error:
-            progress.console.print(f"without {name}: {error}")
-        progress.advance(task)
+            print(f"without {name}: {error}", file=sys.stderr)
     return up
 
 
@@ -188,15 +175,12 @@ async def together(system: System, turn: Turn, max_tokens: int) -> Answered:
     return Answered(sum(a.tokens for a in all_), min(a.first_s for a in all_), took_s, sum(a.rounds for a in all_))
 
 
-async def asked(turns: Sequence[Turn], systems: Sequence[System], max_tokens: int,
-                results: Results) -> AsyncIterator[None]:
-    """All turns; whose is first changes from one to the next."""
-    for number, turn in enumerate(turns):
-        mine = [system for system in systems if system.name in turn.systems]
-        for place in range(len(mine)):
-            system = mine[(number + place) % len(mine)]
-            results[system.name, turn.batch, turn.set].append(await together(system, turn, max_tokens))
-            yield
+async def asked(number: int, turn: Turn, systems: Sequence[System], max_tokens: int, results: Results) -> None:
+    """One of the turns. Who is first in it changes from one to the next."""
+    mine = [system for system in systems if system.name in turn.systems]
+    for place in range(len(mine)):
+        system = mine[(number + place) % len(mine)]
+        results[system.name, turn.batch, turn.set].append(await together(system, turn, max_tokens))
 
 
 def one_by_one(sets: Sets) -> Iterator[Turn]:
@@ -256,12 +240,9 @@ async def run(arguments: argparse.Namespace) -> None:
     reading = Memory()
     gb_s = [reading.gb_s()]
     async with AsyncExitStack() as stack:
-        progress = stack.enter_context(Progress())
-        systems = await started(arguments.systems, arguments, stack, progress)
-        total = sum(system.name in turn.systems for turn in turns for system in systems)
-        task = progress.add_task("asking", total=total)
-        async for _ in asked(turns, systems, arguments.max_tokens, results):
-            progress.advance(task)
+        systems = await started(arguments.systems, arguments, stack)
+        for number, turn in enumerate(track(turns, "asking")):
+            await asked(number, turn, systems, arguments.max_tokens, results)
             gb_s.append(reading.gb_s())
             save(name, rows_of(results))
         memory = {system.name: system.memory() for system in systems}

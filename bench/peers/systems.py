@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from bench.completions import Answered, Server
 from bench.fleet import Process, free_port, resident, service
@@ -48,21 +48,6 @@ LLAMACPP: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class System(Protocol):
-    """One contender. ``ask`` is greedy but for ``how``, fields of Slipstream's requests; ``memory`` is MiB resident for
-    each process."""
-
-    name: str
-
-    async def start(self) -> None: ...
-
-    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> Answered: ...
-
-    def memory(self) -> dict[str, float]: ...
-
-    async def stop(self) -> None: ...
-
-
 @dataclass(slots=True)
 class Serving:
     """Processes, of which one serves OpenAI's completions. ``usual``: fields of each request."""
@@ -79,9 +64,11 @@ class Serving:
             await process.ready()
 
     async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> Answered:
+        """how: fields of one of Slipstream's requests."""
         return await self.server.ask(list(prompt), max_tokens, {**self.usual, **how})
 
     def memory(self) -> dict[str, float]:
+        """MiB resident, of each process."""
         return {part: resident(one.pid, children=not one.module) for part, one in self.processes.items()}
 
     async def stop(self) -> None:
@@ -177,6 +164,9 @@ class Transformers:
         if self.process is not None and self.process.returncode is None:
             self.process.terminate()
             await self.process.wait()
+
+
+System = Serving | Transformers
 
 
 def llama_server(peers: Path) -> Path:

@@ -164,16 +164,9 @@ def _steps(count: int, timing: Timing, steps: int, options: Options) -> Row:
     gc.freeze()
     whole = [proposer.step() for _ in range(steps)]
     gc.unfreeze()
-    host, goal = _median(whole, "host_us"), GOAL_US + GOAL_EACH_US * count
-    return {"requests": count, "host_us": host, "goal_us": goal, "reached": host <= goal,
-            "beside_us": _median(whole, "beside_us"), "propose_ms": _median(whole, "propose_ms"),
-            "longest_ms": max(step["propose_ms"] for step in whole),
-            "drafted": statistics.mean(step["drafted"] for step in whole),
-            "tokens_a_step": statistics.mean(step["tokens_a_step"] for step in whole)}
-
-
-def _median(steps: Sequence[dict[str, float]], name: str) -> float:
-    return statistics.median(step[name] for step in steps)
+    found = {name: statistics.median(step[name] for step in whole) for name in ("host_us", "beside_us", "propose_ms")}
+    return {"requests": count, "goal_us": GOAL_US + GOAL_EACH_US * count, **found,
+            **{name: statistics.mean(step[name] for step in whole) for name in ("drafted", "tokens_a_step")}}
 
 
 async def run(steps: int, timing: Timing) -> None:
