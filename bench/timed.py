@@ -128,7 +128,7 @@ def draft(config: Config, timing: Timing, device: Device) -> Draft:
 
 async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, ready: Callable[[], None],
                        colocated: bool = False) -> None:
-    """``colocated``: its drafter is here, and ``target.drafts`` are left alone."""
+    """``colocated``: its drafter is here, and no other is known."""
     known: list[Drafts] = []
     local: list[LocalLink] = []
     device, loop = Device(), asyncio.get_running_loop()
@@ -141,13 +141,12 @@ async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, read
     beside = draft(config, timing, device)
     beside.worker.start()
     local.append(LocalLink("local", target.hello, target.worker.following, beside.worker, check_pair))
-    alone = config.model_copy(update={"target": config.target.model_copy(update={"drafts": ()})})
 
     def up() -> None:
         local[0].restore()
         ready()
 
-    await host_target(alone, target, known, stop, up)
+    await host_target(config, target, known, stop, up)
     await asyncio.to_thread(beside.worker.stop)
 
 

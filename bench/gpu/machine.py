@@ -1,4 +1,6 @@
-"""Stages ``info`` and ``suite`` of ``make gpu``: what machine this is, and do its tests pass?"""
+"""Stages ``info``, ``kernel``, ``equal`` and ``suite`` of ``make gpu``: what machine is this, is attention right for a
+shape of heads, is a captured step the one that it was captured from, do the tests pass?
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 
+import numpy as np
 import torch
 
-from bench.gpu.stage import Finding, Given, copy_rate, seconds
+from bench.gpu.pace import decoder_of
+from bench.gpu.shapes import LLAMA_8B, config_of
+from bench.gpu.stage import Finding, Given, capture_of, copy_rate, paged, pool_for, seconds
+from bench.inputs import chains
+from slipstream.engine.attention import disagreement, farthest
+from slipstream.engine.graphs import TRIAL_LIMIT, GraphedDecoder
 
 DEVICE_TESTS = ("tests/test_device.py", "tests/test_attention.py", "tests/test_sampling.py")
+FEW_LAYERS, CONTEXT = 2, 100
+STEPS = ((1, 1), (9, 1), (64, 1), (8, 8), (72, 8), (64, 64))  # rows, sessions
 PACKAGES = ("numpy", "transformers", "tokenizers", "safetensors", "triton", "flashinfer-python")
 
 
@@ -37,6 +48,35 @@ def info_stage(given: Given) -> Iterator[Finding]:
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=given.device) for _ in range(2))
     rate = 2 * size**3 / seconds(lambda: a @ b, given.device, given.repeats)
     yield Finding(f"bfloat16 product of {size} x {size}", rate / 1e12, "TFLOP/s", "770 to 800 on H100")
+
+
+def kernel_stage(given: Given) -> Iterator[Finding]:
+    """``given.shape``: numbers of a head x query heads of a KV head."""
+    size, group = map(int, given.shape.split("x"))
+    config = replace(config_of(LLAMA_8B), head_dim=size, num_kv_heads=2, num_heads=2 * group)
+    off = disagreement(paged(given, config), config, torch.bfloat16, given.device)
+    yield Finding("trial beside torch's attention", off or "the same", expected="the same")
+
+
+@torch.inference_mode()
+def equal_stage(given: Given) -> Iterator[Finding]:
+    """A few layers of the large shape; each number of rows once, on slots in any order."""
+    config = replace(given.config, num_layers=FEW_LAYERS)
+    attention = paged(given, config)
+    plain = decoder_of(config, given, attention)
+    graphed = GraphedDecoder(plain, attention, capture_of(given))
+    slots = 64 * (CONTEXT + 64)
+    pool = pool_for(plain, slots + graphed.spare_slots)
+    steps = STEPS[:1] if given.narrow else STEPS
+    for rows, sessions in steps:
+        each, order = rows // sessions, np.random.default_rng(0).permutation(slots)
+        places = np.split(order[: sessions * (CONTEXT + each)], sessions)
+        batch = chains(places, each).build(plain.device)
+        right, _ = plain.forward(batch, pool)
+        found, _ = graphed.forward(batch, pool)
+        off = farthest(found, right)
+        yield Finding(f"{rows} rows of {sessions} sessions: off by", off, "of a row's length", f"< {TRIAL_LIMIT}")
+    yield Finding("graphs that serve", graphed.num_serving, f"of {len(steps)}")
 
 
 def suite_stage(given: Given) -> Iterator[Finding]:

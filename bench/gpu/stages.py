@@ -13,8 +13,8 @@ ROWS = ("1", "9", "64")
 
 PIECES = (
     Piece("info", "bench.gpu.machine:info_stage", 30.0),
-    Piece("kernel", "bench.gpu.kernels:kernel_stage", 30.0, HEADS[0]),
-    Piece("equal", "bench.gpu.kernels:equal_stage", 45.0),
+    Piece("kernel", "bench.gpu.machine:kernel_stage", 30.0, HEADS[0]),
+    Piece("equal", "bench.gpu.machine:equal_stage", 45.0),
     *(Piece("profile", "bench.gpu.profile:profile_stage", 45.0, sessions) for sessions in (SESSIONS[0], SESSIONS[-1])),
     Piece("graphs", "bench.gpu.pace:graphs_stage", 60.0),
     *(Piece("fused", "bench.gpu.pace:fused_stage", 30.0, rows) for rows in ROWS),
@@ -23,7 +23,7 @@ PIECES = (
     Piece("fp8", "bench.gpu.pace:fp8_stage", 60.0),
     *(Piece("served", "bench.gpu.served:served_stage", 60.0, sessions) for sessions in SESSIONS),
     Piece("answers", "bench.gpu.answers:answers_stage", 90.0),
-    *(Piece("kernel", "bench.gpu.kernels:kernel_stage", 30.0, heads) for heads in HEADS[1:]),
+    *(Piece("kernel", "bench.gpu.machine:kernel_stage", 30.0, heads) for heads in HEADS[1:]),
     Piece("decode", "bench.gpu.pace:decode_stage", 60.0),
     Piece("suite", "bench.gpu.machine:suite_stage", 300.0),
 )

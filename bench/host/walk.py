@@ -28,7 +28,7 @@ import threading
 import time
 from asyncio import selector_events
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +47,6 @@ from slipstream.observe.log import configure
 from slipstream.protocol import tree
 from slipstream.protocol.messages import Growth
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Backend
 from slipstream.protocol.session import TargetSide
 from slipstream.wire.link import DraftLink, Outbox
 from slipstream.wire.server import GrpcServer
@@ -137,7 +136,8 @@ class Walked:
         self._target = build_target(config, self._clients.call(asyncio.get_running_loop), lambda: [self._link.status()])
         self._link = self._stream.call(self._joined, config.wire)
         self._drafting, self._deciding = _started(self._draft.worker.start), _started(self._target.worker.start)
-        self._router = self._clients.call(_routed, config, {"local": self._target.service})
+        self._router = self._clients.call(RouterService, config, {"local": self._target.service})
+        self._clients.call(self._router.start)
         self._resident = self._clients.call(asyncio.all_tasks)
         self.round = Way(self._commits, self._taken, self._of_a_round, again=True)
         self.request = Way(self._came, self._answered, self._of_a_request)
@@ -237,12 +237,6 @@ def _started(start: Callable[[], None]) -> set[int]:
     before = threading.enumerate()
     start()
     return {thread.ident or 0 for thread in threading.enumerate() if thread not in before}
-
-
-async def _routed(config: Config, targets: Mapping[str, Backend]) -> RouterService:
-    router = RouterService(config, targets)
-    await router.start()
-    return router
 
 
 def shown(name: str, what: str, calls: Sequence[Call], goal: str, functions: bool) -> None:
