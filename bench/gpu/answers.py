@@ -70,8 +70,9 @@ def answers_stage(given: Given) -> Iterator[Finding]:
 
 def _in(dtype: Dtype, asked: Asked, device: str) -> Iterator[Finding]:
     slots = max(slots_needed([prompt], asked.max_tokens) for prompt in asked.prompts)
-    runner = _runner(asked.folder, dtype, device, slots)
     model = ModelSection(path=str(asked.folder), dtype=dtype, device=device)
+    served = graphed(load_model(asked.folder, model))  # with graphs where they can be, as in a target
+    runner = ModelRunner(served, slots, served.spare_slots if isinstance(served, GraphedDecoder) else 0)
     for mode, temperature in TEMPERATURES.items():
         right, plain_rate, _ = _answers(runner, Rounds(runner, None, asked.max_tokens, temperature), asked.prompts, 0)
         yield Finding(f"{dtype} {mode}: plain", plain_rate, "tokens/s")
@@ -86,12 +87,6 @@ def _in(dtype: Dtype, asked: Asked, device: str) -> Iterator[Finding]:
             yield Finding(f"{what}: acceptance length", length, "tokens")
             yield Finding(f"{what}: speed", rate, "tokens/s")
             yield Finding(f"{what}: by plain", rate / plain_rate, "ratio")
-
-
-def _runner(folder: Path, dtype: Dtype, device: str, slots: int) -> ModelRunner:
-    """As a target has it: with graphs where they can be."""
-    model = graphed(load_model(folder, ModelSection(dtype=dtype, device=device)))
-    return ModelRunner(model, slots, model.spare_slots if isinstance(model, GraphedDecoder) else 0)
 
 
 def _alike(a: Sequence[int], b: Sequence[int]) -> bool:
