@@ -16,7 +16,6 @@ Key = TypeVar("Key")
 Part = Callable[[], object]
 
 
-@torch.inference_mode()
 def timed(parts: Mapping[Key, Part], repeats: int, settle: Part = lambda: None) -> dict[Key, list[float]]:
     """Seconds of each run of each part, in turn, so that a slow moment hurts all alike; after a few that do not count.
     settle: returns when nothing is under way any more."""

@@ -37,6 +37,7 @@ STEPS = ((1, 1024), (64, 4096), (256, 2048))  # sessions, tokens that each has
 REPEATS = 60
 
 
+@torch.inference_mode()
 def choosing() -> Iterator[Row]:
     team, words = Team(kernels(), torch.get_num_threads()), torch.arange(0, VOCAB, VOCAB // HEAD_VOCAB)
     race, head_race = NativeRace(team), NativeRace(team, words)

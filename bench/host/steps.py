@@ -90,7 +90,8 @@ def run(threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], 
             parts |= {(kind, cell, "attention"): attention(runner, chains(places_of(*cell), cell[1]).build())
                       for cell in STEPS}
             parts[kind, "products"], parts[kind, "head"] = products_and_head(runner)
-        took = timed(parts, repeats)
+        with torch.inference_mode():
+            took = timed(parts, repeats)
         ms = {part: 1e3 * statistics.median(times) for part, times in took.items()}
         gb_s = rate(min(took["sum",]))
         for kind, runner in runners.items():
