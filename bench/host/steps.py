@@ -3,8 +3,8 @@ answer consists of.
 
 Kernels side by side: those of our own in bfloat16 (``native``) and with int8 weights (``int8``), and torch's operations
 (``torch``), in turn, so that a slow moment hurts all alike; medians and the fastest. *Floor* is the time in which the
-machine reads all weights once, at the rate of a sum over memory. *Products* and *attention* are those of all layers;
-*rest* is what remains of a step: norms, rotary positions, KV writes, dispatch.
+machine reads all weights once, at the rate of a sum over memory; *drawn* is a step at temperature 1. *Products* and
+*attention* are those of all layers; *rest* is what remains of a step: norms, rotary positions, KV writes, dispatch.
 ``GOMP_SPINCOUNT`` rules torch's threads alone.
 """
 
@@ -21,10 +21,10 @@ from rich.progress import track
 
 from bench.clock import Memory, Part, rate, timed
 from bench.gpu.shapes import read_bytes
-from bench.inputs import chains, places_of
+from bench.inputs import FIRST, chains, choice_rows, places_of
 from bench.report import Row, write
 from slipstream.base.config import ModelSection
-from slipstream.choosing.sampling import GREEDY
+from slipstream.choosing.sampling import GREEDY, Draws, choose
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
@@ -33,6 +33,7 @@ from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import ATTEND, PRODUCT
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import resolve
+from slipstream.protocol.requests import Sampling
 
 # (answers, rows of each, tokens that each has)
 PLAIN = (1, 1, 256)
@@ -41,10 +42,13 @@ STEPS = (*((1, rows, 256) for rows in (1, 2, 4, 8, 16, 32, 64)), (4, 1, 256), (1
 SLOTS = 1 + max(int(places_of(*cell).max()) for cell in STEPS)
 
 
-def step(runner: ModelRunner, places: NDArray[np.int64], rows: int) -> object:
-    """A whole one."""
-    logits, best = runner.scored(chains(places, rows).build(), GREEDY)
-    return logits.argmax(-1).tolist() if best is None else best
+def step(runner: ModelRunner, places: NDArray[np.int64], rows: int, heat: float = 0.0) -> list[int]:
+    """A whole one, greedy or at a temperature."""
+    batch = chains(places, rows).build()
+    count = len(batch.host.logit_rows)
+    draws = Draws([heat] * count, [0] * count, range(FIRST, FIRST + count)) if heat else GREEDY
+    logits, best = runner.scored(batch, draws)
+    return best or choose(logits, choice_rows(Sampling(temperature=heat), count), None, runner.race)
 
 
 def attention(runner: ModelRunner, batch: ForwardBatch) -> Part:
@@ -85,7 +89,9 @@ def run(threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], 
         runners = {kind: loaded(kind, SLOTS) for kind in kinds}
         parts: dict[tuple[object, ...], Part] = {("sum",): memory.read}
         for kind, runner in runners.items():
-            parts |= {(kind, cell): partial(step, runner, places_of(*cell), cell[1]) for cell in STEPS}
+            for cell in STEPS:
+                parts[kind, cell] = partial(step, runner, places_of(*cell), cell[1])
+                parts[kind, cell, "drawn"] = partial(step, runner, places_of(*cell), cell[1], 1.0)
         for kind, runner in runners.items():
             parts |= {(kind, cell, "attention"): attention(runner, chains(places_of(*cell), cell[1]).build())
                       for cell in STEPS}
@@ -97,7 +103,8 @@ def run(threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], 
         for kind, runner in runners.items():
             of: Row = {"kernels": kind, "threads": count}
             steps += [{**of, "answers": cell[0], "rows": cell[1], "context": cell[2], "ms": ms[kind, cell],
-                       "least_ms": 1e3 * min(took[kind, cell]), "attention_ms": ms[kind, cell, "attention"]}
+                       "least_ms": 1e3 * min(took[kind, cell]), "drawn_ms": ms[kind, cell, "drawn"],
+                       "attention_ms": ms[kind, cell, "attention"]}
                       for cell in STEPS]
             read = read_bytes(runner.model.config, 1 if kind == "int8" else runner.model.dtype.itemsize, 0)
             known = {"products_ms": ms[kind, "products"], "head_ms": ms[kind, "head"],
