@@ -198,6 +198,14 @@ def test_rope_fields_of_old_and_new_configs() -> None:
     assert new.rope_theta == 5.0 and new.rope_scaling is not None and new.rope_scaling.factor == 2.0
 
 
+@pytest.mark.parametrize("changes", [{"beta_slow": 5e-324, "beta_fast": 9e11}, {"beta_fast": 5e-324}, {"factor": 1e11},
+                                     {"rope_theta": 1.0000000001}, {"original_max_position_embeddings": 1}])
+def test_yarn_of_any_numbers_turns_by_numbers(changes: dict[str, float]) -> None:
+    config = parse_config(tiny_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **changes}), "c")
+    cos, sin = Rope(config, torch.float64, torch.device("cpu")).rows(torch.arange(99))
+    assert bool(cos.isfinite().all()) and bool(sin.isfinite().all())
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model_type": "gpt2"}, "model_type: 'gpt2' is not one of"),
     ({"model_type": ["llama"]}, r"model_type: \['llama'\] is not one of"),
@@ -206,7 +214,12 @@ def test_rope_fields_of_old_and_new_configs() -> None:
     ({"vocab_size": None}, "vocab_size: expected a number"),
     ({"num_key_value_heads": 3}, "num_key_value_heads"),
     ({"rms_norm_eps": -1}, "rms_norm_eps: expected a positive number"),
-    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type: 'yarn' is not supported"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type: 'dynamic' is not supported"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type: 'yarn' is not supported"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor: expected a positive number"),
+    ({"rope_parameters": {"rope_type": "yarn", "mscale": -1, "mscale_all_dim": 1}}, "mscale: expected a positive"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor: 0.25 is not"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
 ])
 def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:

@@ -117,7 +117,8 @@ def test_a_target_s_config_may_leave_its_vocabulary_and_its_tie_to_its_tensors(t
 
 
 @pytest.mark.parametrize(("rope", "theta"), [
-    ({"rope_theta": 150000, "rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, None),
+    ({"rope_theta": 150000, "rope_scaling": {"rope_type": "longrope", "factor": 32.0}}, None),
+    ({"rope_theta": 150000, "rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, 150000),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}, None),
     ({"rope_theta": 5e6}, 5e6)])
 def test_rotary_positions_that_no_head_has_are_compared_with_none(tmp_path: Path, rope: dict[str, Any],

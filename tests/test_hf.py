@@ -24,6 +24,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
          "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -55,6 +56,9 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("kind", "changes"), [
     *((kind, {}) for kind in KINDS), ("llama", {"rope_parameters": LLAMA3}), ("llama", {"rope_parameters": LINEAR}),
+    *(("qwen3", {"rope_parameters": YARN | changes}) for changes in (
+        {}, {"factor": None}, {"mscale": 0.7, "mscale_all_dim": 1.5}, {"attention_factor": 0.9, "truncate": False},
+        {"beta_fast": 4.0, "beta_slow": 4.0}, {"original_max_position_embeddings": 4096}, {"factor": 0.5})),
     ("llama", {"tie_word_embeddings": True}), ("mistral", {"sliding_window": 64}),
 ])
 def test_both_engines_give_the_same_logits(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:

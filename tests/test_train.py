@@ -81,6 +81,20 @@ def head_logits(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
     return [torch.nn.functional.rms_norm(out, norm.shape, norm, eps) @ head.tensors["lm_head.weight"].T for out in outs]
 
 
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 4.5,
+     "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96, "beta_fast": 30.0, "mscale": 0.7,
+     "mscale_all_dim": 1.0, "truncate": False}], ids=lambda rope: str(rope["rope_type"]))
+def test_a_head_turns_as_its_target(tmp_path: Path, rope: dict[str, object]) -> None:
+    target = write_tiny_model(tmp_path / "target", rope_parameters={"rope_theta": 500.0, **rope})
+    export(random_head(target), tmp_path / "head", torch.float32)
+    wanted, found = ModelConfig.from_folder(target), read_head(tmp_path / "head", target).config
+    assert wanted.rope_scaling is not None
+    assert (found.rope_theta, found.rope_scaling) == (wanted.rope_theta, wanted.rope_scaling)
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_unrolled_steps_are_what_the_served_head_drafts(tiny_folder: Path, tmp_path: Path, layers: int) -> None:
     """Step k of row r equals the served head's logits after k drafted tokens, when those are the true ones."""

@@ -14,6 +14,7 @@ Format: ``config.json`` and ``generation_config.json`` as transformers writes th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,13 +56,17 @@ FAMILY: Mapping[str, Family] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. ``kind`` is "linear" or "llama3"; the other fields are llama3's."""
+    """How rotary frequencies are stretched. ``kind`` is "linear", "llama3" or "yarn"."""
 
     kind: str
     factor: float
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3's
     high_freq_factor: float = 4.0
-    original_context: int = 8192
+    original_context: int = 8192  # llama3's and yarn's
+    beta_fast: float = 32.0  # yarn's: turns in the original context from which on a frequency stays,
+    beta_slow: float = 1.0  # and up to which it is stretched in full
+    truncate: bool = True  # to whole places between the two
+    attention_factor: float = 1.0  # of cosines and sines
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +253,8 @@ def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
     if not isinstance(nested, dict):
         raise ModelError(f"{fields.where}: rope_parameters: expected an object, found {type(nested).__name__}")
     rope = Fields(f"{fields.where}: rope_parameters", nested)
+    for given in (fields, rope):  # of a head's numbers
+        given.must_be("partial_rotary_factor", 1, None)
     theta = rope.real("rope_theta", raw.get("rope_theta") or 10000.0)
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind in ("default", None):
@@ -257,7 +264,25 @@ def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
     if kind == "llama3":
         return theta, RopeScaling(kind, rope.real("factor"), rope.real("low_freq_factor"),
                                   rope.real("high_freq_factor"), rope.integer("original_max_position_embeddings"))
-    raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, linear and llama3 are)")
+    if kind == "yarn" and theta > 1:
+        return theta, _yarn(fields, rope)
+    raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, linear, llama3 and, with a "
+                     "rope_theta above 1, yarn are)")
+
+
+def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
+    context = fields.integer("max_position_embeddings", 2048)
+    original = rope.integer("original_max_position_embeddings", context)
+    factor = rope.real("factor", context / original)
+
+    def size(share: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
+
+    shares = [rope.real(name) for name in ("mscale", "mscale_all_dim") if rope.raw.get(name)]
+    attention = size(shares[0]) / size(shares[1]) if len(shares) == 2 else size(1.0)
+    return RopeScaling("yarn", factor, original_context=original, beta_fast=rope.real("beta_fast", 32.0),
+                       beta_slow=rope.real("beta_slow", 1.0), truncate=rope.flag("truncate", True),
+                       attention_factor=rope.real("attention_factor", attention))
 
 
 def _window(fields: Fields, model_type: str) -> int:

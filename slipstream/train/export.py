@@ -97,4 +97,8 @@ def _rope(config: ModelConfig) -> dict[str, Any]:
     if scaling.kind == "llama3":
         written |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
                     "original_max_position_embeddings": scaling.original_context}
+    if scaling.kind == "yarn":
+        written |= {"original_max_position_embeddings": scaling.original_context, "beta_fast": scaling.beta_fast,
+                    "beta_slow": scaling.beta_slow, "truncate": scaling.truncate,
+                    "attention_factor": scaling.attention_factor}
     return {"rope_theta": config.rope_theta, "rope_scaling": written}

@@ -101,20 +101,22 @@ def _packs(dtype: torch.dtype) -> bool:
 class Rope:
     """The frequencies of one model."""
 
-    __slots__ = ("_dtype", "_frequencies")
+    __slots__ = ("_dtype", "_frequencies", "_size")
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         halves = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        frequencies = scaled(1.0 / config.rope_theta**halves, config.rope_scaling)
+        frequencies = scaled(1.0 / config.rope_theta**halves, config.rope_scaling, config.rope_theta)
         self._frequencies = torch.cat((frequencies, frequencies)).to(device)  # [D]
-        self._dtype = dtype
+        self._dtype, self._size = dtype, 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions int64 [T] -> cos and sin [T, 1, D]; the sine's first half is negated, as ``rotate`` wants it."""
         angles = positions[:, None, None].float() * self._frequencies
-        sin = angles.sin()
+        cos, sin = angles.cos(), angles.sin()
         sin[..., : sin.shape[-1] // 2].neg_()
-        return angles.cos().to(self._dtype), sin.to(self._dtype)
+        if self._size != 1.0:
+            cos, sin = cos.mul_(self._size), sin.mul_(self._size)
+        return cos.to(self._dtype), sin.to(self._dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -123,16 +125,34 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     x.mul_(cos).addcmul_(swapped, sin)
 
 
-def scaled(frequencies: torch.Tensor, scaling: RopeScaling | None) -> torch.Tensor:
-    """Rotary frequencies [D/2] stretched as a checkpoint asks (llama3: long waves fully, short ones not at all)."""
+def scaled(frequencies: torch.Tensor, scaling: RopeScaling | None, theta: float) -> torch.Tensor:
+    """Rotary frequencies [D/2] stretched as a checkpoint asks (llama3, yarn: long waves fully, short ones not at
+    all)."""
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        stretched = _stretched(len(frequencies), scaling, theta)
+        return stretched * frequencies / scaling.factor + (1 - stretched) * frequencies
     wavelength = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = ((scaling.original_context / wavelength - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def _stretched(count: int, scaling: RopeScaling, theta: float) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071): how far each of so many frequencies is stretched, from 0 to 1. In between it rises from
+    place to place, not with the wave."""
+    def place(turns: float) -> float:  # of the frequency that turns so often in the original context
+        return count * (math.log(scaling.original_context) - math.log(2 * math.pi * turns)) / math.log(theta)
+
+    first, last = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * count - 1)
+    rise = last - first or 0.001
+    return ((torch.arange(count) - first) / rise).clamp(0, 1)
 
 
 P = TypeVar("P")
