@@ -21,7 +21,8 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.lender import Lender
 from slipstream.drafting.loading import load
 from slipstream.engine.batch import rows_batch
-from slipstream.engine.int8 import FIELD, MOST, NOTE, Whole, joined, rounded
+from slipstream.engine.fp8_blocks import FIELD
+from slipstream.engine.int8 import MOST, NOTE, Whole, joined, rounded
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.compiled_kernels import X86, kernels, processor
 from slipstream.engine.native.program import BatchFrame, Frame, NativeHead, Packed, Program, Team
@@ -235,7 +236,8 @@ def in_eight_bits(tensors: dict[str, torch.Tensor], kind: torch.dtype, scale: st
 @pytest.mark.parametrize("engine", ["decoder", "hf"])
 @pytest.mark.parametrize(("kind", "scale", "said"), [
     (torch.float8_e4m3fn, "weight_scale", "float8_e4m3fn"),  # ModelOpt: its note is a file of its own
-    (torch.float8_e4m3fn, "weight_scale_inv", "float8_e4m3fn"), (torch.int8, "weight_scale", "int8")])
+    (torch.float8_e4m3fn, "weight_scale_inv", "float8_e4m3fn"), (torch.int8, "weight_scale", "int8"),
+    (torch.float8_e4m3fnuz, "weight_scale", "float8_e4m3fnuz")])
 def test_eight_bits_without_a_note_are_no_plain_numbers(tmp_path: Path, engine: str, kind: torch.dtype, scale: str,
                                                         said: str) -> None:
     folder = tiny(tmp_path / "model")

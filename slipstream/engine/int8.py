@@ -21,13 +21,15 @@ from pathlib import Path
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.model import ModelConfig, Tensors, read_json, take, tensor_types
+from slipstream.engine.fp8_blocks import FIELD
+from slipstream.engine.model import ModelConfig, Tensors, fp8_block, read_json, take, tensor_types
 
 MOST = 127
 SCALE = "_scale"  # behind the name of a matrix
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FIELD = "quantization_config"  # of config.json
-EIGHT_BITS = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # as safetensors and torch call them
+EIGHT_BITS = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+              "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+              "F4": "float4_e2m1fn_x2"}  # or less, as safetensors and torch call them
 NOTE = {"quant_method": "slipstream", "format": 1, "weights": "int8"}
 
 
@@ -97,10 +99,10 @@ def stored(tensors: Tensors, name: str, rows: int, columns: int) -> Whole:
 
 def holds_int8(folder: str | Path) -> bool:
     """Whether the folder's config.json says that its matrices are whole numbers. Raises ModelError for weights that
-    somebody else has quantised, or another version has."""
+    somebody else has quantised, or another version has, but for those that are read as bfloat16 (``fp8_blocks``)."""
     path = Path(folder) / "config.json"
     found = read_json(path).get(FIELD)
-    if found is None:
+    if found is None or fp8_block(folder) is not None:
         return False
     if found != NOTE:
         raise ModelError(f"{path}: {FIELD}: {found!r} is not supported, only what 'slipstream models prepare FOLDER "
@@ -111,6 +113,8 @@ def holds_int8(folder: str | Path) -> bool:
 def check_floats(folder: str | Path) -> None:
     """Raises ModelError for weights of eight bits in a folder without a note: whoever wrote them keeps their scales
     elsewhere, and taken for plain numbers they are another model's."""
+    if fp8_block(folder) is not None:
+        return
     for name, kind in tensor_types(folder).items():
         if kind in EIGHT_BITS:
             raise ModelError(f"{folder}: tensor {name} holds {EIGHT_BITS[kind]}, and config.json has no {FIELD} that "

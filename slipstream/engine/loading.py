@@ -25,10 +25,20 @@ from slipstream.engine.batch import BatchBuilder, rows_batch
 from slipstream.engine.decoder import Decoder, unread_names
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
+from slipstream.engine.fp8_blocks import FIELD
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.int8 import check_floats, check_int8, holds_int8
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import CausalModel, ModelConfig, Tensors, device_of, dtype_of, load_tensors, tell_unread
+from slipstream.engine.model import (
+    CausalModel,
+    ModelConfig,
+    Tensors,
+    device_of,
+    dtype_of,
+    fp8_block,
+    load_tensors,
+    tell_unread,
+)
 from slipstream.engine.native import native_or
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.decoder import NativeDecoder
@@ -55,6 +65,9 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
         raise ModelError("model.kernels: native is for dtype bfloat16, device cpu and engine decoder, without compile; "
                          "float32 and float64 need no such kernels")
     if section.engine == "hf":
+        if fp8_block(folder) is not None:
+            raise ModelError(f"{Path(folder) / 'config.json'}: {FIELD}: fp8 in blocks is read by engine decoder alone; "
+                             "take the model's folder without quantisation")
         if compile_layers:
             logger("engine").warning("not compiled: engine hf has no compiled layers; eager goes on")
         # transformers takes seconds to import, which the default engine need not pay.

@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from slipstream.base.errors import ModelError
 from slipstream.choosing.sampling import Draws, Race
 from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.fp8_blocks import SCALE_INV, Block, block_of, widened
 from slipstream.engine.kv import KVPool
 from slipstream.observe.log import logger
 
@@ -349,8 +350,11 @@ def tell_unread(folder: str | Path, names: Iterable[str]) -> None:
 
 
 def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of the folder's safetensors by name, in their stored dtypes, on the CPU: those of ``names`` that are
-    there, or (None) all. Raises ModelError."""
+    """The tensors of the folder's safetensors by name, in their stored dtypes (of ``fp8_blocks`` in bfloat16), on the
+    CPU: those of ``names`` that are there, or (None) all. Raises ModelError."""
+    block = fp8_block(folder)
+    if block is not None and names is not None:
+        names = {*names, *(name + SCALE_INV for name in names)}
     files, listed = _files(Path(folder), names)
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
@@ -358,7 +362,13 @@ def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> di
             tensors |= {name: file.get_tensor(name) for name in sorted(file.keys()) if names is None or name in names}
     if missing := sorted(listed - tensors.keys()):
         raise ModelError(f"{Path(folder) / INDEX}: tensor {missing[0]} is in the index but in none of its files")
-    return tensors
+    return tensors if block is None else widened(tensors, block)
+
+
+def fp8_block(folder: str | Path) -> Block | None:
+    """Of the folder's weights, see ``fp8_blocks``; None: they are of another kind. Raises ModelError."""
+    path = Path(folder) / "config.json"
+    return block_of(read_json(path), str(path)) if path.exists() else None
 
 
 def tensor_names(folder: str | Path) -> set[str]:

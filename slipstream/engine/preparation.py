@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.decoder import LAYERS
+from slipstream.engine.fp8_blocks import FIELD
 from slipstream.engine.int8 import (
     EMBEDDING,
-    FIELD,
     HEAD,
     NOTE,
     SCALE,
@@ -70,7 +70,8 @@ def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
         if file.suffix in COPIED and file.name not in (INDEX, RECEIPT):
             shutil.copyfile(file, fresh / file.name)
     content = read_json(source / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
-    content.pop("torch_dtype", None)
+    for name in ("torch_dtype", FIELD):
+        content.pop(name, None)
     if kind == "int8":
         content[FIELD] = NOTE
         written = _in_int8(config, tensors)

@@ -18,7 +18,7 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.int8 import EMBEDDING, HEAD, SCALE, Whole, matrix
-from slipstream.engine.model import Fields, RopeScaling, load_tensors, read_json, rope_of, take
+from slipstream.engine.model import DTYPES, Fields, RopeScaling, load_tensors, read_json, rope_of, take
 
 EMBEDDINGS = (EMBEDDING, "language_model.model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 LM_HEADS = (HEAD, "language_model.lm_head.weight")
@@ -50,7 +50,7 @@ class Lender:
     def embedding(self, hidden_size: int) -> torch.Tensor:
         """[V, H] in the stored dtype; hidden_size: the head's. Raises ModelError when the target has other measures."""
         try:
-            return take({EMBEDDING: _embedding(self.folder)}, EMBEDDING, self.vocab_size, hidden_size)
+            return self._floats(take({EMBEDDING: _embedding(self.folder)}, EMBEDDING, self.vocab_size, hidden_size))
         except ModelError as error:
             raise ModelError(f"the head has no embed_tokens.weight, so it needs the target's embedding: {error}"
                              ) from error
@@ -63,8 +63,14 @@ class Lender:
             tensors = _lent(self.folder, EMBEDDINGS)
         name = next((name for name in tensors if not name.endswith(SCALE)), HEAD)
         found = matrix(tensors, name, self.vocab_size, self.hidden_size)
-        weight = found.wide() if isinstance(found, Whole) else found
+        weight = found.wide() if isinstance(found, Whole) else self._floats(found)
         return weight if rows is None else weight.index_select(0, rows)
+
+    def _floats(self, found: torch.Tensor) -> torch.Tensor:
+        if found.dtype not in DTYPES.values():
+            raise ModelError(f"{self.folder}: the target's embedding or head holds {found.dtype}, whose scales are not "
+                             "read; give the head a copy of its own")
+        return found
 
 
 def _embedding(folder: str | Path) -> torch.Tensor:

@@ -25,8 +25,9 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.checkpoint import MAX_LAYERS, Published, check_float, read_published
+from slipstream.engine.fp8_blocks import FIELD
 from slipstream.engine.int8 import EMBEDDING, HEAD
-from slipstream.engine.model import Noted, Tensors, load_tensors, take, tensor_names
+from slipstream.engine.model import Noted, Tensors, fp8_block, load_tensors, take, tensor_names
 
 OWN_EMBEDDING, OWN_LM_HEAD = "embed_tokens.weight", "shared_head.head.weight"  # of a NextN layer
 
@@ -86,9 +87,9 @@ def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
     if layout is None:
         raise ModelError(f"{own.where}: model_type: {own.raw.get('model_type')!r} has no multi-token prediction "
                          f"head that is known here ({', '.join(LAYOUTS)} have)")
-    if own.raw.get("quantization_config") is not None:
-        raise ModelError(f"{own.where}: quantization_config: quantized heads are not read; convert the checkpoint to "
-                         "bfloat16")
+    if own.raw.get(FIELD) is not None and fp8_block(folder) is None:
+        raise ModelError(f"{own.where}: {FIELD}: quantized heads are not read, but for fp8 in blocks "
+                         "(weight_block_size); convert the checkpoint to bfloat16")
     for name in ("model_type", "hidden_size", "vocab_size"):
         if own.raw.get(name) != target.raw.get(name):
             raise ModelError(f"{own.where}: {name}: the head was made for {own.raw.get(name)!r}, the target has "
@@ -125,13 +126,14 @@ def _tensors(folder: Path, names: Iterable[str], target_folder: Path, prefixes: 
     a target may be larger than this machine."""
     own = {name for name in names if name.startswith(tuple(prefixes)) or name in shared}
     held = load_tensors(folder, own)
-    for name, tensor in held.items():
-        check_float(folder, name, tensor)
     # Only MiMo's names say that a layer is a head's: a layer of the target's body never stands in for one.
     lendable = tuple(prefix for prefix in prefixes if prefix.startswith("model.mtp_layers."))
     lent = {name for name in tensor_names(target_folder) - own
             if name in shared or name.startswith(lendable)}
-    return load_tensors(target_folder, lent) | held if lent else held
+    found = load_tensors(target_folder, lent) | held if lent else held
+    for name, tensor in found.items():
+        check_float(folder if name in held else target_folder, name, tensor)
+    return found
 
 
 def _shared(tensors: Tensors, names: tuple[str, str], vocab: int, hidden: int) -> torch.Tensor:

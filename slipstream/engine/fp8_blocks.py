@@ -1,0 +1,58 @@
+"""Weights that are published as floating-point numbers of 8 bits with a scale for each block of a matrix (DeepSeek-V3,
+the FP8 folders of Qwen3): read as bfloat16, which is how their publishers convert them.
+
+Rules:
+1. ``config.json`` says so (``FIELD``), and how large a block is. What else it may say there is somebody else's affair.
+2. A matrix W has e4m3 numbers and, beside them, W_scale_inv [rows / block, columns / block], rounded up: a weight is
+   its number times the scale of its block. What has no scales is stored as it is.
+3. Numbers of 8 bits without scales, or with such as cannot be, are a ModelError that names the tensor.
+
+It knows nothing about files or models. Format: that of transformers' ``quant_method`` fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from slipstream.base.errors import ModelError
+
+FIELD = "quantization_config"  # of config.json
+SCALE_INV = "_scale_inv"  # behind the name of a matrix
+MOST_BLOCK = 1 << 16
+E4M3 = torch.float8_e4m3fn
+
+Block = tuple[int, int]  # rows, columns
+
+
+def block_of(raw: Mapping[str, Any], where: str) -> Block | None:
+    """What a block is in the folder of this ``config.json``; None: it has none. Raises ModelError."""
+    found = raw.get(FIELD)
+    if not isinstance(found, dict) or found.get("quant_method") != "fp8" or found.get("weight_block_size") is None:
+        return None
+    block = found["weight_block_size"]
+    if (not isinstance(block, list) or len(block) != 2 or found.get("fmt", "e4m3") != "e4m3"
+            or not all(type(side) is int and 1 <= side <= MOST_BLOCK for side in block)):
+        raise ModelError(f"{where}: {FIELD}: expected weight_block_size [rows, columns] with fmt e4m3, found {found!r}")
+    return block[0], block[1]
+
+
+def widened(tensors: Mapping[str, torch.Tensor], block: Block) -> dict[str, torch.Tensor]:
+    """All tensors but the scales. Raises ModelError."""
+    return {name: _wide(name, tensor, tensors.get(name + SCALE_INV), block) if tensor.dtype == E4M3 else tensor
+            for name, tensor in tensors.items() if not name.endswith(SCALE_INV)}
+
+
+def _wide(name: str, numbers: torch.Tensor, scales: torch.Tensor | None, block: Block) -> torch.Tensor:
+    if scales is None:
+        raise ModelError(f"tensor {name}{SCALE_INV} is missing: {name} holds {E4M3}, which means nothing alone")
+    blocks = tuple(-(-size // side) for size, side in zip(numbers.shape, block, strict=False))
+    if numbers.dim() != 2 or tuple(scales.shape) != blocks or not scales.is_floating_point():
+        raise ModelError(f"tensor {name}{SCALE_INV} holds {scales.dtype} of shape {tuple(scales.shape)}, and {name} has "
+                         f"shape {tuple(numbers.shape)} in blocks of {block}")
+    if not bool(scales.float().isfinite().all()):
+        raise ModelError(f"tensor {name}{SCALE_INV}: scales must be finite")
+    each = scales.float().repeat_interleave(block[0], 0)[: len(numbers)]
+    return numbers.float().mul_(each.repeat_interleave(block[1], 1)[:, : numbers.shape[1]]).to(torch.bfloat16)
