@@ -117,15 +117,16 @@ def test_an_mtp_head_in_blocks_drafts_as_its_conversion(tmp_path: Path) -> None:
 
 
 MATRIX = "model.layers.0.self_attn.q_proj.weight"
+SCALES = MATRIX + SCALE_INV
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    (lambda t: t.pop(MATRIX + SCALE_INV), f"{MATRIX}{SCALE_INV} is missing"),
-    (lambda t: t.update({MATRIX + SCALE_INV: t[MATRIX + SCALE_INV][:, :-1].clone()}), f"{MATRIX}{SCALE_INV} holds .* of"),
-    (lambda t: t.update({MATRIX + SCALE_INV: t[MATRIX + SCALE_INV].flatten()}), f"{MATRIX}{SCALE_INV} holds .* of"),
-    (lambda t: t.update({MATRIX + SCALE_INV: t[MATRIX + SCALE_INV].int()}), f"{MATRIX}{SCALE_INV} holds torch.int32"),
-    (lambda t: t[MATRIX + SCALE_INV].fill_(torch.nan), f"{MATRIX}{SCALE_INV}: scales must be finite"),
-    (lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}), "norm.weight_scale_inv"),
+    (lambda t: t.pop(SCALES), f"{SCALES} is missing"),
+    (lambda t: t.update({SCALES: t[SCALES][:, :-1].clone()}), f"{SCALES} holds .* of shape"),
+    (lambda t: t.update({SCALES: t[SCALES].flatten()}), f"{SCALES} holds .* of shape"),
+    (lambda t: t.update({SCALES: t[SCALES].int()}), f"{SCALES} holds torch.int32"),
+    (lambda t: t[SCALES].fill_(torch.nan), f"{SCALES}: scales must be finite"),
+    (lambda t: t.update({"model.norm.weight": t[MATRIX][0].clone()}), "model.norm.weight_scale_inv is missing"),
 ])
 def test_blocks_that_do_not_fit_are_named(pair: tuple[Path, Path], tmp_path: Path,
                                           change: Callable[[Tensors], object], said: str) -> None:

@@ -50,8 +50,8 @@ def _wide(name: str, numbers: torch.Tensor, scales: torch.Tensor | None, block: 
         raise ModelError(f"tensor {name}{SCALE_INV} is missing: {name} holds {E4M3}, which means nothing alone")
     blocks = tuple(-(-size // side) for size, side in zip(numbers.shape, block, strict=False))
     if numbers.dim() != 2 or tuple(scales.shape) != blocks or not scales.is_floating_point():
-        raise ModelError(f"tensor {name}{SCALE_INV} holds {scales.dtype} of shape {tuple(scales.shape)}, and {name} has "
-                         f"shape {tuple(numbers.shape)} in blocks of {block}")
+        raise ModelError(f"tensor {name}{SCALE_INV} holds {scales.dtype} of shape {tuple(scales.shape)}, and {name} "
+                         f"has shape {tuple(numbers.shape)} in blocks of {block}")
     if not bool(scales.float().isfinite().all()):
         raise ModelError(f"tensor {name}{SCALE_INV}: scales must be finite")
     each = scales.float().repeat_interleave(block[0], 0)[: len(numbers)]
