@@ -277,6 +277,17 @@ def test_the_authors_triple_means_what_enters_its_layers(tmp_path: Path, target:
     assert read_head(write_eagle_folder(tmp_path, config), target).taps == (2, 4, 5)
 
 
+@pytest.mark.parametrize(("change", "taps"), [
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 4, 5)),
+    ({"eagle_aux_hidden_state_layer_ids": []}, (2, 4, 5)),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": None}, "eagle_aux_hidden_state_layer_ids": [0, 3, 6]},
+     (1, 4, 7))])
+def test_no_layer_ids_at_all_are_the_usual_ones(tmp_path: Path, target: Path, change: Config,
+                                                taps: tuple[int, ...]) -> None:
+    config = eagle_config(**change)
+    assert read_head(write_eagle_folder(tmp_path, config), target).taps == taps
+
+
 @pytest.mark.parametrize("name", ["eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids"])
 @pytest.mark.parametrize("ids", [[2, 4, 5], [1, 3, 4]])
 def test_the_usual_layers_are_known_by_either_reading(tmp_path: Path, target: Path, name: str, ids: list[int]) -> None:

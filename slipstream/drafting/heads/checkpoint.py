@@ -304,7 +304,8 @@ def _taps(published: Published, target: Lender) -> tuple[int, ...]:
     section = fields.get("eagle_config") or {}
     if not isinstance(section, dict) or section.get("use_aux_hidden_state", True) is not True:
         raise ModelError(f"{where}: eagle_config: heads that read the last state alone are not EAGLE-3 heads")
-    ids = section.get("eagle_aux_hidden_state_layer_ids", fields.get("eagle_aux_hidden_state_layer_ids"))
+    said = [found.get("eagle_aux_hidden_state_layer_ids") for found in (section, fields)]
+    ids = next((ids for ids in said if ids not in (None, [])), None)  # exporters write [] where they mean the default
     default = (2, num_layers // 2, num_layers - 3)
     if fields.get("architectures") == [VLLMS]:
         usual = [[*default], [i - 1 for i in default]]
