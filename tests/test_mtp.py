@@ -108,6 +108,20 @@ def test_rows_equal_the_head_written_out(kind: str, folders: dict[str, Path]) ->
     assert_rows_equal(network(read_mtp(folders[kind], folders[kind])), written(kind, folders[kind]))
 
 
+@pytest.mark.parametrize("kind", NEXTN)
+def test_experts_may_lie_in_one_tensor(kind: str, tmp_path: Path, folders: dict[str, Path]) -> None:
+    config = mtp_config(kind)
+    prefix = f"{head_prefix(config)}.mlp.experts"
+    stacked = {name: tensor for name, tensor in mtp_tensors(config).items() if not name.startswith(prefix)}
+    apart = mtp_tensors(config)
+    for whole, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        stacked[f"{prefix}.{whole}"] = torch.stack([
+            torch.cat([apart[f"{prefix}.{expert}.{part}.weight"] for part in parts])
+            for expert in range(config["n_routed_experts"])])
+    folder = write_folder(tmp_path, config, stacked)
+    assert_rows_equal(network(read_mtp(folder, folder)), written(kind, folders[kind]))
+
+
 @pytest.mark.parametrize("layers", [2, 4])
 def test_several_layers_follow_one_another(tmp_path: Path, layers: int) -> None:
     folder = write_mtp_target(tmp_path, mtp_config("mimo", num_nextn_predict_layers=layers))

@@ -250,13 +250,15 @@ def _bare(folder: str | Path, num_layers: int) -> Any:
 
 
 def _filled(layer: nn.Module, tensors: Tensors, prefix: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The layer with weights. Checkpoints hold each expert by itself, transformers holds all of them in one."""
+    """The layer with weights. Checkpoints hold each expert by itself, transformers (and what it writes without
+    converting it back) holds all of them in one."""
     state = {}
     for name, empty in layer.state_dict().items():
         # What only corrects the choice of experts is kept as exact as transformers keeps it.
         kind = torch.promote_types(dtype, torch.float32) if name.endswith("e_score_correction_bias") else dtype
         full = f"{prefix}.{name}"
-        whole = _experts(tensors, full, empty) if ".experts." in name else take(tensors, full, *empty.shape)
+        apart = ".experts." in name and full not in tensors
+        whole = _experts(tensors, full, empty) if apart else take(tensors, full, *empty.shape)
         state[name] = whole.to(device, kind)
     layer.load_state_dict(state, assign=True)
     return layer.requires_grad_(False)
