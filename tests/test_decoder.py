@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import weakref
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -94,6 +95,33 @@ def test_taps_follow_the_convention_and_are_read_by_slot(tiny_folder: Path) -> N
     runner.set_taps(())
     assert runner.feature_width == 0
     run(runner, TEXT)
+
+
+class Watched:
+    """Operations that know how many of the states that they gave are still there."""
+
+    def __init__(self) -> None:
+        self.given, self.most = list[weakref.ref[torch.Tensor]](), 0
+
+    def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        return TORCH.before(layer, x, step, kv)
+
+    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        out = TORCH.after(layer, x, attended)
+        self.given.append(weakref.ref(out))
+        self.most = max(self.most, sum(state() is not None for state in self.given))
+        return out
+
+
+@pytest.mark.parametrize(("taps", "kept"), [((), 0), ((1, 3), 2), ((4, 8), 1)])
+def test_a_step_keeps_no_states_that_nobody_reads(tmp_path: Path, taps: tuple[int, ...], kept: int) -> None:
+    folder, ops = write_tiny_model(tmp_path, num_hidden_layers=8), Watched()
+    config = ModelConfig.from_folder(folder)
+    model = Decoder.from_tensors(config, load_tensors(folder), torch.float32, torch.device("cpu"), ops)
+    builder = BatchBuilder()
+    builder.add(TEXT, range(len(TEXT)), range(len(TEXT)), NOTHING)
+    model.forward(builder.build(), KVPool(8, 64, config.num_kv_heads, config.head_dim, torch.float32), taps)
+    assert ops.most == kept + 2, "what a layer reads, and what it gives"
 
 
 def test_a_layer_may_read_a_wider_input(tiny_folder: Path) -> None:

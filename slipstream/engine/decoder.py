@@ -93,13 +93,13 @@ class Decoder:
     def run(self, tokens: torch.Tensor, step: Step, pool: KVPool,
             taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``forward`` of rows that are planned: tensors alone, which a graph may capture. tokens: int64 [T]."""
-        x = F.embedding(tokens, self._embedding)
-        streams = [x]
-        for layer, kv in zip(self._layers, pool.kv, strict=True):
+        x, tapped = F.embedding(tokens, self._embedding), dict[int, torch.Tensor]()
+        for number, (layer, kv) in enumerate(zip(self._layers, pool.kv, strict=True)):
+            if number in taps:  # the others are given up: a step is as large as its widest layer
+                tapped[number] = x
             x = layer(x, step, kv)
-            streams.append(x)
-        streams[-1] = rms_norm(x, self._norm, self.config.norm_eps)
-        return streams[-1], torch.cat([streams[i] for i in taps], -1) if taps else None
+        x = tapped[len(self._layers)] = rms_norm(x, self._norm, self.config.norm_eps)
+        return x, torch.cat([tapped[i] for i in taps], -1) if taps else None
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
