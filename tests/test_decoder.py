@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import weakref
-import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,6 +98,8 @@ def test_taps_follow_the_convention_and_are_read_by_slot(tiny_folder: Path) -> N
 
 class Watched:
     """Operations that know how many of the states that they gave are still there."""
+
+    name = "watched"
 
     def __init__(self) -> None:
         self.given, self.most = list[weakref.ref[torch.Tensor]](), 0

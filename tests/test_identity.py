@@ -11,9 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from slipstream.base.config import ModelSection
 from slipstream.base.errors import Draining, ModelChanged, Unavailable
+from slipstream.engine.attention import TorchAttention
+from slipstream.engine.decoder import Decoder
+from slipstream.engine.graphs import GraphedDecoder, capture_eager
+from slipstream.engine.hf import HFModel
+from slipstream.engine.loading import identity_of
+from slipstream.engine.model import CausalModel, ModelConfig, load_tensors
+from slipstream.engine.ops.layer import TORCH, LayerOps
 from slipstream.models.folder import weights_hash
 from slipstream.protocol.identity import Identity
 from slipstream.wire.answers import decode_asked, decode_info, encode_asked, encode_info
@@ -198,6 +208,27 @@ async def test_kinds_of_numbers_are_told_apart(tiny_folder: Path) -> None:
         async with target(tiny_folder, dtype=dtype) as rig:
             found.append((await rig.service.info()).identity)
     assert found[0] == found[1] and found[0] is not None and found[2] == replace(found[0], dtype="float64")
+
+
+def test_kernels_that_round_otherwise_are_told_apart(tiny_folder: Path) -> None:
+    """A target on which a trial of kernels failed is another one, though it was configured alike."""
+    config, tensors, section = ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), ModelSection()
+    torch_s = TorchAttention(config, torch.float32)
+
+    class Paged(TorchAttention):
+        pass
+
+    def decoder(ops: LayerOps, attention: TorchAttention) -> Decoder:
+        return Decoder.from_tensors(config, tensors, torch.float32, torch.device("cpu"), ops, attention)
+
+    fused = replace(TORCH, name="fused")
+    models: list[CausalModel] = [decoder(TORCH, torch_s), decoder(fused, torch_s), decoder(TORCH, Paged(
+        config, torch.float32)), GraphedDecoder(decoder(TORCH, torch_s), torch_s, capture_eager),
+        HFModel.from_folder(tiny_folder, "float32", "cpu")]
+    found = [identity_of(model, section, "w") for model in models]
+    assert len({identity.tag for identity in found}) == len(models)
+    assert identity_of(decoder(TORCH, torch_s), section, "w") == found[0]
+    assert transformers.__version__ in found[-1].kernels
 
 
 async def test_an_identity_travels(tiny_folder: Path) -> None:

@@ -55,12 +55,12 @@ AS_IT_IS = Placing(lambda _name, tensor: tensor)
 class Decoder:
     """A whole model of the family; see ``model.CausalModel``."""
 
-    __slots__ = ("_embedding", "_head", "_layers", "_norm", "attention", "config", "device", "dtype", "rope")
+    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_ops", "attention", "config", "device", "dtype", "rope")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, ops: LayerOps = TORCH,
                  attention: Attention | None = None, placing: Placing = AS_IT_IS) -> None:
         """tensors: by name; ops: how its layers run; attention: None is torch's. Raises ModelError naming a tensor."""
-        self.config = config
+        self.config, self._ops = config, ops
         around = {name: placing.place(name, t) for name, t in tensors.items() if not name.startswith(LAYERS)}
         self._embedding = take(around, EMBEDDING, config.vocab_size, config.hidden_size)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
@@ -77,6 +77,11 @@ class Decoder:
         """As ``Decoder(...)``, of tensors in any dtype and place."""
         floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         return Decoder(config, floats, ops, attention, Placing(lambda _, tensor: tensor.to(device, dtype)))
+
+    @property
+    def kernels(self) -> str:
+        """Whose compute: with others a model is the same, its rounding is not."""
+        return f"{type(self.attention).__name__}, {self._ops.name} operations"
 
     def linears(self) -> Iterator[Linear]:
         """All of its products, the head's last."""

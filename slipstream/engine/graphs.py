@@ -204,6 +204,11 @@ class GraphedDecoder:
         self.spare_slots = 2 * self._most_rows + TRIAL_CONTEXT
 
     @property
+    def kernels(self) -> str:
+        """See ``Decoder``; padded rows may be multiplied by others."""
+        return f"{self._model.kernels}, graphs"
+
+    @property
     def num_serving(self) -> int:
         """Graphs that were captured and passed their trial."""
         return len(self._steps)

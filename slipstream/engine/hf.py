@@ -141,6 +141,11 @@ class HFModel:
         except Exception as error:  # what a family's own code raises has no class in common
             raise ModelError(f"{folder}: transformers cannot load it: {in_a_line(error)}") from error
 
+    @property
+    def kernels(self) -> str:
+        """See ``Decoder``."""
+        return f"transformers {transformers.__version__}"
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:

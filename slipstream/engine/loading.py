@@ -93,14 +93,20 @@ def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Iden
     """Of a model that was loaded as ``section`` says from files of the hash ``weights``. Kernels that round alike bear
     one name: those of one kind, for one kind of device, of one release of ours and torch's."""
     if model.device.type == "cuda":
-        device = f"cuda {'.'.join(map(str, torch.cuda.get_device_capability(model.device)))}"
+        found = torch.cuda.get_device_properties(model.device)  # products and attention are split by processors
+        device = f"cuda {found.major}.{found.minor} of {found.multi_processor_count}"
     else:
         device = f"{model.device.type} {torch.backends.cpu.get_cpu_capability()}"
-    how = (" ".join(("native", *kernels().flags)) if isinstance(model, NativeDecoder)
-           else f"{section.kernels} {type(getattr(model, 'attention', model)).__name__}")
     return Identity(weights, str(model.dtype).removeprefix("torch."), section.quantize,
-                    f"slipstream {__version__}, torch {torch.__version__}, {section.engine}, {how}, {device}, "
-                    f"ranks {section.tensor_parallel}")
+                    f"slipstream {__version__}, torch {torch.__version__}, {section.engine}, {kernels_of(model)}, "
+                    f"{device}, ranks {section.tensor_parallel}")
+
+
+def kernels_of(model: CausalModel) -> str:
+    """Whose compute, as the model itself says it."""
+    if isinstance(model, NativeDecoder):
+        return " ".join(("native", *kernels().flags))
+    return str(getattr(model, "kernels", type(model).__name__))
 
 
 def graphed(model: CausalModel) -> CausalModel:

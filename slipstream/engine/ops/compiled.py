@@ -46,6 +46,7 @@ class CompiledOps:
     queries: Callable[[LayerWeights[Linear], torch.Tensor, torch.Tensor, torch.Tensor],
                       tuple[torch.Tensor, torch.Tensor]]
     rest: Callable[[LayerWeights[Linear], torch.Tensor, torch.Tensor], torch.Tensor]
+    name: str = "compiled"
 
     def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
         q, written = self.queries(layer, x, step.cos, step.sin)

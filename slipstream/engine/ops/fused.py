@@ -78,7 +78,7 @@ def triton_operations() -> Operations:
 def operations_of(kernels: Any) -> Operations:
     """kernels: has those of ``fused_kernels`` by their names."""
     fused = _Fused(kernels)
-    return Operations(fused.add_norm, fused.place, fused.silu_mul)
+    return Operations(fused.add_norm, fused.place, fused.silu_mul, "fused")
 
 
 class _Fused:

@@ -250,6 +250,11 @@ class Step:
 class LayerOps(Protocol):
     """How the halves of a layer run."""
 
+    @property
+    def name(self) -> str:
+        """Others may round otherwise."""
+        ...
+
     def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> rotated queries [T, Q, D]; KV is written at the step's slots of kv [S, 2, G, D]."""
         ...
@@ -288,6 +293,7 @@ class Operations:
     place: Callable[[torch.Tensor, Heads, Step, torch.Tensor], torch.Tensor]
     # rows [T, Q + 2 G, D], which may be written, normed and rotated -> queries [T, Q, D]; KV written to kv [S, 2, G, D]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]  # [T, 2 I] -> [T, I]: silu of the first half times the second
+    name: str
 
     def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
         return self.place(heads_of(layer, x), layer.heads, step, kv)
@@ -343,4 +349,4 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-TORCH = Operations(add_norm, place, silu_mul)
+TORCH = Operations(add_norm, place, silu_mul, "torch")
