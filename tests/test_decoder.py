@@ -287,6 +287,9 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
     where = folder / "model.safetensors.index.json"
     where.write_text(json.dumps({"weight_map": index}))
     assert all(torch.equal(t, whole[name]) for name, t in load_tensors(folder).items())
+    name = next(iter(halves[0]))
+    save_file(halves[1] | {name: torch.zeros(3)}, folder / "shard-1.safetensors")
+    assert torch.equal(load_tensors(folder)[name], whole[name]), "an older shard holds another of that name"
     where.write_text(json.dumps({"weight_map": index | {"lost.weight": "shard-0.safetensors"}}))
     with pytest.raises(ModelError, match=r"lost\.weight is in the index"):
         load_tensors(folder)

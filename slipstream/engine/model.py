@@ -359,8 +359,9 @@ def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> di
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         with _opened(path) as file:
-            tensors |= {name: file.get_tensor(name) for name in sorted(file.keys()) if names is None or name in names}
-    if missing := sorted(listed - tensors.keys()):
+            tensors |= {name: file.get_tensor(name) for name in sorted(file.keys())
+                        if (names is None or name in names) and (name not in tensors or listed.get(name) == path.name)}
+    if missing := sorted(listed.keys() - tensors.keys()):
         raise ModelError(f"{Path(folder) / INDEX}: tensor {missing[0]} is in the index but in none of its files")
     return tensors if block is None else widened(tensors, block)
 
@@ -374,7 +375,7 @@ def fp8_block(folder: str | Path) -> Block | None:
 def tensor_names(folder: str | Path) -> set[str]:
     """The names of the tensors that ``load_tensors`` would read; of files with an index nothing else is. Raises
     ModelError."""
-    return _files(Path(folder))[1] or set(tensor_types(folder))
+    return set(_files(Path(folder))[1] or tensor_types(folder))
 
 
 def tensor_types(folder: str | Path) -> dict[str, str]:
@@ -387,11 +388,12 @@ def tensor_types(folder: str | Path) -> dict[str, str]:
     return types
 
 
-def _files(folder: Path, names: Collection[str] | None = None) -> tuple[list[Path], set[str]]:
-    """The files that hold the tensors ``names`` (None: all), and which of those an index, if there is one, lists."""
+def _files(folder: Path, names: Collection[str] | None = None) -> tuple[list[Path], dict[str, str]]:
+    """The files that hold the tensors ``names`` (None: all), and the one of each that an index, if there is one,
+    lists: what two of them hold is read from there."""
     index = folder / INDEX
     if not index.exists():
-        return [folder / "model.safetensors"], set()
+        return [folder / "model.safetensors"], {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ModelError(f"{index}: weight_map: expected an object of tensor name to file name")
@@ -399,7 +401,7 @@ def _files(folder: Path, names: Collection[str] | None = None) -> tuple[list[Pat
     for file in listed.values():
         if Path(file).name != file:
             raise ModelError(f"{index}: weight_map: {file!r} is not the name of a file of this folder")
-    return [folder / file for file in sorted(set(listed.values()))], set(listed)
+    return [folder / file for file in sorted(set(listed.values()))], listed
 
 
 @contextmanager
