@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from bench.gpu.shapes import TINY, config_of
+from slipstream.base.errors import in_a_line
+from slipstream.engine import witness
 from slipstream.engine.proof import SAID, asked, remembered, witnessed
 
 
@@ -24,7 +26,8 @@ def told(script: str) -> list[str]:
     ("kill -ABRT $$", "signal 6 (SIGABRT)", True),
     ("kill -SEGV $$", "signal 11 (SIGSEGV)", True),
     ("kill -KILL $$", "signal 9 (SIGKILL)", False),  # of a machine without memory
-    ("echo first >&2; echo no module >&2; exit 3", "exit code 3: no module", True),
+    ("echo first >&2; echo no compiler >&2; exit 1", "exit code 1: no compiler", False),  # who installs one asks again
+    (f"echo '{SAID}\"CUDA error: an illegal memory access\"'", "illegal memory access", True),
     (f"echo '{SAID}\"OutOfMemoryError: CUDA out of memory\"'", "out of memory", False),
     ("exec sleep 60", "longer than 0.2 s", False),
 ])
@@ -58,5 +61,24 @@ def test_where_nothing_can_be_kept_it_is_asked_each_time(tmp_path: Path) -> None
 def test_a_witness_says_why_there_is_nothing_to_see() -> None:
     question = json.dumps(asked("attention", config_of(TINY), torch.bfloat16))
     done = subprocess.run([sys.executable, "-m", "slipstream.engine.witness", question, "cpu"], capture_output=True,
-                          text=True, check=True)
-    assert "flashinfer" in json.loads(done.stdout.splitlines()[-1].removeprefix(SAID))
+                          text=True, check=False)
+    assert done.returncode == 1 and "flashinfer" in done.stderr.splitlines()[-1] and SAID not in done.stdout
+
+
+@pytest.mark.parametrize(("error", "kept"), [
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+    (RuntimeError("Triton Error [CUDA]: misaligned address"), True),
+    (RuntimeError("Failed to find C compiler. Please specify via CC environment variable"), False),
+    (ImportError("No module named 'flashinfer'"), False)])
+def test_a_witness_keeps_to_itself_what_is_not_the_devices(monkeypatch: pytest.MonkeyPatch, error: Exception,
+                                                           kept: bool) -> None:
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(witness, "triton_operations", fails)
+    question = asked("operations", config_of(TINY), torch.bfloat16)
+    if kept:
+        assert witness.seen(question, torch.device("cpu")) == in_a_line(error)
+    else:
+        with pytest.raises(type(error)):
+            witness.seen(question, torch.device("cpu"))

@@ -5,7 +5,8 @@ Rules:
    to run is run by another process first (``witness``), before a model is loaded. Whatever becomes of it, this one can
    fall back.
 2. What it says, or which signal ended it, is kept by GPU, driver, versions and the model's measures: the next start
-   asks nobody. That it took too long, or ran out of memory, says nothing about the next time and is not kept.
+   asks nobody. That it took too long, ran out of memory, or had no compiler, says nothing about the next time and is
+   not kept.
 
 It knows nothing about kernels. Format of a verdict: JSON, one file each in the user's cache.
 """
@@ -86,7 +87,7 @@ def witnessed(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[str, bo
         found = f"its trial ended by signal {-done.returncode} ({signal.Signals(-done.returncode).name})"
     else:
         told = done.stderr.strip().splitlines() or ["nothing said"]
-        found = f"its trial ended with exit code {done.returncode}: {told[-1][:300]}"
+        return f"its trial ended with exit code {done.returncode}: {told[-1][:300]}", False
     return found, not any(word in found for word in PASSING) and done.returncode != -signal.SIGKILL
 
 

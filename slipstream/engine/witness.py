@@ -19,9 +19,12 @@ from slipstream.engine.model import ModelConfig, RopeScaling, dtype_of
 from slipstream.engine.ops.fused import difference, triton_operations
 from slipstream.engine.proof import SAID
 
+OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]", "illegal memory access", "out of memory")
+
 
 def seen(question: dict[str, Any], device: torch.device) -> str:
-    """Where the kernels differ, in words; empty: nowhere."""
+    """Where the kernels differ, or how the device failed, in words; empty: nowhere. Raises what compilers and loaders
+    raise."""
     scaling = question["config"].pop("rope_scaling")
     config = ModelConfig(**question["config"], rope_scaling=scaling and RopeScaling(**scaling))
     dtype = dtype_of(question["dtype"])
@@ -29,15 +32,21 @@ def seen(question: dict[str, Any], device: torch.device) -> str:
         if question["what"] == "attention":
             return disagreement(FlashInferAttention(config, dtype, device), config, dtype, device)
         return difference(triton_operations(), config, dtype, device)
-    except Exception as error:  # compilers, loaders and launches fail in their own ways
-        return in_a_line(error)
+    except RuntimeError as error:
+        if any(word in str(error) for word in OF_THE_DEVICE):
+            return in_a_line(error)
+        raise
 
 
 def main() -> None:
     question, device = json.loads(sys.argv[1]), torch.device(sys.argv[2])
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    print(SAID + json.dumps(seen(question, device)), flush=True)
+    try:
+        said = seen(question, device)
+    except Exception as error:  # they fail in their own ways
+        sys.exit(in_a_line(error))
+    print(SAID + json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":
