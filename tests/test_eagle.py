@@ -313,6 +313,7 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, target: Path, cha
     ("d2t", lambda t: t - 50, "d2t: .*another vocabulary"),
     ("d2t", lambda t: -torch.arange(len(t)), "d2t: .*differences"),
     ("d2t", lambda t: t.float(), "d2t: expected integers"),
+    ("d2t", lambda t: t.to(torch.complex64), "d2t: expected integers"),
     ("t2d", lambda t: ~t, "t2d"),
 ])
 def test_a_foreign_vocabulary_is_refused(tmp_path: Path, target: Path, name: str, change: Callable[[Tensor], Tensor],

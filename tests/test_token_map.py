@@ -74,6 +74,7 @@ def written(content: str, name: str = "map.json") -> Callable[[Path], Path]:
     (written("junk", "map.safetensors"), "not readable as safetensors"),
     (lambda folder: as_tensor(folder, "d2t"), "expected one tensor called token_map or hot_token_id, found d2t"),
     (lambda folder: as_tensor(folder, ids=torch.ones(4)), "expected a list of integers, found torch.float32"),
+    (lambda folder: as_tensor(folder, ids=torch.ones(4, dtype=torch.complex64)), "expected a list of integers, found"),
     (lambda folder: as_tensor(folder, ids=torch.ones(2, 2, dtype=torch.int64)), r"expected a list of integers.*2, 2"),
 ])
 def test_what_is_no_map_is_refused(tmp_path: Path, write: Callable[[Path], Path], match: str) -> None:

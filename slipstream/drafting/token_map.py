@@ -69,7 +69,7 @@ def _of_safetensors(path: Path, where: str) -> list[int]:
             tensor = file.get_tensor(names[0])
     except SafetensorError as error:
         raise ModelError(f"{where}: not readable as safetensors: {error}") from error
-    if tensor.is_floating_point() or tensor.dtype is torch.bool or tensor.ndim != 1:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool or tensor.ndim != 1:
         raise ModelError(f"{where}: tensor {names[0]}: expected a list of integers, found {tensor.dtype} "
                          f"{tuple(tensor.shape)}")
     ids: list[int] = tensor.tolist()

@@ -356,7 +356,7 @@ def draft_vocabulary(tensors: Mapping[str, torch.Tensor], draft_vocab: int, voca
     if "d2t" not in tensors:
         return own
     difference = tensors["d2t"]
-    if difference.is_floating_point() or difference.dtype is torch.bool:
+    if difference.is_floating_point() or difference.is_complex() or difference.dtype is torch.bool:
         raise ModelError(f"tensor d2t: expected integers, found {difference.dtype}")
     ids = own + difference.long()
     low, high = int(ids.min()), int(ids.max())
