@@ -219,6 +219,13 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(folder).eos_token_ids == (7, 9, EOS)
 
 
+@pytest.mark.parametrize("ids", [-1, [5, 10**30], [True], ["7"], {"id": 7}, 1 << 24])
+def test_end_tokens_that_no_vocabulary_has_are_refused(tmp_path: Path, ids: object) -> None:
+    folder = write_tiny_model(tmp_path, eos_token_id=ids)
+    with pytest.raises(ModelError, match=r"config\.json: eos_token_id: expected token ids"):
+        ModelConfig.from_folder(folder)
+
+
 def test_rope_fields_of_old_and_new_configs() -> None:
     new = parse_config(tiny_config(rope_parameters={"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}), "c")
     old = tiny_config(rope_theta=5.0, rope_scaling={"type": "linear", "factor": 2.0})

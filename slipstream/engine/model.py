@@ -305,7 +305,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
             continue
         value = read_json(path).get("eos_token_id")
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(v, int) and v >= 0 for v in values):
+        if not all(type(v) is int and 0 <= v < 1 << 24 for v in values):
             raise ModelError(f"{path}: eos_token_id: expected token ids, found {value!r}")
         ids.update(values)
     return tuple(sorted(ids))
