@@ -68,6 +68,12 @@ class Reader:
             return 0.0
         return sum(len(piece.tokens) for piece in self.counted) / (self.pieces[-1][0] - self.pieces[0][0])
 
+    @property
+    def hits_ms(self) -> list[float]:
+        """What rounds took whose tree was there and for which nobody waited."""
+        return [1e3 * (now_s - before_s) for (before_s, _), (now_s, piece) in itertools.pairwise(self.pieces)
+                if piece.drafted and not piece.wait_s]
+
     async def read(self, client: TargetClient, speculate: bool) -> None:
         """An answer after the other, each of another text, until cancelled."""
         for turn in itertools.count():
