@@ -22,7 +22,6 @@ from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.followed import Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -37,6 +36,7 @@ from slipstream.protocol.messages import (
     TargetHello,
 )
 from slipstream.protocol.requests import Sampling
+from slipstream.protocol.session import PromptLookup
 from slipstream.protocol.tree import DraftTree, walk
 from tests.pair import STUBBORN, local_link_to
 

@@ -18,9 +18,9 @@ from slipstream.decision.policy import SpeculationPolicy
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.following import HELD
 from slipstream.protocol.grammar import Grammar
-from slipstream.protocol.lookup import Doubt, PromptLookup
 from slipstream.protocol.messages import Commit, DraftBound, Faults, Peer, PeerEvents
 from slipstream.protocol.requests import Piece, Request, Sampling
+from slipstream.protocol.session import Doubt, PromptLookup
 from tests.pair import STUBBORN, drafting, local_link, target
 from tests.tiny import EOS, write_tiny_model
 

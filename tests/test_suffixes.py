@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slipstream.protocol.lookup import SuffixIndex
+from slipstream.protocol.session import SuffixIndex
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -20,8 +20,8 @@ from math import log
 from typing import NamedTuple
 
 from slipstream.drafting.tree import ROOT, GrowingTree
-from slipstream.protocol.lookup import DOUBT, Match, SuffixIndex
 from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open
+from slipstream.protocol.session import DOUBT, Match, SuffixIndex
 from slipstream.protocol.tree import MAX_NODES
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import log
 
 from slipstream.base.config import PolicySection
 from slipstream.base.value import value
@@ -27,7 +26,6 @@ from slipstream.decision.decide import PLAIN, Decision, Reason, Round, Seen, Tra
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.pool import DraftPool
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.lookup import Doubt, PromptLookup
 from slipstream.protocol.messages import (
     Close,
     DraftBound,
@@ -185,7 +183,6 @@ class Waiting:
         return latency_s
 
 
-NOTHING: tuple[Sequence[int], Sequence[float]] = ((), ())
 ROWS = 256  # feature rows of one item: well below the message limit for any known model
 RETRY_S = 1.0  # after a drafter gave the session up for lack of room
 LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
@@ -194,13 +191,13 @@ LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
 class Followed:
     """One session. Made by ``Following.open``."""
 
-    __slots__ = ("_doubt", "_foretold", "_limit", "_lookup", "_opened_s", "_retry_at_s", "_rows_from", "_runs_ahead",
-                 "_shared", "begun", "decision", "link", "plain", "policy", "reads", "session", "side", "waiting")
+    __slots__ = ("_limit", "_opened_s", "_retry_at_s", "_rows_from", "_runs_ahead", "_shared", "begun", "decision",
+                 "link", "plain", "policy", "reads", "session", "side", "waiting")
 
-    def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int, doubt: Doubt,
+    def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int,
                  plain: bool = False) -> None:
-        """limit: tokens that the session has at most, its prompt included. doubt: of what texts like its own foretell.
-        plain: nothing is ever drafted for it, its text not looked up either."""
+        """limit: tokens that the session has at most, its prompt included. plain: nothing is ever drafted for it, its
+        text not looked up either."""
         self.session = side.session
         self.side = side
         self.policy = policy
@@ -213,9 +210,6 @@ class Followed:
         self.plain = plain
         self._shared = shared
         self._limit = limit
-        self._doubt = doubt
-        self._lookup: PromptLookup | None = None
-        self._foretold = NOTHING  # what the text foretold at the newest commit, and its chances
         self._retry_at_s = 0.0  # no drafter is looked for before
         self._opened_s = -RETRY_S  # when the newest drafter was told of it
         self._rows_from = 0  # feature rows before were handed over, or are outside the drafter's window
@@ -317,9 +311,10 @@ class Followed:
         if verified.finish:
             return record, None
         left = self.left - len(tokens)
-        self._foretold = self._look_up(tokens, left, verified.forced)
+        chances: Sequence[float] = side.foretell(
+            tokens, min(self._shared.policy.max_nodes, left - 1), verified.forced) if self.looks_up else ()
         waiting.unasked += len(tokens)
-        return record, self._sees(now_s, step.sessions - 1, self._foretold[1], left)
+        return record, self._sees(now_s, step.sessions - 1, chances, left)
 
     def commit(self, verified: Verified, decision: Decision | None, step: Step, now_s: float) -> None:
         """Make ``tokens`` part of the session, and have the drafter told by the next flush. ``decision``: of the next
@@ -339,8 +334,7 @@ class Followed:
             self._follow(now_s, step.sessions - 1)
         self._await(now_s)
         if decision.lookup:
-            chain, chances = self._foretold
-            side.add_lookup(chain[: decision.lookup], [log(chance) for chance in chances[: decision.lookup]])
+            side.add_foretold(decision.lookup)
 
     def wants_rows(self) -> tuple[FeatureSpec, int] | None:
         """Which feature rows its drafter reads, and the first position whose row it has not had."""
@@ -399,16 +393,6 @@ class Followed:
         if self.policy.mode is PLAIN or reading:
             return "plain"
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
-
-    def _look_up(self, tokens: tuple[int, ...], left: int,
-                 forced: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
-        if not self.looks_up:
-            return NOTHING
-        if self._lookup is None:
-            self._lookup = PromptLookup([*self.side.tokens, *tokens], self._doubt)
-        else:
-            self._lookup.commit(tokens)
-        return self._lookup.chain(min(self._shared.policy.max_nodes, left - 1), forced)
 
     def _decide(self, now_s: float, others: int) -> Decision:
         seen = self._sees(now_s, others, (), self.left)

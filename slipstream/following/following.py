@@ -32,10 +32,9 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.protocol.conduct import FaultRate
-from slipstream.protocol.lookup import Doubt
 from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Growth, Link, TargetBound
 from slipstream.protocol.requests import Sampling
-from slipstream.protocol.session import TargetSide
+from slipstream.protocol.session import Doubt, TargetSide
 from slipstream.protocol.tree import DraftTree
 
 Event = Callable[[], None]
@@ -233,8 +232,8 @@ class Following:
         policy = SpeculationPolicy(self._shared.policy, self._beliefs, now_s, sampled, self._rules)
         if not speculate:
             policy.forbid(now_s)
-        followed = Followed(TargetSide(session, tokens, prompt_len, sampling, trace), policy, self._shared, limit,
-                            self._doubts[sampled], plain=not speculate)
+        side = TargetSide(session, tokens, prompt_len, sampling, trace, self._doubts[sampled])
+        followed = Followed(side, policy, self._shared, limit, plain=not speculate)
         self.sessions[session] = followed
         self._loaded()
         return followed
