@@ -35,8 +35,8 @@ from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus, Served
 from slipstream.protocol.tree import MAX_NODES, Thresholds
 from target_service.loop import TargetWorker
-from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, TargetService
+from target_service.step import Limits
 
 LEAST_SLOTS = PROFILE_CONTEXT + MAX_NODES  # steps are measured with them
 

@@ -31,9 +31,8 @@ from slipstream.observe.trace import Trace
 from slipstream.observe.vitals import BEAT_S, Vitals
 from slipstream.protocol.requests import Finish, Piece, PromptScores, Request, State
 from slipstream.protocol.tree import Thresholds
-from target_service.scheduler import Limits, Queues, Schedule, Shedding, holds
 from target_service.sequence import KV, Rule, Sequence, Sink
-from target_service.step import Outcome, Scored, run_step
+from target_service.step import Limits, Outcome, Queues, Schedule, Scored, Shedding, holds, run_step
 
 Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
 

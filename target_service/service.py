@@ -25,8 +25,8 @@ from slipstream.protocol.requests import MAX_WAITING, NEEDS, DraftStatus, Piece,
 from slipstream.protocol.tree import MAX_NODES
 from target_service.drain import drained
 from target_service.loop import TargetWorker
-from target_service.scheduler import CALM_S
 from target_service.sequence import Rule, Sink
+from target_service.step import CALM_S
 
 TAKES = tuple(need for need in NEEDS if need != "grammar")  # which depends on the tokenizer
 

@@ -43,8 +43,8 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 from target_service.assembly import grammars
 from target_service.loop import TargetWorker
-from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, TargetService
+from target_service.step import Limits
 from tests.loop import eventually
 
 WIRE = WireSection()

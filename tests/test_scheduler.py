@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from target_service.scheduler import Facts, Limits, Schedule, schedule
+from target_service.step import Facts, Limits, Schedule, schedule
 
 LIMITS = Limits(max_running=6, max_step_rows=40, prefill_chunk=16)
 SLOTS = 120

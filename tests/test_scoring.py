@@ -33,8 +33,8 @@ from slipstream.following.following import Following
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import MAX_SCORES, LogprobsMode, Piece, PromptScores, Request, Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
-from target_service.scheduler import Limits
 from target_service.sequence import Sequence
+from target_service.step import Limits
 from tests.echo import EchoTarget
 from tests.pair import Rig, target
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, events, routing

@@ -17,8 +17,8 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
-from target_service.scheduler import Limits
 from target_service.sequence import KV, LUMPS, SHARED, Sink
+from target_service.step import Limits
 
 LONG = tuple(range(1, 201))
 Told = list[Piece | Exception]

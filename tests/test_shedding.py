@@ -34,8 +34,8 @@ from slipstream.following.pool import DraftPool
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import Commit, FeatureSpec, Open
 from slipstream.protocol.requests import DraftStatus, Request, Sampling, TokenLogprob
-from target_service.scheduler import CALM_S, LEVELS, Limits, Queues, Shedding
 from target_service.sequence import KV
+from target_service.step import CALM_S, LEVELS, Limits, Queues, Shedding
 from tests.both import Both
 from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
 from tests.loop import eventually

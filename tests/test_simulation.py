@@ -27,7 +27,7 @@ from slipstream.simulate.simulation import (
     simulate,
 )
 from slipstream.simulate.timed import Timing
-from target_service.scheduler import holds
+from target_service.step import holds
 
 SOME = Deployment()
 

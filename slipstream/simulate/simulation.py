@@ -38,7 +38,7 @@ from slipstream.simulate.timed import (
     Timing,
 )
 from target_service.loop import TargetWorker
-from target_service.scheduler import Limits
+from target_service.step import Limits
 
 AHEAD = {"run-ahead": 239, "outcomes": 1007}  # nodes beyond those that are verified next
 SCHEDULES = ("plain", "colocated", "serial", *AHEAD)
