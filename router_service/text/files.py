@@ -28,7 +28,7 @@ COMPOSED = 4  # characters that Unicode may write as one
 def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
     """The chat template of a model folder (``chat_template.jinja`` or tokenizer_config.json), and the bos_token and its
     like, which it may name; None if there is none."""
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json", missing_ok=True)
     path = folder / "chat_template.jinja"
     try:
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
@@ -61,13 +61,13 @@ def literals(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[in
 def stop_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """From generation_config.json, else config.json, else the eos_token of tokenizer_config.json."""
     for name in ("generation_config.json", "config.json"):
-        found = read_json(folder / name).get("eos_token_id")
+        found = read_json(folder / name, missing_ok=True).get("eos_token_id")
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(i) is int and i >= 0 for i in ids):
             raise ModelError(f"{folder / name}: eos_token_id: expected token ids, found {found!r}")
         if ids:
             return tuple(dict.fromkeys(ids))
-    text = _token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
+    text = _token_text(read_json(folder / "tokenizer_config.json", missing_ok=True).get("eos_token"))
     token = None if text is None else tokenizer.token_to_id(text)
     return () if token is None else (token,)
 

@@ -31,12 +31,12 @@ from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.int8 import check_int8
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, read_json, tell_unread
+from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, tell_unread
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
 from slipstream.engine.runner import ModelRunner, default_slots, free_memory, kv_bytes
-from slipstream.models.folder import known_tokens, resolve
+from slipstream.models.folder import known_tokens, read_json, resolve
 from slipstream.observe.log import logger
 
 N = TypeVar("N", bound=Network)

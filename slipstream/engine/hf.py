@@ -41,8 +41,9 @@ from slipstream.engine.attention import AttentionPlan, attend, plan_attention, p
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import check_floats
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, read_json, take, tell_unread
+from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, take, tell_unread
 from slipstream.engine.trial import check, check_layers
+from slipstream.models.folder import read_json
 from slipstream.observe.log import logger
 from slipstream.protocol.tree import MAX_NODES
 

@@ -22,7 +22,8 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.fp8_blocks import FIELD
-from slipstream.engine.model import ModelConfig, Tensors, fp8_block, read_json, take, tensor_types
+from slipstream.engine.model import ModelConfig, Tensors, fp8_block, take, tensor_types
+from slipstream.models.folder import read_json
 
 MOST = 127
 SCALE = "_scale"  # behind the name of a matrix

@@ -13,7 +13,6 @@ Format: ``config.json`` and ``generation_config.json`` as transformers writes th
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from slipstream.choosing.sampling import Draws, Race
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.fp8_blocks import SCALE_INV, Block, block_of, widened
 from slipstream.engine.kv import KVPool
+from slipstream.models.folder import read_json
 from slipstream.observe.log import logger
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -170,20 +170,6 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ModelError naming the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors "
-                         "('slipstream models prepare' makes one)") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected an object, found {type(content).__name__}")
-    return content
-
-
 @dataclass(frozen=True, slots=True)
 class Fields:
     """Typed access to one JSON object. What is missing or null is its default, and without one, or of another type, a
@@ -301,9 +287,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = folder / name
-        if not path.exists():
-            continue
-        value = read_json(path).get("eos_token_id")
+        value = read_json(path, missing_ok=True).get("eos_token_id")
         values = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(v) is int and 0 <= v < 1 << 24 for v in values):
             raise ModelError(f"{path}: eos_token_id: expected token ids, found {value!r}")

@@ -282,7 +282,7 @@ def weights_hash(folder: Path) -> str:
 def made_for(folder: Path) -> str:
     """The ``weights_hash`` of the target that the head in ``folder`` was trained with; "" where it does not say.
     Raises ModelError."""
-    found = read_json(folder / "config.json").get(MADE_FOR, "")
+    found = read_json(folder / "config.json", missing_ok=True).get(MADE_FOR, "")
     return found if isinstance(found, str) else ""
 
 
@@ -305,16 +305,20 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model folder; {} when the file is not there. Raises ModelError when it is not an object."""
+def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
+    """The object in a JSON file of a model folder; {} for one that is not there and may be missing. Raises ModelError
+    naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+    except FileNotFoundError as error:
+        if missing_ok:
+            return {}
+        raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors "
+                         "('slipstream models prepare' makes one)") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise ModelError(f"{path}: expected an object, found {type(content).__name__}")
     return content
 
 

@@ -85,7 +85,7 @@ class Turns:
 
 def read_turns(folder: Path) -> Turns:
     """The turns of a target's folder. Raises ModelError naming what cannot be used."""
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json", missing_ok=True)
     path = folder / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     tokenizer = load_tokenizer(folder)

@@ -54,16 +54,9 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.lender import Lender
-from slipstream.engine.model import (
-    DTYPES,
-    Fields,
-    ModelConfig,
-    load_tensors,
-    parse_config,
-    read_json,
-    take,
-)
+from slipstream.engine.model import DTYPES, Fields, ModelConfig, load_tensors, parse_config, take
 from slipstream.engine.ops.layer import layer_shapes
+from slipstream.models.folder import read_json
 from slipstream.observe.log import logger
 
 LAYER = "layers.0"

@@ -18,7 +18,8 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.int8 import EMBEDDING, HEAD, SCALE, Whole, matrix
-from slipstream.engine.model import DTYPES, Fields, RopeScaling, load_tensors, read_json, rope_of, take
+from slipstream.engine.model import DTYPES, Fields, RopeScaling, load_tensors, rope_of, take
+from slipstream.models.folder import read_json
 
 EMBEDDINGS = (EMBEDDING, "language_model.model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 LM_HEADS = (HEAD, "language_model.lm_head.weight")
