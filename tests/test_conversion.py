@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import ModelError
+from slipstream.models.folder import write_json
 from slipstream.models.gguf import GgufFile, convert, deinterleave
 from tests.small_gguf import (
     F16,
@@ -42,7 +43,8 @@ def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def converted(small_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("converted")
-    convert(GgufFile(small_gguf), folder, lambda done, total: None)
+    for name, content in convert(GgufFile(small_gguf), folder, lambda done, total: None).items():
+        write_json(folder / name, content)
     return folder
 
 

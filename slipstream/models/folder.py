@@ -211,7 +211,8 @@ def prepare(name: str, dest: Path | None = None, progress: bool = True,
     receipt = {"name": model.name, "license": model.license,
                "source": {"package": model.package, "file": model.file, "sha256": found}}
     with filled(folder, receipt) as fresh, _bar(f"preparing {name}", progress) as report:
-        convert(GgufFile(source), fresh, report)
+        for said, content in convert(GgufFile(source), fresh, report).items():
+            write_json(fresh / said, content)
     return folder
 
 

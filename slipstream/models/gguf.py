@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from slipstream.base.errors import ModelError
-from slipstream.models.folder import write_json
 
 Floats = NDArray[np.float32]
 Value = TypeVar("Value", str, int, float, bool)
@@ -149,8 +148,9 @@ class Part:
     interleaved_heads: int = 0
 
 
-def convert(source: GgufFile, folder: Path, progress: Callable[[int, int], None]) -> None:
-    """Write config.json, generation_config.json, tokenizer files and model.safetensors into the existing ``folder``.
+def convert(source: GgufFile, folder: Path, progress: Callable[[int, int], None]) -> dict[str, dict[str, Any]]:
+    """Write tokenizer.json and model.safetensors into the existing ``folder``. Returns what its other files say, by
+    name: config.json, generation_config.json and tokenizer_config.json.
 
     ``progress(done, total)`` hears about bytes of weights. Raises ModelError before the weights are written if the file
     is not a Llama with a GPT-2 style tokenizer, or its tensors do not fit its metadata.
@@ -162,11 +162,13 @@ def convert(source: GgufFile, folder: Path, progress: Callable[[int, int], None]
     tokenizer = build_tokenizer(source, dimensions.vocab)
     ids = {name: _token_id(source, name, dimensions.vocab) for name in ("bos", "eos", "padding")}
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    write_json(folder / "tokenizer_config.json", tokenizer_config(source, tokenizer, ids, dimensions))
-    write_json(folder / "config.json", model_config(dimensions, ids, tied))
-    write_json(folder / "generation_config.json",
-                {"bos_token_id": ids["bos"], "eos_token_id": [ids["eos"]], "pad_token_id": ids["padding"]})
+    contents = {
+        "tokenizer_config.json": tokenizer_config(source, tokenizer, ids, dimensions),
+        "config.json": model_config(dimensions, ids, tied),
+        "generation_config.json": {"bos_token_id": ids["bos"], "eos_token_id": [ids["eos"]],
+                                   "pad_token_id": ids["padding"]}}
     write_weights(source, parts, folder / "model.safetensors", progress)
+    return contents
 
 
 def read_dimensions(source: GgufFile) -> Dimensions:
