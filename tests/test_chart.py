@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from deploy.__main__ import pages
 from deploy.values import OWNED, Values
 from draft_service.__main__ import DRAIN_S
+from slipstream.base.address import service_address
 from slipstream.base.config import Config, load
-from slipstream.wire.discovery import service_address
 from target_service.vllm_start import arguments, node_rank
 from tests.kube import CHART, PROFILES, ROOT, VLLM, helm, only, rendered, run
 

@@ -10,16 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.base.address import ServiceAddress, service_address
 from slipstream.base.errors import Unavailable
-from slipstream.wire.cluster import ApiServer, api_server
-from slipstream.wire.discovery import (
-    Change,
-    Directory,
-    ServiceAddress,
-    WatchRules,
-    following,
-    service_address,
-)
+from slipstream.wire.cluster import ApiServer, Change, api_server
+from slipstream.wire.discovery import Directory, WatchRules, following
 from tests.api_server import endpoint
 from tests_k8s.cluster import Cluster, Door, Slices
 from tests_k8s.own_server import OwnServer

@@ -1,17 +1,42 @@
-"""Addresses as people write them, host:port, and lists of them.
+"""Addresses as people write them, host:port or a service of a cluster, and lists of them.
 
 Rule: what is none is refused where the configuration is read, with an example, before anything listens or dials.
 
-It knows nothing about sockets, gRPC or Kubernetes.
+It knows nothing about sockets, gRPC or the clients of clusters.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-SCHEME = "kubernetes:"
 LABEL = "[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
-SERVICE = re.compile(rf"kubernetes:///({LABEL})\.({LABEL})(?:\.svc)?:({LABEL})")  # whose pods discovery knows
+SERVICE = re.compile(rf"kubernetes:///({LABEL})\.({LABEL})(?:\.svc)?:({LABEL})")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAddress:
+    """A service of a cluster, whose pods discovery knows. ``port``: a number, or the name of one of its ports."""
+
+    service: str
+    namespace: str
+    port: str
+
+    @property
+    def host(self) -> str:
+        """The name that certificates of its pods bear."""
+        return f"{self.service}.{self.namespace}.svc"
+
+
+def service_address(address: str) -> ServiceAddress | None:
+    """The service that ``kubernetes:///SERVICE.NAMESPACE:PORT`` names; None for a plain host:port. Raises
+    ValueError."""
+    if not address.startswith("kubernetes:"):
+        return None
+    found = SERVICE.fullmatch(address)
+    if found is None:
+        raise ValueError(f"{address!r} is not kubernetes:///SERVICE.NAMESPACE:PORT")
+    return ServiceAddress(*found.groups())
 
 
 def host_port(address: str) -> tuple[str, int]:
@@ -42,8 +67,6 @@ def dialled(value: object) -> object:
     if not isinstance(value, list | tuple):
         raise ValueError("write a list, as in [127.0.0.1:8051]; [] for none")
     for address in value:
-        if not str(address).startswith(SCHEME):
+        if service_address(str(address)) is None:
             host_port(str(address))
-        elif SERVICE.fullmatch(str(address)) is None:
-            raise ValueError(f"{address!r} is not kubernetes:///SERVICE.NAMESPACE:PORT")
     return value

@@ -16,6 +16,7 @@ import json
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 from kubernetes.aio.client.api.custom_objects_api import CustomObjectsApi
@@ -25,8 +26,8 @@ from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
+from slipstream.base.address import ServiceAddress
 from slipstream.base.errors import ConfigError, RemoteProtocolError, Unavailable
-from slipstream.wire.discovery import Change, Listing, ServiceAddress, resource_version
 
 GROUP = "discovery.k8s.io"
 VERSIONS = ("v1", "v1beta1")  # best first
@@ -34,6 +35,7 @@ REQUEST_S = 10.0
 WATCH_S = 60
 SPARE_S = 10.0  # for the server to end its watch
 KINDS = ("ADDED", "MODIFIED", "DELETED", "BOOKMARK")
+Change = tuple[str, Mapping[str, Any]]  # what happened, and the slice that it happened to
 
 
 class ApiServer:
@@ -55,15 +57,12 @@ class ApiServer:
                 return version
         raise Unavailable(f"the API server serves discovery.k8s.io in none of {', '.join(VERSIONS)}")
 
-    async def list(self, version: str, service: ServiceAddress) -> Listing:
-        """Raises Unavailable or RemoteProtocolError."""
+    async def list(self, version: str, service: ServiceAddress) -> object:
+        """Of all slices, whatever it is. Raises Unavailable."""
         async with _failures(f"list the slices of {service.service}"):
-            found = await self._slices.list_namespaced_custom_object(
+            found: object = await self._slices.list_namespaced_custom_object(
                 GROUP, version, service.namespace, "endpointslices", label_selector=_selector(service))
-        if not isinstance(found, Mapping) or not isinstance(found.get("items"), list):
-            raise RemoteProtocolError("items", "the API server's list is none")
-        items = [item for item in found["items"] if isinstance(item, Mapping)]
-        return Listing(resource_version(found), tuple(items))
+        return found
 
     async def watch(self, version: str, service: ServiceAddress, since: str) -> AsyncGenerator[Change, None]:
         """What changes after ``since``. Ends when the server ends it; raises Unavailable or
@@ -119,7 +118,7 @@ def _change(line: bytes) -> Change:
         raise _refused(found.get("code"), str(found.get("reason", "")), "watch")
     if kind not in KINDS:
         raise RemoteProtocolError("watch.type", "is unknown")
-    return Change(kind, found)
+    return kind, found
 
 
 def _refused(status: object, reason: str, what: str) -> Unavailable:

@@ -45,24 +45,10 @@ from typing import Any, Protocol
 
 import structlog
 
-from slipstream.base.address import SCHEME, SERVICE
+from slipstream.base.address import ServiceAddress, service_address
 from slipstream.base.errors import ConfigError, RemoteProtocolError, SlipstreamError, Unavailable
 
 MAX_ENDPOINTS = 1000  # of one slice; Kubernetes allows no more
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceAddress:
-    """A service of the cluster. ``port``: a number, or the name of one of its ports."""
-
-    service: str
-    namespace: str
-    port: str
-
-    @property
-    def host(self) -> str:
-        """The name that certificates of its pods bear."""
-        return f"{self.service}.{self.namespace}.svc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +59,6 @@ class Endpoint:
     pod: str  # what it is, however many addresses it has; "" unknown
     ready: bool
     ending: bool
-
-
-def service_address(address: str) -> ServiceAddress | None:
-    """The service that ``kubernetes:///SERVICE.NAMESPACE:PORT`` names; None for a plain host:port. ConfigError."""
-    if not address.startswith(SCHEME):
-        return None
-    found = SERVICE.fullmatch(address)
-    if found is None:
-        raise ConfigError(f"{address!r} is not kubernetes:///SERVICE.NAMESPACE:PORT")
-    return ServiceAddress(*found.groups())
 
 
 def slice_name(found: Mapping[str, Any]) -> str:
@@ -173,22 +149,6 @@ Slice = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """All slices of a service, and the version to watch from."""
-
-    version: str
-    slices: tuple[Slice, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One event of a watch. ``kind``: what the server calls it."""
-
-    kind: str
-    slice: Slice
-
-
-@dataclass(frozen=True, slots=True)
 class RosterRules:
     leave_s: float = 30.0
     silent_s: float = 60.0
@@ -263,13 +223,15 @@ class WatchRules:
 
 
 class SliceServer(Protocol):
-    """What is asked of an API server; errors are SlipstreamErrors."""
+    """What is asked of an API server, as it says it; errors are SlipstreamErrors."""
 
     async def served(self) -> str: ...
 
-    async def list(self, version: str, service: ServiceAddress) -> Listing: ...
+    async def list(self, version: str, service: ServiceAddress) -> object: ...
 
-    def watch(self, version: str, service: ServiceAddress, since: str) -> AsyncGenerator[Change, None]: ...
+    def watch(self, version: str, service: ServiceAddress, since: str) -> AsyncGenerator[tuple[str, Slice], None]:
+        """What happened, in its words, and the slice that it happened to."""
+        ...
 
     async def aclose(self) -> None: ...
 
@@ -312,9 +274,8 @@ class ServiceWatch:
         """List, then watch until it is time to list again. Raises what ended it before."""
         loop = asyncio.get_running_loop()
         version = await self._server.served()
-        listing = await self._server.list(version, self.service)
-        self._take(listing)
-        self._synced_s, since = loop.time(), listing.version
+        since = self._take(await self._server.list(version, self.service))
+        self._synced_s = loop.time()
         until_s = self._synced_s + self._rules.resync_s * random.uniform(0.9, 1.1)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
@@ -326,15 +287,20 @@ class ServiceWatch:
         loop = asyncio.get_running_loop()
         began_s, heard = loop.time(), False
         async with contextlib.aclosing(self._server.watch(version, self.service, since)) as changes:
-            async for change in changes:
-                since, heard = self._apply(change), True
+            async for kind, one in changes:
+                since, heard = self._apply(kind, one), True
         if not heard and loop.time() - began_s < self._rules.hasty_s:
             raise Unavailable("the API server ended the watch at once")
         return since
 
-    def _take(self, listing: Listing) -> None:
-        found: dict[str, tuple[Endpoint, ...]] = {}
-        for one in listing.slices:
+    def _take(self, listing: object) -> str:
+        """Returns the version to watch from."""
+        if not isinstance(listing, Mapping) or not isinstance(listing.get("items"), list):
+            raise RemoteProtocolError("items", "the API server's list is none")
+        version, found = resource_version(listing), dict[str, tuple[Endpoint, ...]]()
+        for one in listing["items"]:
+            if not isinstance(one, Mapping):
+                continue
             name = slice_name(one)
             try:
                 found[name] = endpoints_of(one, self.service.port)
@@ -346,16 +312,17 @@ class ServiceWatch:
             self._log.info("slices listed", slices=len(found))
         self.fresh, self._problem = True, ""
         self._publish()
+        return version
 
-    def _apply(self, change: Change) -> str:
+    def _apply(self, kind: str, one: Slice) -> str:
         """Returns the version that the watch has got to."""
-        version = resource_version(change.slice)
-        if change.kind == "BOOKMARK":
+        version = resource_version(one)
+        if kind == "BOOKMARK":
             return version
-        if change.kind == "DELETED":
-            self._slices.pop(slice_name(change.slice), None)
+        if kind == "DELETED":
+            self._slices.pop(slice_name(one), None)
         else:
-            self._slices[slice_name(change.slice)] = endpoints_of(change.slice, self.service.port)
+            self._slices[slice_name(one)] = endpoints_of(one, self.service.port)
         self._publish()
         return version
 
@@ -378,7 +345,7 @@ class Directory:
 
     def __init__(self, addresses: Sequence[str], server: SliceServer | None, seen: Seen,
                  rules: WatchRules | None = None) -> None:
-        """``server`` may be None where no address names a service. Raises ConfigError for a malformed address."""
+        """``server`` may be None where no address names a service."""
         services = [found for found in map(service_address, addresses) if found is not None]
         self._seen = seen
         self._rules = rules or WatchRules()
@@ -415,7 +382,7 @@ class Directory:
 
 
 def fixed(addresses: Sequence[str]) -> tuple[str, ...]:
-    """The addresses that are what they say: host:port. Raises ConfigError for a malformed one of the other kind."""
+    """The addresses that are what they say: host:port."""
     return tuple(address for address in addresses if service_address(address) is None)
 
 
