@@ -80,7 +80,7 @@ class Target:
 
     def takes(self, request: Request) -> bool:
         """Whether it honours all that is asked. An older one would not look at some fields, and answer anything."""
-        return not request.needs or (self.info is not None and request.needs <= self.info.honours)
+        return not (needs := request.needs) or (self.info is not None and set(needs).issubset(self.info.takes))
 
     def rests(self, now_s: float) -> bool:
         """Whether it is ejected, or has its probe: who came along would fail with it."""

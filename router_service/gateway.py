@@ -328,7 +328,7 @@ class Gateway:
             raise InvalidRequest("max_tokens", f"must be at most {most} with these log probabilities, so that no more "
                                  f"than {MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or alternatives")
         for need, name in asked.options.asked_by.items():
-            if need not in info.honours:
+            if need not in info.takes:
                 raise InvalidRequest(name, "the engine that serves this model does not honour it; leave it out",
                                      "unsupported_parameter")
             if need in ("allowed_token_ids", "bad_words") and asked.options.grammar is not None:

@@ -28,8 +28,6 @@ from target_service.loop import TargetWorker
 from target_service.sequence import Rule, Sink
 from target_service.step import CALM_S
 
-TAKES = tuple(need for need in NEEDS if need != "grammar")  # which depends on the tokenizer
-
 
 class LoopDispatch:
     """Carries pieces from the engine thread to the event loop, one call a step."""
@@ -165,8 +163,8 @@ class TargetService:
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           worker.num_running, self.num_waiting, served.num_slots, worker.num_free_slots,
                           self._draining, tuple(map(worker.following.pool.with_problem, self._drafts())),
-                          served.lossy, identity=served.identity, grammars=self._grammars is not None,
-                          takes=TAKES)
+                          served.lossy, identity=served.identity,
+                          takes=tuple(need for need in NEEDS if need != "grammar" or self._grammars is not None))
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new requests and wait for the running ones; those that do not finish in time are handed back, and run

@@ -337,8 +337,8 @@ class VllmService:
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           min(all_, most), max(0, all_ - most), served.num_slots, self._free, self._draining,
                           self._drafts, engine=f"vllm {self._running.version}", without=self._without,
-                          identity=served.identity, grammars=self._running.trials is not None,
-                          takes=TAKES)
+                          identity=served.identity,
+                          takes=tuple(need for need in TAKES if need != "grammar" or self._running.trials is not None))
 
     @property
     def _without(self) -> tuple[Without, ...]:

@@ -57,8 +57,7 @@ FIELDS: Mapping[str, Way] = MappingProxyType({  # of ``Request`` and of its ``Sa
     "identity": Way(goes="compared before"),
     "sampling": Way(goes="its fields stand here"),
 })
-# What is taken of what a request may need; grammars depend on the tokenizer.
-TAKES = tuple(need for need in NEEDS if need not in ("grammar", "logprobs_mode"))
+TAKES = tuple(need for need in NEEDS if need != "logprobs_mode")  # grammars where the tokenizer is of use for them
 OWN_SEEDS = 1 << 63  # vLLM's second model runner ends with a larger one; it never draws where sampling is keyed
 SCORED_BYTES = 1 << 30  # of a prompt's log probabilities, which vLLM makes of all rows of a step at once
 _FIELD_OF = {way.parameter: field for field, way in FIELDS.items() if way.parameter}

@@ -42,7 +42,6 @@ class EchoTarget:
         self.says = ""  # the whole answer, instead
         self.context = CONTEXT
         self.lossy = False
-        self.grammars = False
         self.takes: tuple[Need, ...] = ()
         self.identity: Identity | None = Identity(model, "float32", "none", "echo")
         self.requests: list[Request] = []
@@ -61,7 +60,7 @@ class EchoTarget:
             await asyncio.Event().wait()
         return TargetInfo(self.model, VOCAB, self.context, "", len(self.running), self.waiting, 4096, 4096,
                           self.draining, (DraftStatus("draft:1", True, "echo"),), self.lossy,
-                          identity=self.identity, grammars=self.grammars, takes=self.takes)
+                          identity=self.identity, takes=self.takes)
 
 
 class EchoAnswer:

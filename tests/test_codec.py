@@ -227,7 +227,6 @@ def test_requests_and_texts_come_back() -> None:
     scored = Piece((), prompt=PromptScores(1, (-0.5, -9.0), (1, 77), (4, 5, 6, 7), (-0.5, -1.0, -0.1, -3.0)))
     assert told(encode_told(3, scored)) == [(3, scored)] and scored.prompt is not None and scored.prompt.width == 2
     assert decode_info(encode_info(INFO)) == INFO
-    assert decode_info(encode_info(replace(INFO, grammars=True))).grammars
     assert decode_info(encode_info(replace(INFO, takes=NEEDS))).takes == NEEDS
     more = ChatOptions(echo=True, prompt_logprobs=0, logprobs_mode="tempered", allowed_token_ids=(3, 1),
                        bad_words=("no", "never ever"), max_tokens=0)

@@ -192,7 +192,7 @@ async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None
 
 async def test_messages_are_bound_to_a_schema(tiny_folder: Path) -> None:
     target = EchoTarget()
-    target.grammars, form = True, {"type": "json_schema", "schema": SCHEMA}
+    target.takes, form = ("grammar",), {"type": "json_schema", "schema": SCHEMA}
     async with routing(tiny_folder, target) as r:
         for fields in ({"output_config": {"format": form}}, {"output_format": form}):
             assert (await r.post(MESSAGES, max_tokens=5, messages=HELLO, **fields)).status_code == 200
@@ -207,7 +207,7 @@ async def test_a_response_tells_what_was_asked(tiny_folder: Path) -> None:
     asked = {"metadata": {"a": "b"}, "temperature": 0.5, "top_p": 0.9, "max_output_tokens": 4,
              "parallel_tool_calls": False, "tool_choice": {"type": "function", "name": "weather"}}
     target = caller()
-    target.grammars = True
+    target.takes = ("grammar",)
     async with routing(tiny_folder, target) as r:
         whole, events = await both(r, RESPONSES, input="hello", tools=[FUNCTION], **asked)
         for response in (whole, events[0]["response"], events[-1]["response"]):

@@ -53,7 +53,7 @@ def test_every_field_is_an_option_or_said_otherwise() -> None:
     {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}], ids=short)
 async def test_a_request_is_the_same_over_both(thinking_folder: Path, body: dict[str, Any]) -> None:
     target = EchoTarget()
-    target.grammars, target.takes, target.context = True, ("allowed_token_ids", "bad_words"), 4096
+    target.takes, target.context = ("grammar", "allowed_token_ids", "bad_words"), 4096
     (thinking_folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}"
         "as:{{ enable_thinking | default(true) }}{{ reasoning_effort | default('') }}{% endif %}")
@@ -67,7 +67,7 @@ async def test_a_request_is_the_same_over_both(thinking_folder: Path, body: dict
 
 async def test_calls_and_reasoning_are_told_as_over_http(thinking_folder: Path) -> None:
     target = EchoTarget(accepted=2)
-    target.says, target.context, target.grammars = THOUGHT, 4096, True
+    target.says, target.context, target.takes = THOUGHT, 4096, ("grammar",)
     async with routing(thinking_folder, target) as r, client_of(r) as client:
         for body in ({}, {"parallel_tool_calls": False}, {"include_reasoning": False}, {"separate_reasoning": False},
                      {"tool_choice": "none"}, {"tool_choice": "required"}, {"tool_choice": NAMED}, {"stop": ["Par"]}):
@@ -93,7 +93,7 @@ async def test_calls_and_reasoning_are_told_as_over_http(thinking_folder: Path) 
 async def test_an_answer_that_goes_on_is_told_apart_as_the_whole_one(thinking_folder: Path,
                                                                      body: dict[str, Any]) -> None:
     target = EchoTarget(accepted=0)
-    target.says, target.context, target.grammars = "é" + THOUGHT, 4096, True
+    target.says, target.context, target.takes = "é" + THOUGHT, 4096, ("grammar",)
     if "tool_choice" in body:
         target.says = '{"city": "Paré"}'
     assert target.identity is not None
@@ -148,7 +148,7 @@ def test_a_call_of_a_negative_number_is_refused() -> None:
 
 async def test_refusals_bear_the_names_of_options(tiny_folder: Path) -> None:
     target = EchoTarget()
-    target.grammars = True
+    target.takes = ("grammar",)
     async with routing(tiny_folder, target) as r, client_of(r) as client:
         for options, field in (({"grammar": Grammar("regex", "(")}, "grammar"), ({"top_logprobs": 21}, "top_logprobs"),
                                ({"grammar": Grammar("json_schema", "x")}, "grammar")):
@@ -161,7 +161,7 @@ async def test_refusals_bear_the_names_of_options(tiny_folder: Path) -> None:
 @pytest.mark.parametrize("begun", [0, 2])
 async def test_a_grammar_that_a_target_gives_up_bears_the_clients_name(tiny_folder: Path, begun: int) -> None:
     target = EchoTarget(fail_after=begun, error=InvalidRequest("grammar", "takes more work to follow than it may"))
-    target.grammars = True
+    target.takes = ("grammar",)
     async with routing(tiny_folder, target) as r, client_of(r) as client:
         for fields in ({"guided_regex": "a"}, {"response_format": {"type": "json_object"}}):
             answer = await r.post(CHAT, messages=HELLO, **fields)

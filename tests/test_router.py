@@ -195,7 +195,7 @@ BOUND: list[tuple[dict[str, Any], Grammar | None]] = [
 
 async def test_every_field_that_binds_an_answer_becomes_one_grammar(tiny_folder: Path) -> None:
     target = EchoTarget()
-    target.grammars = True
+    target.takes = ("grammar",)
     async with routing(tiny_folder, target) as r:
         for fields, grammar in BOUND:
             assert (await r.post(CHAT, messages=HELLO, **fields)).status_code == 200

@@ -64,7 +64,7 @@ async def test_a_forced_call_is_bound_to_its_schema(tiny_folder: Path) -> None:
     async with routing(tiny_folder, target) as r:
         refused = (await r.post(CHAT, messages=HELLO, tools=[WEATHER], tool_choice="required")).json()["error"]
         assert refused["param"] == "tool_choice" and not target.requests, "this engine takes no grammar"
-    target.grammars, target.says, target.context = True, '{"city": "Rome"}', 4096
+    target.takes, target.says, target.context = ("grammar",), '{"city": "Rome"}', 4096
     async with routing(tiny_folder, target) as r:
         for stream in (False, True):
             answer = await r.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], tool_choice=NAMED, stream=stream)
@@ -100,7 +100,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SHAPES}}
 
 async def test_an_answer_that_is_bound_to_a_schema_may_call_all_the_same(tiny_folder: Path) -> None:
     target = EchoTarget()
-    target.grammars, target.context, target.says = True, 4096, '{"name": "weather", "arguments": {"city": "Rome"}}'
+    target.takes, target.context, target.says = ("grammar",), 4096, '{"name": "weather", "arguments": {"city": "Rome"}}'
     async with routing(tiny_folder, target) as r:
         for stream in (False, True):
             answer = await r.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], response_format=FORM, stream=stream)
@@ -140,7 +140,8 @@ async def test_an_answer_that_is_bound_to_a_schema_may_call_all_the_same(tiny_fo
 @pytest.mark.parametrize("choice", ["required", NAMED])
 async def test_a_call_may_be_forced_where_text_would_keep_to_a_schema(choice: Any, tiny_folder: Path) -> None:
     target = EchoTarget()
-    target.grammars, target.context, target.says = True, 4096, '[{"name": "weather", "arguments": {"city": "Rome"}}]'
+    target.takes, target.context = ("grammar",), 4096
+    target.says = '[{"name": "weather", "arguments": {"city": "Rome"}}]'
     asked: dict[str, Any] = {"messages": HELLO, "tools": [WEATHER, NOW], "tool_choice": choice}
     async with routing(tiny_folder, target) as r:
         await r.post(CHAT, **asked)
@@ -355,7 +356,7 @@ def test_marks_show_only_where_calls_or_reasoning_are_told_apart() -> None:
 
 async def test_what_is_bound_to_a_grammar_is_content(thinking_folder: Path) -> None:
     target = EchoTarget()
-    target.grammars, target.says = True, '{"city": "Rome"}'
+    target.takes, target.says = ("grammar",), '{"city": "Rome"}'
     async with routing(thinking_folder, target) as r:
         answer = await r.post(CHAT, messages=HELLO, response_format={"type": "json_object"})
         message = answer.json()["choices"][0]["message"]

@@ -393,7 +393,7 @@ async def test_an_answer_is_bound_to_a_grammar_that_was_tried() -> None:
     engine = FakeEngine()
     bound = replace(request(stop_token_ids=(2,)), grammar=Grammar("regex", "[a-z]+"))
     async with served(engine) as service:
-        assert (await service.info()).grammars
+        assert "grammar" in (await service.info()).takes
         await taken(service.submit(bound))
         assert (engine.asked[0]["structured_outputs"], engine.asked[0]["ignore_eos"]) == ({"regex": "[a-z]+"}, False)
         with pytest.raises(InvalidRequest, match="unclosed group"):
@@ -407,7 +407,7 @@ async def test_an_answer_is_bound_to_a_grammar_that_was_tried() -> None:
         assert refused.value.field == "top_k"
         assert len(engine.asked) == 1 and (await service.info()).sessions_running == 0
     async with served(engine, tries=False) as service:
-        assert not (await service.info()).grammars
+        assert "grammar" not in (await service.info()).takes
         with pytest.raises(InvalidRequest, match="grammar"):
             service.submit(bound)
 
@@ -450,7 +450,8 @@ async def test_scores_of_a_prompt_come_first_in_parts(top: int, monkeypatch: pyt
 async def test_what_an_answer_may_say_reaches_vllm_as_tokens() -> None:
     engine = FakeEngine()
     async with served(engine) as service:
-        assert (await service.info()).takes == ("prompt_logprobs", "allowed_token_ids", "bad_words", "no_tokens")
+        assert (await service.info()).takes == (
+            "grammar", "prompt_logprobs", "allowed_token_ids", "bad_words", "no_tokens")
         await taken(service.submit(replace(request(), allowed_token_ids=(5, 6), bad_words=((7,), (5, 7)))))
         with pytest.raises(InvalidRequest, match="logprobs_mode"):
             service.submit(replace(request(), logprobs_mode="processed"))

@@ -41,8 +41,7 @@ class Reference:
         return Whole(self, request)
 
     async def info(self) -> TargetInfo:
-        takes = tuple(need for need in NEEDS if need != "grammar")
-        return TargetInfo("timed", VOCAB, CONTEXT, "", 0, 0, CONTEXT, CONTEXT, False, grammars=True, takes=takes,
+        return TargetInfo("timed", VOCAB, CONTEXT, "", 0, 0, CONTEXT, CONTEXT, False, takes=NEEDS,
                           identity=Identity("calm", "float32", "none", "law"))
 
     def row(self, token: int, position: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ class ScriptedTarget(EchoTarget):
     def __init__(self) -> None:
         super().__init__(MODEL)
         self.context = CONTEXT
-        self.grammars = True
+        self.takes = ("grammar",)
 
     def submit(self, request: Request) -> EchoAnswer:
         asked = bytes(token for token in request.tokens if token < 256).decode().removesuffix("<think>\n")

@@ -51,7 +51,7 @@ class Router:
         metrics = RouterMetrics("tiny")
         self._loop = asyncio.new_event_loop()
         self._target = EchoTarget()
-        self._target.grammars = True
+        self._target.takes = ("grammar",)
         balancer = Balancer(Targets({"t0": self._target}), metrics, "")
         self._loop.run_until_complete(balancer.poll())
         gateway = Gateway(TextCodec(folder), balancer, PoolFallback(config.target.policy, metrics), metrics,

@@ -48,7 +48,7 @@ from router_service.text.marks import Style
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOP_IDS, MAX_STOPS, MAX_WORD, MAX_WORDS, Usage
 from slipstream.protocol.grammar import Grammar
-from slipstream.protocol.requests import MAX_ALLOWED, MAX_TOP_LOGPROBS, LogprobsMode, Need, Sampling
+from slipstream.protocol.requests import MAX_ALLOWED, MAX_TOP_LOGPROBS, LogprobsMode, Need, Sampling, needs_of
 
 MAX_STOP_CHARS = 1024
 MAX_SALT = 1024
@@ -133,13 +133,11 @@ class Options:
     @property
     def asked_by(self) -> dict[Need, str]:
         """What a target must know how to honour, and the field that asks for it."""
-        scored = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
-        asked: dict[Need, tuple[bool, str]] = {
-            "grammar": (self.grammar is not None, self.bound_by), "prompt_logprobs": (self.scored is not None, scored),
-            "logprobs_mode": (self.logprobs_mode != "raw", "logprobs_mode"),
-            "allowed_token_ids": (bool(self.allowed_token_ids), "allowed_token_ids"),
-            "bad_words": (bool(self.bad_words), "bad_words"), "no_tokens": (self.max_tokens == 0, "max_tokens")}
-        return {need: name for need, (holds, name) in asked.items() if holds}
+        fields: dict[Need, str] = {
+            "grammar": self.bound_by, "no_tokens": "max_tokens",
+            "prompt_logprobs": "prompt_logprobs" if self.prompt_logprobs is not None else "echo"}
+        return {need: fields.get(need, need) for need in needs_of(
+            self.grammar, self.scored, self.logprobs_mode, self.allowed_token_ids, self.bad_words, self.max_tokens)}
 
 
 class Strict(BaseModel):

@@ -121,12 +121,10 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def needs(self) -> frozenset[Need]:
+    def needs(self) -> tuple[Need, ...]:
         """What a target must know how to honour to answer it."""
-        asked = {"grammar": self.grammar is not None, "prompt_logprobs": self.prompt_logprobs is not None,
-                 "logprobs_mode": self.logprobs_mode != "raw", "allowed_token_ids": bool(self.allowed_token_ids),
-                 "bad_words": bool(self.bad_words), "no_tokens": self.max_tokens == 0}
-        return frozenset(need for need in NEEDS if asked[need])
+        return needs_of(self.grammar, self.prompt_logprobs, self.logprobs_mode, self.allowed_token_ids, self.bad_words,
+                        self.max_tokens)
 
     @property
     def num_scores(self) -> int:
@@ -139,6 +137,16 @@ class Request:
             return self
         return replace(self, tokens=(*self.tokens, *tokens), answered=self.answered + len(tokens),
                        prompt_logprobs=None)
+
+
+def needs_of(grammar: Grammar | None, prompt_logprobs: int | None, logprobs_mode: LogprobsMode,
+             allowed_token_ids: Sequence[int], bad_words: Sequence[object], max_tokens: int | None) -> tuple[Need, ...]:
+    """Those of who asks for all this."""
+    asked: dict[Need, bool] = {
+        "grammar": grammar is not None, "prompt_logprobs": prompt_logprobs is not None,
+        "logprobs_mode": logprobs_mode != "raw", "allowed_token_ids": bool(allowed_token_ids),
+        "bad_words": bool(bad_words), "no_tokens": max_tokens == 0}
+    return tuple(need for need, holds in asked.items() if holds)
 
 
 def _require(holds: bool, field: str, message: str, code: str = "invalid_value") -> None:
@@ -296,13 +304,7 @@ class TargetInfo:
     engine: str = ""  # whose engine answers, with its version; "": the target's own
     without: tuple[Without, ...] = ()  # what an answer does without here
     identity: Identity | None = None  # None: it does not say
-    grammars: bool = False  # answers may be bound to one
-    takes: tuple[str, ...] = ()  # of what a request may need besides
-
-    @property
-    def honours(self) -> frozenset[str]:
-        """Of ``NEEDS``."""
-        return frozenset((*self.takes, "grammar") if self.grammars else self.takes)
+    takes: tuple[str, ...] = ()  # of ``NEEDS``: what it honours
 
 
 class Answer(Protocol):
