@@ -38,7 +38,7 @@ MAGIC = b"GGUF"
 # The reader of the gguf library trusts what it reads; a damaged file shows up as one of these.
 DAMAGE = (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError, AttributeError, RecursionError)
 MOST_PARTS = 1 << 23  # values, and lengths of texts, that a header may hold: four for each token of a million
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 MAX_DIMENSION = 1 << 20  # of any single size that the metadata names
 HEADER_ALIGN = 64
 

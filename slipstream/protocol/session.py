@@ -207,7 +207,7 @@ class TargetSide:
         self._append(message)
         return len(self.tree.token_list) - before
 
-    def foretell(self, tokens: Sequence[int], most: int, forced: Sequence[int] = ()) -> list[float]:
+    def foretell(self, tokens: Sequence[int], most: int, forced: Sequence[int]) -> list[float]:
         """Look up what should come behind ``tokens``, which are to be committed next: at most so many. Returns for each
         the chance that all up to it come. ``forced``: by a grammar."""
         if self._lookup is None:

@@ -3,7 +3,7 @@
 Rules:
 1. The head is loaded from its exported folder by the code that serves it, and its trees are verified by the engine
    that serves: what is wrong in the export shows here.
-2. From the first answer of held-out conversations on, greedy or at a temperature; all of them advance together.
+2. From the first answer of held-out conversations on, greedily; all of them advance together.
 
 It knows nothing about training.
 """
@@ -26,7 +26,7 @@ from slipstream.train.shards import ANSWER, Conversation
 
 SHAPES = {"chain of 5": GrowthSection(num_steps=5, topk=1, num_draft_tokens=5),
           "tree of 16": GrowthSection(num_steps=5, topk=4, num_draft_tokens=16)}
-MAX_PROMPT = 512
+MAX_PROMPT, MAX_TOKENS = 512, 96  # of a question, and of an answer
 SLOTS = 2048  # of a head, at least
 
 
@@ -50,11 +50,10 @@ def prompts_of(conversations: Sequence[Conversation], most: int) -> list[list[in
     return prompts[:most]
 
 
-def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], max_tokens: int = 96,
-             dtype: Dtype = "bfloat16", device: str = "cpu", temperature: float = 0.0,
-             drafter: Literal["eagle3", "block"] = "eagle3") -> list[Worth]:
+def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], dtype: Dtype = "bfloat16",
+             device: str = "cpu", drafter: Literal["eagle3", "block"] = "eagle3") -> list[Worth]:
     """What the head in folder ``head`` is worth on ``prompts`` in each of SHAPES. Raises ModelError."""
-    slots = slots_needed(prompts, max_tokens)
+    slots = slots_needed(prompts, MAX_TOKENS)
     runner = ModelRunner(load_model(target, ModelSection(dtype=dtype, device=device)), slots)
     model = ModelSection(path=str(target), dtype=dtype, device=device)
     worth = []
@@ -62,7 +61,7 @@ def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], max_tok
         section = DraftSection(drafter=drafter, model=str(head), dtype=dtype, device=device, growth=growth)
         tally = Tally()
         made = create(section, model, max(SLOTS, slots))
-        Rounds(runner, made, max_tokens, temperature).answer(prompts, growth.num_draft_tokens, tally)
+        Rounds(runner, made, MAX_TOKENS).answer(prompts, growth.num_draft_tokens, tally)
         found = tally.acceptance
         worth.append(Worth(shape, found.length, tuple(found.by_depth), found.rounds))
     return worth

@@ -4,7 +4,7 @@ Rules:
 1. Keepalive is set on both ends from the same rules: a peer that vanishes without a word is noticed after
    ``keepalive_s`` plus half of it (15 s), on either end.
 2. A server has ``connections`` at most. One that has not said what it is after ``handshake_s``, or has no call for
-   ``idle_s``, is closed; a channel opens it again by itself.
+   ``IDLE_S``, is closed; a channel opens it again by itself.
 3. A channel takes no proxy from the environment and shares no connection with another channel.
 4. A Connection follows its certificates: a call keeps the channel that it began on, and one that was replaced closes
    when its last call ends. The files are looked at no more than once a second; such as cannot be read change nothing.
@@ -32,6 +32,7 @@ TARGET_SERVICE = "slipstream.v1.TargetService"
 INFERENCE_SERVICE = "slipstream.v1.InferenceService"
 
 LOOK_S = 1.0
+IDLE_S = 60
 PINGS, PING_S = 50, 5.0  # messages that time a way, and how long each may take
 
 Options = Sequence[tuple[str, int | str]]
@@ -46,7 +47,6 @@ class ConnectionRules:
     backoff_max_s: float = 2.0  # longest wait before a lost peer is dialled again
     connections: int = 1024  # of one server
     handshake_s: float = 5.0
-    idle_s: float = 60.0
 
 
 RULES = ConnectionRules()
@@ -71,7 +71,7 @@ def server_options(rules: ConnectionRules) -> Options:
         ("grpc.max_concurrent_streams", 1024),
         ("grpc.max_allowed_incoming_connections", rules.connections),
         ("grpc.server_handshake_timeout_ms", round(rules.handshake_s * 1000)),
-        ("grpc.max_connection_idle_ms", round(rules.idle_s * 1000)),
+        ("grpc.max_connection_idle_ms", IDLE_S * 1000),
         ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share its connections
     )
 

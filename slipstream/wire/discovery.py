@@ -49,6 +49,7 @@ from slipstream.base.address import ServiceAddress, service_address
 from slipstream.base.errors import ConfigError, RemoteProtocolError, SlipstreamError, Unavailable
 
 MAX_ENDPOINTS = 1000  # of one slice; Kubernetes allows no more
+HEALTHY_S = 5.0  # a watch that lasted so long starts the back-off anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,6 @@ class WatchRules:
     repeat_s: float = 15.0
     backoff_min_s: float = 0.2
     backoff_max_s: float = 30.0
-    healthy_s: float = 5.0  # a watch that lasted so long starts the back-off anew
     hasty_s: float = 1.0  # one that ends sooner, without a word, is a failure
 
 
@@ -266,7 +266,7 @@ class ServiceWatch:
             except Exception:  # a bug of ours, or of a listener; what is known stays known
                 self._log.exception("following failed")
             self.fresh = False
-            attempt = 0 if loop.time() - self._synced_s > self._rules.healthy_s else min(attempt + 1, 16)
+            attempt = 0 if loop.time() - self._synced_s > HEALTHY_S else min(attempt + 1, 16)
             bound = min(self._rules.backoff_min_s * 2.0**attempt, self._rules.backoff_max_s)
             await asyncio.sleep(random.uniform(0, bound))
 
