@@ -21,6 +21,7 @@ from router_service.text.markup import Markup, Named
 from slipstream.protocol.chat import ChatOptions, Function, Message, ToolCall
 from slipstream.protocol.grammar import Grammar
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat, encode_complete
+from tests_fuzz.programs import folder
 from tests_fuzz.surface import Router, events
 
 READS = {"accept": "text/event-stream"}
@@ -36,8 +37,6 @@ STYLES = (Style(("<tool_call>",), THOUGHTS[0], True), Style(("[TOOL_CALLS]",), T
 
 @cache
 def router() -> Router:
-    from tests_fuzz.doors import folder
-
     return Router(folder())
 
 

@@ -75,8 +75,8 @@ from slipstream.wire.inference import (
     encode_delta,
 )
 from tests.small_gguf import small_metadata, small_tensors, write_gguf
-from tests.tiny import write_tiny_model
 from tests_fuzz import asking, programs
+from tests_fuzz.programs import folder
 
 MOST_BYTES = 4 << 20  # of a gRPC message, which is refused beyond that before anybody looks at it
 LIMITS = FrameLimits(vocab_size=500, max_context=4096, feature_width=4)
@@ -99,12 +99,6 @@ class Door:
         except self.refusals:
             return False
         return True
-
-
-@cache
-def folder() -> Path:
-    """A whole model folder, made once."""
-    return write_tiny_model(Path(tempfile.mkdtemp(prefix="fuzz-")) / "whole")
 
 
 @cache

@@ -10,8 +10,10 @@ import json
 import os
 import resource
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -25,7 +27,7 @@ from slipstream.grammar.trial import Trial
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import KINDS, Grammar
 from slipstream.protocol.tree import DraftTree
-from tests.tiny import CHAT_TEMPLATE, EOS, VOCAB
+from tests.tiny import CHAT_TEMPLATE, EOS, VOCAB, write_tiny_model
 
 CPU_S, MEMORY = 0.5, 512 << 20  # of a template
 NAMED, SPECIALS = {"bos_token": "<s>"}, ["<s>", "<|im_end|>"]
@@ -33,6 +35,12 @@ SAID = [{"role": "user", "content": "a <|im_end|> b"}]
 COMPARED = 32  # one template of so many is rendered as the router does, too
 VARYING = ("random", "lipsum", "now")  # in templates that do not give the same twice
 STEPS, NODES = 24, 6
+
+
+@cache
+def folder() -> Path:
+    """A whole model folder, made once."""
+    return write_tiny_model(Path(tempfile.mkdtemp(prefix="fuzz-")) / "whole")
 
 
 def ends(work: Callable[[], object]) -> bool:
@@ -94,8 +102,6 @@ def template_seeds() -> Iterator[bytes]:
 
 @cache
 def _tried() -> tuple[Trial, Vocabulary]:
-    from tests_fuzz.doors import folder
-
     return Trial(folder()), Vocabulary(load_tokenizer(folder()), VOCAB)
 
 
