@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from slipstream.base.address import ServiceAddress, service_address
-from slipstream.base.errors import ConfigError, RemoteProtocolError
+from slipstream.base.errors import ConfigError, RemoteProtocolError, Unavailable
 from slipstream.wire.cluster import api_server
 from slipstream.wire.discovery import (
     Directory,
     Endpoint,
     Roster,
     RosterRules,
+    ServiceWatch,
     WatchRules,
     endpoints_of,
     fixed,
@@ -155,6 +156,43 @@ async def test_nonsense_changes_nothing(tmp_path: Path) -> None:
         await f.server.put("s1", {"addresses": ["not an address"]})
         await f.server.put("s2", endpoint("10.0.0.2"))
         await f.ready(A, B)
+
+
+class Lists:
+    """An API server that has some lists to give and no watch, and then says nothing."""
+
+    def __init__(self, *listings: object) -> None:
+        self._left = list(listings)
+        self.silent = False
+
+    async def served(self) -> str:
+        return "v1"
+
+    async def list(self, version: str, service: ServiceAddress) -> object:
+        if not self._left:
+            self.silent = True
+            await asyncio.Event().wait()
+        return self._left.pop(0)
+
+    async def watch(self, version: str, service: ServiceAddress, since: str) -> AsyncIterator[tuple[str, Any]]:
+        raise Unavailable("there is none")
+        yield
+
+    async def aclose(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("nonsense", [None, [], {}, {"items": {}}, {"items": []}, {"items": [], "metadata": []},
+                                      {"items": [{}], "metadata": {"resourceVersion": "2"}}])
+async def test_a_list_that_is_none_changes_nothing(nonsense: object) -> None:
+    slices = {"addressType": "IPv4", "metadata": {"name": "s1"}, "ports": [{"port": 50051}],
+              "endpoints": [endpoint("10.0.0.1")]}
+    server = Lists({"items": [slices, 7], "metadata": {"resourceVersion": "1"}}, nonsense)
+    watch = ServiceWatch(ServiceAddress("target", "ns", "50051"), server, lambda: None, QUICK)
+    task = asyncio.create_task(watch.run())
+    await eventually(lambda: server.silent)
+    task.cancel()
+    assert list(watch.endpoints) == [A] and not watch.fresh
 
 
 async def test_a_watch_that_ends_at_once_is_not_hammered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
