@@ -151,7 +151,7 @@ walk: setup  ## files entered and Python calls of a round, and of a request unti
 	$(BIN)/python -m bench.host.walk $(ARGS)
 
 families: .venv/.project  ## which causal models of transformers model.engine=hf serves, and why not the others: minutes
-	$(BIN)/python -m bench.families $(ARGS)
+	$(BIN)/python -m tests.families $(ARGS)
 
 demo-fallback: setup  ## on timed devices: a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
 	$(BIN)/python -m bench.traffic.fallback $(ARGS)

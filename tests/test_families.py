@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from bench.families import configurations, kinds, verdicts
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch
@@ -26,6 +25,7 @@ from slipstream.engine.model import ModelConfig
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.trial import LENGTHS, TABLES, WIDTHS, check, shrunk, tiny
 from slipstream.protocol.tree import MAX_NODES
+from tests.families import configurations, kinds, verdicts
 from tests.sequences import NOTHING, run, run_tree
 from tests.trees import random_tree
 

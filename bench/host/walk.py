@@ -1,6 +1,6 @@
 """``make walk``: how many rooms a round enters, and how many a request does until its first byte of an answer.
 
-One greedy answer of the default model with its default drafter, by real workers in one process: target and draft are
+A few greedy answers of the default model with its default drafter, by real workers in one process: target and draft are
 joined by real gRPC over loopback, the router takes the target itself as its backend, the client is a socket. Every
 thread has a profiler, and calls of functions of our own packages count; a coroutine each time that it goes on, a
 generator once.
@@ -11,8 +11,8 @@ both ends of their stream; what an engine thread does after it has handed its fr
 schedule) is on nobody's way, as the other end is at work already. Of all rounds of the answer that asked for a tree,
 the median one by calls is shown. Whether drafting pays under a profiler is nobody's question: it does not stop.
 
-A request: from its first bytes to the first event on its socket. Counted are all threads but the draft's and that
-stream's; on the loop, tasks that were there before the request (looks at targets, metrics) are not.
+A request: from its first bytes to the first event on its socket, the median one of a few. Counted are all threads but
+the draft's and that stream's; on the loop, tasks that were there before the request (looks at targets, metrics) are not.
 
 ``--calls`` lists functions. It knows nothing about time: a profiler makes everything slow.
 """
@@ -248,12 +248,13 @@ def shown(name: str, what: str, calls: Sequence[Call], goal: str, functions: boo
 
 
 def walk(config: Config, max_tokens: int, functions: bool = False) -> None:
-    """Print both ways of one answer. Raises ModelError, or Unavailable where no tree was asked for."""
-    first, walked_one = QUESTIONS[:2]
+    """Print both ways of a few answers. Raises ModelError, or Unavailable where no tree was asked for."""
+    first, *others = QUESTIONS[:4]
     with Walked(config) as walked:
         walked.ask(first, max_tokens)  # what happens once in a process is on nobody's way
         walked.watch()
-        walked.ask(walked_one, max_tokens)
+        for question in others:
+            walked.ask(question, max_tokens)
     shown("round", f"a round, the median of {len(walked.round.found)}", walked.round.median,
           f"{ROUND_FILES} files, {ROUND_CALLS} calls", functions)
     shown("request", "a request to its first event", walked.request.median, f"{REQUEST_FILES} files", functions)
