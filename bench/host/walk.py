@@ -12,7 +12,8 @@ schedule) is on nobody's way, as the other end is at work already. Of all rounds
 the median one by calls is shown. Whether drafting pays under a profiler is nobody's question: it does not stop.
 
 A request: from its first bytes to the first event on its socket, the median one of a few. Counted are all threads but
-the draft's and that stream's; on the loop, tasks that were there before the request (looks at targets, metrics) are not.
+the draft's and that stream's; on the loop, tasks that were there before the request (looks at targets, metrics) are
+not.
 
 ``--calls`` lists functions. It knows nothing about time: a profiler makes everything slow.
 """
