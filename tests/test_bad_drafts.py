@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 from structlog.testing import capture_logs
 
+from slipstream.decision.decide import PLAIN_EVERY
 from tests.clocked import Engine, World, right
 from tests.test_following import chosen
 
@@ -56,6 +57,32 @@ def test_killed_and_back() -> None:
     draft.up()
     one.runs(BACK_S)
     assert one.runs(1.0) > 20
+    check(one)
+
+
+def test_good_for_long_gone_for_a_moment_and_back_in_the_same_answers() -> None:
+    """The plain steps that measure what one costs are made whatever the purse has: they leave no debt in it."""
+    one = Engine(World(), requests=2, step_s=0.1, row_s=0.0, length=5000, deadline_s=DEADLINE_S)
+    draft = one.draft()
+    one.runs(240.0)
+    draft.down()
+    one.runs(1.0)
+    draft.up()
+    one.runs(4 * BACK_S)
+    assert one.runs(5.0) > 200
+    check(one)
+
+
+def test_of_so_many_steps_one_is_plain() -> None:
+    one = Engine(World(), requests=2, length=5000, deadline_s=DEADLINE_S)
+    one.draft()
+    one.runs(3.0)
+    plain = 0
+    for _ in range(20 * PLAIN_EVERY):
+        drafted = one.drafted.total()
+        one.step()
+        plain += one.drafted.total() == drafted
+    assert 15 <= plain <= 25
     check(one)
 
 

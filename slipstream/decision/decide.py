@@ -361,7 +361,9 @@ def _measures(turn: Turn, beliefs: Beliefs, rules: Rules, due: bool) -> Turn:
     if costs.guessed:  # one plain step of all, or nobody learns what it costs
         if not due or rules.whole_trees:
             return turn
-        loses_s = _plain_loses_s(turn.prices, standing) * costs.known(turn.prices.rows)
+        # Made in any case, it takes what there is: behind a debt nobody could afford to come back.
+        left_s = max(0.0, beliefs.purse.left_s) / turn.prices.rows
+        loses_s = min(_plain_loses_s(turn.prices, standing) * costs.known(turn.prices.rows), left_s)
         return replace(turn, lookup=0, stands=False, plain=True, loses_s=loses_s)
     if standing.mode is not SPECULATE or standing.since_plain < PLAIN_EVERY or turn.lookup:
         return turn

@@ -249,6 +249,9 @@ class Following:
         """What a step gave. Drafters hear of it with the next ``flush``. failed: is told of a session in which
         something went wrong, which has no record then; without it that is raised."""
         learned, now_s = list[tuple[Followed, Verified, RoundRecord, Seen | None]](), step.ended_s
+        self._step = step
+        if self._costs.guessed and not step.nodes:  # it may be the plain step that was due: the next one is not
+            self._learn_costs()
         for verified in batch:
             try:
                 followed = self.sessions[verified.session]
@@ -271,7 +274,6 @@ class Following:
             if self._trace.keeps:
                 self._picture(followed, base, began_s, record, step)
         self._told += records
-        self._step = step
         return records
 
     def flush(self) -> bool:
@@ -284,11 +286,7 @@ class Following:
                                    one.outcome) for one in told])
             self.pool.judge([(one.link, one.drafted, one.accepted) for one in told
                              if one.drafted and one.link is not None])
-        step, self._step = self._step, None
-        if step is not None and step.prefill:  # a prompt's rows cost something else
-            self._costs.passes()
-        elif step is not None:
-            self._costs.observe(step.rows, step.seconds)
+        self._learn_costs()
         return left
 
     def take(self, sessions: Sequence[Followed], within_s: float = 0.0) -> list[DraftTree]:
@@ -323,6 +321,13 @@ class Following:
 
     def _loaded(self) -> None:
         self._beliefs.latency.load = max(1, min(len(self.sessions), self._most))
+
+    def _learn_costs(self) -> None:
+        step, self._step = self._step, None
+        if step is not None and step.prefill:  # a prompt's rows cost something else
+            self._costs.passes()
+        elif step is not None:
+            self._costs.observe(step.rows, step.seconds)
 
     def _receive(self, link: Link, lane: Lane, items: Sequence[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]], came_s: float) -> None:
