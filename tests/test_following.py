@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -291,6 +291,29 @@ def test_nonsense_parts_the_drafter_and_a_lost_one_costs_nothing() -> None:
     target.link_down(link, "cut")
     target.inbox.drain()
     assert again.link is None and not again.waits(0.0) and len(again.take(again.nodes)) == 1
+
+
+@pytest.mark.parametrize("gone", ["put back", "to be moved"])
+def test_who_has_no_drafter_keeps_nobody_else_from_being_grown_ahead(gone: str) -> None:
+    target, links = following(), [Heard(), Heard()]
+    for link, room in zip(links, (2, 6), strict=True):
+        target.link_up(link, replace(SILENT, run_ahead=16, max_sessions=room))
+        target.inbox.drain()
+        ones = [target.open(room + number, PROMPT, len(PROMPT), Sampling(), 100) for number in range(room)]
+        target.begin(ones, 0.0)
+    target.flush()
+    kept = [one for one in target.sessions.values() if one.link is links[0]]
+    assert len(kept) == 2
+    if gone == "put back":
+        for one in ones:
+            one.pause()
+    else:
+        target.link_up(Heard(), SILENT)
+        target.link_down(links[1], "cut")
+        target.inbox.drain()
+    target.committed([Verified(one.session, (5,), 0, 0, 0) for one in kept], Step(1.0, STEP_S, 2, 2))
+    target.flush()
+    assert [item.ahead for item in links[0].items if isinstance(item, Commit)] == [True, True]
 
 
 def test_a_lease_that_ends_in_a_long_prompt_costs_no_speculation() -> None:

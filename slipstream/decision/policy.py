@@ -169,7 +169,7 @@ class SpeculationPolicy:
         return self._at, seen, (seen.grows_ahead and self._beliefs.leads(self._asking, FEW))
 
     def _takes(self, decision: Decision, seen: Seen) -> None:
-        beliefs, asks = self._beliefs, decision.want > 0
+        beliefs, asks = self._beliefs, decision.want > 0 and seen.followed
         self._stands, self._others = decision, seen.others
         if asks is not self._asking:
             self._asks(asks)
@@ -183,6 +183,10 @@ class SpeculationPolicy:
         if asks is not self._asking:
             self._asking = asks
             self._beliefs.asks(asks)
+
+    def alone(self) -> None:
+        """Nobody follows it any more: until somebody does, it asks for no drafts."""
+        self._asks(False)
 
     def close(self) -> None:
         """The session is over: it asks for no drafts, and others may spend what it has not."""

@@ -441,6 +441,7 @@ class Followed:
     def _unlink(self) -> Link | None:
         """Whom it had, and has no more."""
         link, self.link, self.reads, self._runs_ahead = self.link, None, None, False
+        self.policy.alone()
         return link
 
     def _leave(self, message: Close | None) -> None:
