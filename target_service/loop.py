@@ -131,7 +131,7 @@ class TargetWorker:
         self.shedding = Shedding(limits or Limits.on(runner.model.device.type, config.max_sessions), clock, metrics)
         self._queues = Queues()
         self._costs = costs
-        self._num_asked = self._num_arrived = 0  # of requests; the first is the event loop's, the other the engine's
+        self._num_asked = self._num_over = 0  # answers; the first is the event loop's, the other the engine's
         self.vitals = Vitals("target")
         # Not _thread: compiled, that is a word of C.
         self._engine = self.vitals.thread("target-worker", self._run)
@@ -157,12 +157,17 @@ class TargetWorker:
         return self._failed is None and self._engine.is_alive()
 
     @property
+    def num_open(self) -> int:
+        """Answers that are asked for and not over, in whose hands they ever are."""
+        return self._num_asked - self._num_over
+
+    @property
     def num_running(self) -> int:
         return len(self._queues.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queues.waiting) + self._num_asked - self._num_arrived
+        return max(0, self.num_open - self.num_running)
 
     @property
     def num_free_slots(self) -> int:
@@ -378,13 +383,13 @@ class TargetWorker:
             self._end(one)
 
     def _arrive(self, number: int, request: Request, sink: Sink, arrived_s: float, rule: Rule | None) -> None:
-        self._num_arrived += 1
         try:
             one = Sequence.begin(number, request, sink, arrived_s, self.following, self._spans, rule)
         except Exception as error:  # its reader hears of it, and nobody else
             self._log.exception("request not begun", session=number)
             self._metrics.request("failed")
             self._dispatch([(sink, error)])
+            self._num_over += 1
         else:
             self._queues.waiting.append(one)
 
@@ -404,6 +409,7 @@ class TargetWorker:
         self._kv.release(one)  # nothing, of one that waits
         if one.span is not None:
             one.span.end(tokens=one.followed.side.num_output)
+        self._num_over += 1
 
     def hand_back(self) -> None:
         """End every answer with Draining, so that another target goes on where it stopped."""

@@ -170,8 +170,7 @@ class TargetService:
         """Refuse new requests and wait for the running ones; those that do not finish in time are handed back, and run
         to their end if they return. Returns whether all finished in time."""
         self._draining = True
-        return await drained(lambda: self._worker.num_running + self.num_waiting, self._hand_back, grace_s,
-                             time.monotonic)
+        return await drained(lambda: self._worker.num_open + self._preparing, self._hand_back, grace_s, time.monotonic)
 
     def _hand_back(self) -> None:
         logger("target").info("answers handed back", running=self._worker.num_running,

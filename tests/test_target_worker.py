@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -59,13 +60,13 @@ def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> N
 
 
 def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMetrics | None = None,
-                 tokens: int = 3) -> TargetWorker:
+                 tokens: int = 3, clock: Callable[[], float] = time.monotonic) -> TargetWorker:
     def dispatch(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
         for sink, piece in pieces:
             sink(piece)
 
     worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512), TargetSection(slots=512),
-                          StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), dispatch)
+                          StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), dispatch, clock)
     worker.ask(1, Request("one", (1, 2, 3), Sampling(), tokens), told.append)
     return worker
 
@@ -94,6 +95,24 @@ def test_what_is_asked_waits_before_the_thread_has_seen_it(tiny_folder: Path) ->
     assert worker.num_waiting == 1, "a drain, and the bound of those who wait, count it"
     worker.poll()
     assert (worker.num_waiting, worker.num_running) == (0, 1)
+
+
+def test_no_look_misses_an_answer_that_is_not_over(tiny_folder: Path) -> None:
+    """A drain looks from another thread, at any moment: between the inbox and the queue, too."""
+    workers, told, open_ = list[TargetWorker](), list[Piece | Exception](), set[int]()
+
+    def clock() -> float:
+        open_.update(worker.num_waiting + worker.num_running for worker in workers)
+        return time.monotonic()
+
+    workers.append(plain_worker(tiny_folder, told, clock=clock))
+    open_.clear()
+    while not told:
+        workers[0].poll()
+    assert open_ == {1}
+    while workers[0].num_open:
+        workers[0].poll()
+    assert workers[0].num_running == 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
