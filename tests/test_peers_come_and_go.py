@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +17,9 @@ from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.decision.beliefs import StepCosts
 from slipstream.following.following import Following
 from slipstream.observe.metrics import RouterMetrics, TargetMetrics
-from slipstream.protocol.messages import Drop, Link
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Drop, Link
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Request, Sampling
+from slipstream.protocol.requests import DraftStatus, Request, Sampling
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.discovery import RosterRules, WatchRules, following
 from slipstream.wire.drafts import Drafts
@@ -335,6 +335,45 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
     await drafts.aclose()
     await pods.end()
     await api.stop()
+
+
+@dataclass(eq=False)
+class Flapping:
+    """A link that is up whenever somebody looks."""
+
+    address: str
+
+    def send(self, items: Sequence[DraftBound]) -> None:
+        """Nobody hears it."""
+
+    def refuse(self, field: str) -> None:
+        """It has said nothing."""
+
+    def status(self) -> DraftStatus:
+        return DraftStatus(self.address, True)
+
+    async def run(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+async def test_a_draft_that_left_gets_no_session_though_its_link_comes_back_at_once() -> None:
+    target = Following(TargetSection(drafts=()), StepCosts({1: 0.02}), TargetMetrics("tiny"))
+    link, hello = Flapping("a:1"), DraftHello(PROTOCOL_VERSION, 0, "ngram", 0, "", None, 0, 64, 16, 8)
+    drafts = Drafts(lambda address, name: link, target, Clock(), ROSTER)
+    drafts.seen({"a:1": ""})
+    target.link_up(link, hello)
+    target.inbox.drain()
+    assert target.pool.has_room
+    drafts.seen({})
+    target.link_down(link, "unavailable")
+    target.link_up(link, hello)
+    drafts.sweep()
+    target.inbox.drain()
+    assert not target.pool.has_room
+    drafts.seen({"a:1": ""})
+    target.inbox.drain()
+    assert target.pool.has_room
+    await drafts.aclose()
 
 
 class Ending(TargetMetrics):

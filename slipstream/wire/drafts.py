@@ -120,6 +120,8 @@ class Drafts:
         for address, dialled in self._dialled.items():
             if dialled.link.status().connected:
                 self._roster.heard(address)
+                if dialled.left:  # the link may have come back since, and is as new then
+                    self._worker.link_leaving(dialled.link, True)
         ended = [address for address, dialled in self._dialled.items()
                  if dialled.left and not dialled.link.status().connected]
         for address in {*self._roster.over(), *ended}:
