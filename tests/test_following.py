@@ -333,6 +333,31 @@ def test_a_lease_that_ends_in_a_long_prompt_costs_no_speculation() -> None:
     assert one.link is None and one.policy.mode is Mode.PLAIN, "behind its first token it is spoken of all the time"
 
 
+def test_the_time_that_an_answer_was_put_back_is_no_latency_of_its_drafter() -> None:
+    world, link = Waits(), Heard()
+    target = following(world=world)
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+
+    def growth_of(base: int, at_s: float) -> float | None:
+        world.now_s = at_s
+        target.received(link, [Growth.empty(1, base)], [])
+        target.inbox.drain()
+        return one.waiting.latency()
+
+    target.begin([one], 0.0)
+    for number in range(3):
+        target.committed([Verified(1, (5,), 0, 0, 0)], Step(float(number), STEP_S, 1, 1))
+    base = one.side.base
+    one.pause()
+    target.begin([one], 60.0)
+    target.committed([Verified(1, (5,), 0, 0, 0)], Step(60.0, STEP_S, 1, 1))
+    assert growth_of(base, 61.0) is None, "it was asked at 2 s, of who was left since"
+    target.committed([Verified(1, (5,), 0, 0, 0)], Step(61.0, STEP_S, 1, 1))
+    assert growth_of(base + 2, 61.5) == pytest.approx(0.5 - STEP_S)
+
+
 def test_it_needs_neither_torch_nor_grpc() -> None:
     code = ("import sys, slipstream.following.following; "
             "print([name for name in ('torch', 'grpc', 'transformers', 'google.protobuf') if name in sys.modules])")

@@ -139,8 +139,10 @@ class Waiting:
         self._latency_s: float | None = None  # of an answer that came since the last round
 
     def attached(self) -> None:
-        """A drafter follows from here, and has the whole text to read."""
+        """A drafter follows from here, and has the whole text to read. What was asked of who followed before is over:
+        behind an answer that was put back the same base is asked for again."""
         self.first, self.unasked = True, 0
+        self._asked.clear()
 
     def asks(self) -> None:
         """A tree is asked for. What the drafter has to catch up with takes time that no later answer takes."""
