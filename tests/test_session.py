@@ -91,6 +91,18 @@ def test_a_drafter_that_names_the_committed_text_again_and_again_is_forgotten() 
     assert 0 < max(kept) <= MAX_HELD + MAX_NODES, kept
 
 
+def test_what_the_text_foretells_too_is_the_drafters_node() -> None:
+    target = side()
+    target.attach()
+    target.add_lookup([10, 11], [-0.1, -0.2])
+    assert target.receive(growth(3, [(1, -3, 10), (2, 1, 11), (3, 2, 12), (4, 1, 13)])) == 2
+    assert sorted(target.tree.tokens.tolist()) == [7, 10, 11, 12, 13]
+    target.commit([10])
+    assert target.receive(growth(3, [(5, 3, 14), (6, 2, 15)])) == 2, "by the ids that its drafter knows"
+    assert target.commit([11, 12]) is not None
+    assert target.tree.tokens.tolist() == [12, 14]
+
+
 def test_growth_of_an_earlier_opening_is_stale() -> None:
     target = side()
     target.attach()

@@ -34,9 +34,8 @@ import numpy as np
 from slipstream.base.errors import LocalProtocolError, RemoteProtocolError
 from slipstream.protocol.messages import Close, Commit, Drop, Features, Growth, Open
 from slipstream.protocol.requests import Sampling
-from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
+from slipstream.protocol.tree import FORETOLD, MAX_HELD, MAX_NODES, DraftTree
 
-FORETOLD = 1 << 30  # ids of nodes from no drafter begin here; one that goes so far loses nodes, and nothing else
 LEASE_S = 30.0  # a draft frees a session that nobody speaks of for so long: a target that comes back opens it again
 
 

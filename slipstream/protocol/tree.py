@@ -5,7 +5,8 @@ Rules of a tree:
 2. ``parents[0] == -1`` and ``parents[i] < i``: a parent stands before its children. A chain is a tree; plain is N = 1.
 3. Siblings carry distinct tokens, so a path of tokens names at most one node.
 4. Ids are the drafter's and positive, stable while a session is open. The root's id is ``-base``, whatever it was
-   before: both sides know it without being told.
+   before: both sides know it without being told. Nodes from no drafter have ids from ``FORETOLD`` on; one that a
+   drafter proposes, too, has its id from then on, as further growth names it by that.
 5. ``scores`` are cumulative log scores: a child's is at most its parent's, so the best n nodes are connected.
 6. At most ``MAX_HELD`` nodes; what is verified is a selection of at most ``MAX_NODES`` of them (``best``), so that the
    ancestors of a node fit one 64-bit word.
@@ -55,6 +56,7 @@ from numpy.typing import NDArray
 
 MAX_NODES = 64  # of a selection that is verified, root included
 MAX_HELD = 1024  # of a tree that grows ahead of what is verified, root included
+FORETOLD = 1 << 30  # a drafter whose ids go so far loses nodes, and nothing else
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -183,20 +185,31 @@ class DraftTree:
         known = [*self.score_list]
         count = held = len(known)
         where = {known_id: node for node, known_id in enumerate(held_ids)}
-        taken = {parent << 32 | token for parent, token in zip(held_parents, held_tokens, strict=True)}  # edges
+        # Edges, and the nodes below them.
+        taken = {parent << 32 | token: node for node, (parent, token) in enumerate(zip(held_parents, held_tokens,
+                                                                                       strict=True))}
+        renamed = False
         for node_id, parent_id, token, score in zip(ids, parents, tokens, scores, strict=True):
             above = where.get(parent_id)
-            if above is None or node_id in where or count >= MAX_HELD or (edge := above << 32 | token) in taken:
+            if above is None or node_id in where:
                 continue
-            where[node_id] = count
+            edge = above << 32 | token
+            if (here := taken.get(edge)) is not None:
+                if held_ids[here] >= FORETOLD:
+                    where[node_id], held_ids[here], renamed = here, node_id, True
+                continue
+            if count >= MAX_HELD:
+                continue
+            where[node_id] = taken[edge] = count
             count += 1
-            taken.add(edge)
             most = known[above]
             known.append(-inf if score != score else score if score < most else most)
             held_tokens.append(token)
             held_parents.append(above)
             held_ids.append(node_id)
-        return self if count == held else DraftTree(self.base, held_tokens, held_parents, held_ids, known)
+        if count == held and not renamed:
+            return self
+        return DraftTree(self.base, held_tokens, held_parents, held_ids, known)
 
     def graft(self, tokens: Sequence[int], scores: Sequence[float], first_id: int) -> DraftTree:
         """This tree with a chain below its root, whose new nodes have ids from ``first_id`` on. What of it is here
