@@ -1,7 +1,8 @@
 """A soak: requests for minutes, of every kind and every end; what a process holds must not grow with them.
 
 Memory, open files and threads of router, target and draft are looked at after each part of the requests. A line is laid
-through what the later parts say: caches fill in the first ones. Real processes on timed devices.
+through what the later parts say: caches fill in the first ones. Memory swings by itself, so the fewer requests there
+are, the more one must leave behind to be seen; what that is, is told. Real processes on timed devices.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ TIMING = Timing(step_s=0.001, draft_s=0.0002, seed=3)
 AT_ONCE = 8
 PARTS, SETTLING = 12, 4  # parts of the requests, and how many of them fill caches
 MOST_BYTES = 256  # of memory that a request may leave behind: a leaked request is kilobytes
+SWING_BYTES = 16 << 20  # by which a process rises and falls in a soak of any length: allocators return memory in lumps
 FIRST = 36  # stream of a timed target: from here on the default tokenizer has whole characters for its tokens
 WORDS = 40_000  # that nobody has said before: they fill the tokenizer's memory
 
@@ -70,9 +72,11 @@ async def test_what_is_held_does_not_grow(request: pytest.FixtureRequest, capsys
     an_hour = count * 3600 / (time.monotonic() - started)
     growth = {name: {what: slope([getattr(one, what) for one in seen[SETTLING:]], made[SETTLING:])
                      for what in ("kb", "files", "threads")} for name, seen in held.items()}
-    told(f"\na thousand requests leave behind: {told_of(growth)}; at {an_hour:.0f} requests an hour\n")
+    most = max(MOST_BYTES, SWING_BYTES / (made[-1] - made[SETTLING]))
+    told(f"\na thousand requests leave behind: {told_of(growth)}; at {an_hour:.0f} requests an hour; "
+         f"seen is what each leaves behind from {most:.0f} bytes on\n")
     for name, slopes in growth.items():
-        assert 1024 * slopes["kb"] < MOST_BYTES, f"{name} keeps {1024 * slopes['kb']:.0f} bytes of each request"
+        assert 1024 * slopes["kb"] < most, f"{name} keeps {1024 * slopes['kb']:.0f} bytes of each request"
         assert held[name][-1].files <= held[name][SETTLING].files + AT_ONCE, f"{name} keeps files open"
         assert held[name][-1].threads <= held[name][SETTLING].threads + AT_ONCE, f"{name} keeps threads"
 
