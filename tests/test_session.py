@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from slipstream.base.errors import LocalProtocolError, PairingError, RemoteProtocolError
+from slipstream.drafting.tree import GrowingTree
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Commit,
@@ -174,6 +176,51 @@ def check_tree(tree: DraftTree, tokens: list[int], proposed: set[tuple[int, ...]
     assert int(tree.ids[0]) == -tree.base
     for node in range(1, len(tree)):
         assert (*tokens, *(int(tree.tokens[n]) for n in tree.path(node)[1:])) in proposed, seed
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_when_all_has_come_a_target_holds_what_its_draft_believes(seed: int) -> None:
+    """Commits and growth in order, late; some commits bring a chain that the text foretells."""
+    rng = np.random.default_rng(seed)
+    target, tree, lasting = side(), GrowingTree(3, width=2), bool(seed % 2)
+    there, back = deque[list[int]](), deque[Growth]()
+    target.attach()
+
+    def draws() -> list[int]:
+        return [int(token) for token in rng.integers(3, size=int(rng.integers(1, 5)))]
+
+    def grow() -> None:
+        tree.expand([([int(token) for token in rng.permutation(3)[:2]], [-0.3, -1.5]) for _ in tree.frontier])
+        back.append(tree.growth(1, int(rng.integers(1, 8))))
+
+    def come() -> None:
+        while there:
+            tree.commit(there.popleft(), lasting)
+        while back:
+            target.receive(back.popleft())
+
+    for _ in range(200):
+        match rng.integers(6):
+            case 0 | 1:
+                path = target.tree.path(int(rng.integers(len(target.tree))))[1:]
+                there.append([*(target.tree.token_list[node] for node in path), int(rng.integers(3))])
+                target.commit(there[-1])
+                if rng.random() < 0.4:
+                    target.add_lookup(chain := draws(), [-0.1 * at for at in range(len(chain))])
+            case 2 if there:
+                tree.commit(there.popleft(), lasting)
+            case 3 if back:
+                target.receive(back.popleft())
+            case 4:
+                if lasting:
+                    tree.aim()
+                grow()
+        if rng.random() < 0.1:
+            come()
+            sent = [node for node, number in enumerate(tree.ids) if number]
+            found = [target.tree.follow(tree.path(node)) for node in sent]
+            assert [target.tree.id_list[nodes[-1]] for nodes in found] == [tree.ids[node] for node in sent], seed
+            assert list(map(len, found)) == [len(tree.path(node)) for node in sent], seed
 
 
 TARGET = TargetHello(PROTOCOL_VERSION, 7, "m", 100, "hash", 32, 4, 64)
