@@ -239,7 +239,7 @@ class Calls:
 
     def _arguments(self, name: str) -> Step:
         yield from self._text.skip()
-        if self._text.rest[:1] != "{":
+        if not name or self._text.rest[:1] != "{":
             raise NoCall
         index = self._begin(name, "")
         yield from self._text.value(partial(self._more, index))
