@@ -362,6 +362,22 @@ def test_a_token_that_a_model_lacks_is_neither_allowed_nor_forced() -> None:
     assert allowed(matcher.masks(DraftTree.root_only(3, 0))[0][0]) == [EOS], "nothing else is left"
 
 
+@pytest.mark.parametrize(("grammar", "said"), [
+    (Grammar("choice", '["a<|im_end|>b"]'), list(b"a<|im_end|>b")),
+    (Grammar("json_schema", '{"const": "<|pad|>"}'), list(b'"<|pad|>"')),
+    (Grammar("lark", 'start: "<|im_start|>" <|im_start|> "<|unk|>"'), [*b"<|im_start|>", 256, *b"<|unk|>"])])
+def test_the_text_of_a_special_token_is_spelt_as_text(grammar: Grammar, said: list[int]) -> None:
+    """The token itself was forced, by which the grammar does not go on: the answer ended in its midst."""
+    matcher = Vocabulary(tiny_tokenizer(), VOCAB).compile(grammar, Ends((EOS,)))
+    assert matcher.begins()
+    for at, token in enumerate(said):
+        assert allowed(matcher.masks(DraftTree.root_only(1, 0))[0][0]) == [token]
+        forced = [*matcher.forced()]
+        assert forced == said[at : at + len(forced)]
+        assert matcher.commit([token]) == 1
+    assert matcher.ended
+
+
 @pytest.mark.parametrize("answer", range(20))
 def test_what_drafts_have_walked_changes_no_mask(answer: int) -> None:
     """With tokens that close several rules of a recursive grammar at once."""

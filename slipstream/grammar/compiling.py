@@ -55,12 +55,13 @@ def check(grammar: Grammar) -> None:
 class Vocabulary:
     """The tokens that matchers allow. Threads may share it."""
 
-    __slots__ = ("_end", "_size", "_tokens")
+    __slots__ = ("_end", "_marks", "_size", "_tokens")
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         """size: of the model's vocabulary. Takes most of a second, in which no other thread runs. Raises ModelError for
         a tokenizer that llguidance does not know."""
         own = Tokenizer.from_str(tokenizer.to_str())
+        specials = {i: token.content for i, token in own.get_added_tokens_decoder().items() if token.special}
         own.add_special_tokens([END])
         self._size = size
         self._end = max(own.get_vocab(with_added_tokens=True).values())  # the newest
@@ -68,13 +69,14 @@ class Vocabulary:
             self._tokens = LLTokenizer(own.to_str(), eos_token=self._end)
         except ValueError as error:
             raise ModelError(f"tokenizer.json: grammars cannot use it: {str(error)[:MAX_WORDS]}") from error
+        self._marks = {i: spelt[0] for i, text in specials.items() if (spelt := self._tokens.greedy_tokenize(text))}
 
     def compile(self, grammar: Grammar, ends: Ends, answered: Sequence[int] = ()) -> Matcher:
         """A matcher of an answer that stands behind ``answered``. Other threads may run. Raises InvalidRequest."""
         written = _written(grammar)
         words = (self._tokens.vocab_size + 31) // 32
         matcher = Matcher(lambda: LLMatcher(self._tokens, written, log_level=0, limits=LIMITS), words, self._end,
-                          self._size, ends)
+                          self._size, ends, self._marks)
         if matcher.problem or not matcher.begins():
             raise _refused(matcher.problem or "it allows nothing at all")
         if matcher.commit(answered) < len(answered):

@@ -17,13 +17,15 @@ Rules:
 6. What is forced can be long, and asking for it takes as long: it is asked for again when all of it has come, and never
    again once ``UNSAID`` tokens of it were spelt otherwise.
 7. A tokenizer may have more tokens than its model: those are neither allowed nor told.
+8. The text of a special token, where a grammar leaves no choice but that, is spelt as text: llguidance would force the
+   token itself, by which the grammar does not go on. A grammar that names the token has it.
 
 It knows nothing about logits, engines or requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,11 +52,13 @@ class Ends:
 class Matcher:
     """Of one answer, which has no token yet. It belongs to one thread at a time."""
 
-    __slots__ = ("_begun", "_broken", "_coming", "_ends", "_matcher", "_restarts", "_rolls", "_row", "_row_at",
-                 "_sayable", "_size", "_tokens", "_unsaid", "_visited", "_width")
+    __slots__ = ("_begun", "_broken", "_coming", "_ends", "_marked", "_marks", "_matcher", "_restarts", "_rolls",
+                 "_row", "_row_at", "_sayable", "_size", "_tokens", "_unsaid", "_visited", "_width")
 
-    def __init__(self, begun: Callable[[], LLMatcher], words: int, end: int, vocab_size: int, ends: Ends) -> None:
-        """begun: makes llguidance's own; words: of its masks; end: the token that ends a text for it."""
+    def __init__(self, begun: Callable[[], LLMatcher], words: int, end: int, vocab_size: int, ends: Ends,
+                 marks: Mapping[int, int]) -> None:
+        """begun: makes llguidance's own; words: of its masks; end: the token that ends a text for it; marks: special
+        tokens, and the first of those that spell the text of each."""
         self._begun = begun
         self._matcher = begun()
         self._ends = ends
@@ -62,6 +66,10 @@ class Matcher:
         can = np.arange(32 * words) < vocab_size
         can[end] = False
         self._sayable = np.packbits(can, bitorder="little").view(np.uint32)
+        self._marks = marks
+        special = np.zeros(32 * words, bool)
+        special[[*marks]] = True
+        self._marked = np.packbits(special, bitorder="little").view(np.uint32)
         self._row = np.zeros(max(words, self._width), np.uint32)[:words]
         self._row_at: int = self._row.ctypes.data
         self._tokens: list[int] = []
@@ -113,7 +121,8 @@ class Matcher:
             if self._matcher.is_error():
                 forced = []
                 self._restart()
-            told = next((at for at, token in enumerate(forced) if token >= self._size), len(forced))
+            told = next((at for at, token in enumerate(forced) if token >= self._size or token in self._marks),
+                        len(forced))
             self._unsaid += len(forced) - told
             self._coming = forced[:told][::-1]
         return self._coming[: -AT_ONCE - 1 : -1]
@@ -178,8 +187,20 @@ class Matcher:
         self._matcher.unsafe_compute_mask_ptr(self._row_at, self._row.nbytes)
         if self._matcher.is_error():
             return False
+        if (self._row & self._marked).any():
+            self._spell()
         self._row &= self._sayable
         return True
+
+    def _spell(self) -> None:
+        """The text of a special token as text, where nothing but that token is allowed."""
+        (words,) = np.nonzero(self._row)
+        word, bits = int(words[0]), int(self._row[words[0]])
+        token = 32 * word + bits.bit_length() - 1
+        if len(words) == 1 and bits.bit_count() == 1 and not self._matcher.validate_tokens([token]):
+            spelt = self._marks[token]
+            self._row[word] = 0
+            self._row[spelt >> 5] = 1 << (spelt & 31)
 
     def _consume(self, token: int) -> bool:
         """Whether the grammar goes on by ``token``, which is part of the answer then, or broke."""
