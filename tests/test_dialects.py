@@ -203,6 +203,44 @@ async def test_messages_are_bound_to_a_schema(tiny_folder: Path) -> None:
         assert target.requests.pop().grammar is None
 
 
+@pytest.mark.parametrize(("path", "fields", "named"), [
+    (RESPONSES, {"text": {"verbosity": "low", "format": None}}, "text.verbosity"),
+    (RESPONSES, {"reasoning": {"effort": "low", "summary": "auto", "max": 1}}, "reasoning.max"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+    (MESSAGES, {"output_config": {"effort": "low", "task_budget": {}}}, "output_config.task_budget"),
+    (MESSAGES, {"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
+])
+async def test_parts_that_nobody_knows_are_named_too(tiny_folder: Path, path: str, fields: Any, named: str) -> None:
+    body: Any = {"messages": HELLO, "max_tokens": 4} if path == MESSAGES else {"input": "hello"}
+    async with routing(tiny_folder, EchoTarget()) as r:
+        taken = await r.post(path, **body, **fields)
+        assert taken.status_code == 200 and taken.headers["x-slipstream-ignored"] == named
+    async with routing(tiny_folder, EchoTarget(), strict=True) as r:
+        refused = await r.post(path, **body, **fields)
+        assert refused.status_code == 400 and named in refused.text
+
+
+def test_what_a_dialect_says_in_its_own_words_is_not_said_again_otherwise() -> None:
+    chat = messages.chat_of({"messages": HELLO, "thinking": {"type": "disabled"}, "output_config": {"effort": "low"},
+                             "chat_template_kwargs": {"mine": 1}, "stop": None, "stop_sequences": ["a"]})
+    assert chat["chat_template_kwargs"] == {"enable_thinking": False, "mine": 1}, "both of them"
+    assert (chat["reasoning_effort"], chat["stop"]) == ("low", ["a"])
+    begun = messages.chat_of({"messages": [*HELLO, {"role": "assistant", "content": "So"}],
+                              "continue_final_message": False, "add_generation_prompt": True})
+    assert not begun["continue_final_message"] and begun["add_generation_prompt"]
+    form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    for translate, body, field in (
+            (responses.chat_of, {"input": "x", "text": form, "response_format": {"type": "text"}}, "response_format"),
+            (responses.chat_of, {"input": "x", "max_output_tokens": 9, "max_completion_tokens": 3},
+             "max_completion_tokens"),
+            (messages.chat_of, {"messages": HELLO, "output_config": form, "response_format": {"type": "text"}},
+             "response_format"),
+            (messages.chat_of, {"messages": HELLO, "stop_sequences": ["a"], "stop": ["b"]}, "stop")):
+        with pytest.raises(InvalidRequest, match="send one of them") as caught:
+            translate(body)
+        assert caught.value.field == field
+
+
 async def test_a_response_tells_what_was_asked(tiny_folder: Path) -> None:
     asked = {"metadata": {"a": "b"}, "temperature": 0.5, "top_p": 0.9, "max_output_tokens": 4,
              "parallel_tool_calls": False, "tool_choice": {"type": "function", "name": "weather"}}
@@ -289,6 +327,9 @@ def test_who_sends_a_chat_to_the_responses_is_told_what_is_called_otherwise() ->
     (messages.chat_of, {"messages": HELLO, "output_config": {"format": {"type": "text"}}}, "output_config.format"),
     (messages.chat_of, {"messages": HELLO, "output_format": "json"}, "output_format"),
     (responses.chat_of, {"input": "x", "text": {"format": "json_object"}}, "text.format"),
+    (messages.chat_of, {"messages": HELLO, "thinking": "enabled"}, "thinking"),
+    (responses.chat_of, {"input": "x", "instructions": ["Be brief."]}, "instructions"),
+    (responses.chat_of, {"input": "x", "instructions": 0}, "instructions"),
     (responses.chat_of, {"input": "x", "text": "json"}, "text"), (responses.chat_of, {"input": "x", "reasoning": "low"},
                                                                  "reasoning"),
     (responses.chat_of, {"input": "x", "metadata": {"a": 1}}, "metadata"),
@@ -332,6 +373,7 @@ BAD = {"type": "json_schema", "name": "bad", "schema": {"type": "array", "unique
     (RESPONSES, {"text": {"format": BAD | {"schema": 1}}}, "text.format.schema"),
     (RESPONSES, {"text": {"format": BAD}}, "text.format"),
     (RESPONSES, {"reasoning": {"effort": 7}}, "reasoning.effort"),
+    (MESSAGES, {"output_config": {"effort": 7}}, "output_config.effort"),
 ])
 async def test_refusals_name_the_dialects_own_fields(tiny_folder: Path, path: str, fields: Any, named: str) -> None:
     body: Any = {"messages": HELLO, "max_tokens": 4} if path == MESSAGES else {"input": "hello"}

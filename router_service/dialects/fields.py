@@ -8,10 +8,12 @@ It knows nothing about how a field is honoured; the pages about the API are prin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from slipstream.base.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,21 @@ OF_MESSAGE: Mapping[str, Refused] = MappingProxyType({
     "audio": Refused((), _TEXT_ONLY), "refusal": Refused(("",), "write it into the content"),
     "annotations": Refused(([],), "leave it out"), "function_call": Refused((), "use tool_calls"),
 })
+
+
+def others(raw: Mapping[str, Any], known: Collection[str], chat: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``raw``, a body of another dialect, that one does not know: fields of a chat, or nobody's. ``chat``: what
+    the others became. Raises InvalidRequest for one of a chat that says otherwise than the dialect's own."""
+    left = {name: value for name, value in raw.items() if name not in known and not (value is None and name in chat)}
+    for name in left.keys() & chat.keys():
+        if left[name] != chat[name]:
+            raise InvalidRequest(name, f"stands beside {name!r}, which says otherwise; send one of them")
+    return left
+
+
+def parts_left(name: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, bool]:
+    """Parts of the field ``name`` that nobody knows, as fields of their own."""
+    return {f"{name}.{part}": True for part, value in given.items() if part not in known and value is not None}
 
 
 def _same(value: Any, nothing: Any) -> bool:

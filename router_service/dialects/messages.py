@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written
+from router_service.dialects.fields import others, parts_left
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -27,7 +28,7 @@ from slipstream.protocol.chat import MAX_ITEMS, Usage
 
 ALIKE = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "speculate", "min_p", "ignore_eos",
          "min_tokens", "cache_salt")
-INERT = ("metadata", "service_tier", "container", "context_management", "mcp_servers")
+INERT = ("metadata", "service_tier", "container", "context_management")
 STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CALL = "toolu_"  # begins the ids of calls
 EVENTS = {"begin": "start", "add": "delta", "end": "stop"}
@@ -38,7 +39,8 @@ KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
          503: "overloaded_error", 504: "timeout_error"}
 # The chat's fields that are called otherwise here.
 NAMES = MappingProxyType({"response_format.json_schema": "output_config.format",
-                          "response_format": "output_config.format", "stop": "stop_sequences"})
+                          "response_format": "output_config.format", "stop": "stop_sequences",
+                          "reasoning_effort": "output_config.effort"})
 
 
 def chat_of(raw: Any) -> Json:
@@ -56,27 +58,36 @@ def chat_of(raw: Any) -> Json:
     for i, message in enumerate(given):
         messages += _messages(f"messages[{i}]", message)
     chat["messages"] = messages
-    if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
-        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools") or raw.get("tool_choice"):
         chat |= _tools(raw.get("tools") or [], raw.get("tool_choice"))
-    thinking = raw.get("thinking")
-    if isinstance(thinking, dict):
-        chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
-    chat |= _bound(raw)
+    config, thinking = _object(raw, "output_config"), _object(raw, "thinking")
+    if config.get("effort") is not None:
+        chat["reasoning_effort"] = config["effort"]
+    chat |= _bound(raw, config)
     known = {*ALIKE, *INERT, "system", "messages", "stop_sequences", "tools", "tool_choice", "thinking",
              "output_config", "output_format"}
-    return chat | {name: value for name, value in raw.items() if name not in known}
+    chat |= others(raw, known, chat) | parts_left("output_config", config, ("format", "effort")) | parts_left(
+        "thinking", thinking, ("type",))
+    if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        chat = {"continue_final_message": True, "add_generation_prompt": False} | chat
+    given = chat.get("chat_template_kwargs") or {}
+    if thinking and isinstance(given, dict):
+        chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled", **given}
+    return chat
 
 
-def _bound(raw: Json) -> Json:
+def _object(raw: Json, name: str) -> Json:
+    value = raw.get(name)
+    if not isinstance(value, dict | None):
+        raise InvalidRequest(name, "must be an object")
+    return value or {}
+
+
+def _bound(raw: Json, config: Json) -> Json:
     """What binds an answer: of ``output_config``, or as it was called before."""
-    config = raw.get("output_config")
-    if not isinstance(config, dict | None):
-        raise InvalidRequest("output_config", "must be an object")
-    name, form = "output_config.format", (config or {}).get("format")
+    name, form = "output_config.format", config.get("format")
     if form is None:
         name, form = "output_format", raw.get("output_format")
     if form is None:
@@ -136,7 +147,7 @@ def _tools(tools: Any, choice: Any) -> Json:
     tools = [tool for tool in tools if "input_schema" in tool]
     if any(tool.get("type", "custom") == "custom" for tool in theirs):
         raise InvalidRequest("tools", "must have an input_schema each")
-    others: Json = {f"tools[].{tool['type']}": True for tool in theirs}
+    left_out: Json = {f"tools[].{tool['type']}": True for tool in theirs}
     made = [{"type": "function", "function": {
         "name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool["input_schema"]}}
         for tool in tools]
@@ -147,8 +158,8 @@ def _tools(tools: Any, choice: Any) -> Json:
         ours = {"type": "function", "function": {"name": choice.get("name")}}
     if ours is None:
         raise InvalidRequest("tool_choice.type", "must be 'auto', 'any', 'tool' or 'none'")
-    return {"tools": made, **({"tool_choice": ours} if made or choice.get("type") != "auto" else {}), **others,
-            "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True}
+    return {"tools": made, **({"tool_choice": ours} if made or choice.get("type") != "auto" else {}), **left_out,
+            **({"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") is True else {})}
 
 
 class MessagesReply:
@@ -200,7 +211,7 @@ def _block(block: Block, text: str) -> Json:
         return {"type": "thinking", "thinking": text, "signature": ""}
     if block.kind == "text":
         return {"type": "text", "text": text}
-    return {"type": "tool_use", "id": CALL + block.call_id, "name": block.name, "input": _object(text)}
+    return {"type": "tool_use", "id": CALL + block.call_id, "name": block.name, "input": _input(text)}
 
 
 def error_of(problem: Problem) -> Json:
@@ -220,7 +231,7 @@ def _event(name: str, fields: Mapping[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps({"type": name, **fields}) + b"\n\n"
 
 
-def _object(text: str) -> Json:
+def _input(text: str) -> Json:
     """{} for arguments that were cut."""
     try:
         found = orjson.loads(text or "{}")

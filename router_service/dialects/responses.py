@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written
-from router_service.dialects.fields import Refused
+from router_service.dialects.fields import Refused, others, parts_left
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -59,7 +59,9 @@ def chat_of(raw: Any) -> Json:
     chat = {name: raw[name] for name in ALIKE if raw.get(name) is not None}
     if raw.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = raw["max_output_tokens"]
-    messages: list[Json] = [{"role": "system", "content": raw["instructions"]}] if raw.get("instructions") else []
+    if not isinstance(instructions := raw.get("instructions"), str | None):
+        raise InvalidRequest("instructions", "must be a string")
+    messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
     given = raw.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items or len(items) > MAX_ITEMS:
@@ -82,7 +84,8 @@ def chat_of(raw: Any) -> Json:
                              "their names")
     known = {*ALIKE, *REFUSED, *INERT, "max_output_tokens", "instructions", "input", "tools", "tool_choice", "text",
              "reasoning", "metadata"}
-    return chat | {name: value for name, value in raw.items() if name not in known}
+    return chat | others(raw, known, chat) | parts_left("text", text, ("format",)) | parts_left(
+        "reasoning", reasoning, ("effort", "summary", "generate_summary"))
 
 
 def _object(name: str, value: Any) -> Json:
@@ -126,10 +129,10 @@ def _tools(tools: Any, choice: Any) -> Json:
         "name": tool.get("name"), "description": tool.get("description") or "",
         "parameters": tool.get("parameters") or {}}} for tool in tools if tool.get("type") == "function"]
     # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
-    others: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") != "function"}
+    theirs: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") != "function"}
     if isinstance(choice, dict):
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-    return {"tools": made, **({"tool_choice": choice} if choice is not None else {}), **others}
+    return {"tools": made, **({"tool_choice": choice} if choice is not None else {}), **theirs}
 
 
 def _told_again(asked: Mapping[str, Any]) -> Json:
