@@ -42,7 +42,7 @@ from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody, TextReply
-from router_service.dialects.openai import Body, Chunks, Reply, Unknown, parse, read_json
+from router_service.dialects.openai import Body, Chunks, Reply, Unknown, known, parse, read_json
 from router_service.dialects.problems import Problem, http_problem, problem_of, written_as
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
@@ -173,8 +173,10 @@ class Surface:
                              headers=self._left_out(unknown))
 
     async def detokenize(self, request: Request) -> Response:
-        raw = await self._json(request)
-        return json_response({"prompt": await self._gateway.text(raw.get("tokens") if isinstance(raw, dict) else None)})
+        raw, unknown = await self._json(request), Unknown(self._gateway.strict)
+        asked = known(raw, ("model", "tokens"), {}, unknown) if isinstance(raw, dict) else {}
+        text = await self._gateway.text(asked.get("model"), asked.get("tokens"), request.scope[TENANT])
+        return json_response({"prompt": text}, headers=self._left_out(unknown))
 
     async def load(self) -> Response:
         return json_response({"server_load": self._gateway.admission.in_flight})

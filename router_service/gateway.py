@@ -273,13 +273,19 @@ class Gateway:
         finally:
             place.leave()
 
-    async def text(self, tokens: Any) -> str:
-        """What ``tokens`` spell, special ones included. Raises InvalidRequest."""
+    async def text(self, model: Any, tokens: Any, tenant: Tenant) -> str:
+        """What ``tokens`` spell, special ones included. It waits for room as an answer would. Raises as ``start``."""
         info = self._info()
+        if self._named(model) != self.model:
+            raise self.no_model(str(model))
         if not isinstance(tokens, list) or len(tokens) > info.max_context or not set(map(type, tokens)) <= {int}:
             raise InvalidRequest("tokens", f"must be a list of at most {info.max_context} token ids")
         _check_ids("tokens", tokens, info)
-        return await self.lanes.run(len(tokens), partial(self.codec.text, tokens), at_once=True)
+        place = await self.admission.enter(tenant, 1)
+        try:
+            return await self.lanes.run(len(tokens), partial(self.codec.text, tokens), at_once=True)
+        finally:
+            place.leave()
 
     def completion(self, job: Job, tenant: Tenant, request_id: str, number: int, trace: str) -> Completion:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""

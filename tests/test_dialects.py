@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -438,6 +439,29 @@ async def test_tokens_and_back(tiny_folder: Path) -> None:
         for prompt in ([260], [-1]):
             assert (await r.post("/tokenize", prompt=prompt)).json()["error"]["param"] == "prompt"
         assert r.service.gateway.admission.in_flight == 0
+        other = await r.http.post("/detokenize", json={"model": "other", "tokens": [97], "made_up": 1})
+        assert other.status_code == 404 and "it is 'tiny'" in other.text
+        taken = await r.http.post("/detokenize", json={"model": "tiny", "tokens": [97], "made_up": 1})
+        assert taken.json() == {"prompt": "a"} and taken.headers["x-slipstream-ignored"] == "made_up"
+
+
+@pytest.mark.parametrize("body", [{"tokens": [97]}, {"prompt": "a"}])
+async def test_who_only_counts_has_no_more_places_than_who_asks(body: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """One key had its tokens spelt a thousand times at once, and others' prompts waited behind that."""
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-mine requests=1\n")
+    target = EchoTarget()
+    target.go.clear()
+    async with routing(tiny_folder, target, api_keys_file=str(keys)) as r:
+        r.http.headers["authorization"] = "Bearer a-key-of-mine"
+        admission = r.service.gateway.admission
+        first = asyncio.create_task(r.post("/v1/chat/completions", messages=HELLO, max_tokens=1))
+        await eventually(lambda: admission.in_flight == 1)
+        counted = asyncio.create_task(r.post("/detokenize" if "tokens" in body else "/tokenize", **body))
+        await eventually(lambda: admission.queued == 1)
+        target.go.set()
+        assert [(await task).status_code for task in (first, counted)] == [200, 200]
+        assert admission.in_flight == admission.queued == 0
 
 
 async def test_pages_for_others(tiny_folder: Path, tmp_path: Path) -> None:
