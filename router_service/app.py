@@ -273,8 +273,8 @@ class Surface:
             return EventStream(events, client, run.aclose, headers)
         answers: list[list[TextDelta]] = [[] for _ in run.completions]
         await _taken(run, client, lambda number, delta: answers[number].append(delta))
-        written = await self._gateway.lanes.beside(run.num_told,
-                                                   lambda: orjson.dumps(reply.whole(answers, run.usage())))
+        written = await self._gateway.lanes.beside(
+            run.num_told, lambda: orjson.dumps(reply.whole(answers, run.usage())), run.place.tenant.id)
         return Response(written, headers=headers, media_type="application/json")
 
     async def _begun(self, request: Request, asked: Asked) -> tuple[Presence, Run]:
@@ -376,7 +376,7 @@ class Surface:
                         yield COMMENT  # computing all of it again takes time
                     number = ids.after(delta)
                 data = (chunks.written(choice, delta) if not delta.prompt else await self._gateway.lanes.beside(
-                    run.job.num_scores, partial(chunks.written, choice, delta)))
+                    run.job.num_scores, partial(chunks.written, choice, delta), run.place.tenant.id))
                 if data or beginning:
                     yield beginning + framed(data, number) if data else beginning
                     beginning = b""

@@ -111,8 +111,8 @@ class GatewayFront:
             return None
         if job.begun:
             # Piece by piece, as it came: what looks for marks goes over a long text again and again.
-            await self._gateway.lanes.beside(len(job.begun),
-                                             lambda: deque(map(found[0].push, self._gateway.begun(job)), 0))
+            await self._gateway.lanes.beside(
+                len(job.begun), lambda: deque(map(found[0].push, self._gateway.begun(job)), 0), self._tenant.id)
         return found[0]
 
 

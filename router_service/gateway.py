@@ -252,7 +252,7 @@ class Gateway:
         try:
             asked = replace(asked, options=await self._try(asked.options, tenant))
             # A conversation may have to wait for the process of its template.
-            job = await self.lanes.run(asked.size, partial(self._job, asked), at_once=not asked.messages)
+            job = await self.lanes.run(asked.size, partial(self._job, asked), tenant.id, not asked.messages)
             # The head is as much work for a token that is scored as for one that is answered; one that the client has
             # is computed like a prompt's.
             place.spend(sum(map(len, job.prompts)) * (1 if job.options.scored is None else 1 + job.options.n)
@@ -267,7 +267,7 @@ class Gateway:
         """Those of the prompt that is ``asked`` about. It waits for room as an answer would. Raises as ``start``."""
         place = await self.admission.enter(tenant, 1)
         try:
-            (tokens,) = await self.lanes.run(asked.size, partial(self._prompts, asked), not asked.messages)
+            (tokens,) = await self.lanes.run(asked.size, partial(self._prompts, asked), tenant.id, not asked.messages)
             _check_ids("prompt", tokens, self._info())
             return list(tokens)
         finally:
@@ -283,7 +283,7 @@ class Gateway:
         _check_ids("tokens", tokens, info)
         place = await self.admission.enter(tenant, 1)
         try:
-            return await self.lanes.run(len(tokens), partial(self.codec.text, tokens), at_once=True)
+            return await self.lanes.run(len(tokens), partial(self.codec.text, tokens), tenant.id, True)
         finally:
             place.leave()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +243,7 @@ async def test_lanes_hold_one_text_each_whatever_clients_do() -> None:
     waiting = [asyncio.create_task(lanes.run(large, lambda: work("later"))) for _ in range(most - 1)]
     assert await lanes.run(LONG_TEXT, lambda: work("short")) == "short", "it does not wait for long ones"
     with pytest.raises(CapacityError, match="long prompts") as caught:
-        await lanes.run(large, lambda: work("too many"))
+        await lanes.run(large + 1, lambda: work("too many"))
     assert caught.value.retry_after_s >= most
     smaller = [asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("smaller"))) for _ in range(30)]
     written = asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("an answer"), patient=True))
@@ -255,6 +258,56 @@ async def test_lanes_hold_one_text_each_whatever_clients_do() -> None:
     assert begun.count("later") == most - 2, "who went away was left out"
     with pytest.raises(ZeroDivisionError):
         await lanes.run(1, lambda: 1 // 0)
+    lanes.close()
+
+
+async def test_tenants_take_turns_with_long_texts() -> None:
+    """Eight bodies of one kept another's long prompt waiting for fifteen seconds; a large one was refused."""
+    lanes, begun, held = Lanes(), list[str](), threading.Event()
+
+    def work(name: str) -> None:
+        begun.append(name)
+        assert held.wait(60)
+
+    def reads(tenant: str, size: int) -> asyncio.Task[None]:
+        return asyncio.create_task(lanes.run(size, partial(work, tenant), tenant))
+
+    own = [reads("a", MAX_TEXTS // 8) for _ in range(9)]
+    await eventually(lambda: len(begun) == 1)
+    for size in (LONG_TEXT + 1, MAX_TEXTS):
+        with pytest.raises(CapacityError, match="long prompts"):
+            await reads("a", size)
+        own.append(reads(f"b{size}", size))
+    await asyncio.sleep(0)  # they wait
+    held.set()
+    await asyncio.gather(*own)
+    assert begun == ["a", "a", f"b{LONG_TEXT + 1}", f"b{MAX_TEXTS}", *["a"] * 7]
+    lanes.close()
+
+
+async def test_nothing_is_kept_of_who_went_away_before_his_turn() -> None:
+    class Text(str):
+        """May be watched."""
+
+    lanes, held, texts = Lanes(), threading.Event(), list[weakref.ref[Text]]()
+
+    async def goes() -> None:
+        text = Text("long")
+        texts.append(weakref.ref(text))
+        reading = asyncio.create_task(lanes.run(MAX_TEXTS, partial(len, text)))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+    first = asyncio.create_task(lanes.run(MAX_TEXTS, partial(held.wait, 60)))
+    await asyncio.sleep(0)
+    for _ in range(9):
+        await goes()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert [text() for text in texts] == [None] * 9, "while the first is read"
+    held.set()
+    assert await first
     lanes.close()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child
+from slipstream.base.turns import Turns
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
-from slipstream.grammar.trial import MAX_EACH, Trial, Trials, Turns
+from slipstream.grammar.trial import MAX_EACH, Trial, Trials
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.tree import DraftTree
@@ -110,19 +111,26 @@ def test_what_one_namespace_tried_tells_another_nothing(trial: Trial) -> None:
 
 
 async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
-    turns, order, held = Turns(), list[str](), threading.Event()
-    first = turns.run("a", held.wait)
-    flood = [turns.run("a", partial(order.append, f"a{i}")) for i in range(MAX_EACH)]
+    turns, order, held = Turns("grammars", 0.1, "too many", MAX_EACH), list[str](), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def run(namespace: str, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        future = loop.create_future()
+        turns.run(namespace, work, future, loop.call_soon_threadsafe)
+        return future
+
+    first = run("a", held.wait)
+    flood = [run("a", partial(order.append, f"a{i}")) for i in range(MAX_EACH)]
     with pytest.raises(CapacityError) as refused:
-        turns.run("a", held.wait)
+        run("a", held.wait)
     assert refused.value.retry_after_s > 0
-    gone, kept = turns.run("b", partial(order.append, "gone")), turns.run("b", partial(order.append, "b"))
+    gone, kept = run("b", partial(order.append, "gone")), run("b", partial(order.append, "b"))
     gone.cancel()
     held.set()
     await asyncio.gather(first, *flood, kept)
     assert order.index("b") <= 2 and "gone" not in order and len(order) == MAX_EACH + 1
     with pytest.raises(ZeroDivisionError):
-        await turns.run("a", lambda: 1 // 0)
+        await run("a", lambda: 1 // 0)
     turns.close()
 
 

@@ -26,7 +26,7 @@ import json
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,8 @@ from router_service.text.marks import Style, marks
 from router_service.text.scanner import StopStrings
 from router_service.text.template import BROKEN, CPU_S, Renderer
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
-from slipstream.base.offload import Child, PacedThread
+from slipstream.base.offload import Child
+from slipstream.base.turns import Turns
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Finish, Piece, PromptScores, Request, State, TokenLogprob
@@ -46,7 +47,7 @@ from slipstream.protocol.requests import Answer, Finish, Piece, PromptScores, Re
 SPACE = "\u2581"  # how SentencePiece writes a space
 BRIEF_TEXT = 512  # characters or token ids: half a millisecond of a slow tokenizer
 LONG_TEXT = 16_384  # characters, or token ids
-MAX_TEXTS = 8 << 21  # characters or token ids in the long lane: a body of 2 MiB takes one to three seconds
+MAX_TEXTS = 8 << 21  # characters or token ids of one that wait: a body of 2 MiB takes one to three seconds
 LARGE_BODY = 1 << 16  # bytes: two milliseconds of the event loop at worst
 PAUSE_S = 0.005  # a token takes several turns of the loop from its target to its client
 Made = TypeVar("Made")
@@ -473,32 +474,31 @@ def _whole(parts: Sequence[PromptScores], count: int) -> tuple[PromptScores, ...
 class Lanes:
     """Two threads in which texts become tokens and answers are written, so that the event loop goes on. Each works on
     one text at a time, whatever its clients do: who goes away frees his place when the work that was begun is done. A
-    short text never waits for a long one. Make it anywhere, use it on one event loop."""
+    short text never waits for a long one, and tenants take turns with long ones. Make it anywhere, use it on one event
+    loop."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(1, "short-texts")
-        self._long = PacedThread("long-texts", 1.0)
-        self._num_long = self._waiting = 0  # texts in the long lane and their sizes, of the one that is worked on too
+        self._long = Turns("long-texts", 1.0, "too many long prompts wait to be read; try again later", MAX_TEXTS)
         self._large = asyncio.Lock()
 
-    async def run(self, size: int, work: Callable[[], Made], at_once: bool = False, patient: bool = False) -> Made:
+    async def run(self, size: int, work: Callable[[], Made], tenant: str = "", at_once: bool = False,
+                  patient: bool = False) -> Made:
         """What ``work`` on a text of that size returns or raises. ``at_once``: it waits for nobody, so a brief
-        text needs no thread. Raises CapacityError for more than ``MAX_TEXTS`` in long ones, but not for who is
-        ``patient``: what is paid for, an answer that is only to be written, waits."""
+        text needs no thread. Raises CapacityError for more than ``MAX_TEXTS`` in long ones of a tenant, but not for
+        who is ``patient``: what is paid for, an answer that is only to be written, waits."""
         if at_once and size <= BRIEF_TEXT:
             return work()
         loop = asyncio.get_running_loop()
         if size <= LONG_TEXT:
             return await loop.run_in_executor(self._short, work)
-        if self._waiting and self._waiting + size > MAX_TEXTS and not patient:
-            raise self._long.refusal("too many long prompts wait to be read; try again later", self._num_long)
-        self._num_long += 1
-        self._waiting += size
-        return await asyncio.wrap_future(self._long.submit(work, loop.call_soon_threadsafe, partial(self._left, size)))
+        future: asyncio.Future[Made] = loop.create_future()
+        self._long.run(tenant, work, future, loop.call_soon_threadsafe, size, patient)
+        return await future
 
-    async def beside(self, size: int, work: Callable[[], Made]) -> Made:
+    async def beside(self, size: int, work: Callable[[], Made], tenant: str) -> Made:
         """What ``work`` on so many numbers of an answer gives, beside the event loop if they are many."""
-        return await self.run(size, work, at_once=True, patient=True)
+        return await self.run(size, work, tenant, at_once=True, patient=True)
 
     async def pause(self, size: int) -> None:
         """Until a body of so many bytes may be read, which holds the event loop. Whatever follows without a wait
@@ -511,7 +511,3 @@ class Lanes:
         """Nobody waits any more; work that has begun ends by itself."""
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.close()
-
-    def _left(self, size: int, _: Future[Any]) -> None:
-        self._num_long -= 1
-        self._waiting -= size

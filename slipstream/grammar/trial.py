@@ -29,9 +29,8 @@ import os
 import signal
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -42,7 +41,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
-from slipstream.base.offload import Child, PacedThread, bounded
+from slipstream.base.offload import Child, bounded
+from slipstream.base.turns import Turns
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
@@ -59,7 +59,6 @@ REMEMBERED = 512
 MAX_EACH, MAX_WAITING = 64, 256
 TOO_MUCH = "cannot be compiled: it takes more work than a request may"
 Made = TypeVar("Made")
-Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
 class Trial:
@@ -126,66 +125,13 @@ class Trial:
         return str(reply)
 
 
-class Turns:
-    """One thread, in which namespaces take turns. Make it anywhere, use it on one event loop."""
-
-    def __init__(self) -> None:
-        self._thread = PacedThread("grammars", 0.1)
-        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by namespace, whose turn is next first
-        self._num_waiting = 0
-        self._busy = False
-
-    def run(self, namespace: str, work: Callable[[], Made]) -> asyncio.Future[Made]:
-        """What ``work`` returns or raises, in its turn. Raises CapacityError."""
-        own = len(self._waiting.get(namespace, ()))
-        share = max(1, MAX_EACH // len({namespace, *self._waiting}))
-        if own >= share or self._num_waiting >= MAX_WAITING:
-            raise self._thread.refusal("too many grammars wait to be compiled; try again later", self._num_waiting)
-        future: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(namespace, deque()).append((work, future))
-        self._num_waiting += 1
-        self._begin()
-        return future
-
-    def close(self) -> None:
-        """Nobody waits any more; a turn that has begun ends by itself."""
-        self._thread.close()
-        for jobs in self._waiting.values():
-            for _, future in jobs:
-                future.cancel()
-        self._waiting.clear()
-        self._num_waiting = 0
-
-    def _begin(self) -> None:
-        while self._waiting and not self._busy:
-            namespace, jobs = self._waiting.popitem(last=False)
-            work, future = jobs.popleft()
-            self._num_waiting -= 1
-            if jobs:
-                self._waiting[namespace] = jobs
-            if not future.done():
-                self._busy = True
-                soon = asyncio.get_running_loop().call_soon_threadsafe
-                self._thread.submit(work, soon, partial(self._end, future))
-
-    def _end(self, future: asyncio.Future[Any], made: Future[Any]) -> None:
-        self._busy = False
-        if made.cancelled():
-            future.cancel()
-        elif not future.done():
-            error = made.exception()
-            if error is None:
-                future.set_result(made.result())
-            else:
-                future.set_exception(error)
-        self._begin()
-
-
 class Trials:
     """``trial`` beside an event loop, in turns. Make it anywhere, use it on one event loop."""
 
     def __init__(self, trial: Trial) -> None:
-        self._trial, self._turns = trial, Turns()
+        self._trial = trial
+        self._turns = Turns("grammars", 0.1, "too many grammars wait to be compiled; try again later", MAX_EACH,
+                            MAX_WAITING)
 
     async def warm(self) -> None:
         """Have the process for trials ready."""
@@ -198,7 +144,10 @@ class Trials:
 
     def after(self, grammar: Grammar, namespace: str, work: Callable[[], Made]) -> asyncio.Future[Made]:
         """``work``, in its turn, when ``grammar`` has been tried. Raises CapacityError."""
-        return self._turns.run(namespace, partial(self._tried, grammar, namespace, work))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Made] = loop.create_future()
+        self._turns.run(namespace, partial(self._tried, grammar, namespace, work), future, loop.call_soon_threadsafe)
+        return future
 
     def close(self) -> None:
         """Nobody waits any more."""
