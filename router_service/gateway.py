@@ -39,7 +39,15 @@ from router_service.text.marks import BARE
 from router_service.text.markup import Markup, Named
 from router_service.text.tokens import ASSISTANT, Completion, Detokenizer, Lanes, TextCodec, Turn, too_long
 from slipstream.base.config import RouterSection
-from slipstream.base.errors import CapacityError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
+from slipstream.base.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    SlipstreamError,
+    Unavailable,
+    status_of,
+)
 from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Spans, well_formed
@@ -125,6 +133,14 @@ class Job:
             return [Markup(BARE, schemas, either=True) for _ in range(count)]
         thinks = codec.thinks(self.prompts[0])
         return [Markup(codec.style, schemas, thinks, most, mixed=options.mixed) for _ in range(count)]
+
+    @property
+    def num_asked(self) -> int:
+        """Tokens that it takes of its tenant's before any is answered."""
+        # The head is as much work for a token that is scored as for one that is answered; one that the client has is
+        # computed like a prompt's.
+        times = 1 if self.options.scored is None else 1 + self.options.n
+        return sum(map(len, self.prompts)) * times + len(self.begun)
 
     @property
     def num_scores(self) -> int:
@@ -236,9 +252,13 @@ class Gateway:
             raise
         try:
             await run.begin()
-        except CapacityError as error:
+        except SlipstreamError as error:
             await run.aclose()
-            raise self.admission.overloaded(run.place, error) from error
+            if not isinstance(error, DeadlineExceeded):  # no target took it, so it took nothing
+                run.place.spend(-run.job.num_asked)
+            if isinstance(error, CapacityError):
+                raise self.admission.overloaded(run.place, error) from error
+            raise
         except BaseException:
             await run.aclose()
             raise
@@ -253,10 +273,7 @@ class Gateway:
             asked = replace(asked, options=await self._try(asked.options, tenant))
             # A conversation may have to wait for the process of its template.
             job = await self.lanes.run(asked.size, partial(self._job, asked), tenant.id, not asked.messages)
-            # The head is as much work for a token that is scored as for one that is answered; one that the client has
-            # is computed like a prompt's.
-            place.spend(sum(map(len, job.prompts)) * (1 if job.options.scored is None else 1 + job.options.n)
-                        + len(job.begun))
+            place.spend(job.num_asked)
             self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
             return Run(self, job, place, arrived_s, arrived_s + self._section.request_timeout_s, trace)
         except BaseException:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from router_service.tenants import ANYONE, ApiKeys
-from slipstream.base.errors import CapacityError, ConfigError, QuotaExceeded
+from slipstream.base.errors import CapacityError, ConfigError, QuotaExceeded, SlipstreamError, Unavailable
 from slipstream.client import AsyncClient
 from slipstream.protocol.chat import Begun
 from slipstream.protocol.requests import Request, Sampling
@@ -203,6 +203,21 @@ async def test_tokens_that_a_client_says_it_has_are_taken_from_its_quota(tiny_fo
         assert [delta async for delta in client.complete("a", max_tokens=41, begun=begun)]
         with pytest.raises(QuotaExceeded):
             await anext(aiter(client.complete("a", max_tokens=41, begun=begun)))
+
+
+@pytest.mark.parametrize(("error", "status"), [(CapacityError("full"), 429), (Unavailable("gone"), 503)])
+async def test_what_no_target_takes_is_not_taken_from_a_quota(error: SlipstreamError, status: int, tiny_folder: Path,
+                                                              tmp_path: Path) -> None:
+    """Two tries at a full target used up a key's minute, and nothing was answered."""
+    keys, echo = written(tmp_path, "key-of-a name=a tokens_per_minute=20"), EchoTarget(fail_after=0, error=error)
+    async with routing(tiny_folder, echo, api_keys_file=str(keys)) as r:
+        r.http.headers["authorization"] = "Bearer key-of-a"
+        for _ in range(3):
+            refused = await r.post(COMPLETIONS, prompt="x" * 30)
+            assert refused.status_code == status and refused.json()["error"]["code"] != "rate_limit_exceeded"
+        echo.fail_after = None
+        assert (await r.post(COMPLETIONS, prompt="x" * 30)).status_code == 200
+        assert (await r.post(COMPLETIONS, prompt="x" * 30)).json()["error"]["code"] == "rate_limit_exceeded"
 
 
 async def test_a_target_without_room_is_told_with_a_time_and_counted(tiny_folder: Path) -> None:
