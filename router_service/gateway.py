@@ -31,6 +31,7 @@ from router_service.balance import Balancer
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.openai import SEEDS, Options
+from router_service.dialects.problems import written_as
 from router_service.dialects.prompts import Prompts
 from router_service.dialects.tools import told
 from router_service.tenants import Tenant
@@ -267,7 +268,8 @@ class Gateway:
     async def _made(self, asked: Asked, tenant: Tenant, trace: str) -> Run:
         """Once there is room for it."""
         arrived_s = time.monotonic()
-        place = await self.admission.enter(tenant, asked.num_answers)
+        with written_as({"n": "prompt"} if asked.options.n == 1 else {}):  # answers that many prompts ask for
+            place = await self.admission.enter(tenant, asked.num_answers)
         waited_s = time.monotonic() - arrived_s
         try:
             asked = replace(asked, options=await self._try(asked.options, tenant))

@@ -287,6 +287,28 @@ def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
     assert chat["response_format"] == {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
+def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> None:
+    """Left out, a model that calls one tool after the other forgot why, and its prompt was computed anew each time."""
+    def thinks(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "t1", "name": "now", "arguments": "{}"}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Noon."}]}
+    result = {"type": "function_call_output", "call_id": "t1", "output": "12:00"}
+    empty = {"type": "reasoning", "summary": [], "content": None}
+    chat = responses.chat_of({"input": [*HELLO, thinks("Hm."), call, result, thinks("So."), said, empty, call]})
+    told = [(message["role"], message["content"], message.get("reasoning_content", ""),
+             len(message.get("tool_calls", ()))) for message in chat["messages"]]
+    assert told == [("user", "hello", "", 0), ("assistant", "", "Hm.", 1), ("tool", "12:00", "", 0),
+                    ("assistant", "Noon.", "So.", 1)]
+    assert responses.chat_of({"input": [thinks("a"), said, thinks("b"), said]})["messages"] == [
+        {"role": "assistant", "content": "Noon.", "reasoning_content": thought} for thought in "ab"]
+    assert [message["content"] for message in responses.chat_of({"input": [thinks("a"), said, said]})["messages"]] == [
+        "Noon.", "Noon."]
+    with pytest.raises(InvalidRequest, match=r"input\[0\].content"):
+        responses.chat_of({"input": [{"type": "reasoning", "content": 5}]})
+
+
 def test_ids_of_calls_come_back_as_templates_take_them() -> None:
     """Those of Mistral take nine characters and no others."""
     def told(kind: type[MessagesReply | ResponsesReply]) -> Any:

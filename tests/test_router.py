@@ -263,7 +263,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "x", "best_of": 2}, 400, "best_of", "unsupported_parameter"),
     (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix", "unsupported_parameter"),
     (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo", "unsupported_parameter"),
-    (COMPLETIONS, {"prompt": ["x"] * 200}, 400, "n", "invalid_value"),
+    (COMPLETIONS, {"prompt": ["x"] * 200}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": ["x"] * 100, "n": 2}, 400, "n", "invalid_value"),
 ]
 
 

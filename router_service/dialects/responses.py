@@ -5,7 +5,7 @@ Rules:
    and tools may have the chat's names.
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
 3. Tools are functions; others are left out and named. Of input items messages, calls, their results and reasoning are
-   known.
+   known. Reasoning is of the message or the calls behind it: what a template shows of it again is its own affair.
 
 It knows nothing about models, routes or the network.
 """
@@ -40,6 +40,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({
 INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
 CALL = "call_"  # begins the ids of calls
+THOUGHT: Json = {"role": "assistant", "content": "", "reasoning_content": ""}  # before what was said of it
 MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
 # The chat's fields that are called otherwise here.
 NAMES = MappingProxyType({"response_format.json_schema": "text.format", "response_format": "text.format",
@@ -97,7 +98,12 @@ def _object(name: str, value: Any) -> Json:
 def _add(messages: list[Json], at: str, item: Any) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": _texts(f"{at}.content", item.get("content"))})
+        said = {"role": item.get("role"), "content": _texts(f"{at}.content", item.get("content"))}
+        last = messages[-1] if messages else {}
+        if said["role"] == "assistant" and last.keys() == THOUGHT.keys() and not last["content"]:
+            last |= said
+        else:
+            messages.append(said)
     elif kind == "function_call":
         call = {"id": as_written(item.get("call_id"), CALL), "type": "function",
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
@@ -107,7 +113,10 @@ def _add(messages: list[Json], at: str, item: Any) -> None:
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
                          "content": _texts(f"{at}.output", item.get("output"))})
-    elif kind != "reasoning":  # what it thought before is no part of what it is told
+    elif kind == "reasoning":
+        if thought := _texts(f"{at}.content", item.get("content") or ""):
+            messages.append(THOUGHT | {"reasoning_content": thought})
+    else:
         raise InvalidRequest(f"{at}.type", "must be 'message', 'function_call', 'function_call_output' or 'reasoning'")
 
 
