@@ -93,7 +93,8 @@ class Asked:
     def size(self) -> int:
         """Characters and token ids."""
         begun = 0 if self.begun is None else len(self.begun.tokens)
-        return sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _written(self.turn.names) + begun
+        words = sum(MESSAGE + len(word) for word in self.options.bad_words)  # each is spelt by itself
+        return sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _written(self.turn.names) + begun + words
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,21 @@ from router_service.tenants import Tenant
 from router_service.text.deltas import TextDelta
 from router_service.text.files import longest_token
 from router_service.text.markup import Named
-from router_service.text.tokens import ASSISTANT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
+from router_service.text.tokens import ASSISTANT, BRIEF_TEXT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.cli.process import kept_up
 from slipstream.observe.vitals import LAG_EVERY_S, watch_lag
-from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, ChatOptions, Message, Usage
+from slipstream.protocol.chat import (
+    MAX_BIASES,
+    MAX_BODY_BYTES,
+    MAX_ITEMS,
+    MAX_STOPS,
+    MAX_WORD,
+    MAX_WORDS,
+    ChatOptions,
+    Message,
+    Usage,
+)
 from slipstream.protocol.requests import Sampling
 from slipstream.v1 import inference_pb2
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
@@ -178,6 +188,13 @@ def test_all_that_a_conversation_says_makes_it_long() -> None:
         assert size(turn | more) > LONG_TEXT, more.keys()
     assert size(*[turn] * (LONG_TEXT // MESSAGE)) > LONG_TEXT, "marks are work, too"
     assert size(turn) < 2 * MESSAGE
+
+
+def test_words_that_are_to_be_spelt_make_a_brief_prompt_long() -> None:
+    """128 of them beside a prompt of one character held the event loop for five milliseconds."""
+    for words, brief in (((), True), (("bad",) * 4, True), (("x" * MAX_WORD,) * MAX_WORDS, False)):
+        asked = Asked("completions", "tiny", Options(Sampling(), bad_words=words), prompts=["x"])
+        assert (asked.size <= BRIEF_TEXT) == brief and asked.size <= LONG_TEXT
 
 
 @pytest.mark.parametrize("markups", [(), (Named("now"),)])
