@@ -3,7 +3,8 @@
 Rules:
 1. Least load wins, load being what the target last reported plus what this router has sent since. A target that has
    probably seen the prompt's beginning in its namespace is preferred until it is markedly more loaded (rendezvous
-   hashing: a target that comes or goes moves only its own share).
+   hashing: a target that comes or goes moves only its own share). Where contexts differ, as while they are changed, a
+   request goes where it fits.
 2. A target that fails several requests in a row is ejected for a time that doubles; then one request probes it, and
    until that is answered others go elsewhere. If no other is left, ejected ones are used all the same, and such as
    discovery no longer lists, while they answer: the last target is never ejected.
@@ -81,6 +82,11 @@ class Target:
     def takes(self, request: Request) -> bool:
         """Whether it honours all that is asked. An older one would not look at some fields, and answer anything."""
         return not (needs := request.needs) or (self.info is not None and set(needs).issubset(self.info.takes))
+
+    def fits(self, request: Request) -> bool:
+        """Whether it has the context for all of it, as far as it is known."""
+        whole = len(request.tokens) - request.answered + request.max_tokens
+        return self.info is None or whole <= self.info.max_context
 
     def rests(self, now_s: float) -> bool:
         """Whether it is ejected, or has its probe: who came along would fail with it."""
@@ -282,6 +288,8 @@ class Balancer:
             known = [t for t in known if request.identity is not None and t.identity == request.identity]
             if not known:
                 raise _gone()
+        if any(t.fits(request) for t in self._known if t.takes(request)):  # a smaller one would refuse it for good
+            known = [t for t in known if t.fits(request)]
         left = [t for t in known if not t.draining]
         now = self._clock()
         usable = ([t for t in left if t.ready and not t.left and not t.rests(now)]

@@ -127,6 +127,23 @@ async def test_a_bad_request_never_moves() -> None:
         assert sum(len(t.requests) for t in targets) == 1
 
 
+async def test_a_request_goes_where_it_fits() -> None:
+    """While contexts are made smaller, whoever named no max_tokens was refused at each new target."""
+    small, large = EchoTarget(), EchoTarget()
+    small.context = 150
+    targets = balancer(small, large)
+    await targets.poll()
+    long = request(max_tokens=100)
+    large.waiting = 50
+    await targets.poll()
+    assert targets.pick(request()).name == "t0" and targets.pick(long).name == "t1", "however loaded it is"
+    with pytest.raises(Unavailable):
+        targets.pick(long, {"t1"})  # whoever is told comes back; the small one would have said that it cannot be
+    alone = balancer(small)
+    await alone.poll()
+    assert alone.pick(long).name == "t0", "which says what is wrong"
+
+
 async def test_retries_are_a_fifth_of_the_requests_at_most() -> None:
     targets = [EchoTarget(fail_after=0, error=Unavailable("down")) for _ in range(3)]
     b = balancer(*targets, failures_until_ejected=10**9)
