@@ -224,7 +224,7 @@ async def test_parts_that_nobody_knows_are_named_too(tiny_folder: Path, path: st
 def test_what_a_dialect_says_in_its_own_words_is_not_said_again_otherwise() -> None:
     chat = messages.chat_of({"messages": HELLO, "thinking": {"type": "disabled"}, "output_config": {"effort": "low"},
                              "chat_template_kwargs": {"mine": 1}, "stop": None, "stop_sequences": ["a"]})
-    assert chat["chat_template_kwargs"] == {"enable_thinking": False, "mine": 1}, "both of them"
+    assert chat["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False, "mine": 1}, "both"
     assert (chat["reasoning_effort"], chat["stop"]) == ("low", ["a"])
     begun = messages.chat_of({"messages": [*HELLO, {"role": "assistant", "content": "So"}],
                               "continue_final_message": False, "add_generation_prompt": True})
@@ -276,7 +276,7 @@ def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [
             {"type": "text", "text": "sunny"}]}]}], "thinking": {"type": "disabled"}, "made_up": 1})
     assert chat["messages"] == wanted and chat["made_up"] == 1
-    assert chat["chat_template_kwargs"] == {"enable_thinking": False}
+    assert chat["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
     chat = responses.chat_of({"input": [
         {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
         {"type": "reasoning", "summary": []},

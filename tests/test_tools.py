@@ -328,6 +328,22 @@ async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:
             assert plain["content"] == "So." and "reasoning_content" not in plain
 
 
+async def test_deepseeks_templates_hear_whether_to_think(thinking_folder: Path) -> None:
+    """Theirs call the switch thinking, and are quiet without it: Messages' thinking had no effect."""
+    (thinking_folder / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}{{ '<think>' if thinking is defined and thinking else '</think>' }}")
+    target = EchoTarget()
+    target.says = "Hm.</think>Yes."
+    async with routing(thinking_folder, target, model_name="tiny") as r:
+        for asked, kinds in (({"type": "enabled"}, ["thinking", "text"]), ({"type": "disabled"}, ["text"])):
+            answer = (await r.post("/v1/messages", messages=HELLO, max_tokens=50, thinking=asked)).json()
+            assert [block["type"] for block in answer["content"]] == kinds
+        names = {"chat_template_kwargs": {"thinking": True}}
+        for fields, thinks in ((names, True), ({"reasoning_effort": "none"}, False)):
+            message = (await r.post(CHAT, messages=HELLO, **fields)).json()["choices"][0]["message"]
+            assert ("reasoning_content" in message) == thinks
+
+
 async def test_marks_in_a_users_words_begin_no_reasoning(thinking_folder: Path) -> None:
     template = "{{ messages[0].content }}{{ eos_token }}{{ '<think>' if enable_thinking }}{# </think> #}"
     (thinking_folder / "chat_template.jinja").write_text(template)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field, SkipValidation, ValidationInfo, field_validator
 
-from router_service.dialects.fields import OF_MESSAGE
+from router_service.dialects.fields import OF_MESSAGE, THINKING
 from router_service.dialects.openai import (
     MAX_CONTAINERS,
     Generation,
@@ -127,7 +127,7 @@ class ChatBody(Generation):
     def names(self) -> dict[str, Any]:
         """What the template is given besides messages and tools."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        quiet = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        quiet = dict.fromkeys(THINKING, False) if self.reasoning_effort == "none" else {}
         return {**effort, **quiet, **(self.chat_template_kwargs or {})}
 
 

@@ -57,7 +57,7 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "tools": "functions that the model may call, at most 128",
     "tool_choice": "`auto`, `none`, `required`, or a function; the last two bind the answer",
     "parallel_tool_calls": "true; false: the first call alone",
-    "reasoning_effort": "given to the chat template; `none` is also `enable_thinking` false",
+    "reasoning_effort": "given to the chat template; `none` is also `enable_thinking` and `thinking` false",
     "include_reasoning": "true; false leaves `reasoning_content` out",
     "separate_reasoning": "true; false leaves reasoning in the content",
     "request_id": "random; ends the answer's `id`", "cache_salt": "cached prompts are shared only where it is the same",
@@ -70,6 +70,8 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "allowed_token_ids": "at most 1,024; no others", "bad_words": "at most 128, of at most 64 characters each",
     "speculate": "true; false: plain decoding",
 })
+
+THINKING = ("enable_thinking", "thinking")  # what chat templates call the switch: Qwen's and GLM's, DeepSeek's
 
 # Over gRPC an option bears the name of its field, but for these; what is said there instead.
 OTHERWISE_OVER_GRPC: Mapping[str, str] = MappingProxyType({

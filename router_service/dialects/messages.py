@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written
-from router_service.dialects.fields import others, parts_left
+from router_service.dialects.fields import THINKING, others, parts_left
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -74,7 +74,7 @@ def chat_of(raw: Any) -> Json:
         chat = {"continue_final_message": True, "add_generation_prompt": False} | chat
     given = chat.get("chat_template_kwargs") or {}
     if thinking and isinstance(given, dict):
-        chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled", **given}
+        chat["chat_template_kwargs"] = dict.fromkeys(THINKING, thinking.get("type") != "disabled") | given
     return chat
 
 
