@@ -500,10 +500,10 @@ def _request_id(shown: bytes) -> bytes:
 
 
 def _key(headers: dict[Any, Any]) -> str:
-    if b"authorization" not in headers:
-        return bytes(headers.get(b"x-api-key", b"")).decode("latin-1").strip()
     scheme, _, key = bytes(headers.get(b"authorization", b"")).decode("latin-1").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return bytes(headers.get(b"x-api-key", b"")).decode("latin-1").strip()  # the other may be for a proxy on the way
 
 
 def _places(error: BaseException) -> list[str]:

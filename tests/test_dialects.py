@@ -511,6 +511,11 @@ async def test_pages_for_others(tiny_folder: Path, tmp_path: Path) -> None:
             return await r.http.get("/v1/models", headers=headers)
 
         assert (await asked(**{"x-api-key": "a-key-of-mine"})).status_code == 200
+        for other in ("Basic dXNlcjpwYXNz", "Bearer", "a-key-of-mine"):
+            beside = await asked(**{"x-api-key": "a-key-of-mine", "authorization": other})
+            assert beside.status_code == 200, "which is a proxy's on the way, or nothing"
+            assert (await asked(authorization=other)).status_code == 401
+        assert (await asked(**{"x-api-key": "a-key-of-mine", "authorization": "Bearer other"})).status_code == 401
         refused = await asked(**{"x-api-key": "another"})
         assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
         assert (await r.http.get("/ping")).status_code == 200
