@@ -201,6 +201,20 @@ def test_arguments_may_be_named_elsewhere_in_a_schema(choice: Any) -> None:
         assert vocabulary.compile(use.grammar(), Ends((0,))).commit(list(text.encode())) == len(text), parameters
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_the_arguments_of_a_forced_call_are_an_object(choice: Any) -> None:
+    """They were null where a schema lets null through, too, and a text where it lets nothing else through."""
+    def bound(schema: dict[str, Any]) -> Any:
+        use = use_of([{"type": "function", "function": {"name": "f", "parameters": schema}}], choice, None)
+        assert use is not None
+        return json.loads(use.grammar().source)
+
+    assert bound({"type": ["object", "null"]}) == bound({"type": "object"}) == bound({})
+    for kind in ("string", "array", ["null", "string"], None, 1):
+        with pytest.raises(InvalidRequest, match=r"tool_choice: .* object"):
+            bound({"type": kind})
+
+
 async def test_a_call_that_a_stop_string_cuts_is_not_called(tiny_folder: Path) -> None:
     target = EchoTarget()
     target.says, target.context = CALL, 4096

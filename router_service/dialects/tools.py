@@ -125,12 +125,16 @@ def _referring(part: Any, own: str, to: str) -> Any:
 
 def _closed(schema: Mapping[str, Any]) -> Json:
     """A schema of arguments, of no others than it names unless it says so: else a small model never ends them. One that
-    names them elsewhere, or requires others, stays open: what closes it sees only the names beside it."""
+    names them elsewhere, or requires others, stays open: what closes it sees only the names beside it. Arguments are an
+    object, whatever else it lets through. Raises InvalidRequest where it lets none through."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest("tool_choice", "forces a call whose parameters are of another type than object")
     required, names = schema.get("required"), schema.get("properties")
     known = names if isinstance(names, dict) else {}
     others = isinstance(required, list) and any(isinstance(name, str) and name not in known for name in required)
     closed = {} if others or ELSEWHERE & schema.keys() else {"additionalProperties": False}
-    return {"type": "object", **closed, **schema}
+    return {**closed, **schema, "type": "object"}
 
 
 def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
