@@ -37,6 +37,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router_service.asked import Asked
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
 from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
@@ -46,7 +47,7 @@ from router_service.dialects.openai import Body, Chunks, Reply, Unknown, known, 
 from router_service.dialects.problems import Problem, http_problem, problem_of, written_as
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
-from router_service.gateway import Asked, Gateway, Run
+from router_service.gateway import Gateway, Run
 from router_service.tenants import ANYONE, ApiKeys
 from router_service.text.deltas import TextDelta
 from slipstream import __version__
