@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog.testing
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -138,6 +139,17 @@ async def test_a_server_takes_replaced_certificates(tmp_path: Path) -> None:
             await ask(port, good)
 
 
+async def test_a_replacement_that_holds_nothing_changes_nothing(tmp_path: Path) -> None:
+    """Also not what came in the place of the first certificate."""
+    ours, theirs = authority(tmp_path / "ours"), authority(tmp_path / "theirs")
+    files, foreign = issue(ours, "server"), issue(theirs, "client")
+    async with serving(files) as port:
+        replace_files(files, issue(theirs, "server"))
+        assert await ask(port, foreign) == "tiny"
+        files.certificate.write_text("half a certif")
+        assert await ask(port, foreign) == "tiny"
+
+
 async def test_certificates_are_replaced_under_load_and_nothing_fails(tmp_path: Path) -> None:
     ours, theirs = authority(tmp_path / "ours"), authority(tmp_path / "theirs")
     stranger = issue(ours, "stranger")
@@ -217,6 +229,56 @@ def test_a_missing_certificate_is_named(tmp_path: Path) -> None:
     nowhere = tmp_path / "none.pem"
     with pytest.raises(ConfigError, match=r"none\.pem"):
         TlsFiles(nowhere, nowhere, nowhere).read()
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("certificate", "holds no certificate"), ("authority", "holds no certificate"), ("key", "is not the key of")])
+def test_a_file_that_holds_something_else_is_named(tmp_path: Path, name: str, words: str) -> None:
+    """gRPC would say that it cannot listen, and a person look for who has the port."""
+    ca = authority(tmp_path / "ca")
+    files, other = issue(ca, "pod"), issue(ca, "other")
+    wrong = [tmp_path / "words"] if name != "key" else [tmp_path / "words", other.key]
+    (tmp_path / "words").write_text("hello")
+    for file in wrong:
+        with pytest.raises(ConfigError, match=f"{file}.* {words}"):
+            replace(files, **{name: file}).read()
+    assert files.read()
+
+
+async def test_a_server_with_a_wrong_key_does_not_ask_whether_its_port_is_taken(tmp_path: Path) -> None:
+    ca = authority(tmp_path / "ca")
+    files = replace(issue(ca, "server"), key=issue(ca, "other").key)
+    with pytest.raises(ConfigError, match=r"other\.key is not the key of"):
+        await GrpcServer(LOOPBACK, WIRE, [TargetServicer(EchoTarget())], tls=files).start()
+
+
+async def test_a_certificate_that_has_ended_is_told_once(tmp_path: Path) -> None:
+    """Nobody but its peers would say so, in words of their TLS."""
+    files, now_s, looks = issue(authority(tmp_path / "ca"), "pod", days=2), 0.0, 0
+
+    def clock() -> float:
+        nonlocal looks
+        looks += 1
+        return now_s
+
+    def ends() -> list[str]:
+        return [line["ended"] for line in logs if line["event"].startswith("certificate has ended")]
+
+    told: list[float] = []
+    with structlog.testing.capture_logs() as logs:
+        task = asyncio.create_task(export_end(files, told.append, look_s=0.001, clock=clock))
+        await eventually(lambda: looks > 3)
+        assert not ends()
+        now_s, looks = told[0], 0
+        await eventually(lambda: looks > 3)
+        assert len(ends()) == 1
+        files.certificate.write_text("half a certif")
+        await eventually(lambda: any("holds no certificate" in line.get("problem", "") for line in logs))
+        looks = 0
+        await eventually(lambda: looks > 3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert sum("not replaced" in line["event"] for line in logs) == 1 and len(ends()) == 1 and len(told) == 1
 
 
 def test_a_write_that_meets_the_end_of_a_call_says_so() -> None:

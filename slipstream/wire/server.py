@@ -132,7 +132,8 @@ class GrpcServer:
             else:
                 self.port = self._server.add_secure_port(self.listen, server_credentials(self._tls))
         except RuntimeError as error:
-            raise ConfigError(f"listen: cannot listen on {self.listen}; is the port taken?") from error
+            raise ConfigError(f"listen: cannot listen on {self.listen}: the port is taken, or the address is none of "
+                              "this machine's; stop what uses it, or listen elsewhere") from error
         for name in ("", "liveness"):
             await self._health.set(name, SERVING)
         await self.set_ready(False)

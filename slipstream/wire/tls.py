@@ -7,7 +7,9 @@ Rules:
 2. Replaced files need no restart: a server looks at them at every new connection, a client when it opens a channel,
    which a draft link does for every stream and a target's client when the files change. Connections that are open stay.
 3. A client checks the server's name: the one dialled, or the service's whose pod it is.
-4. Of a certificate of ours only the way to its end is parsed (RFC 5280, section 4.1: Certificate, tbsCertificate,
+4. Files that hold no certificate or key, or a key of another certificate, are refused by name before gRPC has them,
+   which would only say that it cannot listen or connect. What was known stays in use.
+5. Of a certificate of ours only the way to its end is parsed (RFC 5280, section 4.1: Certificate, tbsCertificate,
    validity, notAfter); that it holds together is TLS's business.
 
 It knows nothing about addresses or services.
@@ -17,8 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,12 +57,29 @@ class TlsFiles:
     server_name: str = ""
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """(certificate, key, authority). Raises ConfigError naming the file."""
+        """(certificate, key, authority). Raises ConfigError naming the file that cannot be read, or used."""
         try:
-            return self.certificate.read_bytes(), self.key.read_bytes(), self.authority.read_bytes()
+            found = self.certificate.read_bytes(), self.key.read_bytes(), self.authority.read_bytes()
         except OSError as error:
             raise ConfigError(f"tls: cannot read {error.filename}: {error.strerror}; "
                               "mount the file or correct its path") from error
+        self._try()
+        return found
+
+    def _try(self) -> None:
+        """Raises ConfigError for what TLS can do nothing with."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_ciphers("ALL:@SECLEVEL=0")  # whether they are strong enough, the handshake says
+        for trusted in (self.authority, self.certificate):
+            try:
+                context.load_verify_locations(trusted)
+            except OSError as error:  # of which OpenSSL's are a kind
+                raise ConfigError(f"tls: {trusted} holds no certificate that can be read; it must be PEM") from error
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"tls: {self.key} is not the key of {self.certificate}; it must be PEM, without a "
+                              "passphrase") from error
 
     def stamp(self) -> Stamp | None:
         """Changes when a file is replaced."""
@@ -85,31 +107,41 @@ def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """For a server that insists on client certificates. Raises ConfigError for a file that cannot be read."""
-    first = _configuration(files.read())
+    seen, known = files.stamp(), _configuration(files.read())
 
     def fetch() -> grpc.ServerCertificateConfiguration:
-        try:
-            return _configuration(files.read())
-        except ConfigError:
-            return first  # in the middle of being replaced
+        nonlocal seen, known
+        if (found := files.stamp()) != seen:
+            with suppress(ConfigError):  # in the middle of being replaced
+                known, seen = _configuration(files.read()), found
+        return known
 
-    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(known, fetch, require_client_authentication=True)
 
 
-async def export_end(files: TlsFiles | None, export: Callable[[float], None], look_s: float = LOOK_S) -> None:
-    """Hand the Unix time at which our certificate ends to ``export``, again when it is replaced, until cancelled."""
-    log = structlog.get_logger(part="wire")
+async def export_end(files: TlsFiles | None, export: Callable[[float], None], look_s: float = LOOK_S,
+                     clock: Callable[[], float] = time.time) -> None:
+    """Hand the Unix time at which our certificate ends to ``export``, again when it is replaced, until cancelled. What
+    cannot be taken, and that it has ended, are told once. ``clock``: Unix time."""
+    log, ends_s, told = structlog.get_logger(part="wire"), math.inf, False
     known: Stamp | None = None
     while files is not None:
-        found = stamp(files.certificate)
+        found = files.stamp()
         if found is not None and found != known:
             try:
-                export(ends_at(files.certificate.read_bytes()))
-                if known is not None:
+                fresh_s = ends_at(files.read()[0])
+            except ConfigError as error:
+                log.warning("certificate not replaced; the one before stays in use", problem=str(error))
+            else:
+                export(fresh_s)
+                if ends_s != math.inf:
                     log.info("certificate replaced")
-                known = found
-            except (ConfigError, OSError) as error:
-                log.warning("certificate cannot be read", problem=str(error))
+                ends_s, told = fresh_s, False
+            known = found
+        if clock() >= ends_s and not told:
+            told = True
+            log.error("certificate has ended: peers refuse it; replace it", certificate=str(files.certificate),
+                      ended=datetime.fromtimestamp(ends_s, UTC).isoformat())
         await asyncio.sleep(look_s)
 
 
@@ -125,7 +157,7 @@ def ends_at(pem: bytes) -> float:
         der = ssl.PEM_cert_to_DER_cert(f"-----BEGIN CERTIFICATE-----{first}-----END CERTIFICATE-----")
         return _not_after(der)
     except (ValueError, IndexError) as error:
-        raise ConfigError("tls.certificate: holds no certificate that can be read; it must be PEM") from error
+        raise ConfigError("tls.crt: holds no certificate that can be read; it must be PEM") from error
 
 
 def _not_after(der: bytes) -> float:
