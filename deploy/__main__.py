@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
+
 from deploy import manual
 from deploy.alerts import rules_yaml
 from deploy.dashboards import BOARDS
 from deploy.schema import schema_json, values_yaml
 from slipstream.base.config import Config, config_yaml
+from slipstream.models.folder import KNOWN
 
 CHART = Path("deploy/helm/slipstream")
 
@@ -19,6 +22,7 @@ def pages() -> dict[Path, str]:
         CHART / "values.yaml": values_yaml(),
         CHART / "values.schema.json": schema_json(),
         CHART / "files/defaults.yaml": config_yaml(Config()),
+        CHART / "files/models.yaml": yaml.safe_dump(list(KNOWN)),
         CHART / "files/alerts.yaml": rules_yaml(),
     }
     return files | {CHART / f"files/dashboards/{board.name}.json": board.json() for board in BOARDS}

@@ -54,6 +54,8 @@ WRONG = {
     "target's drain": (("config.target.drain_s=620",), "target.terminationGracePeriodSeconds is 630"),
     "draft's drain": (("draft.preStopSeconds=25",), "draft.terminationGracePeriodSeconds is 30"),
     "no model": (("model.prepare=false",), "model.prepare is false and model.claim names no volume"),
+    "a model that no image has": (("model.path=my-llama", "model.claim.existing=c"),
+                                  'model.path is "my-llama", and the image has no model but smollm2-135m to prepare'),
     "two claims": (("model.claim.existing=c", "model.claim.create=true"), 'model.claim.existing is "c"'),
     "a model that the image lacks": (("images.engine.variant=cuda",), "whose image holds no model to prepare: set "
                                      "model.claim.existing to a claim that holds the model and model.prepare=false, or "

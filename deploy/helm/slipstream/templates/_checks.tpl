@@ -48,6 +48,10 @@
 {{- if and .claim.existing .claim.create -}}
 {{- fail (printf "model.claim.existing is %q but model.claim.create is true: choose one of them" .claim.existing) -}}
 {{- end -}}
+{{- $known := $.Files.Get "files/models.yaml" | fromYamlArray -}}
+{{- if and .prepare (not (has .path $known)) -}}
+{{- fail (printf "model.prepare is true but model.path is %q, and the image has no model but %s to prepare: set model.prepare=false, and model.claim.existing to a claim with a folder %s" .path (join ", " $known) .path) -}}
+{{- end -}}
 {{- if and (not .prepare) (not .claim.existing) (not .claim.create) -}}
 {{- fail "model.prepare is false and model.claim names no volume: set model.claim.existing to the claim that holds the model, or model.prepare=true" -}}
 {{- end -}}
