@@ -229,6 +229,19 @@ async def test_several_services_and_named_ports(tmp_path: Path) -> None:
         assert f.told[-1] == {"10.0.0.1:7000": "main.ns.svc", "10.0.0.2:50052": "canary.ns.svc"}
 
 
+async def test_pods_that_nobody_could_ask_for_are_missed(tmp_path: Path) -> None:
+    """Without the right to list them a target has no draft, and 0 expected would say that it shall have none."""
+    server = StandIn()
+    await server.start()
+    server.refuse, told = 403, Told(server)
+    async with following((ADDRESS,), kubeconfig(tmp_path, server), told.seen, QUICK) as directory:
+        assert directory.listed == 1
+        server.refuse = 0
+        await eventually(lambda: directory.fresh)
+        assert directory.listed == 0, "the list is there, and empty"
+    await server.stop()
+
+
 async def test_plain_addresses_need_no_cluster() -> None:
     async with following(("127.0.0.1:1",), "", lambda ready: None) as found:
         await asyncio.sleep(0)

@@ -244,6 +244,7 @@ class ServiceWatch:
         self.service = service
         self.endpoints: dict[str, Endpoint] = {}
         self.fresh = False
+        self.known = False  # whether it was ever listed
         self._server = server
         self._changed = changed
         self._rules = rules
@@ -310,7 +311,7 @@ class ServiceWatch:
         self._slices = found
         if not self.fresh:
             self._log.info("slices listed", slices=len(found))
-        self.fresh, self._problem = True, ""
+        self.fresh, self.known, self._problem = True, True, ""
         self._publish()
         return version
 
@@ -355,8 +356,9 @@ class Directory:
 
     @property
     def listed(self) -> int:
-        """Pods that services have, ready or not, but for those that end."""
-        return sum(not e.ending for watch in self._watches for e in watch.endpoints.values())
+        """Pods that services have, ready or not, but for those that end. Of a service that was never listed nobody
+        knows how many; one is missed."""
+        return sum(sum(not e.ending for e in watch.endpoints.values()) if watch.known else 1 for watch in self._watches)
 
     @property
     def fresh(self) -> bool:
