@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream import __version__
@@ -58,11 +59,22 @@ def gather(variant: str, torch: str | None) -> Path:
     return folder
 
 
-def build(variant: str, base: str | None, builder: str | None, tag: str) -> None:
-    """Build the image. Raises SystemExit where no builder is."""
-    tool = builder or next((name for name in BUILDERS if shutil.which(name)), None)
-    if tool is None:
-        sys.exit(f"no builder is here: install one of {', '.join(BUILDERS)}")
+def builder(names: Sequence[str] = BUILDERS) -> str:
+    """The first of them that works: a client alone, whose daemon is not there, builds nothing. Raises SystemExit."""
+    said = []
+    for name in names:
+        if shutil.which(name) is None:
+            said.append(f"{name} is not installed")
+            continue
+        done = subprocess.run([name, "info"], capture_output=True, text=True)
+        if done.returncode == 0:
+            return name
+        said.append(f"{name}: {(done.stderr.strip() or 'does not work').splitlines()[-1]}")
+    sys.exit(f"no builder works here ({'; '.join(said)}): install or start one of {', '.join(BUILDERS)}")
+
+
+def build(variant: str, base: str | None, tool: str, tag: str) -> None:
+    """Build the image. Raises CalledProcessError, after the builder has said why."""
     arguments = ["--target", variant, "-t", tag, "-f", "deploy/docker/Dockerfile"]
     if base:
         arguments += ["--build-arg", f"{'VLLM' if variant == 'vllm' else 'BASE'}={base}"]
@@ -79,17 +91,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.image", description="Build an image.")
     parser.add_argument("variant", choices=("router", "cpu", "cuda", "vllm"))
     parser.add_argument("--base", help="an image with Python 3.11, or vLLM's; default: as in deploy/docker/Dockerfile")
-    parser.add_argument("--builder", choices=BUILDERS, help="default: the first that is there")
+    parser.add_argument("--builder", choices=BUILDERS, help="default: the first that works")
     parser.add_argument("--tag", help="default: slipstream:VERSION-VARIANT, which is what the chart asks for")
     parser.add_argument("--torch", metavar="PLACE", help="folder or page with the torch wheel of this variant")
     parser.add_argument("--wheels-only", action="store_true", help="gather, but do not build")
     asked = parser.parse_args()
+    try:
+        make(asked)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"no image: {' '.join(map(str, error.cmd[:5]))} ... ended with {error.returncode}")
+
+
+def make(asked: argparse.Namespace) -> None:
+    """As the command line says. A builder is looked for first: wheels are gigabytes."""
+    tool = "" if asked.wheels_only else builder((asked.builder,) if asked.builder else BUILDERS)
     folder = gather(asked.variant, asked.torch)
     wheels = list(folder.glob("*.whl"))
     size = sum(file.stat().st_size for file in wheels) / 2**20
     print(f"{len(wheels)} wheels in {folder.relative_to(ROOT)}, {size:.0f} MiB")
-    if not asked.wheels_only:
-        build(asked.variant, asked.base, asked.builder, asked.tag or f"slipstream:{__version__}-{asked.variant}")
+    if tool:
+        build(asked.variant, asked.base, tool, asked.tag or f"slipstream:{__version__}-{asked.variant}")
 
 
 if __name__ == "__main__":
