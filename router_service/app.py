@@ -85,7 +85,8 @@ Narrative = messages.MessagesReply | responses.ResponsesReply  # what is told of
 
 def create_app(gateway: Gateway, keys: ApiKeys | None, measured: Measured | None = None) -> ASGIApp:
     """The ASGI application around ``gateway``. measured: its page of metrics, where it is one of these."""
-    return Gate(Surface(gateway, measured), keys, lambda: gateway.leaving)
+    return Gate(Surface(gateway, measured), keys, lambda: gateway.leaving,
+                lambda: gateway.metrics.failed("authentication_error"))
 
 
 class Surface:
@@ -430,13 +431,15 @@ def _schema(kind: type[ChatBody | CompletionBody]) -> dict[str, Any]:
 
 
 class Gate:
-    """Wraps ``app``; ``keys`` say who may pass, None: whoever comes. Once ``leaving`` says so, each answer ends its
-    connection."""
+    """Wraps ``app``; ``keys`` say who may pass, None: whoever comes; ``stranger`` is called for each who may not. Once
+    ``leaving`` says so, each answer ends its connection."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None, leaving: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None, leaving: Callable[[], bool],
+                 stranger: Callable[[], object]) -> None:
         self._app = app
         self._keys = keys
         self._leaving = leaving
+        self._stranger = stranger
         self._log = logger("http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -459,6 +462,7 @@ class Gate:
             return
         tenant = scope[TENANT] = ANYONE if self._keys is None else self._keys.tenant(_key(headers))
         if tenant is None and scope["path"] not in OPEN_PATHS:
+            self._stranger()
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return

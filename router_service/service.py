@@ -78,7 +78,10 @@ class RouterService:
 
     def _front(self, key: str) -> GatewayFront | None:
         tenant = ANYONE if self._keys is None else self._keys.tenant(key)
-        return None if tenant is None else GatewayFront(self.gateway, tenant)
+        if tenant is None:
+            self.gateway.metrics.failed("authentication_error")
+            return None
+        return GatewayFront(self.gateway, tenant)
 
     def seen(self, ready: Mapping[str, str]) -> None:
         """What discovery knows of targets: addresses that take work -> the name that each one's certificate bears."""

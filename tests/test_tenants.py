@@ -13,7 +13,14 @@ import httpx
 import pytest
 
 from router_service.tenants import ANYONE, ApiKeys
-from slipstream.base.errors import CapacityError, ConfigError, QuotaExceeded, SlipstreamError, Unavailable
+from slipstream.base.errors import (
+    CapacityError,
+    ConfigError,
+    InvalidRequest,
+    QuotaExceeded,
+    SlipstreamError,
+    Unavailable,
+)
 from slipstream.client import AsyncClient
 from slipstream.protocol.chat import Begun
 from slipstream.protocol.requests import Request, Sampling
@@ -218,6 +225,20 @@ async def test_what_no_target_takes_is_not_taken_from_a_quota(error: SlipstreamE
         echo.fail_after = None
         assert (await r.post(COMPLETIONS, prompt="x" * 30)).status_code == 200
         assert (await r.post(COMPLETIONS, prompt="x" * 30)).json()["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_who_has_no_key_is_counted(tiny_folder: Path, tmp_path: Path) -> None:
+    """Keys that were replaced wrongly look like no traffic otherwise."""
+    keys = written(tmp_path, "key-of-a name=a")
+    counted = 'request_errors_total{model="echo",service="router",type="authentication_error"} '
+    async with (routing(tiny_folder, EchoTarget(), api_keys_file=str(keys), model_name="echo") as r,
+                AsyncClient(f"127.0.0.1:{r.service.grpc_port}", api_key="another") as client):
+        assert f"{counted}0.0" in await r.metrics()
+        assert (await r.http.get("/health")).status_code == 200, "a probe needs none"
+        assert (await r.post(CHAT, messages=HELLO)).status_code == 401
+        with pytest.raises(InvalidRequest, match="key"):
+            await client.models()
+        assert f"{counted}2.0" in await r.metrics()
 
 
 async def test_a_target_without_room_is_told_with_a_time_and_counted(tiny_folder: Path) -> None:

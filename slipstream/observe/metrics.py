@@ -193,7 +193,7 @@ NODES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = tuple(range(17))
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 # Values that labels begin with; what else comes is counted all the same.
-FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "cancelled")
+FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "authentication_error", "cancelled")
 LEAVING = ("acceptance_low", "draft_unavailable", "draft_timeout", "overload")
 OUTCOMES = ("used", "prompt_lookup", "plain", "draft_missing", "discarded_late")
 POSITIONS = tuple(str(depth) for depth in range(1, 5))
