@@ -56,6 +56,38 @@ def on_free_ports() -> tuple[str, ...]:
     return tuple(f"{key}=127.0.0.1:{port}" for key, port in zip(keys, ports, strict=True))
 
 
+SIGNALLED = """
+import asyncio, sys, threading
+from slipstream.base.config import Config
+from slipstream.cli.process import run
+
+async def serve(config, stop, ready):
+    if sys.argv[1] == "ready":
+        ready()
+        print("here", flush=True)
+        await stop.wait()
+        return
+    print("here", flush=True)
+    await asyncio.to_thread(threading.Event().wait)  # a model that takes its time
+
+run(Config(), serve)
+"""
+
+
+@pytest.mark.parametrize(("state", "code", "told"), [("ready", 0, ""), ("loading", 143, "ended before it was ready")])
+def test_a_service_that_loads_has_nothing_to_drain(state: str, code: int, told: str) -> None:
+    """A pod that is taken back while it loads would hold its GPU until the model is there."""
+    process = subprocess.Popen([sys.executable, "-c", SIGNALLED, state], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code and told in said and bool(told) == bool(said)
+
+
 def test_what_a_ready_service_has_loaded_is_out_of_the_collectors_way() -> None:
     found = list[int]()
 

@@ -2,8 +2,9 @@
 addresses, start, readiness, restart, drain.
 
 Rules:
-1. SIGTERM and SIGINT drain; a second one ends at once. What is loaded when a service is ready stays to its end, and
-   Python's collector, which stops all threads, is told not to look at it again: that took 70 ms of an idle target.
+1. SIGTERM and SIGINT drain; a second one ends at once, and so does one that comes before the service was ready: it has
+   nothing to drain, and loading a large model takes minutes. What is loaded when a service is ready stays to its end,
+   and Python's collector, which stops all threads, is told not to look at it again: that took 70 ms of an idle target.
 2. Every address is tried before the first process starts; a taken one is named with the flag that changes it.
 3. The services get one configuration, written where their logs go. A terminal's Ctrl-C does not reach them: they are
    drained in order (router, target, draft), so that answers finish before what they need goes away.
@@ -40,7 +41,7 @@ from slipstream.base.address import host_port, reachable
 from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
-from slipstream.observe.log import configure
+from slipstream.observe.log import configure, logger
 from slipstream.observe.vitals import Vitals
 
 START_S = 180.0  # loading a large model from a cold disk
@@ -105,18 +106,25 @@ async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None
 
 
 async def until_signalled(config: Config, serve: Serve) -> None:
-    """Serve until SIGTERM or SIGINT; a second signal exits at once with code 130 (rule 1)."""
-    stop = asyncio.Event()
+    """Serve until SIGTERM or SIGINT; one that has nothing to wait for (rule 1) exits at once, as a shell expects it:
+    with 128 and its number."""
+    stop, ready = asyncio.Event(), asyncio.Event()
 
-    def signalled() -> None:
-        if stop.is_set():
-            os._exit(130)
+    def begun() -> None:
+        ready.set()
+        gc.freeze()
+
+    def signalled(number: int) -> None:
+        if not ready.is_set():
+            logger("start").info("ended before it was ready", signal=number)
+        if stop.is_set() or not ready.is_set():
+            os._exit(128 + number)
         stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
-    await serve(config, stop, gc.freeze)
+        loop.add_signal_handler(number, signalled, number)
+    await serve(config, stop, begun)
 
 
 def prepare_libraries(config: Config) -> None:
