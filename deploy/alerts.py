@@ -63,8 +63,8 @@ ALERTS = (
     Alert("SlipstreamRouterStalls",
           f"max by ({WHERE}) (sum by ({EACH}) (increase(slipstream_event_loop_lag_seconds_count[10m])) - "
           f'sum by ({EACH}) (increase(slipstream_event_loop_lag_seconds_bucket{{le="0.25"}}[10m]))) > 5', "5m",
-          "warning", "Routers stand still again and again", "No stream gets a token and no probe an answer meanwhile: "
-          "for more than a quarter of a second each time, more than five times in ten minutes."),
+          "warning", "Routers stand still again and again", "No stream gets a token meanwhile: for more than a quarter "
+          "of a second each time, more than five times in ten minutes."),
     Alert("SlipstreamPreempting", f"sum by ({WHERE}) (rate(slipstream_preemptions_total[10m])) > 0.1", "10m", "warning",
           "Targets run out of KV slots", "Sessions lose their KV to others and are computed again: wasted steps."),
     Alert("SlipstreamDeviceFull", f"max by ({WHERE}) (slipstream_shedding_level) > 0", "5m", "warning",
