@@ -531,6 +531,13 @@ def test_certificates_are_good_for_the_names_that_are_dialled() -> None:
     assert draft.rpartition(":")[0] in names["r-slipstream-draft"]
 
 
+def test_a_release_without_pools_asks_for_no_certificate_without_names() -> None:
+    """cert-manager refuses one, and with it the install."""
+    objects = rendered("h100", "--set-json", "draft.pools=[]", "--set", "draft.replicas=0")
+    names = {o["metadata"]["name"]: o["spec"]["dnsNames"] for o in objects if o["kind"] == "Certificate"}
+    assert set(names) == {"r-slipstream-router", "r-slipstream-target"} and all(names.values())
+
+
 def test_services_take_only_their_callers() -> None:
     """With discovery pods are dialled by address: the name that clients check then is the Service's, SERVICE.NS.svc."""
     objects = rendered("h100")
