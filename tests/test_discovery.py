@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from slipstream.base.address import ServiceAddress, service_address
 from slipstream.base.errors import ConfigError, RemoteProtocolError, Unavailable
@@ -229,6 +230,21 @@ async def test_several_services_and_named_ports(tmp_path: Path) -> None:
         assert f.told[-1] == {"10.0.0.1:7000": "main.ns.svc", "10.0.0.2:50052": "canary.ns.svc"}
 
 
+@pytest.mark.parametrize("status", [403, 500])
+async def test_what_the_api_server_refused_is_said(tmp_path: Path, status: int) -> None:
+    """It is all that is known where nothing was ever listed."""
+    server = StandIn()
+    await server.start()
+    server.refuse = status
+    with capture_logs() as logs:
+        async with following((ADDRESS,), kubeconfig(tmp_path, server), lambda ready: None, QUICK):
+            await eventually(lambda: any("problem" in line for line in logs))
+    problem = next(line["problem"] for line in logs if "problem" in line)
+    assert f"refused to say which versions of discovery.k8s.io it serves: {status}" in problem
+    assert ("may this service account" in problem) is (status == 403)
+    await server.stop()
+
+
 async def test_pods_that_nobody_could_ask_for_are_missed(tmp_path: Path) -> None:
     """Without the right to list them a target has no draft, and 0 expected would say that it shall have none."""
     server = StandIn()
@@ -255,7 +271,7 @@ def test_who_asks_no_cluster_loads_no_client_of_it() -> None:
 
 
 async def test_no_cluster_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"wire\.kubeconfig"):
+    with pytest.raises(ConfigError, match=r"not set; run in a pod .*wire\.kubeconfig"):
         await api_server()
     with pytest.raises(ConfigError, match="need a cluster"):
         await api_server(str(tmp_path / "nowhere"))

@@ -49,7 +49,7 @@ class ApiServer:
 
     async def served(self) -> str:
         """The version of EndpointSlices to ask for. Raises Unavailable."""
-        async with _failures("which versions of discovery.k8s.io it serves"):
+        async with _failures("say which versions of discovery.k8s.io it serves"):
             group = await self._groups.get_api_group()
         known = {version.version for version in group.versions}
         for version in VERSIONS:
@@ -98,8 +98,8 @@ async def api_server(kubeconfig: str = "") -> ApiServer:
             load_incluster_config(client_configuration=configuration)
         return ApiServer(configuration)
     except (ConfigException, OSError, ssl.SSLError) as error:
-        raise ConfigError(f"kubernetes:/// addresses need a cluster: {error}; run in a pod whose service account token "
-                          "is mounted, or set wire.kubeconfig") from error
+        raise ConfigError(f"kubernetes:/// addresses need a cluster: {str(error).rstrip('.')}; run in a pod whose "
+                          "service account token is mounted, or set wire.kubeconfig") from error
 
 
 def _selector(service: ServiceAddress) -> str:
