@@ -8,7 +8,7 @@ from collections.abc import Callable
 from draft_service.assembly import Draft, build
 from slipstream.base.config import Config
 from slipstream.base.errors import SlipstreamError
-from slipstream.cli.process import kept_up, main
+from slipstream.cli.process import kept_up, main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.vitals import until
@@ -24,6 +24,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     """Serve until ``stop`` is set, then give all sessions up, so that targets go on alone. Raises ConfigError or
     ModelError when it cannot begin, PartLost when it cannot go on."""
     bind_guard(config.draft.listen, config.wire, tls_files(config.wire.tls))
+    require_own(config, "draft")
     await host(config, await asyncio.to_thread(build, config), stop, ready)
 
 

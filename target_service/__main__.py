@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.base.config import Config
 from slipstream.base.errors import SlipstreamError
-from slipstream.cli.process import kept_up, main
+from slipstream.cli.process import kept_up, main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
@@ -51,6 +51,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     requests are taken. Raises ConfigError or ModelError when it cannot begin, PartLost or RanksLost when it cannot go
     on."""
     bind_guard(config.target.listen, config.wire, tls_files(config.wire.tls))
+    require_own(config, "target")
     if config.target.vllm is not None:
         await _serve_vllm(config, stop, ready)
         return

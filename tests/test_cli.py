@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -278,8 +279,8 @@ def test_a_port_that_is_given_twice_is_named() -> None:
 
 @pytest.mark.parametrize(("role", "change", "told"), [
     ("target", "target.drafts=[kubernetes:///a.b:1]", "kubernetes:/// addresses need a cluster"),
-    ("target", "target.metrics_listen={taken}", "choose another port"),
-    ("draft", "draft.metrics_listen={taken}", "choose another port")])
+    ("target", "target.metrics_listen={taken}", "add --set target.metrics_listen=127.0.0.1:"),
+    ("draft", "draft.listen={taken}", "add --set draft.listen=127.0.0.1:")])
 def test_a_service_that_cannot_begin_says_why_at_last(role: str, change: str, told: str, tiny_folder: Path) -> None:
     """What a launch shows is the end of its log."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
@@ -289,6 +290,18 @@ def test_a_service_that_cannot_begin_says_why_at_last(role: str, change: str, to
         done = subprocess.run([sys.executable, "-m", f"{role}_service", *words], capture_output=True, text=True,
                               timeout=300)
     assert done.returncode == 1 and told in done.stderr.splitlines()[-1], done.stderr
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_taken_port_is_told_before_a_model_is_loaded(role: str) -> None:
+    """Which may take minutes. Here there is none to load."""
+    service = import_module(f"{role}_service.__main__")
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        config = load(None, (*on_free_ports(), "model.path=nowhere", "draft.drafter=standalone", "draft.model=nowhere",
+                             f"{role}.listen={address}"))
+        with pytest.raises(ConfigError, match=f"^{role}.listen: port .* is taken"):
+            asyncio.run(service.serve(config, asyncio.Event()))
 
 
 def test_an_address_that_is_none_is_refused() -> None:

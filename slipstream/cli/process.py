@@ -191,15 +191,25 @@ def given_twice(wanted: Mapping[str, str]) -> str:
 
 def require_free(config: Config) -> None:
     """Raises ConfigError naming each address that cannot be had, with a flag that would help."""
-    wanted, ports = places(config), set[int]()
+    wanted = places(config)
     for key, address in wanted.items():
         try:
-            ports.add(_split(address)[1])
+            _split(address)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}; name one with --set {key}=HOST:PORT") from error
     if twice := given_twice(wanted):
         raise ConfigError(twice)
-    lines = []
+    _require(wanted)
+
+
+def require_own(config: Config, name: str) -> None:
+    """The same for one service alone, which may leave ports open: said before it loads a model, which takes minutes."""
+    own = {key: address for key, address in places(config).items() if key.startswith(f"{name}.")}
+    _require({key: address for key, address in own.items() if host_port(address)[1]})
+
+
+def _require(wanted: Mapping[str, str]) -> None:
+    lines, ports = [], {_split(address)[1] for address in wanted.values()}
     for key, address in wanted.items():
         problem = refused(address)
         if problem is None:
