@@ -210,8 +210,10 @@ class NetworkPolicyValues(Section):
     clients: Blobs = Field([{"podSelector": {}}], description="who may reach the router; default: this namespace")
     prometheus: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
                               description="who may scrape")
-    dns: Blobs = Field([{"namespaceSelector": {}}], description="who answers port 53")
-    apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}],
+    dns: Blobs = Field([{"namespaceSelector": {}}], description="who answers port 53; a cache of the node's is no pod: "
+                                                                "add its address, as in {ipBlock: {cidr: "
+                                                                "169.254.20.10/32}}")
+    apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}, {"ipBlock": {"cidr": "::/0"}}],
                              description="where the Kubernetes API is; discovery only")
     apiServerPorts: list[int] = Field([443, 6443], min_length=1)  # without ports a rule opens all
     collector: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],

@@ -302,6 +302,15 @@ def test_a_list_of_nobody_denies(value: str, port: int) -> None:
     assert port not in opened("--set-json", f"networkPolicy.{value}=[]")
 
 
+def test_an_api_server_is_reached_over_ipv6_too() -> None:
+    """Where pods have such addresses only, discovery finds nobody otherwise."""
+    objects = rendered("h100", "--set", "bindAddress=[::]")
+    for role in ("router", "target"):
+        rules = only(objects, "NetworkPolicy", f"r-slipstream-{role}")["spec"]["egress"]
+        (asked,) = [rule["to"] for rule in rules if {"protocol": "TCP", "port": 6443} in rule["ports"]]
+        assert {peer["ipBlock"]["cidr"] for peer in asked} == {"0.0.0.0/0", "::/0"}
+
+
 @pytest.mark.parametrize("ports", ["apiServerPorts", "collectorPorts"])
 def test_a_rule_has_ports(ports: str) -> None:
     """Without any it would open all of them."""
