@@ -28,7 +28,8 @@ def schema_json() -> str:
         for key in keys:
             schema["$defs"][name]["properties"].pop(key, None)
     _require(Values(), schema, schema["$defs"])
-    schema["properties"]["global"] = {"type": "object"}
+    # What a chart around this one gives it besides: values of all its parts, and whether it has this part.
+    schema["properties"] |= {"global": {"type": "object"}, "enabled": {"type": "boolean"}}
     schema["$schema"] = "http://json-schema.org/draft-07/schema#"
     return json.dumps(_told(schema), indent=1, sort_keys=True) + "\n"
 

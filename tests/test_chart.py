@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -639,6 +640,19 @@ def test_the_notes_say_when_a_service_is_open_and_its_policy_is_not() -> None:
         for enough in ('networkPolicy.clients=[{"ipBlock":{"cidr":"10.0.0.0/8"}}]', "networkPolicy.enabled=false"):
             assert "networkPolicy.clients" not in notes(opened, enough)
     assert "networkPolicy.clients" not in notes()
+
+
+def test_a_chart_around_it_may_have_it_on_a_condition(tmp_path: Path) -> None:
+    """Helm hands the condition on as a value, which a strict schema would refuse."""
+    shutil.copytree(CHART, tmp_path / "charts/slipstream")
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump({
+        "apiVersion": "v2", "name": "around", "version": "1.0.0",
+        "dependencies": [{"name": "slipstream", "version": ">=0.1.0", "condition": "slipstream.enabled"}]}))
+    for enabled in (True, False):
+        (tmp_path / "values.yaml").write_text(yaml.safe_dump({"global": {"team": "a"}, "slipstream": {
+            "enabled": enabled, "tls": {"enabled": False, "insecurePlaintext": True}}}))
+        done = run("helm", "template", "r", tmp_path)
+        assert done.returncode == 0 and ("r-slipstream-router" in done.stdout) is enabled, done.stderr
 
 
 def test_extra_objects_are_rendered(tmp_path: Path) -> None:
