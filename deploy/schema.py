@@ -35,11 +35,13 @@ def schema_json() -> str:
 
 
 def _require(section: BaseModel, schema: dict[str, Any], kinds: dict[str, Any]) -> None:
-    """Sections are there, as ``values.yaml`` has them all: one that is set to null is taken out by Helm, and templates
-    would end in its midst. schema: the section's; kinds: those of all sections."""
+    """What ``values.yaml`` has is there: a value that is set to null is taken out by Helm. Without a section templates
+    would end in its midst; a switch would be off, a number 0 and a name nothing, and nobody told. Where the default is
+    that, and with lists and maps, null says the same. schema: of the section's kind, of which others may be, too, with
+    defaults of their own; kinds: those of all sections."""
     inner = {name: value for name, value in section if isinstance(value, BaseModel)}
-    if inner:
-        schema["required"] = sorted(inner)
+    wanted = {name for name, value in section if name in inner or (isinstance(value, str | int | float) and value)}
+    schema["required"] = sorted(wanted & set(schema.get("required", wanted)))
     for value in inner.values():
         if not isinstance(value, Config):
             _require(value, kinds[type(value).__name__], kinds)

@@ -93,6 +93,9 @@ WRONG = {
                      "4 ranks (config.model.tensor_parallel by vLLM's pipeline_parallel_size)"),
     "a section that is null": (("draft=null",), "missing property 'draft'"),
     "a section in a section that is null": (("target.autoscaling=null",), "missing property 'autoscaling'"),
+    "a switch that is null": (("networkPolicy.enabled=null",), "missing property 'enabled'"),
+    "a number that is null": (("target.startupSeconds=null",), "missing property 'startupSeconds'"),
+    "a name that is null": (("images.engine.variant=null",), "missing property 'variant'"),
     "settings that are null": (("config=null",), "missing property 'config'"),
     "unknown value": (("target.replica=2",), "'replica' not allowed"),
     "unknown setting": (("config.target.policy.max_node=2",), "'max_node' not allowed"),
@@ -159,7 +162,9 @@ def test_wrong_values_are_refused_with_a_sentence(case: str) -> None:
     ("router.terminationGracePeriodSeconds=50", "config.router.drain_s=0"),  # not the default for being empty
     ("config.model.device=cuda", "config.target.engine=vllm"),  # drafts on the CPU have the CPU's image
     (f"fullnameOverride={'n' * 40}", f"draft.pools[0].name={'p' * 16}"),
-    ("images.engine.variant=cuda", "model.claim.existing=c")])
+    ("images.engine.variant=cuda", "model.claim.existing=c"),
+    # What is said by an empty line: nothing of it.
+    ("target.resources=null", "model.prepareResources=null", "router.nodeSelector=null", "images.pullSecrets=null")])
 def test_what_is_right_is_not_refused(changes: tuple[str, ...]) -> None:
     assert rendered("cpu", *(word for change in changes for word in ("--set", change)))
 

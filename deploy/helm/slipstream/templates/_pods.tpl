@@ -219,7 +219,7 @@ volumeMounts:
 
 {{- /* Quantities as text: Kubernetes 1.20 does not apply numbers. Input: a container's resources. */ -}}
 {{- define "slipstream.resources" -}}
-{{- $found := deepCopy . -}}
+{{- $found := deepCopy (default dict .) -}}
 {{- range $kind := list "limits" "requests" -}}
 {{- range $name, $quantity := default dict (get $found $kind) -}}
 {{- $_ := set (get $found $kind) $name (toString $quantity) -}}
@@ -288,9 +288,10 @@ true
 {{/* What a model's threads follow: the CPU limit, else the request. Empty where neither is set, or a target's threads are. */}}
 {{- define "slipstream.cpuField" -}}
 {{- if and .threads (or (ne .role "target") (not (default dict .root.Values.config.model).threads)) -}}
-{{- if hasKey (default dict .pod.resources.limits) "cpu" -}}
+{{- $resources := default dict .pod.resources -}}
+{{- if hasKey (default dict $resources.limits) "cpu" -}}
 limits.cpu
-{{- else if hasKey (default dict .pod.resources.requests) "cpu" -}}
+{{- else if hasKey (default dict $resources.requests) "cpu" -}}
 requests.cpu
 {{- end -}}
 {{- end -}}
