@@ -10,14 +10,18 @@ It knows nothing about templates.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from slipstream.base.config import Config, DraftSection, Section
 
 Blob = dict[str, Any]
 Blobs = list[dict[str, Any]]
+# Of a container. With a letter less a pod would have no limits, and nobody would say so.
+Resources = Annotated[Blob, WithJsonSchema({
+    "type": "object", "additionalProperties": False,
+    "properties": {"limits": {"type": "object"}, "requests": {"type": "object"}, "claims": {"type": "array"}}})]
 Texts = dict[str, str]  # labels and annotations: the API server takes no number or truth for a text
 
 # Settings that follow from the chart's own values; the schema refuses them under ``config``.
@@ -62,7 +66,7 @@ class ModelValues(Section):
     path: str = Field("smollm2-135m", pattern="^[A-Za-z0-9][A-Za-z0-9._/-]*$", description="a folder of the volume")
     prepare: bool = Field(True, description="an init container makes it from the image's package; known names only")
     # Less than the pods' own where it can be: each pod, a router too, is scheduled by the larger of the two.
-    prepareResources: Blob = Field({"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}})
+    prepareResources: Resources = Field({"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}})
     sizeLimit: str = Field("2Gi", description="of the volume when there is no claim")
     claim: ClaimValues = Field(ClaimValues(), description="neither: an emptyDir of each pod, which needs prepare")
 
@@ -80,7 +84,7 @@ class BudgetValues(Section):
 class PodValues(Section):
     """What every kind of pod has."""
 
-    resources: Blob = Field({})
+    resources: Resources = Field({})
     nodeSelector: Texts = Field({})
     tolerations: Blobs = Field([])
     affinity: Blob = Field({})
@@ -111,7 +115,7 @@ class ApiKeysValues(Section):
 
 class RouterValues(PodValues):
     replicas: int = Field(2, ge=0)
-    resources: Blob = Field({"requests": {"cpu": "250m", "memory": "384Mi"}, "limits": {"memory": "1Gi"}})
+    resources: Resources = Field({"requests": {"cpu": "250m", "memory": "384Mi"}, "limits": {"memory": "1Gi"}})
     strategy: StrategyValues = StrategyValues()
     budget: BudgetValues = BudgetValues()
     service: ServiceValues = ServiceValues()
@@ -147,7 +151,7 @@ class TargetValues(PodValues):
     nodes: int = Field(1, ge=1, le=64, description="pods that compute one model together; more than one need "
                                                    "config.target.engine vllm, and LeaderWorkerSet in the cluster")
     # What it may come to: 1.2 GB at start, 1.7 GB of KV slots that are not touched before they are used, and a step.
-    resources: Blob = Field({"requests": {"cpu": "1", "memory": "3584Mi"}, "limits": {"memory": "4Gi"}})
+    resources: Resources = Field({"requests": {"cpu": "1", "memory": "3584Mi"}, "limits": {"memory": "4Gi"}})
     strategy: StrategyValues = StrategyValues()
     budget: BudgetValues = BudgetValues()
     # preStopSeconds, the router's request_timeout_s, and time to close: no answer takes longer.
@@ -173,7 +177,7 @@ class DraftValues(PodValues):
     replicas: int = Field(1, ge=0, description="of all pools together; 0: plain decoding")
     pools: list[PoolValues] = Field([PoolValues(name="main")], max_length=8,
                                     description="each: name, share, model, config; a canary is a pool with a share")
-    resources: Blob = Field({"requests": {"cpu": "500m", "memory": "768Mi"}, "limits": {"memory": "2Gi"}})
+    resources: Resources = Field({"requests": {"cpu": "500m", "memory": "768Mi"}, "limits": {"memory": "2Gi"}})
     strategy: StrategyValues = StrategyValues(maxSurge=0, maxUnavailable=1)
     budget: BudgetValues = Field(BudgetValues(enabled=False), description="answers go on without drafts")
     terminationGracePeriodSeconds: int = Field(30, ge=1, description="above preStopSeconds + 7")

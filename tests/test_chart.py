@@ -100,6 +100,7 @@ WRONG = {
     "unknown value": (("target.replica=2",), "'replica' not allowed"),
     "unknown setting": (("config.target.policy.max_node=2",), "'max_node' not allowed"),
     "setting that the chart owns": (("config.router.listen=x",), "'listen' not allowed"),
+    "a limit that is none": (("target.resources.limit.cpu=2",), "at '/target/resources': additional properties 'limit'"),
     "wrong kind": (("target.replicas=many",), "got string, want integer"),
     "a label that is no text": (("monitoring.dashboards.labels.grafana_dashboard=1",), "got number, want string"),
     "an annotation that is no text": (("router.podAnnotations.scrape=true",), "got boolean, want string"),
