@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import slipstream_vllm
 from slipstream_vllm import versions
-from slipstream_vllm.adapter_0_32 import rows_of
+from slipstream_vllm.adapter_0_32 import PARTS, rows_of
 from slipstream_vllm.options import Options
+from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.versions import ADAPTERS, adapter_of
 from structlog.testing import capture_logs
 
@@ -252,6 +256,33 @@ def test_versions_that_are_not_known_are_refused_by_name() -> None:
     assert adapter_of("0.32.7") is ADAPTERS["0.32"]
 
 
+def test_a_vllm_that_is_not_known_starts_without_us_and_is_refused_where_drafts_are_asked_for(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls it in each of its processes, whatever was asked for, and ends with what it raises."""
+    monkeypatch.setattr(versions, "installed", lambda: "0.33.0")
+    with capture_logs() as lines:
+        slipstream_vllm.register()
+    assert [(line["log_level"], "0.33.0" in line["why"]) for line in lines] == [("warning", True)]
+    with pytest.raises(ConfigError, match=r"vLLM 0\.33\.0 is not known"):
+        RemoteDrafter(SimpleNamespace())
+
+
+@pytest.mark.parametrize("lacking", [part for parts in PARTS for part in parts])
+def test_a_release_without_what_we_stand_in_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    names = ("worker.gpu_model_runner", "GPUModelRunner"), ("sample.sampler", "Sampler"), (
+        "sample.rejection_sampler", "RejectionSampler")
+    kinds = []
+    for (module, name), parts in zip(names, PARTS, strict=True):
+        kinds.append(type(name, (), {part: print for part in parts if part != lacking}))
+        monkeypatch.setitem(sys.modules, f"vllm.v1.{module}", SimpleNamespace(**{name: kinds[-1]}))
+    before = [dict(vars(kind)) for kind in kinds]
+    monkeypatch.setattr(versions, "installed", lambda: "0.32.1")
+    slipstream_vllm.register()
+    assert [dict(vars(kind)) for kind in kinds] == before
+    with pytest.raises(ConfigError, match=rf"has no \w+\.{lacking}: install vLLM"):
+        RemoteDrafter(SimpleNamespace())
+
+
 def test_it_needs_the_light_half_alone() -> None:
     imported = {node.module for path in ROOM.glob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))
                 if isinstance(node, ast.ImportFrom) and node.module}
@@ -308,8 +339,8 @@ def test_what_ended_in_a_step_that_computes_nothing_is_closed() -> None:
 def test_a_request_without_drafts_is_looked_up_for_and_says_so(known: bool) -> None:
     """Whether the router's switch comes before its first step or behind some."""
     told, runner = list[ToldStep](), Runner(["a"], 400)
-    section = replace(OPTIONS, prompt_lookup=True, always=False).section(4)
-    chains = Chains(section, TargetMetrics("function"), tell=told.append)
+    section, ticks = replace(OPTIONS, prompt_lookup=True, always=False).section(4), count()
+    chains = Chains(section, TargetMetrics("function"), lambda: 1e-3 * next(ticks), tell=told.append)
     if known:
         play(runner, chains, 3)
     chains.allow("a", False)

@@ -5,7 +5,7 @@
         "num_speculative_tokens": 4}' --additional-config '{"slipstream": {"drafts": ["draft:8052"]}}'
 
 vLLM finds ``register`` by its entry point in each of its processes. One adapter file for each minor version that is
-known; others are refused by name.
+known; others are refused by name, where drafts are asked for.
 """
 
 from slipstream_vllm.remote import RemoteDrafter
@@ -14,7 +14,7 @@ __all__ = ["RemoteDrafter", "register"]
 
 
 def register() -> None:
-    """Called by vLLM in each process, before anything is loaded."""
-    from slipstream_vllm.versions import adapt
+    """Called by vLLM in each process, before anything is loaded. What it raised would end any vLLM, drafted or not."""
+    from slipstream_vllm.versions import adapt_if_known
 
-    adapt()
+    adapt_if_known()

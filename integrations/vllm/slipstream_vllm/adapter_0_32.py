@@ -6,6 +6,7 @@ vLLM's own EAGLE-3 has them: its setup is told which layers.
 
 ``GPUModelRunner._sample`` is where tokens are chosen: by our noise (``sampling``), if that is wanted. If it is not: on
 a CPU, 0.32 verifies drafts of sampled requests wrongly (vLLM issue 55005), and they are decoded without.
+What stands here is private to vLLM: a release that lacks a part of it is refused whole, before anything is changed.
 It knows nothing about drafts.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.base.errors import ConfigError
 from slipstream.following.chains import GREEDY, SWITCH, Row
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
@@ -27,15 +29,30 @@ from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import Asked, KeyedSampling, refusal
 
 NOTHING: Mapping[str, Any] = {}
+# What is wrapped or called, of vLLM's runner, sampler and rejection sampler.
+PARTS = (
+    ("propose_draft_token_ids", "_setup_eagle3_aux_hidden_state_outputs", "_get_eagle3_aux_layers_from_config",
+     "_input_fits_in_drafter", "_sample", "_bookkeeping_sync", "_update_states"),
+    ("sample", "greedy_sample"),
+    ("apply_logits_processors", "forward"),
+)
 
 
 def patch() -> None:
-    """Once a process."""
+    """Once a process. Raises ConfigError where vLLM is not as it was known."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    inner = GPUModelRunner.propose_draft_token_ids
-    if getattr(inner, "slipstream", False):
+    if hasattr(GPUModelRunner, "slipstream"):
         return
+    kinds = (GPUModelRunner, Sampler, RejectionSampler)
+    if missing := [f"{kind.__name__}.{name}" for kind, names in zip(kinds, PARTS, strict=True) for name in names
+                   if not hasattr(kind, name)]:
+        raise ConfigError(f"this release of vLLM has no {', '.join(missing)}: install vLLM 0.32.0, or leave out "
+                          "--speculative-config")
+    GPUModelRunner.slipstream = True
+    inner = GPUModelRunner.propose_draft_token_ids
 
     def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any,
                                 hidden_states: Any, sample_hidden_states: Any, aux_hidden_states: Any, *rest: Any,
@@ -52,7 +69,6 @@ def patch() -> None:
                                          len(self.input_batch.req_ids), scheduler_output.finished_req_ids,
                                          scheduler_output.total_num_scheduled_tokens)
 
-    propose_draft_token_ids.slipstream = True  # type: ignore[attr-defined]
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
     _patch_taps(GPUModelRunner)
     _patch_reach(GPUModelRunner)

