@@ -42,7 +42,7 @@ from slipstream.train.anchors import states_of as block_states
 from slipstream.train.block_head import warm_block_head
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
-from slipstream.train.dialogue import plan_of
+from slipstream.train.dialogue import numbered, plan_of
 from slipstream.train.distil import Distilled, Lesson
 from slipstream.train.evaluate import evaluate, prompts_of
 from slipstream.train.export import export
@@ -530,9 +530,9 @@ def test_a_target_without_a_chat_template_goes_on_with_given_prompts(simple_fold
     recipe = Recipe(minutes=0, steps=1, prompts=prompts, batch=4, limits=Limits(max_answer=8))
     collect(folder, tmp_path / "work", recipe, lambda totals, share: None)
     identity = identity_of(folder, ModelConfig.from_folder(folder))
-    given = {talk.number: bytes(int(token) for token in talk.tokens[talk.roles == GIVEN] if token < 256)
-             for talk in Shards([tmp_path / "work"], identity).conversations(held_out=False)}
-    assert given == {0: b"abc", 1: b"defg"}
+    given = [bytes(int(token) for token in talk.tokens[talk.roles == GIVEN] if token < 256)
+             for talk in Shards([tmp_path / "work"], identity).conversations(held_out=False)]
+    assert sorted(given) == [b"abc", b"defg"]
 
 
 def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> None:
@@ -543,7 +543,7 @@ def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> Non
     totals = collect(simple_folder, tmp_path / "work", recipe, lambda totals, share: None)
     numbers = [entry["number"] for path in (tmp_path / "work").glob("shard-*/index.json")
                for entry in json.loads(path.read_text())["conversations"]]
-    assert sorted(numbers) == list(range(20)) and totals.conversations == 20
+    assert len(set(numbers)) == len(numbers) == totals.conversations == 20
     marks = {path.name[len("shard-00000"):] for path in (tmp_path / "work").glob("shard-*")}
     assert marks == {"", "b", "c"}  # who begins late counts on from the others' shards: numbers may differ
 
@@ -602,6 +602,42 @@ def test_some_questions_are_long() -> None:
     assert all(plan.max_question > Limits().max_question and plan.questions == (None,) for plan in long)
     texts = [plan for number in range(200) if (plan := plan_of(number, 0, None, plain=True)) is not None]
     assert texts and not any(plan.max_question for plan in texts)
+
+
+def test_prompts_alike_are_on_one_side_and_of_twenty_one_is_held_out() -> None:
+    texts = [(f"question {n}",) for n in range(400)]
+    made = {prompt.turns: prompt for prompt in numbered(texts)}
+    assert 8 < sum(prompt.held_out for prompt in made.values()) < 40
+    again = numbered([*reversed(texts), *texts, *((first, "and then?") for first, in texts)])
+    assert len({prompt.number for prompt in again}) == 1200, "each is a conversation"
+    assert all(prompt.held_out is made[prompt.turns[:1]].held_out for prompt in again)
+    assert [prompt.number for prompt in again[:400]] == [made[turns].number for turns in reversed(texts)]
+    known = [turns for turns in texts if not made[turns].held_out][:20]
+    judged = {prompt.turns for prompt in numbered([*known, *known]) if prompt.held_out}
+    assert len(judged) == 1 and not any(prompt.held_out for prompt in numbered(known[:19]))
+    plans = [plan for place in range(400) if (plan := plan_of(place, 0, again)) is not None]
+    assert [(plan.number, plan.held_out) for plan in plans] == [(one.number, one.held_out) for one in again[:400]]
+
+
+def test_prompts_are_asked_though_the_target_asked_itself_before(simple_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "w{n} w{n + 1}"}}\n' for n in range(5)) + f'{{"prompt": "{"w" * 40}"}}\n')
+    recipe = Recipe(minutes=0, tokens=400, train=False, batch=8, limits=Limits(16, 24, 16))
+    job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
+    make_head(job, Silent())
+    shards = tmp_path / "work", identity_of(simple_folder, ModelConfig.from_folder(simple_folder))
+    before = Shards([shards[0]], shards[1]).totals().conversations
+    assert before > 6
+    for tokens, made, left in ((400, 0, 6), (0, 5, 1), (0, 5, 1)):
+        told = Silent()
+        make_head(replace(job, recipe=replace(recipe, prompts=prompts, tokens=tokens)), told)
+        assert Shards([shards[0]], shards[1]).totals().conversations == before + made
+        assert f"{left} of 6 given prompts have no answer" in told.lines[-1]
+
+
+def test_where_nothing_is_asked_no_two_conversations_are_one_text() -> None:
+    plans = [plan for place in range(200) if (plan := plan_of(place, 0, None, plain=True)) is not None]
+    assert {plan.temperature for plan in plans} == {0.7, 1.0}, "all that is greedy behind nothing is alike"
 
 
 def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:

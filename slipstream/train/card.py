@@ -65,7 +65,7 @@ def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[
     return (
         "## Data", "",
         f"{totals.conversations:,} conversations with {totals.tokens:,} tokens, {totals.answer_tokens:,} of them in "
-        f"answers. {asked} Of the answers {heats}. One conversation in twenty was held out.",
+        f"answers. {asked} Of the answers {heats}. About one conversation in twenty was held out.",
         f"The draft vocabulary are the {len(head.vocabulary):,} tokens {chosen}; they cover {coverage:.1%} of the "
         "answers' tokens.", "")
 

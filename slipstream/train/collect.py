@@ -19,7 +19,7 @@ from slipstream.base.config import ModelSection
 from slipstream.base.errors import ConfigError
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
-from slipstream.train.dialogue import read_prompts, read_turns
+from slipstream.train.dialogue import numbered, read_prompts, read_turns
 from slipstream.train.generate import tokens_at_most
 from slipstream.train.head import taps_of
 from slipstream.train.recipe import Recipe
@@ -56,7 +56,7 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
     if share_of(recipe, before) >= 1.0:
         return before
     remove_halves(folder)
-    prompts = read_prompts(recipe.prompts) if recipe.prompts else None
+    prompts = numbered(read_prompts(recipe.prompts)) if recipe.prompts else None
     turns = read_turns(target)
     over = tokens_at_most(turns, recipe.limits) - model.config.max_context
     if prompts is None and over > 0:  # no plan would ever fit, and there is no end of plans

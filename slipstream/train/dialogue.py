@@ -1,12 +1,15 @@
 """What conversations the target is asked to have: its own questions, or given ones; and the text around the turns.
 
 Rules:
-1. A plan is a pure function of (seed, number): an interrupted run makes the same plans again.
+1. A plan is a pure function of (seed, number): an interrupted run makes the same plans again. The number of a given
+   prompt follows from its text, in whatever file and place it stands: what was asked is not asked again, and what was
+   not is, also where the target asked itself before.
 2. Questions are the target's own (Magpie, arXiv 2406.08464): its chat template up to where the user speaks, then an
    opener or nothing, then what it writes itself. Or they are given. No benchmark's prompts are in here.
 3. Two fifths of the answers are greedy, a fifth at temperature 0.7 and two fifths at 1: a head serves all of them, and
-   what is sampled is harder to foresee.
-4. Every twentieth conversation is held out: never trained on, drafted for in the evaluation.
+   what is sampled is harder to foresee. Where nothing is asked they are sampled: greedy ones would all be one text.
+4. Every twentieth conversation is held out: never trained on, drafted for in the evaluation. Of given prompts about one
+   in twenty, by what is asked first, so that those alike are on one side; of twenty or more at least one.
 
 It knows nothing about models, batches or shards.
 """
@@ -15,8 +18,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +74,15 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """User turns that are given."""
+
+    turns: tuple[str, ...]
+    number: int
+    held_out: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Turns:
     """The text around turns, as tokens. Without a chat template there are no turns: a conversation is one text."""
 
@@ -118,17 +132,38 @@ def read_prompts(path: Path) -> list[tuple[str, ...]]:
     return prompts
 
 
-def plan_of(number: int, seed: int, prompts: Sequence[tuple[str, ...]] | None, plain: bool = False) -> Plan | None:
-    """The plan of conversation ``number``; None when all ``prompts`` are used up."""
-    if prompts is not None and number >= len(prompts):
+def numbered(prompts: Iterable[tuple[str, ...]]) -> list[Prompt]:
+    """``prompts``, each with its number and side; the same one again is another conversation."""
+    made, again = list[Prompt](), Counter[tuple[str, ...]]()
+    for turns in prompts:
+        side = _hash(turns[0]) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        made.append(Prompt(turns, _hash(json.dumps([again[turns], *turns])), side))
+        again[turns] += 1
+    asked = {prompt.turns[0] for prompt in made}
+    if len(asked) >= HELD_OUT_EVERY and not any(prompt.held_out for prompt in made):
+        judged = max(asked, key=_hash)
+        made = [replace(prompt, held_out=prompt.turns[0] == judged) for prompt in made]
+    return made
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).digest(), "little")
+
+
+def plan_of(place: int, seed: int, prompts: Sequence[Prompt] | None, plain: bool = False) -> Plan | None:
+    """The plan at ``place`` of all, or of ``prompts``; None when these are used up."""
+    if prompts is not None and place >= len(prompts):
         return None
+    number = place if prompts is None else prompts[place].number
     dice = random.Random(f"{seed}/{number}")
     temperature, asking = dice.choice(TEMPERATURES), dice.choice(QUESTION_TEMPERATURES)
+    if plain and prompts is None:
+        temperature = dice.choice(TEMPERATURES[TEMPERATURES.count(0.0):])
     opener = dice.choice(OPENERS) if dice.random() < OPENER_SHARE and not plain else ""
     second = dice.random() < SECOND_TURN_SHARE and not plain
-    held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     if prompts is not None:
-        return Plan(number, "", prompts[number], temperature, asking, held_out)
+        return Plan(number, "", prompts[place].turns, temperature, asking, prompts[place].held_out)
+    held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     if not plain and dice.random() < LONG_SHARE:
         return Plan(number, dice.choice(LONG_OPENERS), (None,), temperature, asking, held_out, LONG_QUESTION)
     return Plan(number, opener, (None, None) if second else (None,), temperature, asking, held_out)

@@ -31,6 +31,7 @@ from slipstream.train.block_head import mask_token, warm_block_head
 from slipstream.train.card import card
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
+from slipstream.train.dialogue import numbered, read_prompts
 from slipstream.train.evaluate import Worth, evaluate, prompts_of
 from slipstream.train.export import export
 from slipstream.train.fit import Progress, Training, threads
@@ -94,6 +95,11 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Sequence[Worth]:
                           "them with --data")
     watcher.say(f"{totals.conversations} conversations, {totals.tokens} tokens, {totals.answer_tokens} of them "
                 "in answers")
+    if recipe.generate and recipe.prompts is not None:
+        given = {prompt.number for prompt in numbered(read_prompts(recipe.prompts))}
+        if left := len(given - shards.numbers()):
+            watcher.say(f"{left} of {len(given)} given prompts have no answer: they are too long (--max-prompt), or "
+                        "there was no time or room for them (--minutes, --tokens)")
     if not recipe.train:
         return ()
     head, covered, training = _train(job, config, identity, shards, watcher)

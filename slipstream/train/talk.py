@@ -1,7 +1,7 @@
 """Talking: the target makes conversations, and they become shards. Several processes can do it side by side.
 
 Rules:
-1. The process with ``rank`` makes the plans whose number leaves ``rank`` when divided by how many there are: they need
+1. The process with ``rank`` makes the plans whose place leaves ``rank`` when divided by how many there are: they need
    not agree on anything, and an interrupted run goes on with any number of them.
 2. Each process writes shards of its own. A shard's seconds are its share of what all of them spent, so that the sum
    over a folder is the time that a clock showed.
@@ -29,7 +29,7 @@ import torch
 from slipstream.base.errors import CapacityError, SlipstreamError
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
-from slipstream.train.dialogue import Plan, Turns, plan_of
+from slipstream.train.dialogue import Plan, Prompt, Turns, plan_of
 from slipstream.train.generate import Generator
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Shards, ShardWriter
@@ -44,7 +44,7 @@ class Task:
 
     model: CausalModel
     turns: Turns
-    prompts: Sequence[tuple[str, ...]] | None
+    prompts: Sequence[Prompt] | None
     folder: Path
     identity: Mapping[str, Any]
     recipe: Recipe
@@ -52,13 +52,12 @@ class Task:
     def plans(self, rank: int) -> Iterator[Plan]:
         """Of process ``rank``, those that are made already left out."""
         made = Shards([self.folder], self.identity).numbers()
-        for number in count(rank, self.recipe.processes):
-            if number in made:
-                continue
-            plan = plan_of(number, self.recipe.seed, self.prompts, self.turns.plain)
+        for place in count(rank, self.recipe.processes):
+            plan = plan_of(place, self.recipe.seed, self.prompts, self.turns.plain)
             if plan is None:
                 return
-            yield plan
+            if plan.number not in made:
+                yield plan
 
 
 def talk(task: Task, rank: int, enough: Callable[[int, float], bool]) -> bool:
