@@ -395,6 +395,32 @@ def test_held_out_conversations_without_an_answer_say_nothing(tiny_folder: Path,
     assert saved == [2] and [point.held_out for point in training.progress.history] == [()]
 
 
+def test_a_state_that_is_no_number_costs_its_step_alone(tiny_folder: Path) -> None:
+    config, head = ModelConfig.from_folder(tiny_folder), random_head(tiny_folder)
+    talks = [conversation(config, 30, number) for number in range(6)]
+    talks[2].states[10] = 0x7FC0  # NaN in bfloat16
+    training = Training(head, Recipe(minutes=0, tokens=1, steps=12, rows_per_step=40), talks, [], lambda *_: None)
+    training.run(math.inf, lambda progress, share: None)
+    assert training.progress.step == 12 and math.isfinite(training.progress.loss)
+    assert all(bool(tensor.isfinite().all()) for tensor in head.tensors.values())
+
+
+@pytest.mark.parametrize(("rate", "size", "said"), [(1e9, DRAFT_VOCAB, "--learning-rate: losses"),
+                                                    (1e-3, 1, "--draft-vocab: no token")])
+def test_a_training_that_learns_nothing_ends(tiny_folder: Path, rate: float, size: int, said: str) -> None:
+    """A rate that throws the weights out of all bounds, and a draft vocabulary that the target does not use."""
+    config, saved = ModelConfig.from_folder(tiny_folder), list[int]()
+    used = {int(token) for number in range(4) for token in conversation(config, 30, number).greedy}
+    unused = torch.tensor(sorted(set(range(config.vocab_size)) - used)[:1])
+    head = random_head(tiny_folder) if size > 1 else warm_head(config, load_tensors(tiny_folder), unused, 1, 0, DIRECT)
+    talks, recipe = [conversation(config, 30, number) for number in range(4)], Recipe(
+        minutes=0, tokens=1, steps=1000, rows_per_step=40, learning_rate=rate)
+    training = Training(head, recipe, talks, [], lambda step, checkpoint: saved.append(step))
+    with pytest.raises(ConfigError, match=said):
+        training.run(math.inf, lambda progress, share: None)
+    assert not saved, "what is no head any more replaced the checkpoint before"
+
+
 @pytest.mark.parametrize(("context", "said"), [(400, "give at most 245"), (128, "give --prompts")])
 def test_conversations_that_no_context_holds_are_told(tmp_path: Path, context: int, said: str) -> None:
     """Plans would be drawn for ever, and none of them would fit."""
@@ -692,6 +718,34 @@ def test_a_full_disk_is_told_and_what_is_whole_is_kept(tmp_path: Path) -> None:
     assert found is not None and found.state == {"step": 1}
     writer.flush(1.0)
     assert Shards([tmp_path / "work"], identity).numbers() == {0, 1}
+
+
+@pytest.mark.parametrize("broken", ["index.json", "tokens.npy", "roles.npy", "greedy.npy", "states.npy",
+                                    "state.json", "head.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("how", ["gone", "empty", "half", "shorter"])
+def test_what_is_not_whole_is_told_by_name(tmp_path: Path, broken: str, how: str) -> None:
+    """A folder that was copied in part, or whose disk lost some of it."""
+    def read() -> list[Conversation]:
+        newest(work / "checkpoints", identity)
+        return list(Shards([work], identity).conversations(False))
+
+    work, identity = tmp_path / "work", {"target": "this"}
+    writer = ShardWriter(work, identity)
+    writer.add(Conversation(0, False, 1.0, np.zeros(64, np.int32), np.zeros(64, np.uint8), np.zeros(64, np.int32),
+                            np.zeros((64, 64), np.uint16)))
+    writer.flush(1.0)
+    save(work / "checkpoints", 1, Checkpoint({"w": torch.zeros(64)}, {"w": torch.zeros(64)}, {"step": 1}), identity)
+    assert len(read()) == 1
+    (file,) = work.rglob(broken)
+    content = file.read_bytes()
+    if how == "shorter" and broken.endswith(".npy"):
+        np.save(file, np.load(file)[:-1])
+    elif how != "gone":
+        file.write_bytes(content[: len(content) // 2] if how == "half" else b"" if how == "empty" else b"{}")
+    else:
+        file.unlink()
+    with pytest.raises(ConfigError, match=f"{file.parent} (is no whole shard|cannot be read): .*; copy it again, or "):
+        read()
 
 
 def test_a_checkpoint_of_the_same_step_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from slipstream.base.errors import ConfigError
@@ -53,19 +54,24 @@ def save(folder: Path, step: int, checkpoint: Checkpoint, identity: Mapping[str,
 
 
 def newest(folder: Path, identity: Mapping[str, Any]) -> Checkpoint | None:
-    """The newest whole checkpoint, None when there is none. Raises ConfigError when it is of another training."""
+    """The newest whole checkpoint, None when there is none. Raises ConfigError when it is of another training or cannot
+    be read."""
     places = sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
     if not places:
         return None
     place = places[-1]
-    content = json.loads((place / "state.json").read_text(encoding="utf-8"))
-    was = content["identity"]
+    try:
+        content = json.loads((place / "state.json").read_text(encoding="utf-8"))
+        was, state = content["identity"], content["state"]
+        tensors, optimizer = (load_file(place / f"{name}.safetensors") for name in ("head", "optimizer"))
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"{place} cannot be read: {error!r}; copy it again, or remove {folder} to train anew: the "
+                          "conversations stay") from error
     differing = sorted(name for name in was.keys() | identity.keys() if was.get(name) != identity.get(name))
     if differing:
         raise ConfigError(f"{place}: was trained with another {', '.join(differing)}; choose another --work "
                           f"(--data {folder.parent} keeps its conversations), or remove {folder} to train anew")
-    return Checkpoint(load_file(place / "head.safetensors"), load_file(place / "optimizer.safetensors"),
-                      content["state"])
+    return Checkpoint(tensors, optimizer, state)
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

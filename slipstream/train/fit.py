@@ -5,6 +5,8 @@ Rules:
 2. Progress is steps done of steps allowed or time spent of time allowed, whichever is further; the learning rate
    follows it. Time and steps of earlier runs count.
 3. Weights are float32; products are bfloat16 under autocast where that is faster on this device (measured once).
+4. A step whose loss or gradient is no number (a state that is none, a weight that has left all bounds) changes nothing:
+   it would be in all weights for ever. Where a whole epoch is so, training ends.
 
 It knows nothing about generation or drafting.
 """
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from slipstream.base.errors import ConfigError
 from slipstream.train.anchors import Blocks, blocks_of, learn
 from slipstream.train.checkpoint import Checkpoint
 from slipstream.train.crew import Crew, Part
@@ -37,6 +40,7 @@ VALIDATION = 16  # conversations looked at while training
 MAX_GRADIENT = 0.5
 SMOOTH = 0.95
 DRAWN = 1000  # see ``distil.Lesson``
+VAIN = 16  # steps in a row that may teach nothing, be an epoch shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Training:
         self._dtype = torch.bfloat16 if half else torch.float32
         self._sizes = [min(len(c.tokens), recipe.max_rows) for c in training]
         self._crew = Crew(head.tensors, self._compute, recipe.processes)
+        self._vain = 0  # the newest steps, which taught nothing
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``."""
@@ -94,7 +99,7 @@ class Training:
 
     def run(self, seconds: float, report: Callable[[Progress, float], None]) -> None:
         """Train until the recipe's steps or ``seconds`` (of all runs) are used up. ``report`` gets the progress and
-        its share after each step."""
+        its share after each step. Raises ConfigError where nothing is learnt."""
         began = saved = time.monotonic()
         before = self.progress.seconds
         while (share := self._share(seconds)) < 1.0:
@@ -148,9 +153,11 @@ class Training:
         now = self.progress
         now.batch += 1
         part = self._crew.run(batch, [self._sizes[index] for index in batch])
-        if part.weight == 0:
+        size = float(torch.nn.utils.clip_grad_norm_(list(self.head.tensors.values()), MAX_GRADIENT))
+        if part.weight == 0 or not math.isfinite(size + part.loss):
+            self._miss(part)
             return
-        torch.nn.utils.clip_grad_norm_(list(self.head.tensors.values()), MAX_GRADIENT)
+        self._vain = 0
         with threads(max(self.recipe.processes, torch.get_num_threads())):  # the others wait meanwhile
             self._optimizer.step(rate(now.step, share))
         keep = SMOOTH if now.step else 0.0
@@ -159,6 +166,13 @@ class Training:
                          for old, new in zip(now.agreement or part.agreement, part.agreement, strict=True)]
         now.step += 1
         now.rows += part.rows
+
+    def _miss(self, part: Part) -> None:
+        self._vain += 1
+        if self._vain > VAIN and self._vain > len(self._epoch(self.progress.epoch)):
+            why = ("--draft-vocab: no token of what is learnt is in it" if part.weight == 0 else
+                   "--learning-rate: losses and gradients are no numbers any more; give a lower one")
+            raise ConfigError(f"{why}. {self._vain} steps in a row taught nothing; the checkpoint before is kept")
 
     def _compute(self, batch: Sequence[int]) -> Part:
         """The gradients of conversations, and what they tell."""

@@ -7,6 +7,7 @@ Rules:
 2. ``greedy[i]`` is the target's likeliest token after token i; -1 where its logits were not asked for. ``states[i]``
    are its tapped states and its final state after token i.
 3. ``identity`` (the target and what is tapped) is the same in all shards of a folder; shards of another are refused.
+4. A shard that is not whole (copied in part, say) is refused by its name: without it, its conversations are made again.
 
 It knows nothing about where conversations come from.
 """
@@ -18,6 +19,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase
@@ -103,11 +105,13 @@ class Shards:
     """The whole shards of some folders, as they are now; a folder that is named twice counts once."""
 
     def __init__(self, folders: Sequence[Path], identity: Mapping[str, Any]) -> None:
-        """Raises ConfigError when a shard was made under another identity."""
+        """Raises ConfigError when a shard was made under another identity, or is not whole."""
         self._entries: list[tuple[Path, dict[str, Any]]] = []
         for place in [place for folder in dict.fromkeys(f.resolve() for f in folders) for place in _places(folder)]:
-            index = json.loads((place / "index.json").read_text(encoding="utf-8"))
-            if index["format"] != FORMAT or index["identity"] != dict(identity):
+            with _whole(place):
+                index = json.loads((place / "index.json").read_text(encoding="utf-8"))
+                made = index["format"], index["identity"]
+            if made != (FORMAT, dict(identity)):
                 raise ConfigError(f"{place}: was made with another target or layout; choose another --work or "
                                   f"--data, or remove {place.parent}")
             self._entries.append((place, index))
@@ -131,11 +135,16 @@ class Shards:
                       sum(index["seconds"] for _, index in self._entries))
 
     def conversations(self, held_out: bool) -> Iterator[Conversation]:
-        """All that are held out, or all others; their states are views of memory maps, one file a shard."""
+        """All that are held out, or all others; their states are views of memory maps, one file a shard. Raises
+        ConfigError when a shard is not whole."""
         for place, index in self._entries:
-            tokens, roles, greedy = (np.load(place / f"{name}.npy", allow_pickle=False)
-                                     for name in ("tokens", "roles", "greedy"))
-            states = np.load(place / "states.npy", mmap_mode="r", allow_pickle=False)
+            with _whole(place):
+                tokens, roles, greedy = (np.load(place / f"{name}.npy", allow_pickle=False)
+                                         for name in ("tokens", "roles", "greedy"))
+                states = np.load(place / "states.npy", mmap_mode="r", allow_pickle=False)
+                told = sum(entry["tokens"] for entry in index["conversations"])
+                if {told} != set(map(len, (tokens, roles, greedy, states))):
+                    raise ValueError(f"its files do not hold {told} tokens each")
             first = 0
             for entry in index["conversations"]:
                 rows = slice(first, first + entry["tokens"])
@@ -143,6 +152,16 @@ class Shards:
                 if entry["held_out"] == held_out:
                     yield Conversation(entry["number"], held_out, entry["temperature"], tokens[rows], roles[rows],
                                        greedy[rows], states[rows])
+
+
+@contextmanager
+def _whole(place: Path) -> Iterator[None]:
+    """Inside, what shows that a shard is not whole becomes a ConfigError about it."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{place} is no whole shard: {error!r}; copy it again, or remove it, and the same command "
+                          "makes its conversations again") from error
 
 
 def remove_halves(folder: Path) -> None:
