@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from router_service.text.tokens import TextCodec
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.cli import training
 from slipstream.cli.commands import app
@@ -42,7 +43,7 @@ from slipstream.train.anchors import states_of as block_states
 from slipstream.train.block_head import warm_block_head
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
-from slipstream.train.dialogue import numbered, plan_of
+from slipstream.train.dialogue import numbered, plan_of, read_turns
 from slipstream.train.distil import Distilled, Lesson
 from slipstream.train.evaluate import evaluate, prompts_of
 from slipstream.train.export import export
@@ -53,7 +54,7 @@ from slipstream.train.recipe import Recipe
 from slipstream.train.shards import ANSWER, GIVEN, Conversation, Shards, ShardWriter, Totals
 from slipstream.train.stages import Job, make_head
 from slipstream.train.unroll import Rows, rows_of, states_of
-from tests.tiny import VOCAB, write_tiny_model
+from tests.tiny import CHAT_TEMPLATE, VOCAB, write_tiny_model
 
 DRAFT_VOCAB = 120
 DIRECT = torch.device("cpu")
@@ -559,6 +560,26 @@ def test_a_target_without_a_chat_template_goes_on_with_given_prompts(simple_fold
     given = [bytes(int(token) for token in talk.tokens[talk.roles == GIVEN] if token < 256)
              for talk in Shards([tmp_path / "work"], identity).conversations(held_out=False)]
     assert sorted(given) == [b"abc", b"defg"]
+
+
+def test_the_turns_are_those_that_the_router_writes(tmp_path: Path) -> None:
+    """Else a head learns from texts that nobody is served."""
+    folder = write_tiny_model(tmp_path / "target")
+    plain, config = read_turns(folder), json.loads((folder / "tokenizer_config.json").read_text())
+    for template in ([{"name": "tool_use", "template": "{{ tools }}"}, {"name": "default", "template": CHAT_TEMPLATE}],
+                     CHAT_TEMPLATE.replace("{% if", "{% generation %}{% endgeneration %}{% if"),
+                     "{% if tools is not none %}{{ raise_exception('no tools') }}{% endif %}" + CHAT_TEMPLATE,
+                     "{{ strftime_now('') }}" + CHAT_TEMPLATE):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+        turns, codec = read_turns(folder), TextCodec(folder)
+        asked = codec.chat([{"role": role, "content": role} for role in ("user", "assistant", "user")])
+        codec.close()
+        said = ("user", turns.to_answer, "assistant", turns.to_question, "user", turns.to_answer)
+        assert turns.encode("".join([turns.opening, *said])) == asked
+        assert (turns.opening, turns.to_answer, turns.plain) == (plain.opening, plain.to_answer, False)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja: cannot be read"):
+        read_turns(folder)
 
 
 def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> None:

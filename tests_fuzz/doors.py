@@ -22,7 +22,7 @@ import orjson
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.openai import parse as parse_body
-from router_service.text.files import stop_token_ids, template_source
+from router_service.text.files import stop_token_ids
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection, load
 from slipstream.base.errors import (
@@ -34,7 +34,7 @@ from slipstream.base.errors import (
     SlipstreamError,
 )
 from slipstream.engine.loading import load_model
-from slipstream.models.folder import load_tokenizer
+from slipstream.models.folder import load_tokenizer, template_source
 from slipstream.models.gguf import GgufFile, build_tokenizer, parts_of, read_dimensions
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, ToolCall, Usage
 from slipstream.protocol.grammar import Grammar

@@ -37,10 +37,10 @@ from router_service.dialects.prompts import LOWEST, Prompts
 from router_service.dialects.tools import Json, ToolUse, use_of
 from router_service.text.calls import Call, call_id
 from router_service.text.deltas import AnswerToken, TextDelta
-from router_service.text.files import NAMED_TOKENS
 from router_service.text.markup import Markup, Named, finish_of
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest
+from slipstream.models.folder import NAMED_TOKENS
 from slipstream.protocol.chat import MAX_CALLS, MAX_ITEMS, Usage
 from slipstream.protocol.requests import MAX_TOP_LOGPROBS
 

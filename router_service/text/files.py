@@ -1,8 +1,8 @@
 """What the files of a model folder say about text: what ends an answer, special tokens as plain text, how much a token
-can say, where the chat template is.
+can say.
 
-All of it is read once, when a router starts. Files: tokenizer_config.json, chat_template.jinja, generation_config.json,
-config.json. It knows nothing about requests.
+All of it is read once, when a router starts. Files: tokenizer_config.json, generation_config.json, config.json. It
+knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -15,39 +15,13 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from slipstream.base.errors import ModelError
-from slipstream.models.folder import read_json
+from slipstream.models.folder import read_json, token_text
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Steps of a tokenizer that drop no character: a text of n characters has n / ``longest_token`` tokens at least.
 KEEPING = {"Sequence", "Prepend", "Replace", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Digits", "Metaspace", "Split",
            "Punctuation", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}
 FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 COMPOSED = 4  # characters that Unicode may write as one
-
-
-def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """The chat template of a model folder (``chat_template.jinja`` or tokenizer_config.json), and the bos_token and its
-    like, which it may name; None if there is none."""
-    config = read_json(folder / "tokenizer_config.json", missing_ok=True)
-    path = folder / "chat_template.jinja"
-    try:
-        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
-    if isinstance(source, list):  # several named ones
-        named_ones = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named_ones.get("default")
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template: expected text")
-    named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
-    return source, named
-
-
-def _token_text(entry: object) -> str | None:
-    found = entry.get("content") if isinstance(entry, dict) else entry
-    return found if isinstance(found, str) else None
 
 
 def literals(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[int]]:
@@ -67,7 +41,7 @@ def stop_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
             raise ModelError(f"{folder / name}: eos_token_id: expected token ids, found {found!r}")
         if ids:
             return tuple(dict.fromkeys(ids))
-    text = _token_text(read_json(folder / "tokenizer_config.json", missing_ok=True).get("eos_token"))
+    text = token_text(read_json(folder / "tokenizer_config.json", missing_ok=True).get("eos_token"))
     token = None if text is None else tokenizer.token_to_id(text)
     return () if token is None else (token,)
 

@@ -24,16 +24,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.base.offload import bounded
+from slipstream.models.template import sandbox
 
 MAX_RENDERED = 4 << 20  # characters
 MEMORY = 512 << 20  # bytes that the process may map; it begins with 25 MB
@@ -101,39 +98,14 @@ class Problem(Exception):
         self.words = words
 
 
-class GenerationTag(Extension):
-    """``{% generation %} … {% endgeneration %}`` marks the assistant's words for training; here it only prints them."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def compiled(source: str) -> Template:
-    """In a sandbox that offers what transformers' does: ``raise_exception``, ``strftime_now``, ``tojson``, loop
-    controls and the ``generation`` tag. Raises Problem when ``source`` is not a template."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[loopcontrols, GenerationTag])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    """Raises Problem when ``source`` is not a template."""
     try:
-        return environment.from_string(source)
+        return sandbox().from_string(source)
     except MemoryError:
         raise
     except Exception as error:  # jinja2's own, and what Python says of the program that jinja2 has made of it
         raise Problem(BROKEN, f"not a template: {type(error).__name__}: {str(error)[:200]}") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 class _Guards:

@@ -41,6 +41,7 @@ FORMAT = 1  # of a prepared folder; a change means that folders are prepared aga
 RECEIPT = "slipstream.json"
 MADE_FOR = "target_weights"  # in a head's config.json
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Of a model folder: what its answers depend on. Pickles are read by other engines alone.
 ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -304,6 +305,32 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()  # some files keep what their training cut texts to
     tokenizer.no_padding()
     return tokenizer
+
+
+def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
+    """The chat template of a model folder (``chat_template.jinja`` or tokenizer_config.json), and the bos_token and its
+    like, which it may name; None if there is none."""
+    config = read_json(folder / "tokenizer_config.json", missing_ok=True)
+    path = folder / "chat_template.jinja"
+    try:
+        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+    if isinstance(source, list):  # several named ones
+        variants = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = variants.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template: expected text")
+    named = {name: text for name in NAMED_TOKENS if (text := token_text(config.get(name))) is not None}
+    return source, named
+
+
+def token_text(entry: object) -> str | None:
+    """Of a token as tokenizer_config.json names it."""
+    found = entry.get("content") if isinstance(entry, dict) else entry
+    return found if isinstance(found, str) else None
 
 
 def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:

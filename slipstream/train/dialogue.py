@@ -25,12 +25,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import ConfigError, ModelError
-from slipstream.models.folder import load_tokenizer, read_json
+from slipstream.models.folder import load_tokenizer, read_json, template_source, token_text
+from slipstream.models.template import sandbox
 
 MARKS = ("\ue000", "\ue001", "\ue002")  # private-use characters stand for the turns while the template is read
 HELD_OUT_EVERY = 20
@@ -99,18 +98,16 @@ class Turns:
 
 def read_turns(folder: Path) -> Turns:
     """The turns of a target's folder. Raises ModelError naming what cannot be used."""
-    config = read_json(folder / "tokenizer_config.json", missing_ok=True)
-    path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    tokenizer = load_tokenizer(folder)
-    if not isinstance(source, str):
-        begin = _special(config.get("bos_token")) or _special(config.get("eos_token")) or "\n"
+    tokenizer, found = load_tokenizer(folder), template_source(folder)
+    if found is None:
+        config = read_json(folder / "tokenizer_config.json", missing_ok=True)
+        begin = token_text(config.get("bos_token")) or token_text(config.get("eos_token")) or "\n"
         return Turns(tokenizer, begin, "", "", plain=True)
-    names = {name: text for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-             if (text := _special(config.get(name)))}
+    source, named = found
     messages = [{"role": role, "content": mark}
                 for role, mark in zip(("user", "assistant", "user"), MARKS, strict=True)]
-    text = _render(source, {**names, "messages": messages, "add_generation_prompt": True})
+    text = _render(source, {"tools": None, "documents": None, **named, "messages": messages,
+                            "add_generation_prompt": True})
     pieces = [text]
     for mark in MARKS:
         pieces[-1:] = pieces[-1].split(mark, 1)
@@ -182,20 +179,8 @@ def _turns_of(line: str, where: str) -> tuple[str, ...]:
     return tuple(turns)
 
 
-def _special(entry: object) -> str:
-    found = entry.get("content") if isinstance(entry, dict) else entry
-    return found if isinstance(found, str) else ""
-
-
 def _render(source: str, names: dict[str, Any]) -> str:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=["jinja2.ext.loopcontrols"])
-    environment.globals["raise_exception"] = _refuse
     try:
-        return environment.from_string(source).render(names)
-    except (TemplateError, TypeError, ValueError, LookupError) as error:
+        return sandbox().from_string(source).render(names)
+    except Exception as error:  # it is a program
         raise ModelError(f"chat_template: cannot be rendered: {error}") from error
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
