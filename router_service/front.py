@@ -69,7 +69,7 @@ class GatewayFront:
         given = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in OTHERWISE}
         raw = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()
                if value not in (None, ())}
-        raw |= {"model": model or self._gateway.model, **_read(options)}
+        raw |= {"model": model or self._gateway.model, "return_token_ids": True, **_read(options)}
         if options.logit_bias:
             raw["logit_bias"] = {str(token): bias for token, bias in options.logit_bias}
         if options.logprobs_mode is not None:

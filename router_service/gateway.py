@@ -220,7 +220,7 @@ class Gateway:
         routed = self._balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
-                          options.keep_stop, self._shown(options), options.echo)
+                          options.keep_stop, self._shown(options), options.echo, options.tells_all)
 
     def begun(self, job: Job) -> Iterator[str]:
         """The text that a client shows that it has of its answer, as far as its characters are whole, as it came."""

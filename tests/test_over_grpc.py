@@ -18,6 +18,7 @@ from slipstream.wire.inference import decode_chat, decode_delta, encode_chat, en
 from tests.echo import EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
 from tests.test_tools import NAMED, NOW, PAST, TWO, WEATHER
+from tests.tiny import EOS
 
 THOUGHT = "Hm <b.\n</think>\n\n" + TWO + "\nThat is all."
 
@@ -63,6 +64,19 @@ async def test_a_request_is_the_same_over_both(thinking_folder: Path, body: dict
         await told(client, asked.pop("messages"), **asked)
     over_http, over_grpc = (replace(request, request_id="") for request in target.requests)
     assert over_http == over_grpc
+
+
+@pytest.mark.parametrize(("stop", "text", "ids"), [((), "one, two", [*b"one, two", EOS]),
+                                                   ((", t",), "one", list(b"one, t"))])
+async def test_each_token_that_was_said_is_told(tiny_folder: Path, stop: tuple[str, ...], text: str,
+                                                ids: list[int]) -> None:
+    target = EchoTarget(accepted=2)
+    target.says = "one, two"
+    async with routing(tiny_folder, target) as r, client_of(r) as client:
+        deltas = await told(client, "hello", stop=stop, max_tokens=40)
+    assert "".join(delta.text for delta in deltas) == text and deltas[-1].usage is not None
+    assert [token.id for delta in deltas for token in delta.tokens] == ids
+    assert deltas[-1].usage.completion_tokens == len(ids)
 
 
 async def test_calls_and_reasoning_are_told_as_over_http(thinking_folder: Path) -> None:

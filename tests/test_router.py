@@ -22,6 +22,7 @@ from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.wire.client import AsyncClient
 from tests.echo import CONTEXT, EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing
+from tests.tiny import EOS
 
 PROMPT = "0123456789"
 
@@ -353,6 +354,30 @@ async def test_token_ids_are_told(tiny_folder: Path) -> None:
             else:
                 assert [bytes(c["prompt_token_ids"]).decode() for c in whole["choices"]] == [
                     PROMPT, PROMPT, PROMPT + "x", PROMPT + "x"]
+
+
+@pytest.mark.parametrize(("says", "stop", "text", "told"), [
+    ("hello", None, "hello", [*b"hello", EOS]), ("one, two, three", ", th", "one, two", list(b"one, two, th")),
+    ("one, two", [", t"], "one", list(b"one, t"))])
+async def test_who_trains_is_told_each_token_that_was_said(tiny_folder: Path, says: str, stop: object, text: str,
+                                                           told: list[int]) -> None:
+    """As many as are counted, each with its log probability: the one that ends an answer, and a stop string's."""
+    target = EchoTarget()
+    target.says = says
+    async with routing(tiny_folder, target) as r:
+        for path, asked in ((COMPLETIONS, {"prompt": PROMPT, "logprobs": 1}),
+                            (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 1})):
+            asked |= {"max_tokens": 40, **({"stop": stop} if stop else {})}
+            plain = (await r.post(path, **asked)).json()["choices"][0]
+            asked |= {"return_token_ids": True}
+            whole = (await r.post(path, **asked)).json()
+            (choice,) = whole["choices"]
+            assert (choice["text"] if path == COMPLETIONS else choice["message"]["content"]) == text
+            assert choice["token_ids"] == told and whole["usage"]["completion_tokens"] == len(told)
+            chunks = events((await r.post(path, stream=True, **asked)).text)
+            assert [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", ())] == told
+            for entries, count in ((choice["logprobs"], len(told)), (plain["logprobs"], len(text))):
+                assert len(entries["token_logprobs" if path == COMPLETIONS else "content"]) == count
 
 
 async def test_usage_in_every_chunk(tiny_folder: Path) -> None:

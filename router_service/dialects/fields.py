@@ -48,7 +48,7 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "stream": "false",
     "stream_options": "`include_usage` in a last chunk, `continuous_usage_stats` in each",
     "skip_special_tokens": "true; false shows them in the text",
-    "return_token_ids": "false; as `prompt_token_ids`, and each choice's `token_ids`",
+    "return_token_ids": "false; `prompt_token_ids`, and each choice's `token_ids`, all of them",
     "truncate_prompt_tokens": "only the prompt's last ones; -1: as many as fit",
     "add_special_tokens": "completions: true; false: none at the prompt's beginning",
     "add_generation_prompt": "chat: true; false: the assistant's turn is not begun",

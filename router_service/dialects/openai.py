@@ -110,6 +110,12 @@ class Options:
         """Whether a prompt is told with its answers."""
         return self.echo or self.prompt_logprobs is not None
 
+    @property
+    def tells_all(self) -> bool:
+        """Whether each token that was said is told, those that end an answer too: who scores counts them, and who
+        trains on what was said learns when to end."""
+        return self.echo or self.token_ids
+
     def told_apart(self, style: Style) -> bool:
         """Whether calls and reasoning are told apart from the other words of an answer. Where a grammar binds it from
         its first character on, only calls that it forces or lets through are."""

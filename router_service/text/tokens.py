@@ -328,9 +328,10 @@ class Completion:
 
     def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
                  identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
-                 shown: Collection[int] = (), echo: bool = False) -> None:
+                 shown: Collection[int] = (), echo: bool = False, all_told: bool = False) -> None:
         """``keep_stop``: the stop string that ends it is part of its text. ``shown``: so are these special tokens.
-        ``echo``: its text follows its prompt's."""
+        ``echo``: its text follows its prompt's. ``all_told``: tokens that are no part of its text, as they end it, are
+        told with none."""
         self.identity = identity
         self.tally = Tally()
         self.finished = False
@@ -339,7 +340,7 @@ class Completion:
         self._silent = frozenset(request.sampling.stop_token_ids)
         self._vocab_size = vocab_size
         self._detokenizer = Detokenizer(codec, shown, echo)
-        self._echo = echo
+        self._all_told = all_told
         self._prompt = len(request.tokens) - request.answered
         self._scores: list[PromptScores] = []
         self._unscored = 0 if request.prompt_logprobs is None else len(request.tokens) - 1
@@ -414,7 +415,7 @@ class Completion:
             tally.accepted += i < piece.accepted
             logprob = piece.logprobs[i] if i < len(piece.logprobs) else None
             if last and token in self._silent:
-                if self._echo:  # who scores counts one entry for each token, the one that ends it included
+                if self._all_told:
                     self._held.append((self._length, AnswerToken(token, "", i < piece.accepted, logprob)))
                 break
             if self._push(token, i < piece.accepted, logprob):
@@ -452,8 +453,10 @@ class Completion:
             self._clear = self._length
         tokens = self._released()
         if self._held and self._clear > self._held[0][0] - len(self._held[0][1].text):
-            end, token = self._held[0]
+            end, token = self._held.popleft()
             tokens.append(token._replace(text=token.text[: len(token.text) - (end - self._clear)]))
+        if self._all_told:
+            tokens += [token._replace(text="") for _, token in self._held]
         self._held.clear()
         return self._delta(tokens, "" if cut else self._detokenizer.flush(), finish, num_tokens)
 
