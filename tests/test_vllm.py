@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import slipstream_vllm
+from huggingface_hub import constants
 from slipstream_vllm import versions
 from slipstream_vllm.adapter_0_32 import PARTS, rows_of
 from slipstream_vllm.options import Options
 from slipstream_vllm.remote import RemoteDrafter
+from slipstream_vllm.tokenizer import digest_of
 from slipstream_vllm.versions import ADAPTERS, adapter_of
 from structlog.testing import capture_logs
 
@@ -28,6 +31,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.chains import PLAIN, SWITCH, Chains, Row
 from slipstream.following.rounds import ToldStep
+from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Open, TargetHello
 from slipstream.simulate.timed import Timing
@@ -281,6 +285,23 @@ def test_a_release_without_what_we_stand_in_is_left_as_it_is(monkeypatch: pytest
     assert [dict(vars(kind)) for kind in kinds] == before
     with pytest.raises(ConfigError, match=rf"has no \w+\.{lacking}: install vLLM"):
         RemoteDrafter(SimpleNamespace())
+
+
+def test_a_model_is_known_by_its_name_on_the_hub_too(tiny_folder: Path, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``vllm serve ORGANISATION/MODEL`` has it; the engine has fetched its files."""
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "1f"
+    snapshot.mkdir(parents=True)
+    shutil.copy(tiny_folder / "tokenizer.json", snapshot)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("1f")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert digest_of(str(tiny_folder)) == digest_of("some/model") == tokenizer_hash(tiny_folder) != ""
+    with capture_logs() as lines:
+        names = ["some/other", str(tmp_path), "no name"]
+        assert list(map(digest_of, names)) == [""] * 3, "no engine ends by it"
+    assert [line["model"] for line in lines] == names
 
 
 def test_it_needs_the_light_half_alone() -> None:

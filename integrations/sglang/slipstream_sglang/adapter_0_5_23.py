@@ -17,10 +17,10 @@ from typing import Any
 
 from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
+from slipstream_vllm.tokenizer import digest_of
 
 from slipstream.base.errors import ConfigError
 from slipstream.following.chains import Chains
-from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream_sglang.trees import Asked, Mask, Tokens, Trees
@@ -78,8 +78,8 @@ def hello_of(server_args: Any, shape: Any) -> TargetHello:
     """``shape``: SGLang's configuration of the model."""
     text = shape.hf_text_config
     return TargetHello(PROTOCOL_VERSION, 0, str(server_args.model_path), shape.vocab_size,
-                       tokenizer_hash(Path(server_args.tokenizer_path)), text.hidden_size, text.num_hidden_layers,
-                       shape.context_len)
+                       digest_of(str(server_args.tokenizer_path), getattr(server_args, "revision", None)),
+                       text.hidden_size, text.num_hidden_layers, shape.context_len)
 
 
 def asked_of(worker: Any, batch: Any) -> list[Asked]:

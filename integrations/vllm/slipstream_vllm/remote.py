@@ -6,12 +6,10 @@ vLLM's batch: an adapter reads that.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from slipstream.base.errors import ConfigError
 from slipstream.following.chains import Chains
-from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
@@ -22,6 +20,7 @@ from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
 from slipstream_vllm.ranks import speaks
 from slipstream_vllm.telling import Teller
+from slipstream_vllm.tokenizer import digest_of
 from slipstream_vllm.versions import adapt
 
 
@@ -39,8 +38,8 @@ class RemoteDrafter:
         self.chooser: Any = None  # the adapter's
         text = model.hf_text_config
         hello = TargetHello(PROTOCOL_VERSION, 0, str(model.model), model.get_vocab_size(),
-                            tokenizer_hash(Path(model.tokenizer)), text.hidden_size, text.num_hidden_layers,
-                            model.max_model_len)
+                            digest_of(str(model.tokenizer), getattr(model, "tokenizer_revision", None)),
+                            text.hidden_size, text.num_hidden_layers, model.max_model_len)
         metrics = TargetMetrics(str(model.model))
         # Only here: who imports this package needs no torch.
         from slipstream_vllm.features import States, Taps
