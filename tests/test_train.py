@@ -582,6 +582,15 @@ def test_the_turns_are_those_that_the_router_writes(tmp_path: Path) -> None:
         read_turns(folder)
 
 
+def test_a_template_may_write_nothing_before_a_user(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "target", peaky=2.0)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    recipe = Recipe(minutes=0, tokens=600, steps=1, batch=1, limits=Limits(max_question=8, max_answer=8))
+    assert collect(folder, tmp_path / "work", recipe, lambda totals, share: None).tokens >= 600
+
+
 def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> None:
     """Three processes make given prompts into conversations: each one once, whoever made it."""
     prompts = tmp_path / "prompts.jsonl"

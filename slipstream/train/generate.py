@@ -147,6 +147,8 @@ class Generator:
         talk = Talk(plan, slots, list(self._opening), [GIVEN] * len(self._opening), len(self._shared))
         if not self._turns.plain or plan.questions[0] is not None:  # without turns nobody asks, but a prompt is given
             self._ask(talk, self._turns.encode(plan.opener))
+        if not talk.tokens:  # the template writes nothing before what a user says
+            talk.say(self._turns.encode("\n"), GIVEN)
         return talk
 
     def _ask(self, talk: Talk, opener: Sequence[int] = ()) -> None:
