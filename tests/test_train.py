@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from router_service.text.tokens import TextCodec
-from slipstream.base.errors import ConfigError, ModelError
+from slipstream.base.errors import CapacityError, ConfigError, ModelError
 from slipstream.cli import training
 from slipstream.cli.commands import app
 from slipstream.drafting.heads.block import BlockNetwork
@@ -649,6 +649,18 @@ def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -
     assert totals.tokens >= 2000 and not multiprocessing.active_children()
     again = collect(simple_folder, tmp_path / "work", recipe, lambda totals, share: None)
     assert again == totals
+
+
+def test_a_process_that_is_lost_ends_the_talking_at_once(simple_folder: Path, tmp_path: Path) -> None:
+    def report(totals: Totals, share: float) -> None:
+        for process in multiprocessing.active_children() if totals.tokens > 400 else ():
+            process.kill()
+        assert totals.tokens < 100_000, "it talks on for hours"
+
+    recipe = Recipe(minutes=0, tokens=1 << 30, steps=1, batch=4, limits=Limits(max_answer=16), processes=2)
+    with pytest.raises(CapacityError, match="a process that talks has ended"):
+        collect(simple_folder, tmp_path / "work", recipe, report)
+    assert list((tmp_path / "work").glob("shard-*")), "what it finished is kept"
 
 
 def test_some_questions_are_long() -> None:

@@ -64,9 +64,9 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
         raise ConfigError(f"--max-answer: the target's context holds {model.config.max_context} tokens, a question and "
                           f"such an answer {over} more; " + (f"give at most {most}" if most > 0 else "give --prompts"))
     task = Task(model, turns, prompts, folder, identity, recipe)
-    others = Others(task)
+    others, account = Others(task), Account(task, report)
     try:
-        if talk(task, 0, Account(task, report)):
+        if talk(task, 0, lambda waiting, seconds: others.failed or account(waiting, seconds)):
             others.stop()
         others.join()
     finally:

@@ -6,7 +6,7 @@ Rules:
 2. Each process writes shards of its own. A shard's seconds are its share of what all of them spent, so that the sum
    over a folder is the time that a clock showed.
 3. The first process says when it is enough; the others look for its word after every step and end with it, however
-   it ends.
+   it ends. It ends with the first of them that fails, too: alone it would talk for hours, and say so only then.
 
 On a CPU this scales where threads inside an operation do not. It knows nothing about what is enough.
 """
@@ -100,6 +100,11 @@ class Others:
             self._pipes.append(ours)
             self._processes.append(process)
 
+    @property
+    def failed(self) -> bool:
+        """Whether one of them has, so far."""
+        return any(process.exitcode for process in self._processes)
+
     def stop(self) -> None:
         """The others keep what they have and end."""
         for pipe in self._pipes:
@@ -110,7 +115,7 @@ class Others:
         """Wait until they have ended by themselves. Raises CapacityError when one of them failed."""
         for process in self._processes:
             process.join()
-        if any(process.exitcode for process in self._processes):
+        if self.failed:
             raise CapacityError("a process that talks has ended, for want of memory perhaps, if it did not say why; "
                                 "what it finished is kept: go on with the same command and fewer --threads")
 
