@@ -95,6 +95,14 @@ class Turns:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def said(self, text: str) -> list[int]:
+        """Of a user: there a special token's text is text, as where answers are served."""
+        self.tokenizer.encode_special_tokens = True
+        try:
+            return self.encode(text)
+        finally:
+            self.tokenizer.encode_special_tokens = False
+
 
 def read_turns(folder: Path) -> Turns:
     """The turns of a target's folder. Raises ModelError naming what cannot be used."""

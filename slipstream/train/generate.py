@@ -133,7 +133,7 @@ class Generator:
         """Slots that a conversation may need; 0 when it is too long."""
         size = 1 + len(self._turns.encode(plan.opener))
         for question in plan.questions:
-            given = len(self._turns.encode(question)) if question is not None else 0
+            given = len(self._turns.said(question)) if question is not None else 0
             if given > self._limits.max_prompt:
                 return 0
             size += (given or self._most_asked(plan)) + self._limits.max_answer
@@ -157,7 +157,7 @@ class Generator:
         if question is None:
             talk.say(opener, GIVEN)
         else:
-            talk.say([*self._turns.encode(question), *self._to_answer], GIVEN)
+            talk.say([*self._turns.said(question), *self._to_answer], GIVEN)
 
     def _add(self, builder: BatchBuilder, talk: Talk, count: int) -> None:
         shared = len(self._shared)
