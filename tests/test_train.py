@@ -699,6 +699,8 @@ def test_prompts_alike_are_on_one_side_and_of_twenty_one_is_held_out() -> None:
     known = [turns for turns in texts if not made[turns].held_out][:20]
     judged = {prompt.turns for prompt in numbered([*known, *known]) if prompt.held_out}
     assert len(judged) == 1 and not any(prompt.held_out for prompt in numbered(known[:19]))
+    (alone,) = numbered([next(turns for turns in texts if made[turns].held_out)])
+    assert not alone.held_out, "nothing would be learnt"
     plans = [plan for place in range(400) if (plan := plan_of(place, 0, again)) is not None]
     assert [(plan.number, plan.held_out) for plan in plans] == [(one.number, one.held_out) for one in again[:400]]
 

@@ -9,7 +9,7 @@ Rules:
 3. Two fifths of the answers are greedy, a fifth at temperature 0.7 and two fifths at 1: a head serves all of them, and
    what is sampled is harder to foresee. Where nothing is asked they are sampled: greedy ones would all be one text.
 4. Every twentieth conversation is held out: never trained on, drafted for in the evaluation. Of given prompts about one
-   in twenty, by what is asked first, so that those alike are on one side; of twenty or more at least one.
+   in twenty, by what is asked first, so that those alike are on one side; of twenty or more at least one, never all.
 
 It knows nothing about models, batches or shards.
 """
@@ -145,10 +145,12 @@ def numbered(prompts: Iterable[tuple[str, ...]]) -> list[Prompt]:
         made.append(Prompt(turns, _hash(json.dumps([again[turns], *turns])), side))
         again[turns] += 1
     asked = {prompt.turns[0] for prompt in made}
-    if len(asked) >= HELD_OUT_EVERY and not any(prompt.held_out for prompt in made):
-        judged = max(asked, key=_hash)
-        made = [replace(prompt, held_out=prompt.turns[0] == judged) for prompt in made]
-    return made
+    judged = {prompt.turns[0] for prompt in made if prompt.held_out}
+    if len(asked) >= HELD_OUT_EVERY and not judged:
+        judged = {max(asked, key=_hash)}
+    elif judged == asked:  # nothing would be learnt
+        judged = set()
+    return [replace(prompt, held_out=prompt.turns[0] in judged) for prompt in made]
 
 
 def _hash(text: str) -> int:
