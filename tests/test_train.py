@@ -42,7 +42,7 @@ from slipstream.train.anchors import blocks_of, learn
 from slipstream.train.anchors import states_of as block_states
 from slipstream.train.block_head import warm_block_head
 from slipstream.train.checkpoint import Checkpoint, newest, save
-from slipstream.train.collect import collect, identity_of
+from slipstream.train.collect import ENDS, collect, identity_of
 from slipstream.train.dialogue import numbered, plan_of, read_turns
 from slipstream.train.distil import Distilled, Lesson
 from slipstream.train.evaluate import evaluate, prompts_of
@@ -625,6 +625,28 @@ def test_conversations_of_another_target_are_refused_by_the_name_of_the_option(t
     (place / "index.json").write_text('{"format": 1, "identity": {"target": "another"}, "conversations": []}')
     with pytest.raises(ConfigError, match=f"choose another --work or --data, or remove {tmp_path / 'work'}"):
         Shards([tmp_path / "work"], {"target": "this"})
+
+
+def test_conversations_are_of_the_same_weights_wherever_these_changed(tmp_path: Path) -> None:
+    """An adapter that is merged into some matrices leaves the ends of a file as they were."""
+    folder, work = write_tiny_model(tmp_path / "target", vocab=12000), tmp_path / "work"
+    config, recipe = ModelConfig.from_folder(folder), Recipe(minutes=0, tokens=40, steps=1, batch=2,
+                                                              limits=Limits(max_question=8, max_answer=8))
+    collect(folder, work, recipe, lambda totals, share: None)
+    before, whole = identity_of(folder, config), Shards([work], identity_of(folder, config)).numbers()
+    tensors = load_tensors(folder)
+    assert max(tensor.nbytes for tensor in tensors.values()) > 2 * ENDS
+    tensors["lm_head.weight"][len(tensors["lm_head.weight"]) // 2] += 1.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    after = identity_of(folder, config)
+    assert after["target"] == before["target"], "its ends are as they were"
+    with pytest.raises(ConfigError, match="was made with another target"):
+        Shards([work], after)
+    for path in work.glob("shard-*/index.json"):  # as older versions wrote it
+        index = json.loads(path.read_text())
+        index["identity"].pop("weights")
+        path.write_text(json.dumps(index))
+    assert Shards([work], after).numbers() == whole
 
 
 def test_further_conversations_are_there_and_count_once(simple_folder: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -265,13 +265,14 @@ def known_tokens(folder: Path) -> int:
     return 1 + max(load_tokenizer(folder).get_vocab(with_added_tokens=True).values(), default=-1)
 
 
-def weights_hash(folder: Path) -> str:
-    """SHA-256 over what an answer depends on in a model folder: its configuration, and every file of weights, whole.
+def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
+    """SHA-256 over what an answer depends on in a model folder: its configuration, and every file of weights, whole; or
+    over the files of other ``patterns``.
 
     A file's name counts as well, so a model that is cut into other shards is another one. It takes less than a second
     for each GB and core, of pages that were just read. Raises ModelError."""
     folder = Path(folder)
-    files = sorted(path for pattern in ANSWERING for path in folder.glob(pattern))
+    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
     try:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             digests = list(threads.map(_digest, files))

@@ -3,7 +3,7 @@
 Rules:
 1. What a folder holds already counts: numbers that are there are not made again, an interrupted run goes on. What a
    kill loses is at most a shard's worth of tokens, or ``save_every_s`` of time.
-2. Shards are of one target: its fingerprint and the layers that are kept are their identity.
+2. Shards are of one target: its fingerprint, its weights and the layers that are kept are their identity.
 
 It knows nothing about heads or training.
 """
@@ -19,11 +19,12 @@ from slipstream.base.config import ModelSection
 from slipstream.base.errors import ConfigError
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
+from slipstream.models.folder import weights_hash
 from slipstream.train.dialogue import numbered, read_prompts, read_turns
 from slipstream.train.generate import tokens_at_most
 from slipstream.train.head import taps_of
 from slipstream.train.recipe import Recipe
-from slipstream.train.shards import Shards, Totals, remove_halves
+from slipstream.train.shards import WEIGHTS, Shards, Totals, remove_halves
 from slipstream.train.talk import Others, Task, talk
 
 ENDS = 1 << 20  # bytes at both ends of a weights file that its fingerprint reads
@@ -43,15 +44,19 @@ def fingerprint(target: Path) -> str:
 
 
 def identity_of(target: Path, config: ModelConfig) -> Mapping[str, Any]:
-    """What all shards of one folder have in common."""
-    return {"target": fingerprint(target), "layers": [*taps_of(config.num_layers), config.num_layers]}
+    """What all shards of one folder have in common. It reads all weights: what was trained of a target may be neither
+    first nor last in its files."""
+    return {"target": fingerprint(target), "layers": [*taps_of(config.num_layers), config.num_layers],
+            WEIGHTS: weights_hash(target, ("*.safetensors",))}
 
 
-def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals, float], None]) -> Totals:
+def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals, float], None],
+            identity: Mapping[str, Any] | None = None) -> Totals:
     """Make conversations into ``folder`` until the recipe's tokens or time are used up, or its prompts. ``report`` gets
-    the totals and the share done now and then. Returns the totals. Raises ConfigError, ModelError, CapacityError."""
+    the totals and the share done now and then; ``identity``: the target's, where it is known. Returns the totals.
+    Raises ConfigError, ModelError, CapacityError."""
     model = load_model(target, ModelSection(dtype=recipe.dtype, device=recipe.device))
-    identity = identity_of(target, model.config)
+    identity = identity or identity_of(target, model.config)
     before = Shards([folder], identity).totals()
     if share_of(recipe, before) >= 1.0:
         return before

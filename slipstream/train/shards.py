@@ -7,6 +7,7 @@ Rules:
 2. ``greedy[i]`` is the target's likeliest token after token i; -1 where its logits were not asked for. ``states[i]``
    are its tapped states and its final state after token i.
 3. ``identity`` (the target and what is tapped) is the same in all shards of a folder; shards of another are refused.
+   Those of older versions do not say of which weights they are.
 4. A shard that is not whole (copied in part, say) is refused by its name: without it, its conversations are made again.
 
 It knows nothing about where conversations come from.
@@ -32,6 +33,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.train.places import fresh, named
 
 FORMAT = 1
+WEIGHTS = "weights"  # of an identity
 GIVEN, QUESTION, ANSWER = 0, 1, 2  # roles of tokens: template and given text, the target's questions, its answers
 
 
@@ -107,10 +109,11 @@ class Shards:
     def __init__(self, folders: Sequence[Path], identity: Mapping[str, Any]) -> None:
         """Raises ConfigError when a shard was made under another identity, or is not whole."""
         self._entries: list[tuple[Path, dict[str, Any]]] = []
+        unsaid = {WEIGHTS: identity[WEIGHTS]} if WEIGHTS in identity else {}
         for place in [place for folder in dict.fromkeys(f.resolve() for f in folders) for place in _places(folder)]:
             with _whole(place):
                 index = json.loads((place / "index.json").read_text(encoding="utf-8"))
-                made = index["format"], index["identity"]
+                made = index["format"], {**unsaid, **index["identity"]}
             if made != (FORMAT, dict(identity)):
                 raise ConfigError(f"{place}: was made with another target or layout; choose another --work or "
                                   f"--data, or remove {place.parent}")

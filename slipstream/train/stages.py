@@ -39,7 +39,7 @@ from slipstream.train.head import Head, answer_counts, coverage, draft_vocabular
 from slipstream.train.places import alone, check_out, check_work, named
 from slipstream.train.plot import curves
 from slipstream.train.recipe import Recipe
-from slipstream.train.shards import Shards, Totals
+from slipstream.train.shards import WEIGHTS, Shards, Totals
 
 VOCABULARY, MASK = "vocabulary", "mask"  # among a checkpoint's tensors
 DRAFTERS: Mapping[str, Literal["eagle3", "block"]] = {"eagle3": "eagle3", "dspark": "block"}  # of a kind of head
@@ -87,7 +87,7 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Sequence[Worth]:
         _check_begin(job, config)  # what is wrong with either is said before hours of talking
     if recipe.generate:
         with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
-            collect(job.target, job.work, recipe, watcher.collecting)
+            collect(job.target, job.work, recipe, watcher.collecting, identity)
     shards = Shards([job.work, *job.data], identity)
     totals = shards.totals()
     if not totals.conversations:
@@ -135,7 +135,8 @@ def _checkpoints(job: Job, target: Mapping[str, Any]) -> tuple[Path, dict[str, A
     """Where they are, and what they have in common. target: its identity."""
     kind = job.recipe.kind
     folder = job.work / ("checkpoints" if kind == "eagle3" else f"checkpoints-{kind}")
-    return folder, {**job.recipe.identity(), **target}
+    # Its weights are those of the shards; older checkpoints do not say.
+    return folder, {**job.recipe.identity(), **{name: value for name, value in target.items() if name != WEIGHTS}}
 
 
 def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Shards,
