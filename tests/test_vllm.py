@@ -269,6 +269,9 @@ def test_a_vllm_that_is_not_known_starts_without_us_and_is_refused_where_drafts_
     assert [(line["log_level"], "0.33.0" in line["why"]) for line in lines] == [("warning", True)]
     with pytest.raises(ConfigError, match=r"vLLM 0\.33\.0 is not known"):
         RemoteDrafter(SimpleNamespace())
+    monkeypatch.setattr(versions, "installed", lambda: "0.32.0")
+    monkeypatch.setitem(sys.modules, "vllm", None)  # cannot be imported
+    slipstream_vllm.register()
 
 
 @pytest.mark.parametrize("lacking", [part for parts in PARTS for part in parts])

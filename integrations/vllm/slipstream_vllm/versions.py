@@ -56,6 +56,6 @@ def adapt_if_known() -> None:
     """The same, for a process of which nobody knows whether drafts will be asked for."""
     try:
         adapt()
-    except ConfigError as error:
+    except Exception as error:  # a runner that cannot be imported here, say
         adopt()
-        logger("vllm").warning("vLLM starts without drafts", why=str(error))
+        logger("vllm").warning("vLLM starts without drafts", why=str(error) or repr(error))
