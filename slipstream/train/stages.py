@@ -79,6 +79,9 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Sequence[Worth]:
     recipe = job.recipe
     if recipe.train:
         check_out(job.out, job.target, job.work)
+    given = set[int]()
+    if recipe.generate and recipe.prompts is not None:
+        given = {prompt.number for prompt in numbered(read_prompts(recipe.prompts))}
     identity = identity_of(job.target, config)
     for folder in job.data:
         if not Shards([folder], identity).numbers():
@@ -95,11 +98,9 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Sequence[Worth]:
                           "them with --data")
     watcher.say(f"{totals.conversations} conversations, {totals.tokens} tokens, {totals.answer_tokens} of them "
                 "in answers")
-    if recipe.generate and recipe.prompts is not None:
-        given = {prompt.number for prompt in numbered(read_prompts(recipe.prompts))}
-        if left := len(given - shards.numbers()):
-            watcher.say(f"{left} of {len(given)} given prompts have no answer: they are too long (--max-prompt), or "
-                        "there was no time or room for them (--minutes, --tokens)")
+    if left := len(given - shards.numbers()):
+        watcher.say(f"{left} of {len(given)} given prompts have no answer: they are too long (--max-prompt), or there "
+                    "was no time or room for them (--minutes, --tokens)")
     if not recipe.train:
         return ()
     head, covered, training = _train(job, config, identity, shards, watcher)
