@@ -29,8 +29,10 @@ from slipstream.protocol.messages import Drop, Open
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.link import DraftLink
+from target_service.__main__ import host as host_target
 from target_service.__main__ import serve as serve_target
 from target_service.assembly import Target as Ready
+from target_service.assembly import build as build_target
 from tests.api_server import StandIn, endpoint
 from tests.loop import eventually
 from tests.pair import STUBBORN, target
@@ -104,9 +106,11 @@ async def test_a_target_whose_port_is_taken_ends_whole(tiny_folder: Path, monkey
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = Config.model_validate({"model": {"path": str(tiny_folder), "dtype": "float32"}, "target": {
             "listen": f"127.0.0.1:{taken.getsockname()[1]}", "metrics_listen": "127.0.0.1:0", "slots": 256}})
+        loop = asyncio.get_running_loop()
+        target = await asyncio.to_thread(build_target, config, loop, list)  # taken while it loaded
         with pytest.raises(ConfigError, match="listen"):
-            await serve_target(config, asyncio.Event())
-    assert len(ended) == 1
+            await host_target(config, target, [], asyncio.Event())
+    assert ended == [target]
 
 
 class Cluster:

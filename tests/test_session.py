@@ -33,7 +33,7 @@ from slipstream.protocol.session import (
     TargetSide,
     TargetState,
 )
-from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
+from slipstream.protocol.tree import FORETOLD, MAX_HELD, MAX_NODES, DraftTree
 
 NOT_AFTER_CLOSE = {TargetEvent.ATTACH, TargetEvent.COMMIT}  # ours to send: a bug if it happens
 
@@ -93,10 +93,16 @@ def test_a_drafter_that_names_the_committed_text_again_and_again_is_forgotten() 
     assert 0 < max(kept) <= MAX_HELD + MAX_NODES, kept
 
 
+def foretold(target: TargetSide, chain: list[int]) -> None:
+    """As ``add_foretold`` does with what a text foretells."""
+    scores = [-0.1 * at for at in range(len(chain))]
+    target.tree = target.tree.graft(chain, scores, FORETOLD + MAX_NODES * target.base)
+
+
 def test_what_the_text_foretells_too_is_the_drafters_node() -> None:
     target = side()
     target.attach()
-    target.add_lookup([10, 11], [-0.1, -0.2])
+    foretold(target, [10, 11])
     assert target.receive(growth(3, [(1, -3, 10), (2, 1, 11), (3, 2, 12), (4, 1, 13)])) == 2
     assert sorted(target.tree.tokens.tolist()) == [7, 10, 11, 12, 13]
     target.commit([10])
@@ -206,7 +212,7 @@ def test_when_all_has_come_a_target_holds_what_its_draft_believes(seed: int) -> 
                 there.append([*(target.tree.token_list[node] for node in path), int(rng.integers(3))])
                 target.commit(there[-1])
                 if rng.random() < 0.4:
-                    target.add_lookup(chain := draws(), [-0.1 * at for at in range(len(chain))])
+                    foretold(target, draws())
             case 2 if there:
                 tree.commit(there.popleft(), lasting)
             case 3 if back:

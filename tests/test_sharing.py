@@ -137,7 +137,7 @@ def test_a_step_that_fails_with_the_end_of_a_prompt_ends_that_answer_alone(
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr("target_service.step.choose", fails)
+        patched.setattr("target_service.step.greatest", fails)
         worker.ask(1, Request("1", LONG, Sampling(), 4), broken.append)
         worker.poll()
         worker.poll()

@@ -295,7 +295,7 @@ def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabul
 def greatest(logits: torch.Tensor) -> list[int]:
     """The column of the greatest number of each row of ``logits`` [R, V], the first of equals; of one that is none, its
     own."""
-    columns: list[int] = _argmax(logits).tolist()
+    columns: list[int] = _argmax(logits).cpu().tolist()
     return columns
 
 
