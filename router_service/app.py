@@ -37,13 +37,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router_service.asked import Asked
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
 from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody, TextReply
-from router_service.dialects.openai import Body, Chunks, Reply, Unknown, known, parse, read_json
+from router_service.dialects.openai import Asked, Body, Chunks, Reply, Unknown, known, parse, read_json
 from router_service.dialects.problems import Problem, http_problem, problem_of, written_as
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read

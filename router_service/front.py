@@ -17,10 +17,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from router_service.asked import Asked
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
-from router_service.dialects.openai import MAX_CONTAINERS, num_containers, parse, read_json
+from router_service.dialects.openai import MAX_CONTAINERS, Asked, num_containers, parse, read_json
 from router_service.gateway import Gateway, Run
 from router_service.tenants import Tenant
 from router_service.text.calls import call_id

@@ -19,17 +19,17 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from router_service.admission import Admission, Limit, Place, PoolFallback
-from router_service.asked import MAX_ANSWER_SCORES, Asked, Job
 from router_service.balance import Balancer
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
-from router_service.dialects.openai import SEEDS, Options
+from router_service.dialects.openai import MAX_ANSWER_SCORES, SEEDS, Asked, Job, Options
 from router_service.dialects.problems import written_as
 from router_service.dialects.tools import told
 from router_service.tenants import Tenant
@@ -168,7 +168,8 @@ class Gateway:
     async def _made(self, asked: Asked, tenant: Tenant, trace: str) -> Run:
         """Once there is room for it."""
         arrived_s = time.monotonic()
-        with written_as({"n": "prompt"} if asked.options.n == 1 else {}):  # answers that many prompts ask for
+        # Answers that many prompts ask for.
+        with written_as({"n": "prompt"}) if asked.prompts and asked.options.n == 1 else nullcontext():
             place = await self.admission.enter(tenant, asked.num_answers)
         waited_s = time.monotonic() - arrived_s
         try:

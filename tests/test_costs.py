@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from router_service.asked import MESSAGE, Asked
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody
-from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, Options, parse
+from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, MESSAGE, Asked, Options, parse
 from router_service.tenants import Tenant
 from router_service.text.deltas import TextDelta
 from router_service.text.files import longest_token

@@ -22,8 +22,7 @@ import pytest
 
 from bench.fleet import free_port
 from router_service.admission import FollowedAnswer
-from router_service.asked import Asked
-from router_service.dialects.openai import Options
+from router_service.dialects.openai import Asked, Options
 from router_service.text.deltas import TextDelta
 from router_service.text.tokens import BRIEF_TEXT, Completion, TextCodec
 from slipstream.base.config import WireSection

@@ -12,10 +12,10 @@ import pytest
 
 from router_service.admission import WAITING
 from router_service.app import PAGES, create_app
-from router_service.asked import Asked
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.messages import MessagesReply
+from router_service.dialects.openai import Asked
 from router_service.front import GatewayFront
 from router_service.tenants import ANYONE, ApiKeys
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from router_service.asked import MAX_ANSWER_SCORES
 from router_service.dialects.chat import ChatReply
+from router_service.dialects.openai import MAX_ANSWER_SCORES
 from router_service.dialects.prompts import AT_ONCE, Prompts
 from router_service.text.deltas import TextDelta
 from router_service.text.tokens import Completion, TextCodec
