@@ -118,8 +118,9 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
         if (schedule, batch) == ("run-ahead", 1) and row["hit_rate"]:
             longest_ms = max(number(row, "verify_ms"), number(row, "draft_ms"))
             overlap.append((longest_ms / number(row, "hit_round_ms"), name))
-    return [f"{'not judged' if not cases else 'holds' if min(cases)[0] >= least else 'FAILS'}: {promise}: at least "
-            f"{least:.2f}, worst of {len(cases)} rows {min(cases, default=None)}" for promise, least, cases in (
+    return [f"not judged: {promise}: no such rows" if not cases else
+            f"{'holds' if min(cases)[0] >= least else 'FAILS'}: {promise}: at least {least:.2f}, worst of {len(cases)} "
+            f"rows {min(cases)[0]:.3f} ({min(cases)[1]})" for promise, least, cases in (
                 ("run-ahead's speed at 1 ms by its own at 0, batch 1", 0.95, kept),
                 ("what the policy chose by the best of plain and serial", 0.95, best),
                 ("max(verify, draft) by a round whose tree was there, batch 1", 0.91, overlap))]

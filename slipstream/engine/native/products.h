@@ -104,7 +104,7 @@ inline void add_pair(Floats (&low)[R], Floats (&high)[R], const Pairs& first, co
                      int64_t row, int64_t pair) {
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
     for (int r = 0; r < R; r++) {
-        Words both = both_at(x.halves + (row + r) * x.stride + 2 * pair);
+        Words both = everywhere(x.halves + (row + r) * x.stride + 2 * pair);
         low[r] = pairs(low[r], first, both);
         high[r] = pairs(high[r], second, both);
     }

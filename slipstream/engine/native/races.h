@@ -231,6 +231,7 @@ struct Race {
         return now & open;
     }
 
+    // Offer those of a tile.
     void enter(int64_t tile) {
         if (ready) ready(tile);
         int64_t last = end(tile);

@@ -119,7 +119,7 @@ void screen_block(const Op& op, const std::vector<Rounded>& states, int64_t grou
     auto add = [&](Words (&sums)[R][2], int64_t quad, std::vector<int8_t> Rounded::* numbers) {
         const Words one = words_at(weight + quad * QUADS), other = words_at(weight + quad * QUADS + QUADS / 2);
         for (int r = 0; r < R; r++) {
-            const Words four = words_of(&(states[row + r].*numbers)[4 * quad]);
+            const Words four = everywhere(&(states[row + r].*numbers)[4 * quad]);
             sums[r][0] = fourfold(sums[r][0], one, four), sums[r][1] = fourfold(sums[r][1], other, four);
         }
     };

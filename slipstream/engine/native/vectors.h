@@ -37,6 +37,12 @@ inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
 inline Words words_at(const void* p) { Words v; memcpy(&v, p, sizeof v); return v; }
 inline Floats all(float x) { return x - Floats{}; }
 
+inline Words everywhere(const void* p) {  // its first four bytes, in all lanes
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return Words{} + four;
+}
+
 inline bool any(Words lanes) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
@@ -94,13 +100,6 @@ inline Floats upper(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
 constexpr bool PAIRED = true;
 typedef Words Pairs;
 inline Pairs pairs_of(Words v) { return v; }
-
-// Two bfloat16 in all lanes.
-inline Words both_at(const bf16* p) {
-    uint32_t two;
-    memcpy(&two, p, sizeof two);
-    return Words{} + two;
-}
 
 // sums + the products of pairs of bfloat16
 inline Floats pairs(Floats sums, Words a, Words b) {
@@ -177,12 +176,6 @@ inline Ints twofold(Ints a, Ints b) {
 }
 
 #if defined(__AVX512VNNI__)
-inline Words words_of(const void* p) {  // its first four bytes, in all lanes
-    uint32_t four;
-    memcpy(&four, p, sizeof four);
-    return Words{} + four;
-}
-
 // sums + the four products in each lane of a's bytes, which have no sign, and b's, which have
 inline Words fourfold(Words sums, Words a, Words b) {
     return (Words)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
