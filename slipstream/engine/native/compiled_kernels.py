@@ -37,6 +37,7 @@ X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "amx_tile"
         ("-march=x86-64-v4", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
        ({"AuthenticAMD", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi",
          "avx512_vnni"}, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")),
+       ({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}, ("-march=x86-64-v4", "-mavx512vnni")),
        ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=x86-64-v4",)),
        ({"avx2", "fma", "bmi2"}, ("-march=x86-64-v3",)))
 

@@ -20,7 +20,7 @@
 
 namespace {
 
-int64_t drawn(const Op& op, int64_t row, const Draw& how, std::vector<float>& scratch) {
+int64_t drawn(const Op& op, int64_t row, const Draw& how, Scratch& scratch) {
     constexpr int GROUPS = TILE / GROUP;  // of a tile
     const float* most = op.scales + row * op.layer;
     const int64_t groups = groups_of(op);

@@ -64,7 +64,7 @@ struct Team {
     std::mutex calls, door;
     std::condition_variable work;
     std::vector<std::thread> helpers;
-    std::vector<std::vector<float>> scores;
+    std::vector<Scratch> scratch;
     Splits splits;
     std::vector<Progress> progress;
     const Op* ops = nullptr;
@@ -75,7 +75,7 @@ struct Team {
     std::atomic<int> inside{0};
     bool open = false, ended = false;
 
-    explicit Team(int threads) : scores(threads) {
+    explicit Team(int threads) : scratch(threads) {
         for (int i = 1; i < threads; i++) helpers.emplace_back([this, i] { help(i); });
     }
     ~Team() {
@@ -85,9 +85,10 @@ struct Team {
     }
     void share(int thread) {
         for (int64_t i = 0; i < num_ops; i++) {
-            int64_t parts = parts_of(ops[i], *frame, int(scores.size()), splits);
+            scratch[thread].widened = nullptr;
+            int64_t parts = parts_of(ops[i], *frame, int(scratch.size()), splits);
             for (int64_t part; (part = progress[i].taken.fetch_add(1, std::memory_order_relaxed)) < parts;) {
-                compute(ops[i], *frame, part, parts, scores[thread], splits);
+                compute(ops[i], *frame, part, parts, scratch[thread], splits);
                 progress[i].done.fetch_add(1, std::memory_order_release);
             }
             for (int spins = 0; progress[i].done.load(std::memory_order_acquire) < parts;) pause(spins);
@@ -114,7 +115,7 @@ struct Team {
         if (what.segments) sight.see(what);
         if (int64_t(progress.size()) < count) progress = std::vector<Progress>(count);
         for (auto& p : progress) p.taken = p.done = 0;
-        splits.hold(list, count, what, int(scores.size()));
+        splits.hold(list, count, what, int(scratch.size()));
         {
             std::lock_guard lock(door);
             ops = list, num_ops = count, frame = &what, open = true;

@@ -151,7 +151,7 @@ int64_t parts_of(const Op& op, const Frame& frame, int threads, const Splits& sp
     return op.kind == ATTEND ? int64_t(splits.blocks.size()) * splits.parts : rows_of(op, frame);
 }
 
-void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std::vector<float>& scores, Splits& splits) {
+void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, Scratch& scratch, Splits& splits) {
     switch (op.kind) {
         case NORM: return norm_row(op, frame, part);
         case ROUND: return round_row(op, frame, part);
@@ -161,7 +161,7 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
         case BEST: ((int64_t*)op.out)[part] = best_of((const float*)op.in + part * op.in_stride, op.inner); return;
         case RACE: {
             const Races& races = *(const Races*)op.extra;
-            return race_row(races, part, (const float*)op.in + row_of(races, part) * op.in_stride, op.inner, scores);
+            return race_row(races, part, (const float*)op.in + row_of(races, part) * op.in_stride, op.inner, scratch.floats);
         }
         case SCREEN: {
             int64_t groups = groups_of(op), first = first_group(groups, part, parts), last = first_group(groups, part + 1, parts);
@@ -169,14 +169,14 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
         }
         case CHOOSE: {
             const bool draws = frame.draws && frame.draws[part].heat != 0;
-            ((int64_t*)op.out)[part] = draws ? drawn(op, part, frame.draws[part], scores) : chosen(op, part, scores);
+            ((int64_t*)op.out)[part] = draws ? drawn(op, part, frame.draws[part], scratch) : chosen(op, part, scratch);
             return;
         }
         case ROPE: return rope_row(op, frame, part);
-        case ATTEND: return attend_part(op, frame, part, scores, splits);
+        case ATTEND: return attend_part(op, frame, part, scratch.floats, splits);
         case PRODUCT: {
             int64_t groups = groups_of(op), first = first_group(groups, part, parts), last = first_group(groups, part + 1, parts);
-            return (op.scales ? product<Whole> : product<Halves>)(op, first, last, rows_of(op, frame), scores);
+            return (op.scales ? product<Whole> : product<Halves>)(op, first, last, rows_of(op, frame), scratch);
         }
     }
 }

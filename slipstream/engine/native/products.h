@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "list.h"
@@ -76,17 +77,23 @@ struct Whole {  // weights as whole numbers
     static void read(const uint8_t* weight, Pairs& first, Pairs& second) { widen_line(weight, first, second); }
 };
 
-// What some rows bring to a product: pairs of bfloat16 where these are multiplied as such, else each widened, once for many
-// groups.
+// What a thread writes on while it does parts of an operation.
+struct Scratch {
+    std::vector<float> floats;
+    const bf16* widened = nullptr;  // whose inputs the floats are, of this operation
+};
+
+// What some rows bring to a product: pairs of bfloat16 where these are multiplied as such, else each widened, once for a
+// thread's parts of the operation.
 struct Inputs {
     const bf16* halves;
     int64_t stride;
     std::vector<float>& wide;  // [rows, inner]
     int64_t inner;
 
-    Inputs(const Op& op, int64_t row, int64_t rows, std::vector<float>& scratch)
-        : halves((const bf16*)op.in + row * op.in_stride), stride(op.in_stride), wide(scratch), inner(op.inner) {
-        if (PAIRED) return;
+    Inputs(const Op& op, int64_t row, int64_t rows, Scratch& scratch)
+        : halves((const bf16*)op.in + row * op.in_stride), stride(op.in_stride), wide(scratch.floats), inner(op.inner) {
+        if (PAIRED || std::exchange(scratch.widened, halves) == halves) return;
         if (int64_t(wide.size()) < rows * inner) wide.resize(rows * inner);
         for (int64_t r = 0; r < rows; r++) {
             const bf16* x = halves + r * stride;
@@ -121,27 +128,38 @@ inline void add_pair(Floats (&low)[R], Floats (&high)[R], const Pairs& first, co
 #endif
 }
 
+// Which share of the next group's weights a block asks for, where several blocks read the same group: memory is not idle
+// while all but the first find theirs in the second cache.
+struct Share {
+    int64_t which, of;  // of 1: it asks for what it reads itself, a little in advance
+};
+
 // Rows `row` to `row + R` of the block, and groups `group` to `group + S` beside one another: few sums wait for themselves. The
 // order of a sum knows neither R nor S.
 template <class Weights, int R, int S>
-void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t row) {
+void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t row, Share share) {
     constexpr int64_t SOON = S == 1 ? AHEAD : AHEAD / 2 / S;
     const int64_t pairs = op.inner / 2, size = pairs * Weights::BYTES;
     const uint8_t* weight = (const uint8_t*)op.weight + group * size;
     Floats low[S][R] = {}, high[S][R] = {};
-    auto add = [&](int64_t pair, int64_t last, int64_t soon) {
-        for (; pair < last; pair++, weight += Weights::BYTES)
+    auto add = [&]<int LINES>(std::integral_constant<int, LINES>, int64_t pair, int64_t last, const uint8_t* soon, int64_t step) {
+        for (; pair < last; pair++, weight += Weights::BYTES, soon += step)
             for (int s = 0; s < S; s++) {
-                const uint8_t* one = weight + s * size;
-                for (int line = 0; line < Weights::BYTES; line += 64) __builtin_prefetch(one + soon + line, 0, 1);
+                for (int line = 0; line < LINES; line++) __builtin_prefetch(soon + s * size + 64 * line, 0, 1);
                 Pairs first, second;
-                Weights::read(one, first, second);
+                Weights::read(weight + s * size, first, second);
                 add_pair<R>(low[s], high[s], first, second, x, row, pair);
             }
     };
     const int64_t near = S == 1 ? pairs : std::max<int64_t>(0, pairs - SOON / Weights::BYTES);
-    add(0, near, SOON);
-    add(near, pairs, SOON + (S - 1) * size);  // what comes next is of the next groups
+    const std::integral_constant<int, 1> line;
+    const std::integral_constant<int, (Weights::BYTES + 63) / 64> lines;
+    if (share.of > 1)
+        add(line, 0, pairs, weight + size + size / share.of * share.which, (Weights::BYTES + share.of - 1) / share.of);
+    else {
+        add(lines, 0, near, weight + SOON, Weights::BYTES);
+        add(lines, near, pairs, weight + SOON + (S - 1) * size, Weights::BYTES);  // what comes next is of the next groups
+    }
     for (int s = 0; s < S; s++)
         for (int r = 0; r < R; r++) {
             const float* scales = op.scales + (group + s) * GROUP;
@@ -150,10 +168,10 @@ void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
         }
 }
 
-// Of `rows` rows from `begin` on, which `x` holds.
+// Of `rows` rows from `begin` on, which `x` holds. first: nobody has asked for this group's weights.
 template <class Weights>
-void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t rows) {
-    constexpr void (*blocks[])(const Op&, const Inputs&, int64_t, int64_t, int64_t) = {
+void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t rows, bool first) {
+    constexpr void (*blocks[])(const Op&, const Inputs&, int64_t, int64_t, int64_t, Share) = {
         nullptr, product_block<Weights, 1, 1>, product_block<Weights, 2, 1>, product_block<Weights, 3, 1>,
         product_block<Weights, 4, 1>, product_block<Weights, 5, 1>, product_block<Weights, 6, 1>, product_block<Weights, 7, 1>,
         product_block<Weights, 8, 1>, product_block<Weights, 9, 1>, product_block<Weights, 10, 1>,
@@ -161,7 +179,7 @@ void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
     int64_t parts = rows <= FEW ? 1 : (rows + BLOCK - 1) / BLOCK;  // about equally long
     for (int64_t part = 0; part < parts; part++) {
         int64_t row = rows * part / parts;
-        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row);
+        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row, first && !part ? Share{0, 1} : Share{part, parts});
     }
 }
 
@@ -169,7 +187,7 @@ void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
 template <class Weights, int R, int S>
 int64_t product_beside(const Op& op, const Inputs& x, int64_t group, int64_t last, int64_t begin) {
     if constexpr (S > 1)
-        for (; group + S <= last; group += S) product_block<Weights, R, S>(op, x, group, begin, 0);
+        for (; group + S <= last; group += S) product_block<Weights, R, S>(op, x, group, begin, 0, {0, 1});
     return group;
 }
 
@@ -205,7 +223,7 @@ void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows) {
 #endif
 
 template <class Weights>
-void product(const Op& op, int64_t first, int64_t last, int64_t rows, std::vector<float>& scratch) {
+void product(const Op& op, int64_t first, int64_t last, int64_t rows, Scratch& scratch) {
 #if defined(__AMX_BF16__)
     if (op.inner % DEEP == 0) return tile_product<Weights>(op, first, last, rows);
 #endif
@@ -215,7 +233,7 @@ void product(const Op& op, int64_t first, int64_t last, int64_t rows, std::vecto
         Inputs x(op, begin, count, scratch);
         if (count == 1) group = product_beside<Weights, 1, BESIDE>(op, x, group, last, begin);
         if (count == 2) group = product_beside<Weights, 2, BESIDE / 2>(op, x, group, last, begin);
-        for (; group < last; group++) product_group<Weights>(op, x, group, begin, count);
+        for (int64_t next = group; next < last; next++) product_group<Weights>(op, x, next, begin, count, next == group);
     }
 }
 

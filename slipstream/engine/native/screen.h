@@ -239,7 +239,7 @@ void screen(const Op& op, int64_t first, int64_t last, int64_t rows, const Draw*
 }
 
 // The column of a row's greatest output, the first among equals; the first that is no number, if one is none.
-int64_t chosen(const Op& op, int64_t row, std::vector<float>& scratch) {
+int64_t chosen(const Op& op, int64_t row, Scratch& scratch) {
     const float* most = op.scales + row * op.layer;
     const int64_t groups = groups_of(op);
     float sums[GROUP], top = -INFINITY;
