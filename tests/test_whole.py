@@ -46,13 +46,15 @@ class Watched:
     levels: Levels
     change: Callable[[Grown], Grown] = lambda grown: grown
     calls: list[int] = field(default_factory=list)  # seeds of each
+    alone: list[bool] = field(default_factory=list)  # whether each was told so
 
     def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
         return self.levels.takes(rows, levels, topk, drawn)
 
-    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
+    def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         self.calls.append(len(seeds))
-        return self.change(self.levels.trees(seeds, topk))
+        self.alone.append(alone)
+        return self.change(self.levels.trees(seeds, topk, alone))
 
 
 class WholeTrees(Both):
@@ -61,7 +63,7 @@ class WholeTrees(Both):
     def __init__(self, head: EagleHead, topk: int, steps: int, slots: int = 900,
                  change: Callable[[Grown], Grown] = lambda grown: grown, whole: bool = False) -> None:
         growth = GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=12)
-        networks = [EagleNetwork(head, "bfloat16", CPU, slots, kernels="native", whole=whole) for _ in range(2)]
+        networks = [EagleNetwork(head, "bfloat16", CPU, slots, kernels="native", whole=whole, cores=3) for _ in range(2)]
         assert networks[0].native is not None
         self.watched = Watched(networks[0].native, change)
         super().__init__([NeuralDrafter("eagle3", networks[0], growth, 20, levels=self.watched),
@@ -129,6 +131,15 @@ def test_a_tree_goes_on_from_its_own_states_after_others_of_its_shape(head: Eagl
         both.grow([1], [5])
         both.grow([2], [12])
     assert both.watched.calls == [1, 1]
+    both.close()
+
+
+def test_a_session_that_is_alone_has_all_cores(head: EagleHead) -> None:
+    both = WholeTrees(head, 3, 3)
+    for session in (1, 2):
+        both.open(session, 9)
+        both.grow([session])
+    assert both.watched.alone == [True, False]
     both.close()
 
 

@@ -92,7 +92,7 @@ class GraphLevels:
         fits = rows <= FEW_ROWS and (levels, topk) == (self._shapes[0].levels, self._shapes[0].topk)
         return fits and not drawn and not self._failed
 
-    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
+    def trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
         """See ``neural.Levels``."""
         roots = self._roots(seeds, topk)
         loop = self._loop(len(seeds))

@@ -5,6 +5,7 @@ It knows nothing about how a network works.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -106,7 +107,7 @@ def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
     network = _ready(section, model, lambda ops: EagleNetwork(
         head, section.dtype, device, num_slots, True, ops, kernels=ours, spare_slots=spare,
-        whole=section.quantize in ("auto", "int8")), head.config)
+        whole=section.quantize in ("auto", "int8"), cores=0 if model.threads else os.cpu_count() or 1), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network, network.native if network.native is not None
                     else _graphs(section, network) if spare else None)

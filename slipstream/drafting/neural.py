@@ -49,16 +49,16 @@ class Levels(Protocol):
         ranked under noise."""
         ...
 
-    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
+    def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         """The trees of at most ``MOST_SESSIONS`` seeds; KV is written at their slots. Fewer levels where it
-        cannot go on."""
+        cannot go on. alone: no other session is open."""
         ...
 
 
 def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int],
-               topk: int) -> dict[int, int]:
+               topk: int, alone: bool = False) -> dict[int, int]:
     """Grow what can be grown so, of so many levels (the root's children are one) as sessions want; windows have room
-    for them. Returns how many each session got."""
+    for them. alone: no other session is open. Returns how many each session got."""
     fitting = [c for c in contexts if _fits(backend, c, wanted[c.session], topk)]
     done: dict[int, int] = {}
     for first in range(0, len(fitting), MOST_SESSIONS):
@@ -75,7 +75,7 @@ def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], 
                 taken.append((context, context.seed(row, room, levels)))
             if not taken:
                 break
-            found = backend.trees([seed for _, seed in taken], topk)
+            found = backend.trees([seed for _, seed in taken], topk, alone)
             taken, found = _known(taken, found)
             counts = adopted([context.tree for context, _ in taken], found, (found.known - 1).tolist(), topk)
             for (context, seed), states, count in zip(taken, found.states.unbind(), counts, strict=True):
@@ -271,7 +271,8 @@ class NeuralDrafter:
         if behind:
             self._slide(behind)
         if behind and self._levels is not None:
-            for session, levels in grow_whole(self._levels, self.slots, behind, left, self._growth.topk).items():
+            alone = len(self._contexts) == 1
+            for session, levels in grow_whole(self._levels, self.slots, behind, left, self._growth.topk, alone).items():
                 left[session] -= levels
             behind = [context for context in behind if not context.tree.begun]
         for session in self._catch_up(behind) if behind else ():

@@ -58,11 +58,11 @@ class EagleNetwork:
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
                  project: bool = False, ops: LayerOps = TORCH, kernels: str = "torch", spare_slots: int = 0,
-                 whole: bool = False) -> None:
+                 whole: bool = False, cores: int = 0) -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where rows get
         shorter by it; ops: how the layer runs; kernels: see ``native.native_or``, of an
         EAGLE-3 head; spare_slots: further slots of the pool (see ``graph``); whole: with kernels "native", matrices of
-        whole numbers (see ``int8``). Raises ModelError for an unknown dtype."""
+        whole numbers (see ``int8``); cores: see ``NativeDraft``. Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
@@ -81,7 +81,7 @@ class EagleNetwork:
 
         def native(team: Team) -> Forward:
             body = NativeDraft(team, config, tensors, NORMS, self._pool, head.norm_before_residual,
-                               self.vocabulary, whole, head.norm_output)
+                               self.vocabulary, whole, head.norm_output, cores)
             self.native, self.race = body, body.race
             return body.forward
 

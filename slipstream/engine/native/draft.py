@@ -155,18 +155,19 @@ class Call:
 class NativeDraft:
     """One head's weights, and the lists of its forward. It grows whole trees."""
 
-    __slots__ = ("_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layers", "_norm_before_residual",
+    __slots__ = ("_alone", "_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layers", "_norm_before_residual",
                  "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team", "_vocabulary", "race")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, norms: tuple[str, str, str],
                  pool: KVPool, norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
-                 norm_output: bool = False) -> None:
+                 norm_output: bool = False, cores: int = 0) -> None:
         """tensors: by name, on the CPU; norms: names of the weights of the norms of tokens, of
         states and of the head; pool: of its KV; vocabulary: int64 [V] tokens of the logits' columns, None: themselves;
-        whole: as in ``NativeLayer``; norm_output: states are handed on behind the norm of the head. Raises
-        ModelError."""
+        whole: as in ``NativeLayer``; norm_output: states are handed on behind the norm of the head; cores: threads for
+        trees of a session that is alone, if more than ``team`` has. Raises ModelError."""
         check_sizes(config)
         self._team, self._config, self._pool = team, config, pool
+        self._alone = Team(team.kernels, cores) if cores > team.threads else team
         embedding = take(tensors, "embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = embedding.to(torch.bfloat16).contiguous()
         self._norms = [take(tensors, name, config.hidden_size) for name in norms]
@@ -203,9 +204,9 @@ class NativeDraft:
         return (rows <= MOST_PENDING and topk <= columns and topk * levels <= MOST_BITS
                 and not (drawn and self.race.words(columns) is None))
 
-    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
+    def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at
-        most MOST_BITS."""
+        most MOST_BITS. alone: there is no other session, whose target may need the cores meanwhile."""
         seeds, order = _by_levels(seeds)
         most, pending = seeds[0].levels, sum(len(seed.tokens) for seed in seeds)
         assert 0 < topk <= self._head.packed.outer and topk * most <= MOST_BITS
@@ -216,7 +217,7 @@ class NativeDraft:
         call = self._calls.get((len(seeds), most, topk))
         if call is None:
             call = self._calls[len(seeds), most, topk] = self._call(len(seeds), most, topk)
-        grown = call(self._team, seeds, states, self._table)
+        grown = call(self._alone if alone else self._team, seeds, states, self._table)
         return grown.of(order)
 
     def _call(self, sessions: int, levels: int, topk: int) -> Call:
