@@ -139,14 +139,25 @@ inline void widen_line(const uint8_t* line, Pairs& first, Pairs& second) {
     first = pairs_of(one), second = pairs_of(other);
 }
 #else
-constexpr int line_place(int i, int half) { return 4 * (i % LANES) + 2 * (i / LANES) + half; }
+constexpr int line_place(int i, int half) { return LANES * (2 * (i / LANES) + half) + i % LANES; }
 inline uint8_t line_byte(int8_t number) { return uint8_t(number); }
 
+inline Floats whole_at(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(LANES)));
+    Bytes v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, Floats);
+#endif
+}
+
 inline void widen_line(const uint8_t* line, Pairs& first, Pairs& second) {
-    Ints v = (Ints)words_at(line);
-    auto wide = [](Ints number) { return __builtin_convertvector(number, Floats); };
-    first = {wide(v << 24 >> 24), wide(v << 16 >> 24)};
-    second = {wide(v << 8 >> 24), wide(v >> 24)};
+    first = {whole_at(line), whole_at(line + LANES)};
+    second = {whole_at(line + 2 * LANES), whole_at(line + 3 * LANES)};
 }
 #endif
 
