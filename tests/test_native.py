@@ -283,7 +283,8 @@ def test_a_products_rows_are_the_same_bits_for_any_company_and_threads(inner: in
     for given, exact in ((weight, weight.to(torch.bfloat16).double()),
                          (whole, whole.numbers.double() * whole.scales.double()[:, None])):
         together = NativeHead(Team(built, 1), given)(rows)
-        assert error(together, rows.double() @ exact.T) < 1e-5
+        # Where four bytes are multiplied at once, what whole numbers weigh are 15 bits.
+        assert error(together, rows.double() @ exact.T) < (1e-4 if given is whole and "-mavx512vnni" in flags else 1e-5)
         for threads in (1, 2, 3):
             head = NativeHead(Team(built, threads), given)
             assert head(rows[:0]).shape == (0, 75)

@@ -153,15 +153,13 @@ void slipstream_pack(const bf16* weight, int64_t outer, int64_t inner, bf16* pac
             }
 }
 
-// weight: whole numbers [outer, inner] from -127 to 127 -> packed: the same order, in the lines that `widen_line` reads
+// weight: whole numbers [outer, inner] from -127 to 127 -> packed: groups of 2 LANES outputs, and in each all of its inputs, as
+// `whole_place` says
 void slipstream_pack_whole(const int8_t* weight, int64_t outer, int64_t inner, uint8_t* packed) {
-    for (int64_t group = 0; group * GROUP < outer; group++)
-        for (int64_t pair = 0; pair < inner / 2; pair++, packed += LINE)
-            for (int i = 0; i < GROUP; i++) {
-                int64_t row = group * GROUP + i;
-                for (int half = 0; half < 2; half++)
-                    packed[line_place(i, half)] = row < outer ? line_byte(weight[row * inner + 2 * pair + half]) : 0;
-            }
+    for (int64_t group = 0; group * GROUP < outer; group++, packed += whole_size(inner))
+        for (int64_t i = 0; i < GROUP; i++)
+            for (int64_t k = 0, row = group * GROUP + i; k < inner; k++)
+                packed[whole_place(i, k)] = whole_byte(row < outer ? weight[row * inner + k] : 0);
 }
 
 // See `make_screen`; 0 where there is none.

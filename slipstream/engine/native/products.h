@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "list.h"
+#include "numbers.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -30,6 +32,7 @@ constexpr int SLAB = PAIRED ? 1 << 30 : 8 * BLOCK;  // rows whose inputs are wid
 constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by. Into the
                                  // second cache: what is asked for "once" (NTA) an Intel loses before it is read
 constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
+constexpr int QUADS = 4 * GROUP;  // and four
 
 int64_t groups_of(const Op& op) { return (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP; }
 
@@ -71,6 +74,18 @@ struct Halves {  // weights in bfloat16
     }
 };
 
+#if defined(__AVX512VNNI__)
+// Where the number stands that weighs input k for output i of a group, and how a byte holds it: HIGH more than it is, and so
+// without a sign.
+constexpr int64_t whole_place(int64_t i, int64_t k) { return k / 4 * QUADS + 4 * i + k % 4; }
+constexpr int64_t whole_size(int64_t inner) { return (inner + 3) / 4 * QUADS; }  // of a group
+inline uint8_t whole_byte(int8_t number) { return uint8_t(number + HIGH); }
+#else
+constexpr int64_t whole_place(int64_t i, int64_t k) { return k / 2 * LINE + line_place(int(i), k % 2); }
+constexpr int64_t whole_size(int64_t inner) { return inner / 2 * LINE; }
+inline uint8_t whole_byte(int8_t number) { return line_byte(number); }
+#endif
+
 struct Whole {  // weights as whole numbers
     static constexpr int BYTES = LINE;
     static constexpr bool SCALED = true;
@@ -81,6 +96,9 @@ struct Whole {  // weights as whole numbers
 struct Scratch {
     std::vector<float> floats;
     const bf16* widened = nullptr;  // whose inputs the floats are, of this operation
+#if defined(__AVX512VNNI__)
+    Numbers numbers;
+#endif
 };
 
 // What some rows bring to a product: pairs of bfloat16 where these are multiplied as such, else each widened, once for a
@@ -222,10 +240,66 @@ void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows) {
 }
 #endif
 
+#if defined(__AVX512VNNI__)
+constexpr int ROUNDED = 6;  // rows of whole numbers that are computed together, as registers hold
+
+// Rows `row` to `row + R` of those that `x` holds.
+template <int R>
+void number_block(const Op& op, const Numbers& x, int64_t group, int64_t begin, int64_t row, Share share) {
+    const int64_t size = whole_size(op.inner);
+    const uint8_t* weight = (const uint8_t*)op.weight + group * size;
+    const uint8_t* soon = share.of > 1 ? weight + size + size / share.of * share.which : weight + AHEAD;
+    const int64_t step = QUADS / share.of;
+    const uint32_t* numbers = &x.halves[2 * row];
+    Words low[R][2] = {}, high[R][2] = {};
+    for (int64_t quad = 0; quad < x.quads; quad++, weight += QUADS, soon += step, numbers += 2 * x.rows) {
+        __builtin_prefetch(soon, 0, 1), __builtin_prefetch(soon + 64, 0, 1);
+        const Words one = words_at(weight), other = words_at(weight + QUADS / 2);
+        for (int r = 0; r < R; r++) {
+            const Words lower = Words{} + numbers[2 * r];
+            low[r][0] = fourfold(low[r][0], one, lower), low[r][1] = fourfold(low[r][1], other, lower);
+            const Words upper = Words{} + numbers[2 * r + 1];
+            high[r][0] = fourfold(high[r][0], one, upper), high[r][1] = fourfold(high[r][1], other, upper);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        const int32_t* more = &x.sums[2 * (row + r)];
+        auto sum = [&](int i) {  // weights are HIGH more than they are
+            const Ints lower = (Ints)low[r][i] - HIGH * more[0], upper = (Ints)high[r][i] - HIGH * more[1];
+            const Floats whole = fma(__builtin_convertvector(upper, Floats), all(HIGH), __builtin_convertvector(lower, Floats));
+            return whole * all(x.unit[row + r]) * load(op.scales + group * GROUP + i * LANES);
+        };
+        finish(op, begin + row + r, group, sum(0), sum(1));
+    }
+}
+
+template <int... R>
+constexpr auto number_blocks(std::integer_sequence<int, R...>) { return std::array{&number_block<R + 1>...}; }
+
+void number_product(const Op& op, int64_t first, int64_t last, int64_t rows, Scratch& scratch) {
+    static constexpr auto blocks = number_blocks(std::make_integer_sequence<int, ROUNDED>());
+    constexpr int64_t SOME = 16 * ROUNDED;  // rows whose numbers stay in the second cache
+    for (int64_t begin = 0; begin < rows; begin += SOME) {
+        const int64_t count = std::min(rows - begin, SOME), parts = (count + ROUNDED - 1) / ROUNDED;
+        const bf16* x = (const bf16*)op.in + begin * op.in_stride;
+        if (std::exchange(scratch.widened, x) != x) scratch.numbers.take(x, count, op.in_stride, op.inner);
+        for (int64_t group = first; group < last; group++)
+            for (int64_t part = 0; part < parts; part++) {
+                const int64_t row = count * part / parts;
+                blocks[count * (part + 1) / parts - row - 1](op, scratch.numbers, group, begin, row,
+                                                            group == first && !part ? Share{0, 1} : Share{part, parts});
+            }
+    }
+}
+#endif
+
 template <class Weights>
 void product(const Op& op, int64_t first, int64_t last, int64_t rows, Scratch& scratch) {
 #if defined(__AMX_BF16__)
     if (op.inner % DEEP == 0) return tile_product<Weights>(op, first, last, rows);
+#endif
+#if defined(__AVX512VNNI__)
+    if constexpr (Weights::SCALED) return number_product(op, first, last, rows, scratch);
 #endif
     int64_t slabs = (rows + SLAB - 1) / SLAB;
     for (int64_t slab = 0; slab < slabs; slab++) {

@@ -225,6 +225,7 @@ STORE, ADD, SILU = range(3)
 LINE, CHUNK = 64, 32 << 20  # bytes of a line of a cache, and of memory that is asked for at a time
 DRAW = struct.Struct("=Qdq")
 LANES, GROUP = 16, 32  # what widths are multiples of: floats of the widest vector, and of two
+QUAD = 4  # whole numbers that one instruction may multiply and add
 
 
 class Op(ctypes.Structure):
@@ -304,7 +305,7 @@ class Packed:
         if silu:  # a group holds a vector of gates, then what they gate
             order = order.view(2, -1, lanes).transpose(0, 1).reshape(-1)
         padded = -(-rows // (2 * lanes)) * 2 * lanes
-        self.weight = team.weights.take(padded * self.inner * source.itemsize)
+        self.weight = team.weights.take(padded * -(-self.inner // QUAD) * QUAD * source.itemsize)
         functions, ordered = team.kernels.functions, source[order]
         pack = functions.slipstream_pack_whole if isinstance(weight, Whole) else functions.slipstream_pack
         pack(ordered.data_ptr(), rows, self.inner, self.weight.data_ptr())

@@ -29,20 +29,18 @@ namespace {
 // More than an output loses where float32 is below its normal numbers: it has fewer digits there, or is zero.
 constexpr float LOST = 1e-30f;
 constexpr float LARGE = 1e15f;  // products of numbers below are far from what float32 holds, and so are their sums
-constexpr int QUADS = 4 * GROUP;  // whole numbers that weigh four inputs for a group of outputs
 
 #if defined(__AVX512VNNI__)
 // Four products of 8 bits and their sum are one instruction. Most numbers of a state have no more where the unit is no smaller
 // than this share of their root mean square; the few others are a multiple of HIGH and a number of 8 bits.
 constexpr float LEAST_UNIT = 3.0f / 127;
 constexpr int SCREENED = 12;  // rows that are screened together, as registers hold
-inline int8_t screened(int8_t weight) { return int8_t(weight ^ 0x80); }  // 128 more, and no sign
+inline int8_t screened(int8_t weight) { return int8_t(weight + HIGH); }  // and no sign
 #else
 constexpr float LEAST_UNIT = 0;
 constexpr int SCREENED = LANES == 8 ? 3 : 6;
 inline int8_t screened(int8_t weight) { return weight; }
 #endif
-constexpr int HIGH = 128;
 
 // A state as whole numbers of some 13 bits, two in a word, times `scale`.
 struct Rounded {
