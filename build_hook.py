@@ -87,9 +87,9 @@ def with_constructors(source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def compile_modules(out: Path, root: Path = ROOT) -> dict[str, str]:
-    """Write ``MODULES`` as extensions below ``out``. Returns what each file is called in a wheel. Raises SystemExit
-    where a module is not well typed."""
+def compile_modules(out: Path, root: Path = ROOT, level: str = "2") -> dict[str, str]:
+    """Write ``MODULES`` as extensions below ``out``. level: of the C compiler's optimisation. Returns what each file is
+    called in a wheel. Raises SystemExit where a module is not well typed."""
     mypyc, setuptools = importlib.import_module("mypyc.build"), importlib.import_module("setuptools")
     # What modules import may not be there, as in a build of its own: it is untyped then, and no concern of ours.
     wanted = ["--ignore-missing-imports", "--follow-imports=silent", f"--cache-dir={out / 'cache'}",
@@ -104,7 +104,7 @@ def compile_modules(out: Path, root: Path = ROOT) -> dict[str, str]:
         file = written / name
         file.write_text(with_constructors(file.read_text(encoding="utf-8")), encoding="utf-8")
     with chdir(written):
-        found = mypyc.mypycify(wanted, target_dir=str(out / "c"), group_name=SHARED, opt_level="2", debug_level="0")
+        found = mypyc.mypycify(wanted, target_dir=str(out / "c"), group_name=SHARED, opt_level=level, debug_level="0")
         command = setuptools.Distribution({"ext_modules": found}).get_command_obj("build_ext")
         command.build_lib, command.build_temp = str(out / "lib"), str(out / "temp")
         command.ensure_finalized()
@@ -146,6 +146,6 @@ class CustomBuildHook(Interface):  # type: ignore[misc]
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        compile_modules(Path(sys.argv[1]).resolve())
+        compile_modules(Path(sys.argv[1]).resolve(), ROOT, *sys.argv[2:3])
     else:
         compile_protos()

@@ -246,7 +246,7 @@ class NoLevels:
     def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
         return rows <= 64
 
-    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
+    def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         raise torch.OutOfMemoryError("no memory for trees")
 
 
