@@ -98,7 +98,8 @@ def test_rows_that_are_odd_keep_to_themselves(flags: tuple[str, ...]) -> None:
     rows[1, 3], rows[2, 69], rows[4] = torch.nan, -torch.inf, 0
     rows[5] *= 1e-34
     found = head(rows)
-    assert not bool(found[[1, 2]].isfinite().any()) and not bool(found[4].any()) and bool((found[5].abs() < 1e-30).all())
+    assert not bool(found[[1, 2]].isfinite().any())
+    assert not bool(found[4].any()) and bool((found[5].abs() < 1e-30).all())
     assert torch.equal(found[[0, 3, 6]], usual[[0, 3, 6]])
 
 

@@ -155,8 +155,9 @@ class Call:
 class NativeDraft:
     """One head's weights, and the lists of its forward. It grows whole trees."""
 
-    __slots__ = ("_alone", "_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layers", "_norm_before_residual",
-                 "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team", "_vocabulary", "race")
+    __slots__ = ("_alone", "_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layers",
+                 "_norm_before_residual", "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team",
+                 "_vocabulary", "race")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, norms: tuple[str, str, str],
                  pool: KVPool, norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
