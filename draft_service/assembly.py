@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from draft_service.worker import DraftWorker
 from slipstream.base.config import Config
 from slipstream.drafting import Drafter, create
+from slipstream.engine.runner import cores
 from slipstream.models.folder import made_for, resolve, settled_draft, tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
@@ -37,7 +37,7 @@ def build(config: Config) -> Draft:
     """Load the drafter. Raises ModelError or ConfigError."""
     section = settled_draft(config.draft, config.model)
     if section.drafter != "ngram":
-        torch.set_num_threads(config.model.threads or max(1, (os.cpu_count() or 1) // 2))
+        torch.set_num_threads(config.model.threads or max(1, cores() // 2))
     drafter = create(section, config.model)
     rehearse(drafter, section.growth.num_draft_tokens)
     # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.

@@ -6,7 +6,6 @@ It knows nothing about sockets; ``__main__`` gives the result to the network, an
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ from slipstream.engine.loading import graphed, identity_of, load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
-from slipstream.engine.runner import PROFILE_CONTEXT, TYPICAL_CONTEXT, Memory, ModelRunner, default_slots
+from slipstream.engine.runner import PROFILE_CONTEXT, TYPICAL_CONTEXT, Memory, ModelRunner, cores, default_slots
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.trial import AGAIN_S, Grammars, Trial
 from slipstream.models.folder import load_tokenizer, resolve, tokenizer_hash, weights_hash
@@ -142,7 +141,7 @@ def _warn_if_lossy(config: TargetSection) -> bool:
 
 def threads(wanted: int) -> int:
     """Intra-op threads of one service: the cores, unless told otherwise (0)."""
-    return wanted or max(1, os.cpu_count() or 1)
+    return wanted or cores()
 
 
 def slots_for(config: TargetSection, model: CausalModel, max_context: int) -> int:

@@ -20,7 +20,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig, dtype_of, load_tensors, parse_config
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerWeights, Linear, Rope, Step, linear, rms_norm
-from slipstream.engine.runner import ModelRunner, default_slots, limited_memory
+from slipstream.engine.runner import ModelRunner, cores, default_slots, limited_memory
 from tests.sequences import NOTHING, run, run_tree
 from tests.tiny import EOS, KINDS, VOCAB, tiny_config, tiny_tensors, write_tiny_model
 from tests.trees import random_tree
@@ -207,6 +207,10 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
     assert limited_memory(tmp_path) == (4000 - 1100, 4000)
     (tmp_path / "memory.max").write_text("max\n")
     assert limited_memory(tmp_path) is None
+    usable = cores(tmp_path)
+    for quota, least in (("150000", 1), ("50000", 1), ("max", usable), (f"{(usable + 7) * 100000}", usable)):
+        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+        assert cores(tmp_path) == least
 
 
 def test_a_full_pool_says_so(tiny_folder: Path) -> None:

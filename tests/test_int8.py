@@ -101,6 +101,8 @@ def test_rows_that_are_odd_keep_to_themselves(flags: tuple[str, ...]) -> None:
     assert not bool(found[[1, 2]].isfinite().any())
     assert not bool(found[4].any()) and bool((found[5].abs() < 1e-30).all())
     assert torch.equal(found[[0, 3, 6]], usual[[0, 3, 6]])
+    alone = NativeHead(Team(kernels(flags), 1), weight)(rows[4:5])
+    assert torch.equal(found[4:5].view(torch.int32), alone.view(torch.int32))  # zeros bear no sign of others
 
 
 def test_every_number_and_place_of_a_line_counts() -> None:

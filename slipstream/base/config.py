@@ -81,7 +81,7 @@ class ModelSection(Section):
     device: str = "cpu"
     engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
     threads: int = Field(0, ge=0, description="of the model on a CPU, and of a draft; 0: as many as there are "
-                         "cores, and half of them, or all for a lone session")
+                         "cores, and half of them, for a lone session of an EAGLE head all")
     kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU with a C++ compiler, "
                              "and on a GPU with Triton, after a trial; else torch's; native: those on a CPU, after a "
                              "trial that drafts change no bit, or an error; torch: none of ours, drafts' included")

@@ -6,7 +6,6 @@ It knows nothing about how shapes are measured or schedules are played.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from slipstream.drafting.records import ROWS, Record, Recorder, slots_for
 from slipstream.drafting.rounds import Measured, Sweep, largest, shapes, slots_needed, sweep
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import ModelRunner, cores
 from slipstream.models.folder import resolve, settled_draft
 from slipstream.observe.log import configure
 from slipstream.simulate.apart import Compared, Devices, compared
@@ -140,7 +139,7 @@ def _pair(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Seq
           max_tokens: int) -> tuple[ModelRunner, NeuralDrafter]:
     """Both models, with room for one prompt. Raises ModelError, ConfigError."""
     section = config.model
-    torch.set_num_threads(section.threads or max(1, os.cpu_count() or 1))
+    torch.set_num_threads(section.threads or cores())
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)
     draft = config.draft.model_copy(update={"growth": largest(wanted)})
     runner = ModelRunner(load_model(resolve(section.path), section), slots)

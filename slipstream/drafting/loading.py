@@ -5,7 +5,6 @@ It knows nothing about how a network works.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -36,7 +35,7 @@ from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, te
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
-from slipstream.engine.runner import ModelRunner, default_slots, free_memory, kv_bytes
+from slipstream.engine.runner import ModelRunner, cores, default_slots, free_memory, kv_bytes
 from slipstream.models.folder import known_tokens, read_json, resolve
 from slipstream.observe.log import logger
 
@@ -107,7 +106,7 @@ def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
     network = _ready(section, model, lambda ops: EagleNetwork(
         head, section.dtype, device, num_slots, True, ops, kernels=ours, spare_slots=spare,
-        whole=section.quantize in ("auto", "int8"), cores=0 if model.threads else os.cpu_count() or 1), head.config)
+        whole=section.quantize in ("auto", "int8"), cores=0 if model.threads else cores()), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network, network.native if network.native is not None
                     else _graphs(section, network) if spare else None)

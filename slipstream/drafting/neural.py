@@ -51,14 +51,14 @@ class Levels(Protocol):
 
     def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         """The trees of at most ``MOST_SESSIONS`` seeds; KV is written at their slots. Fewer levels where it
-        cannot go on. alone: no other session is open."""
+        cannot go on. alone: no other session is drafted for."""
         ...
 
 
 def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int],
                topk: int, alone: bool = False) -> dict[int, int]:
     """Grow what can be grown so, of so many levels (the root's children are one) as sessions want; windows have room
-    for them. alone: no other session is open. Returns how many each session got."""
+    for them. alone: no other session is drafted for. Returns how many each session got."""
     fitting = [c for c in contexts if _fits(backend, c, wanted[c.session], topk)]
     done: dict[int, int] = {}
     for first in range(0, len(fitting), MOST_SESSIONS):

@@ -3,7 +3,8 @@
 Rules:
 1. A row of a matrix (what sums to one output) has a scale: its largest size / 127. A number is its weight over the
    scale, rounded to the nearest, ties to even; zero stays zero, and -128 never occurs.
-2. Products are of these numbers, which bfloat16 holds exactly; a scale is applied to the sum of its products.
+2. Products are of these numbers, which bfloat16 holds exactly; a scale is applied to the sum of its products. Where a
+   processor multiplies four bytes at once, a row's inputs are whole numbers of 15 bits, too (``native/numbers.h``).
 3. Only matrices are rounded. Norms, biases and the embedding stay as they are.
 4. A folder may hold them so: tensor ``X.weight`` as int8 [O, I], and ``X.weight_scale`` as float32 [O]. Its config.json
    says so (``NOTE``). A head that is tied to the embedding stands there by itself.

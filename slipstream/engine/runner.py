@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -89,6 +90,15 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     if (limited := limited_memory()) is not None:
         free, total = min(free, limited[0]), min(total, limited[1])
     return free, total
+
+
+def cores(group: Path = CGROUP) -> int:
+    """Those that this process may use, of the machine's and of its container's."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no quota is the word max
+        quota, period = map(int, (group / "cpu.max").read_text().split())
+        count = min(count, max(1, quota // period))
+    return count
 
 
 def limited_memory(group: Path = CGROUP) -> tuple[int, int] | None:

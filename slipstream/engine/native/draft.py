@@ -207,7 +207,7 @@ class NativeDraft:
 
     def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at
-        most MOST_BITS. alone: there is no other session, whose target may need the cores meanwhile."""
+        most MOST_BITS. alone: no other session is drafted for, so its target likely waits and needs no core."""
         seeds, order = _by_levels(seeds)
         most, pending = seeds[0].levels, sum(len(seed.tokens) for seed in seeds)
         assert 0 < topk <= self._head.packed.outer and topk * most <= MOST_BITS

@@ -4,7 +4,8 @@
 // 1. A row's bits depend on that row alone: never on how many rows share the forward, on its place among them, on the
 //    number of threads or on who computes what. Each sum is taken in one order, written down here and not left to the
 //    compiler (-ffp-contract=off).
-// 2. The residual stream and all sums are float32; what a product reads, and KV, are bfloat16, rounded to the nearest.
+// 2. The residual stream and all sums are float32 (or whole numbers, exactly); what a product reads, and KV, are bfloat16, rounded
+//    to the nearest.
 // 3. Threads meet after each operation and nowhere else. They share its parts as they come: one that the system has put
 //    aside delays the part that it holds, no other. Between forwards helpers sleep.
 // 4. The caller has checked everything: shapes, indices, sizes of buffers.

@@ -1,7 +1,7 @@
 // Rows made of whole numbers of 8 bits, where four of them are multiplied and added by one instruction.
 //
-// Rules: those of `kernels.cpp`. A row's inputs become whole numbers of 15 bits, its largest FULL. That takes far less from a
-// product than what was taken from the weights.
+// Rules: those of `kernels.cpp`. A row's inputs become whole numbers of 15 bits, its largest FULL. That usually takes far less
+// from a product than what was taken from the weights.
 //
 // It knows nothing about weights.
 
@@ -32,11 +32,11 @@ struct Numbers {
     void take(const bf16* x, int64_t count, int64_t stride, int64_t inner) {
         rows = count, quads = (inner + 3) / 4;
         halves.resize((quads + LANES / 4) * 2 * rows), unit.resize(rows), sums.resize(2 * rows);
-        for (int64_t row = 0; row < rows; row++) unit[row] = round(x + row * stride, inner, row);
+        for (int64_t row = 0; row < rows; row++) unit[row] = take_row(x + row * stride, inner, row);
     }
 
   private:
-    float round(const bf16* x, int64_t inner, int64_t row) {
+    float take_row(const bf16* x, int64_t inner, int64_t row) {
         float rest[LANES] = {};
         for (int64_t i = inner / LANES * LANES; i < inner; i++) rest[i % LANES] = std::bit_cast<float>(uint32_t(x[i]) << 16);
         auto at = [&](int64_t i) { return i + LANES <= inner ? widen(x + i) : load(rest); };
@@ -45,10 +45,9 @@ struct Numbers {
             const Floats v = at(i);
             most = greater((Floats)((Words)v & 0x7fffffffu), most), odd += v * Floats{};
         }
-        const float top = greatest(most);
         if (!(total(odd) == 0)) return NAN;
-        if (top < LEAST) return 0;
-        const Floats magic = all(12582912.0f), scale = all(FULL / top);  // adding it rounds
+        const float top = greatest(most) < LEAST ? 0 : greatest(most);
+        const Floats magic = all(12582912.0f), scale = all(top == 0 ? 0 : FULL / top);  // adding it rounds
         Ints of_low = {}, of_high = {};
         for (int64_t i = 0; i < inner; i += LANES) {
             const Ints number = __builtin_convertvector((at(i) * scale + magic) - magic, Ints), high = (number + HIGH / 2) >> 7;

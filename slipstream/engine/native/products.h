@@ -102,7 +102,7 @@ struct Scratch {
 };
 
 // What some rows bring to a product: pairs of bfloat16 where these are multiplied as such, else each widened, once for a
-// thread's parts of the operation.
+// thread's parts of the operation where one slab holds all rows.
 struct Inputs {
     const bf16* halves;
     int64_t stride;
