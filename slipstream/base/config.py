@@ -80,8 +80,8 @@ class ModelSection(Section):
     dtype: Dtype = Field("bfloat16", description="float32 is the exact path on CPU; bfloat16 serves")
     device: str = "cpu"
     engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
-    threads: int = Field(0, ge=0, description="of the model on a CPU, and of a draft; 0: as many as there are "
-                         "cores, and half of them, for a lone session of an EAGLE head all")
+    threads: int = Field(0, ge=0, description="of the model on a CPU; 0: all cores, of which a draft takes half, "
+                         "and all for a lone session of an EAGLE head")
     kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU with a C++ compiler, "
                              "and on a GPU with Triton, after a trial; else torch's; native: those on a CPU, after a "
                              "trial that drafts change no bit, or an error; torch: none of ours, drafts' included")

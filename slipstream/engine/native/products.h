@@ -150,6 +150,9 @@ inline void add_pair(Floats (&low)[R], Floats (&high)[R], const Pairs& first, co
 // while all but the first find theirs in the second cache.
 struct Share {
     int64_t which, of;  // of 1: it asks for what it reads itself, a little in advance
+
+    // Of one of so many blocks. first: nobody has asked for the group that it reads.
+    static Share part(int64_t which, int64_t of, bool first) { return first && !which ? Share{0, 1} : Share{which, of}; }
 };
 
 // Rows `row` to `row + R` of the block, and groups `group` to `group + S` beside one another: few sums wait for themselves. The
@@ -197,7 +200,7 @@ void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
     int64_t parts = rows <= FEW ? 1 : (rows + BLOCK - 1) / BLOCK;  // about equally long
     for (int64_t part = 0; part < parts; part++) {
         int64_t row = rows * part / parts;
-        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row, first && !part ? Share{0, 1} : Share{part, parts});
+        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row, Share::part(part, parts, first));
     }
 }
 
@@ -287,7 +290,7 @@ void number_product(const Op& op, int64_t first, int64_t last, int64_t rows, Scr
             for (int64_t part = 0; part < parts; part++) {
                 const int64_t row = count * part / parts;
                 blocks[count * (part + 1) / parts - row - 1](op, scratch.numbers, group, begin, row,
-                                                            group == first && !part ? Share{0, 1} : Share{part, parts});
+                                                            Share::part(part, parts, group == first));
             }
     }
 }
