@@ -22,6 +22,7 @@ from slipstream.cli.terminal import complain
 from slipstream.engine.native.compiled_kernels import processor
 
 FOLDER = Path("build/bench")
+PACKED_COMMIT = Path("build/gpu-bundle/commit")  # where a checkout travelled without its history
 
 Cell = str | float | int | bool
 Row = Mapping[str, Cell]
@@ -59,7 +60,7 @@ def commit() -> str:
                               check=True).stdout.strip()
         dirty = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return PACKED_COMMIT.read_text(encoding="utf-8") if PACKED_COMMIT.exists() else "unknown"
     return head + ("+" if dirty.stdout.strip() else "")
 
 
