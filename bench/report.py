@@ -22,7 +22,6 @@ from slipstream.cli.terminal import complain
 from slipstream.engine.native.compiled_kernels import processor
 
 FOLDER = Path("build/bench")
-PACKED_COMMIT = Path("build/gpu-bundle/commit")  # where a checkout travelled without its history
 
 Cell = str | float | int | bool
 Row = Mapping[str, Cell]
@@ -60,7 +59,7 @@ def commit() -> str:
                               check=True).stdout.strip()
         dirty = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return PACKED_COMMIT.read_text(encoding="utf-8") if PACKED_COMMIT.exists() else "unknown"
+        return "unknown"
     return head + ("+" if dirty.stdout.strip() else "")
 
 

@@ -3,8 +3,7 @@
 Rules:
 1. Packages are those of ``PACKAGES``, in the versions of ``requirements.lock``, for Python 3.12 on x86-64 Linux; they
    lie below ``site``, which ``make gpu`` puts on PYTHONPATH where there is no ``.venv``. The code that is made from
-   ``proto`` goes along, and which commit it was made at. The archive is unpacked in the root of a checkout, and has at
-   most ``MOST_BYTES``.
+   ``proto`` goes along. The archive is unpacked in the root of a checkout, and has at most ``MOST_BYTES``.
 2. Everything else is expected there: ``EXPECTED``, and what those need.
 3. ``--rehearse`` makes it for this Python, unpacks it in an empty folder beside what git tracks, and runs the stages
    there on a CPU, with nothing else of this environment than what is expected.
@@ -40,7 +39,6 @@ from pathlib import Path
 import torch
 
 from bench.gpu.stages import STAGES
-from bench.report import PACKED_COMMIT, commit
 from slipstream.base.config import ModelSection
 from slipstream.engine.flashinfer import prebuild, specified
 from slipstream.models.folder import KNOWN, packaged_file
@@ -236,7 +234,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             known = KNOWN[ModelSection().path]
             (site / known.package).mkdir(exist_ok=True)
             shutil.copy(packaged_file(known), site / known.package / known.file)
-        (folder / PACKED_COMMIT.name).write_text(commit(), encoding="utf-8")
         archive = folder.with_name("gpu-bundle.tar.gz")
         pack(folder, MADE, archive, sys.maxsize if options.model else MOST_BYTES)  # a model travels another way
         if options.rehearse is not None:
