@@ -12,13 +12,23 @@ import torch
 from slipstream.engine.attention import FixedAttention, PageTensors, TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.graphs import MISSED, ROWS, SEGMENTS, GraphedDecoder, Replay, Size, capture_eager, padded, sizes
+from slipstream.engine.graphs import (
+    MANY_ROWS,
+    MISSED,
+    SEGMENTS,
+    GraphedDecoder,
+    Replay,
+    Size,
+    capture_eager,
+    padded,
+    sizes,
+)
 from slipstream.engine.model import ModelConfig, load_tensors
 from slipstream.engine.runner import ModelRunner
 from tests.trees import random_tree
 
 CPU = torch.device("cpu")
-SMALL = sizes((1, 2, 4, 8, 16), (1, 2, 5, 9))
+SMALL = sizes((1, 2, 4, 8, 16), (1, 2, 5, 9), ())
 SLOTS = 600
 
 
@@ -110,7 +120,10 @@ def test_padding_adds_whole_segments_with_slots_of_their_own() -> None:
 
 def test_a_size_takes_what_leaves_a_row_for_each_dummy() -> None:
     every = sizes()
-    assert (min(every), max(every)) == (Size(1, 1), Size(max(ROWS), max(SEGMENTS)))
+    assert (min(every), max(every)) == (Size(1, 1), Size(max(MANY_ROWS), max(SEGMENTS)))
+    for rows in range(1, 129):  # of plain steps, as many segments as rows: small tiles
+        taken = next(size for size in every if size.takes(rows, rows))
+        assert taken.rows == taken.segments < 1.5 * rows + 1
     for rows in range(1, 65):
         for count in range(1, rows + 1):
             assert any(size.takes(rows, count) for size in every), (rows, count)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.base.config import GrowthSection
-from slipstream.drafting.graph import GraphLevels, spare_slots
+from slipstream.drafting.graph import SESSIONS, GraphLevels, spare_slots
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
@@ -112,8 +112,8 @@ def test_where_the_device_chose_other_rows_the_tree_goes_on_level_by_level(head:
 
         def replay() -> None:
             run()
-            found = list(both[0].at_once.loops()[0].buffers())[3]
-            found[2, 1] = found[2, 1].flip(-1)  # the second pick, of the third level's rows
+            picks = list(both[0].at_once.loops()[0].buffers())[3]
+            picks[:, 2] = picks[:, 2].flip(-1)  # of the third level's rows
 
         return replay
 
@@ -145,11 +145,11 @@ def test_too_few_slots_for_a_whole_tree_are_enough_for_a_level(head: EagleHead) 
 
 def test_loops_are_made_at_the_start_for_a_few_numbers_of_sessions(head: EagleHead) -> None:
     capture = Counted()
-    assert AtOnce(head, 2, 3, capture).at_once.warm() == 4 == capture.made
+    assert AtOnce(head, 2, 3, capture).at_once.warm() == len(SESSIONS) == capture.made
 
 
 def test_a_tree_that_no_word_holds_has_no_loop() -> None:
-    assert spare_slots(8, 9) == 0 == spare_slots(4, 0) and spare_slots(4, 2) == 8 * 4 * 2
+    assert spare_slots(8, 9) == 0 == spare_slots(4, 0) and spare_slots(4, 2) == SESSIONS[-1] * (4 + 4 * 2) + 1
 
 
 def test_trees_at_once_on_a_gpu_in_name(head: EagleHead) -> None:

@@ -1,14 +1,16 @@
-"""GraphLevels: greedy trees of a head on a GPU, all levels below the root's children as one captured graph.
+"""GraphLevels: trees of a head on a GPU, pending rows, root and all levels, as one captured graph.
 
 Rules:
 1. Level by level as ``tree.GrowingTree`` does it with a host between: the ``topk`` best candidates of a level, the
    earlier first among equals, are the rows of the next. Sums are float64 here too, so both choose the same.
-2. What the host knows beforehand is planned beforehand, for each level: who sees how many KV entries. What it cannot
-   know, the ancestors of each row, is computed where it is needed, as words.
+2. What the host knows beforehand is planned beforehand: pending rows once, and all levels at once, whose rows list the
+   whole tree. What it cannot know, the ancestors of each row, is computed where it is needed, as words; nobody sees
+   what no word names, and it holds zeros until it is written.
 3. Sessions are padded, never tensors: a dummy has rows and slots of its own. One call writes every static buffer.
-4. Nothing of a level waits for the host, so that a graph may hold all of them; one copy brings them back.
-5. Pending rows, whose number nobody knows beforehand, and the root's children are a forward of their own. Where no
-   graph can follow it, that is all that was grown. What cannot be captured is left out for good, with a warning.
+4. Nothing of a tree waits for the host, so that a graph may hold all of it; one copy brings it back.
+5. A graph has room for the pending rows that a round leaves. Older ones are a forward of their own before it. Where no
+   graph can be replayed, the root's children are all that is grown. What cannot be captured is left out for good, with
+   a warning.
 
 It knows nothing about sessions or who owns slots. How a graph is captured is given, as in ``engine.graphs``.
 """
@@ -16,7 +18,7 @@ It knows nothing about sessions or who owns slots. How a graph is captured is gi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 from slipstream.base.errors import in_a_line
 from slipstream.choosing.sampling import ChoiceRows, rank
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.neural import MOST_SESSIONS
+from slipstream.drafting.network import Output
 from slipstream.engine.attention import PagedAttention, PagePlan, PageTensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
@@ -34,7 +36,7 @@ from slipstream.observe.log import logger
 from slipstream.protocol.requests import Sampling
 
 Indices = NDArray[np.int64]
-SESSIONS = (1, 2, 4, MOST_SESSIONS)
+SESSIONS = (1, 2, 4, 8, 16, 32, 64)
 FEW_ROWS = 64  # pending rows of a session
 
 
@@ -42,39 +44,40 @@ FEW_ROWS = 64  # pending rows of a session
 class Shape:
     sessions: int  # B
     topk: int  # K: rows of a session in each level
-    levels: int  # L: beyond the root's own row
+    levels: int  # L: beyond the root's children
 
     @property
     def rows(self) -> int:
+        """Of a level."""
         return self.sessions * self.topk
+
+    @property
+    def most_pending(self) -> int:
+        """Rows of a session: a path that was accepted, and what the target chose behind it."""
+        return 2 + self.levels
+
+    @property
+    def pending(self) -> int:
+        """Rows of all sessions, and one of a dummy behind them."""
+        return self.sessions * self.most_pending + 1
 
     @property
     def spare(self) -> int:
         """Slots of dummies."""
-        return self.rows * self.levels
-
-
-@dataclass(frozen=True, slots=True)
-class Root:
-    """A root whose children are known."""
-
-    context: Indices  # [C] slots of the KV before the tree
-    position: int  # of the root's children
-    tokens: torch.Tensor  # int64 [K] the children
-    scores: torch.Tensor  # float64 [K] theirs
-    state: torch.Tensor  # [W] the root's
-    slots: Indices  # [L * K] for the tree's rows, level by level
+        return self.pending + self.rows * self.levels
 
 
 class GraphLevels:
     """A ``neural.Levels`` of one shape of trees, with loops for a few numbers of sessions."""
+
+    most_sessions = SESSIONS[-1]
 
     def __init__(self, network: EagleNetwork, attention: PagedAttention, topk: int, levels: int,
                  capture: Capture) -> None:
         """levels: beyond the root's children."""
         self._network, self._attention, self._capture = network, attention, capture
         self._shapes = [Shape(count, topk, levels) for count in SESSIONS]
-        self._loops: dict[Shape, LevelLoop] = {}
+        self._loops: dict[Shape, TreeLoop] = {}
         self._failed = False
 
     def warm(self) -> int:
@@ -83,7 +86,7 @@ class GraphLevels:
             self._loop(shape.sessions)
         return len(self._loops)
 
-    def loops(self) -> list[LevelLoop]:
+    def loops(self) -> list[TreeLoop]:
         """Those that were made."""
         return list(self._loops.values())
 
@@ -94,39 +97,47 @@ class GraphLevels:
 
     def trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
         """See ``neural.Levels``."""
-        roots = self._roots(seeds, topk)
+        seeds = self._caught_up(seeds)
         loop = self._loop(len(seeds))
-        found = loop(roots) if loop is not None else None
-        tokens, scores = (np.stack([part.numpy() for part in parts])[:, None]
-                          for parts in (([root.tokens for root in roots]), [root.scores for root in roots]))
-        states = torch.stack([root.state for root in roots])[:, None]
-        known = np.array([1 + seed.levels for seed in seeds])
-        if found is None:
-            return Grown(tokens, scores, np.zeros((len(roots), 0, topk), np.int64), states, known)
-        first = np.broadcast_to(np.arange(topk), (len(roots), 1, topk))
-        return Grown(np.concatenate((tokens, found.tokens), 1), np.concatenate((scores, found.scores), 1),
-                     np.concatenate((first, found.picks), 1), torch.cat((states, found.states), 1), known)
+        found = loop(seeds) if loop is not None else None
+        return found or self._children(seeds, topk)
 
     @torch.inference_mode()
-    def _roots(self, seeds: Sequence[Seed], topk: int) -> list[Root]:
-        builder = BatchBuilder()
+    def _caught_up(self, seeds: Sequence[Seed]) -> list[Seed]:
+        """The same with no more pending rows than a graph has room for: the older ones are computed."""
+        most, builder, states, left = self._shapes[0].most_pending, BatchBuilder(), list[torch.Tensor](), list[Seed]()
+        for seed in seeds:
+            cut = max(0, len(seed.tokens) - most)
+            if cut:
+                builder.add(seed.tokens[:cut], range(seed.position, seed.position + cut), seed.slots[:cut].tolist(),
+                            seed.context, logits="last")
+                states.append(seed.states[:cut])
+                seed = replace(seed, tokens=seed.tokens[cut:], states=seed.states[cut:], position=seed.position + cut,
+                               context=np.concatenate((seed.context, seed.slots[:cut])), slots=seed.slots[cut:])
+            left.append(seed)
+        if states:
+            self._network.forward(builder.build(self._network.device, torch.cat(states)))
+        return left
+
+    @torch.inference_mode()
+    def _children(self, seeds: Sequence[Seed], topk: int) -> Grown:
+        """The roots' children alone, without a graph."""
+        builder, network = BatchBuilder(), self._network
         for seed in seeds:
             count = len(seed.tokens)
             builder.add(seed.tokens, range(seed.position, seed.position + count), seed.slots[:count].tolist(),
                         seed.context, logits="last")
-        network = self._network
         out = network.forward(builder.build(network.device, torch.cat([seed.states for seed in seeds])))
         assert out.states is not None
-        tokens, scores = (found.cpu() for found in _children(out.logits, topk, network.vocabulary))
-        return [Root(np.concatenate((seed.context, seed.slots[: len(seed.tokens)])), seed.position + len(seed.tokens),
-                     tokens[place], scores[place], out.states[place], seed.slots[len(seed.tokens) :])
-                for place, seed in enumerate(seeds)]
+        tokens, scores = (found.cpu().numpy()[:, None] for found in _best(out.logits, topk, network.vocabulary))
+        return Grown(tokens, scores, np.zeros((len(seeds), 0, topk), np.int64), out.states[:, None],
+                     np.array([1 + seed.levels for seed in seeds]))
 
-    def _loop(self, count: int) -> LevelLoop | None:
+    def _loop(self, count: int) -> TreeLoop | None:
         shape = next(shape for shape in self._shapes if shape.sessions >= count)
         if shape not in self._loops and not self._failed:
             try:
-                self._loops[shape] = LevelLoop(self._network, self._attention, shape, self._capture)
+                self._loops[shape] = TreeLoop(self._network, self._attention, shape, self._capture)
             except RuntimeError as error:
                 self._failed = True
                 logger("draft").warning("no graphs: trees grow level by level", sessions=shape.sessions,
@@ -139,113 +150,162 @@ def spare_slots(topk: int, levels: int) -> int:
     return Shape(SESSIONS[-1], topk, levels).spare if 0 < topk * levels <= MOST_BITS else 0
 
 
-class LevelLoop:
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which slots a call reads and writes, dummies included: [B] sessions each."""
+
+    contexts: list[Indices]  # [C] what is computed
+    pending: list[Indices]  # [M]
+    trees: Indices  # [B, L * K] level by level
+    filling: Indices  # of the dummy behind them: what is left of the pending rows
+
+    def pending_plan(self) -> PagePlan:
+        """Every row sees what stands before it."""
+        rows = np.array([*map(len, self.pending), len(self.filling)])
+        known = np.array([*map(len, self.contexts), 0])
+        limits = np.arange(1, rows.sum() + 1) + np.repeat(known - np.cumsum(rows) + rows, rows)
+        listed = [part for both in zip(self.contexts, self.pending, strict=True) for part in both]
+        return _plan(rows, known + rows, [*listed, self.filling], limits)
+
+    def level_plan(self, topk: int) -> PagePlan:
+        """Every row sees what stands before the tree. Words come later."""
+        before = np.array([len(a) + len(b) for a, b in zip(self.contexts, self.pending, strict=True)])
+        listed = [part for all_of in zip(self.contexts, self.pending, self.trees, strict=True) for part in all_of]
+        return _plan(np.full(len(before), topk), before + self.trees.shape[1], listed, np.repeat(before, topk))
+
+
+def _plan(rows: Indices, entries: Indices, listed: Sequence[Indices], limits: Indices) -> PagePlan:
+    """rows, entries: of each segment."""
+    q_indptr, kv_indptr = (np.concatenate((np.zeros(1, np.int64), np.cumsum(of))).astype(np.int32)
+                           for of in (rows, entries))
+    return PagePlan(q_indptr, kv_indptr, np.concatenate(listed).astype(np.int32), np.zeros(len(limits), np.int32),
+                    limits.astype(np.int32), np.zeros(len(limits), np.int64))
+
+
+class TreeLoop:
     """For one shape."""
 
-    __slots__ = ("_attends", "_bits", "_found", "_network", "_pages", "_replay", "_scores", "_shape", "_start",
-                 "_state", "_states")
+    __slots__ = ("_attend_level", "_attend_pending", "_bits", "_found", "_network", "_pages", "_parts", "_picks",
+                 "_read", "_replay", "_shape", "_start", "_states")
 
     def __init__(self, network: EagleNetwork, attention: PagedAttention, shape: Shape, capture: Capture) -> None:
         assert shape.topk * shape.levels <= MOST_BITS
         device, (width, dtype) = network.device, network.state_type
         b, k, levels = shape.sessions, shape.topk, shape.levels
         self._network, self._shape = network, shape
-        self._pages = [PageTensors.empty(shape.rows, b, network.pool_slots, device) for _ in range(levels)]
-        self._attends = [attention.fixed(pages, apart=True) for pages in self._pages]
+        pending = PageTensors.empty(shape.pending, b + 1, network.pool_slots, device)
+        self._pages = PageTensors.empty(shape.rows, b, network.pool_slots, device)
+        self._attend_pending = attention.fixed(pending, apart=True)
+        self._attend_level = attention.fixed(self._pages, apart=True)
         bits = np.uint64(1) << np.arange(k * levels, dtype=np.uint64)
         self._bits = torch.from_numpy(bits.view(np.int64)).to(device).view(levels, k)
-        self._start = torch.zeros((2 + levels) * shape.rows, dtype=torch.int64, device=device)  # see ``_write``
-        self._scores = torch.zeros(b, k, dtype=torch.float64, device=device)
-        self._state = torch.zeros(b, width, dtype=dtype, device=device)
-        # tokens, scores and picks, in one piece: float64 as its bits
-        self._found = torch.zeros(3, levels, b, k * k, dtype=torch.int64, device=device)
-        self._states = torch.zeros(levels, shape.rows, width, dtype=dtype, device=device)
+        sizes = (shape.pending, shape.pending, shape.pending, b, shape.rows, levels * shape.rows)
+        self._start = torch.zeros(sum(sizes), dtype=torch.int64, device=device)  # see ``_write``
+        self._parts = self._start.split_with_sizes(sizes)
+        self._read = torch.zeros(shape.pending, width, dtype=dtype, device=device)
+        # Tokens and scores (float64 as its bits) of the children of all rows; and which rows were picked.
+        self._found = torch.zeros(2, b, 1 + levels * k, k, dtype=torch.int64, device=device)
+        self._picks = torch.zeros(b, levels, k, dtype=torch.int64, device=device)
+        self._states = torch.zeros(b, 1 + levels * k, width, dtype=dtype, device=device)
         self._write([])
         with torch.inference_mode():
             self._replay = capture(self._run)
 
     @torch.inference_mode()
-    def __call__(self, roots: Sequence[Root]) -> Grown | None:
-        """What stands below the children of at most ``sessions`` roots, L * K rows of each. None: these lengths would
-        need another launch than the captured."""
-        if not self._write(roots):
+    def __call__(self, seeds: Sequence[Seed]) -> Grown | None:
+        """The trees of at most ``sessions`` seeds. None: these lengths would need another launch than the captured."""
+        if not self._write(seeds):
             return None
         self._replay()
-        k, levels, count = self._shape.topk, self._shape.levels, len(roots)
-        found, states = self._found[:, :, :count].cpu().numpy().swapaxes(1, 2), self._states.clone()  # [3, B, L, K * K]
-        by_session = states.view(levels, self._shape.sessions, k, -1)[:, :count].transpose(0, 1).flatten(1, 2)
-        scores = np.ascontiguousarray(found[1]).view(np.float64)
-        return Grown(found[0].reshape(count, levels * k, k), scores.reshape(count, levels * k, k),
-                     found[2, :, : levels - 1, :k], by_session, np.full(count, 1 + levels))
+        count, states = len(seeds), self._states[: len(seeds)].clone()
+        numbers = torch.cat((self._found[:, :count].flatten(), self._picks[:count].flatten())).cpu().numpy()
+        found, picks = np.split(numbers, [2 * count * self._found[0, 0].numel()])
+        tokens, scores = found.reshape(2, count, -1, self._shape.topk)
+        chosen = picks.reshape(count, -1, self._shape.topk)
+        chosen[:, 0] = np.arange(self._shape.topk)
+        return Grown(tokens, scores.view(np.float64), chosen, states, np.array([1 + seed.levels for seed in seeds]))
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All that is written before a replay or by it, for tests that spoil it."""
-        yield from (self._start, self._scores, self._state, self._found, self._states)
-        for attend in self._attends:
-            yield from attend.buffers()
+        yield from (self._start, self._read, self._found, self._picks, self._states)
+        yield from self._attend_pending.buffers()
+        yield from self._attend_level.buffers()
 
-    def _write(self, roots: Sequence[Root]) -> bool:
-        shape = self._shape
-        k, each = shape.topk, shape.topk * shape.levels
-        first = self._network.pool_slots - shape.spare
-        nothing = np.zeros(0, np.int64)
-        contexts = [*(root.context for root in roots), *[nothing] * (shape.sessions - len(roots))]
-        dummies = range(len(roots), shape.sessions)
-        slots = np.stack([*(root.slots for root in roots),
-                          *(np.arange(first + i * each, first + (i + 1) * each) for i in dummies)])  # [B, L * K]
-        tokens, positions = np.zeros((2, shape.sessions, k), np.int64)
-        scores = np.zeros((shape.sessions, k))
-        for i, root in enumerate(roots):
-            tokens[i], positions[i], scores[i] = root.tokens, root.position, root.scores
-        by_level = slots.reshape(shape.sessions, shape.levels, k).swapaxes(0, 1)
-        start = np.concatenate((tokens.ravel(), positions.ravel(), by_level.ravel()))
+    def _write(self, seeds: Sequence[Seed]) -> bool:
+        """Pending rows' tokens, positions and slots, which of them are roots, and of the trees the positions of a first
+        level's rows and all slots."""
+        shape, places = self._shape, self._places(seeds)
+        own = [(seed.tokens, np.arange(seed.position, seed.position + len(seed.tokens))) for seed in seeds]
+        left = shape.pending - sum(len(seed.tokens) for seed in seeds)
+        nothing = np.zeros(left, np.int64)
+        rows = np.array([len(part) for part in places.pending])
+        first = [seed.position + len(seed.tokens) for seed in seeds] + [0] * (shape.sessions - len(seeds))
+        by_level = places.trees.reshape(shape.sessions, shape.levels, shape.topk).swapaxes(0, 1)
+        start = np.concatenate((*(tokens for tokens, _ in own), nothing, *(at for _, at in own), nothing,
+                                *places.pending, places.filling, rows.cumsum() - 1, np.repeat(first, shape.topk),
+                                by_level.ravel()))
         self._start.copy_(torch.from_numpy(start), non_blocking=True)
-        self._scores.copy_(torch.from_numpy(scores), non_blocking=True)
-        self._state.zero_()
-        if roots:
-            self._state[: len(roots)] = torch.stack([root.state for root in roots])
-        return all(attend.write(_plan(contexts, slots, k, level)) for level, attend in enumerate(self._attends))
+        if seeds:
+            self._read[: len(self._read) - left] = torch.cat([seed.states for seed in seeds])
+        self._read[len(self._read) - left :].zero_()
+        plans = places.pending_plan(), places.level_plan(shape.topk)
+        return all(attend.write(plan)
+                   for attend, plan in zip((self._attend_pending, self._attend_level), plans, strict=True))
+
+    def _places(self, seeds: Sequence[Seed]) -> Places:
+        shape, first = self._shape, self._network.pool_slots - self._shape.spare
+        each, used = shape.topk * shape.levels, sum(len(seed.tokens) for seed in seeds)
+        spare = np.arange(first, first + shape.pending - used)  # of rows, behind those of trees
+        dummies = range(shape.sessions - len(seeds))
+        begin = first + shape.pending
+        trees = [*(seed.slots[len(seed.tokens) :] for seed in seeds),
+                 *(np.arange(begin + i * each, begin + (i + 1) * each) for i in dummies)]
+        return Places([*(seed.context for seed in seeds), *(spare[:0] for _ in dummies)],
+                      [*(seed.slots[: len(seed.tokens)] for seed in seeds), *(spare[i : i + 1] for i in dummies)],
+                      np.stack(trees), spare[len(dummies) :])
 
     def _run(self) -> None:
-        b, k, levels = self._shape.sessions, self._shape.topk, self._shape.levels
-        tokens, positions, *slots = self._start.view(2 + levels, -1)
-        above, words = self._scores, self._bits[0].expand(b, k)
-        states = self._state.repeat_interleave(k, 0)
+        network, shape = self._network, self._shape
+        b, k, levels = shape.sessions, shape.topk, shape.levels
+        tokens, positions, slots, roots, tree_positions, tree_slots = self._parts
+        network.clear(tree_slots)
+        out = network.level(tokens, positions, slots, self._read, self._attend_pending, roots)
+        ids, above = self._keep(0, 1, out)
+        tokens, words = ids.view(-1), self._bits[0].expand(b, k)
+        states = self._states[:, 0].repeat_interleave(k, 0)
+        first, by_level = k * torch.arange(b, device=states.device)[:, None], tree_slots.view(levels, -1)
         for level in range(levels):
-            self._pages[level].words.copy_(words.reshape(-1))
-            out = self._network.level(tokens, positions + level, slots[level], states, self._attends[level])
-            assert out.states is not None
-            ids, scores = _children(out.logits, k, self._network.vocabulary)
-            self._found[0, level].copy_(ids.view(b, -1))
-            self._found[1, level].copy_(scores.view(torch.int64).view(b, -1))
-            self._states[level].copy_(out.states)
+            self._pages.words.copy_(words.reshape(-1))
+            out = network.level(tokens, tree_positions + level, by_level[level], states, self._attend_level)
+            ids, scores = self._keep(1 + level * k, k, out)
             if level + 1 == levels:
                 break
-            totals = (above[:, :, None] + scores.view(b, k, k)).view(b, -1)
+            totals = (above.view(b, k, 1) + scores).view(b, -1)
             picks = totals.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
-            self._found[2, level, :, :k].copy_(picks)
+            self._picks[:, level + 1].copy_(picks)
             parents = picks // k
             tokens, above = ids.view(b, -1).gather(1, picks).view(-1), totals.gather(1, picks)
             words = words.gather(1, parents) | self._bits[level + 1]
-            rows = parents + k * torch.arange(b, device=parents.device)[:, None]
-            states = out.states.index_select(0, rows.view(-1))
+            assert out.states is not None
+            states = out.states.index_select(0, (parents + first).view(-1))
+
+    def _keep(self, first: int, count: int, out: Output) -> tuple[torch.Tensor, torch.Tensor]:
+        """What so many rows of each session gave, which are the tree's from ``first`` on: their children, [B, count,
+        K] each."""
+        b, k = self._shape.sessions, self._shape.topk
+        ids, scores = _best(out.logits, k, self._network.vocabulary)
+        ids, scores = ids.view(b, count, k), scores.view(b, count, k)
+        rows = slice(first, first + count)
+        self._found[0, :, rows].copy_(ids)
+        self._found[1, :, rows].copy_(scores.view(torch.int64))
+        assert out.states is not None
+        self._states[:, rows].copy_(out.states.view(b, count, -1))
+        return ids, scores
 
 
-def _children(logits: torch.Tensor, k: int, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _best(logits: torch.Tensor, k: int, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each row, the k best: ids int64 [T, k], and their log scores float64 [T, k], which are at most 0."""
     count = logits.shape[0]
     ids, scores = rank(logits, ChoiceRows(Sampling(), range(count), [0] * count, [0] * count, None, [()] * count), k,
                        vocabulary)
     return ids.contiguous(), scores.double().clamp(max=0.0).contiguous()
-
-
-def _plan(contexts: Sequence[Indices], slots: Indices, k: int, level: int) -> PagePlan:
-    """Of one level: each session's context and the rows of its tree so far. slots [B, L * K]. Words come later."""
-    own = k * (level + 1)
-    lengths = np.array([len(context) for context in contexts])
-    indices = np.concatenate([part for context, tree in zip(contexts, slots, strict=True)
-                              for part in (context, tree[:own])])
-    rows, starts = len(contexts) * k, np.zeros(1, np.int64)
-    return PagePlan(np.arange(0, rows + 1, k, dtype=np.int32),
-                    np.concatenate((starts, np.cumsum(lengths + own))).astype(np.int32), indices.astype(np.int32),
-                    np.zeros(rows, np.int32), np.repeat(lengths, k).astype(np.int32), np.zeros(rows, np.int64))

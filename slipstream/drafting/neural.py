@@ -38,11 +38,11 @@ from slipstream.engine.native.draft import Grown, Seed
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 
-MOST_SESSIONS = 8  # of a call
-
 
 class Levels(Protocol):
     """Grows trees of one network, all their levels at once."""
+
+    most_sessions: int  # of a call
 
     def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
         """Whether it grows a tree of so many levels beyond the root's children behind so many pending rows. drawn:
@@ -50,7 +50,7 @@ class Levels(Protocol):
         ...
 
     def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
-        """The trees of at most ``MOST_SESSIONS`` seeds; KV is written at their slots. Fewer levels where it
+        """The trees of at most ``most_sessions`` seeds; KV is written at their slots. Fewer levels where it
         cannot go on. alone: no other session is drafted for."""
         ...
 
@@ -61,11 +61,11 @@ def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], 
     for them. alone: no other session is drafted for. Returns how many each session got."""
     fitting = [c for c in contexts if _fits(backend, c, wanted[c.session], topk)]
     done: dict[int, int] = {}
-    for first in range(0, len(fitting), MOST_SESSIONS):
+    for first in range(0, len(fitting), backend.most_sessions):
         taken: list[tuple[DraftContext, Seed]] = []
         left: dict[int, Indices] = {}  # slots that are nobody's yet
         try:
-            for context in fitting[first : first + MOST_SESSIONS]:
+            for context in fitting[first : first + backend.most_sessions]:
                 levels, row = wanted[context.session] - 1, context.done
                 try:
                     room = slots.alloc(len(context.tokens) - row + levels * topk)

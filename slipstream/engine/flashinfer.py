@@ -1,8 +1,8 @@
 """FlashInfer's paged attention, with this engine's own rule of who sees whom compiled into its kernel.
 
 Rules:
-1. One kernel for every kind of row: the variant below asks the three numbers of ``attention`` about each score. No mask
-   tensor exists, on the host or on the device.
+1. One kernel for every kind of row: the variant below asks the three numbers of ``attention`` about each score that not
+   every row of its segment sees. No mask tensor exists, on the host or on the device.
 2. The backend is always ``fa2``: fa3 has no masks of one's own, and ``auto`` may choose what downloads its kernels.
 3. Plans are made from arrays on the host, so planning waits for nothing; results go where they are told to.
 4. A plan is staged in pinned memory of its wrapper, which is not touched again before the device has read it.
@@ -10,12 +10,12 @@ Rules:
 6. Before it serves it is tried beside torch's attention (``attention.disagreement``), by another process first
    (``proof``); where it fails, torch's serves.
 
-It was compiled for sm_90a and has never run on a GPU. It knows nothing about models or graphs. Written for
-flashinfer-python 0.7.2.
+It has run on an H100. It knows nothing about models or graphs. Written for flashinfer-python 0.7.2.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 from collections.abc import Iterator
@@ -53,6 +53,7 @@ VARIANT = r"""
 struct RowRules : AttentionVariantBase {
   static constexpr bool use_softmax = true;
   uint32_t qo_len, kv_len, window_left, first_row;
+  int32_t seen_from, seen_until;  // what every row of the segment sees
   float sm_scale_log2;
 
   template <typename Params>
@@ -61,13 +62,17 @@ struct RowRules : AttentionVariantBase {
     kv_len = params.get_kv_len(batch_idx);
     window_left = kv_len;
     first_row = params.q_indptr[batch_idx];
+    // Limits never fall from row to row. However far a row's window has moved on, it ends within the segment.
+    seen_until = params.limits[first_row];
+    seen_from = params.firsts[first_row] + static_cast<int32_t>(kv_len) - seen_until;
     sm_scale_log2 = params.sm_scale * math::log2e;
   }
 
   REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    const int32_t entry = static_cast<int32_t>(kv_idx);
+    if (entry >= seen_from && entry < seen_until) return true;
     if (qo_idx >= qo_len || kv_idx >= kv_len) return false;
     const uint32_t row = first_row + qo_idx;
-    const int32_t entry = static_cast<int32_t>(kv_idx);
     const int32_t node = entry - params.limits[row];
     if (entry < params.firsts[row]) return false;
     return node < 0 || (node < 64 && ((params.words[row] >> node) & 1));
@@ -78,7 +83,8 @@ struct RowRules : AttentionVariantBase {
 
 def variant(dtype: torch.dtype, head_dim: int) -> tuple[list[Any], dict[str, Any]]:
     """What FlashInfer needs to make, or find, the kernel: positional and keyword arguments after the backend's name."""
-    name = f"slipstream_rows_{DTYPES[dtype]}_d{head_dim}"
+    # What was compiled is found by its name: another variant must have another.
+    name = f"slipstream_rows_{DTYPES[dtype]}_d{head_dim}_{hashlib.sha256(VARIANT.encode()).hexdigest()[:8]}"
     return ([name, dtype, dtype, dtype, torch.int32, head_dim, head_dim, ["firsts", "limits", "words"],
              ["int32_t", "int32_t", "uint64_t"], ["sm_scale"], ["double"], "RowRules", VARIANT],
             {"paged_kv_stride_mode": "equal"})

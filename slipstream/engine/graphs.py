@@ -36,6 +36,7 @@ from slipstream.protocol.tree import MAX_NODES
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SEGMENTS = (1, 2, 5, 9, 17, 33, 65)  # one more than a power of two: room for the dummy
+MANY_ROWS, MANY_SEGMENTS = (192, 256, 320, 384, 512), 17  # trees, of at least so many
 TRIAL_CONTEXT, TRIAL_LIMIT = 20, 0.1  # tokens; of a row's length: far beyond what sums in another order change
 MISSED = 1000  # steps that a size is passed over after it failed; twice as many each time
 CPU = torch.device("cpu")
@@ -57,9 +58,12 @@ class Size:
         return spare_rows == spare_segments == 0 or spare_rows >= spare_segments >= 1
 
 
-def sizes(rows: Sequence[int] = ROWS, segments: Sequence[int] = SEGMENTS) -> list[Size]:
-    """All that are captured, the cheapest first."""
-    return sorted(Size(r, s) for r in rows for s in segments if s <= r)
+def sizes(rows: Sequence[int] = ROWS, segments: Sequence[int] = SEGMENTS,
+          many_rows: Sequence[int] = MANY_ROWS) -> list[Size]:
+    """All that are captured, the cheapest first. A plain step has as many segments as rows: attention that knows it
+    takes the smallest tiles there are."""
+    found = {Size(r, s) for r in rows for s in segments if s <= r} | {Size(r, r) for r in rows}
+    return sorted(found | {Size(r, s) for r in many_rows for s in segments if s >= MANY_SEGMENTS})
 
 
 def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatch:

@@ -114,12 +114,19 @@ class EagleNetwork:
         return self._config.hidden_size, self._dtype
 
     def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
-              attend: Attend) -> Output:
-        """Rows of token, position and slot (int64 [T]) and state [T, W]: logits and states of all of them."""
+              attend: Attend, wanted: torch.Tensor | None = None) -> Output:
+        """Rows of token, position and slot (int64 [T]) and state [T, W]: logits and states of those that are wanted
+        (int64 [R]; None: all)."""
         assert self.torch is not None, "only torch's kernels can be captured"
         step = Step(positions, slots, self.torch.rope, attend)
-        out, logits = self.torch.run(step, self._pool, tokens, states)
+        out, logits = self.torch.run(step, self._pool, tokens, states, wanted)
         return Output(logits, out)
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Zeros at these slots (int64 [M]) of the KV: what no row sees is multiplied by nothing, and must be a
+        number."""
+        for kv in self._pool.kv:
+            kv.index_fill_(0, slots, 0)
 
 
 class TorchBody:

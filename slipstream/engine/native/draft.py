@@ -155,6 +155,7 @@ class Call:
 class NativeDraft:
     """One head's weights, and the lists of its forward. It grows whole trees."""
 
+    most_sessions = 8  # of a call
     __slots__ = ("_alone", "_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layers",
                  "_norm_before_residual", "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team",
                  "_vocabulary", "race")
