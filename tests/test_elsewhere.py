@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from bench.gpu.shapes import SMALL, config_of, decoder_shapes, head_shapes
 from slipstream.choosing.logits import FIRST_WIDTH
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choices, rank, shares
-from slipstream.drafting.graph import LevelLoop, Shape
+from slipstream.drafting.graph import Shape, TreeLoop
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import BlockHead
 from slipstream.drafting.heads.checkpoint import EagleHead
@@ -90,8 +90,9 @@ class ListedRows:
     def __init__(self, pages: PageTensors) -> None:
         self._pages = pages
 
-    def write(self, plan: PagePlan, indices: torch.Tensor | None = None) -> bool:
-        write_pages(self._pages, plan, indices is not None)
+    def write(self, plan: PagePlan, written: bool = False) -> bool:
+        if not written:
+            write_pages(self._pages, plan)
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -146,8 +147,8 @@ def test_captured_steps_over_a_table() -> None:
     row, builder = table.take(100), BatchBuilder()
     row.put(0, np.arange(30))
     builder.add_row([1, 2, 3], [30, 31, 31], [40, 41, 42], row, 30, [1, 3, 5], 3)
-    pages = PageTensors.empty(8, 2, 2 * pool.num_slots, THERE)
-    step = CapturedStep(model, attention, pages, Size(8, 2), pool, range(SLOTS, SLOTS + 8), (1,), captured)
+    indices = torch.zeros(2 * pool.num_slots, dtype=torch.int32, device=THERE)
+    step = CapturedStep(model, attention, indices, Size(8, 2), pool, range(SLOTS, SLOTS + 8), (1,), captured)
     done = step(builder.build(THERE), Mirror(table, THERE))
     assert done is not None and done[0].shape == (3, HIDDEN) and done[1] is not None
 
@@ -206,7 +207,7 @@ def test_rows_of_a_head(kind: str, request: pytest.FixtureRequest) -> None:
 def test_levels_of_a_captured_tree(request: pytest.FixtureRequest) -> None:
     network, shape = EagleNetwork(eagle(False), "bfloat16", THERE, SLOTS, spare_slots=SPARE), Shape(2, 4, 3)
     request.getfixturevalue("elsewhere")
-    loop = LevelLoop(network, Listed(), shape, captured)
+    loop = TreeLoop(network, Listed(), shape, captured)
     assert {buffer.device for buffer in loop.buffers()} == {THERE}
 
 

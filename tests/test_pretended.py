@@ -75,8 +75,9 @@ class FixedLaunchedPages:
     def __init__(self, pages: PageTensors, scale: float, gpu: Gpu) -> None:
         self._pages, self._scale, self._gpu = pages, scale, gpu
 
-    def write(self, plan: PagePlan, indices: torch.Tensor | None = None) -> bool:
-        write_pages(self._pages, plan, indices is not None)
+    def write(self, plan: PagePlan, written: bool = False) -> bool:
+        if not written:
+            write_pages(self._pages, plan)
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:

@@ -87,11 +87,6 @@ class PageTensors:
         return PageTensors(zeros(segments + 1), zeros(segments + 1), zeros(entries), zeros(rows), zeros(rows),
                            zeros(rows, torch.int64))
 
-    def part(self, rows: int, segments: int) -> PageTensors:
-        """The same memory for fewer rows and segments."""
-        return PageTensors(self.q_indptr[: segments + 1], self.kv_indptr[: segments + 1], self.indices,
-                           self.firsts[:rows], self.limits[:rows], self.words[:rows])
-
 
 def plan_pages(batch: ForwardBatch, window: int = 0) -> PagePlan:
     """window: sliding window in tokens, 0 for none; it must hold a whole tree."""
@@ -137,15 +132,14 @@ def visible(plan: PagePlan, rows: slice, entries: int) -> NDArray[np.bool_]:
     return seen
 
 
-def write_pages(pages: PageTensors, plan: PagePlan, lengths_alone: bool = False) -> None:
+def write_pages(pages: PageTensors, plan: PagePlan) -> None:
     """A plan into tensors of its size, over all of them: what lies beyond the last entry repeats it."""
-    written: list[tuple[torch.Tensor, NDArray[Any]]]
-    written = [(pages.q_indptr, plan.q_indptr), (pages.kv_indptr, plan.kv_indptr)]
-    if not lengths_alone:
-        indices = plan.indices
-        pages.indices[: len(indices)].copy_(torch.from_numpy(indices), non_blocking=True)
-        pages.indices[len(indices) :] = int(indices[-1])
-        written += [(pages.firsts, plan.firsts), (pages.limits, plan.limits), (pages.words, plan.words)]
+    indices = plan.indices
+    pages.indices[: len(indices)].copy_(torch.from_numpy(indices), non_blocking=True)
+    pages.indices[len(indices) :] = int(indices[-1])
+    written: tuple[tuple[torch.Tensor, NDArray[Any]], ...] = (
+        (pages.q_indptr, plan.q_indptr), (pages.kv_indptr, plan.kv_indptr), (pages.firsts, plan.firsts),
+        (pages.limits, plan.limits), (pages.words, plan.words))
     for tensor, values in written:
         tensor.copy_(torch.from_numpy(values), non_blocking=True)
 
@@ -295,9 +289,9 @@ class Attention(Protocol):
 class FixedAttention(Protocol):
     """An attention for one number of rows and segments."""
 
-    def write(self, plan: PagePlan, indices: torch.Tensor | None = None) -> bool:
-        """Take another batch of this size, over all of what is read. False: it cannot run as it was captured. indices:
-        what the plan lists, which is written already, as are the numbers of rows."""
+    def write(self, plan: PagePlan, written: bool = False) -> bool:
+        """Take another batch of this size, over all of what is read. False: it cannot run as it was captured. written:
+        the plan is in the pages already."""
         ...
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -339,8 +333,9 @@ class FixedTorch:
     def __init__(self, pages: PageTensors, scale: float) -> None:
         self._pages, self._scale = pages, scale
 
-    def write(self, plan: PagePlan, indices: torch.Tensor | None = None) -> bool:
-        write_pages(self._pages, plan, indices is not None)
+    def write(self, plan: PagePlan, written: bool = False) -> bool:
+        if not written:
+            write_pages(self._pages, plan)
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -399,5 +394,6 @@ def _fixed(attention: PagedAttention, config: ModelConfig, batch: ForwardBatch, 
            kv: torch.Tensor) -> torch.Tensor:
     plan = plan_pages(batch, config.sliding_window)
     fixed = attention.fixed(PageTensors.empty(batch.num_rows, len(batch.mask_lens), 2 * TRIAL_SLOTS, kv.device))
-    fixed.write(plan)
+    for _ in "ab":  # from the second time on less is done
+        fixed.write(plan)
     return fixed(q, kv)

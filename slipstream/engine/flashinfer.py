@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from slipstream.engine.attention import (
     disagreement,
     placed,
     plan_pages,
+    write_pages,
 )
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.model import ModelConfig
@@ -189,8 +190,7 @@ class Planner:
 
     def plan(self, plan: PagePlan, indices: torch.Tensor) -> tuple[int, ...]:
         """indices: int32, where the kernel runs. Returns what the launch will look like."""
-        if self._read is not None:
-            self._read.synchronize()  # rule 4
+        self._wait()
         config = self._config
         segments = len(plan.q_indptr) - 1
         self._wrapper.plan(
@@ -198,10 +198,27 @@ class Planner:
             torch.ones(segments, dtype=torch.int32), config.num_heads, config.num_kv_heads, config.head_dim, 1,
             q_data_type=self._dtype, kv_data_type=self._dtype, o_data_type=self._dtype,
             seq_lens=torch.from_numpy(np.diff(plan.kv_indptr)))
+        return self._planned(self._wrapper._plan_info)  # nothing public says it
+
+    def again(self, plan: PagePlan) -> tuple[int, ...]:
+        """As ``plan``, of as many rows and segments as were planned before, for a graph: its schedule alone. What else
+        the wrapper would copy is there already."""
+        self._wait()
+        wrapper, config, size = self._wrapper, self._config, self._config.head_dim
+        return self._planned(wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer,
+            torch.from_numpy(plan.q_indptr), torch.from_numpy(plan.kv_indptr),
+            torch.from_numpy(np.diff(plan.kv_indptr)), plan.num_rows, len(plan.q_indptr) - 1, config.num_heads,
+            config.num_kv_heads, 1, True, size, size, False, -1, -1, False, 0, 0))
+
+    def _wait(self) -> None:
+        if self._read is not None:
+            self._read.synchronize()  # rule 4
+
+    def _planned(self, info: Iterable[int]) -> tuple[int, ...]:
         if self._read is not None:
             self._read.record(torch.cuda.current_stream(self._device))
-        launch: tuple[int, ...] = tuple(self._wrapper._plan_info)  # nothing public says it
-        return launch
+        return tuple(info)
 
     def run(self, pages: PageTensors, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -211,8 +228,8 @@ class Planner:
 
 
 class FixedFlashInfer:
-    """See ``attention.FixedAttention``. Its buffers are the wrapper's own and three of rows; ``write`` writes all.
-    ``launch``: what FlashInfer says of the captured one."""
+    """See ``attention.FixedAttention``. The wrapper reads the same memory. ``launch``: what FlashInfer says of the
+    captured one."""
 
     __slots__ = ("_last", "_pages", "_planner", "launch")
 
@@ -220,18 +237,14 @@ class FixedFlashInfer:
         self._planner, self._pages, self._last = planner, pages, last
         self.launch: tuple[int, ...] = ()
 
-    def write(self, plan: PagePlan, indices: torch.Tensor | None = None) -> bool:
-        if indices is None:
-            listed = plan.indices
-            indices = torch.from_numpy(listed).to(self._last.device, non_blocking=True)
-            self._pages.indices[len(indices) :] = int(listed[-1])
-            for tensor, values in ((self._pages.firsts, plan.firsts), (self._pages.limits, plan.limits),
-                                   (self._pages.words, plan.words)):
-                tensor.copy_(torch.from_numpy(values), non_blocking=True)
-        launch = self._planner.plan(plan, indices)  # writes q_indptr, kv_indptr, last, and indices up to their number
+    def write(self, plan: PagePlan, written: bool = False) -> bool:
+        if not written:
+            write_pages(self._pages, plan)
+        if self.launch:
+            return self._planner.again(plan) == self.launch
         # A captured launch has the grid of its first plan; one that would need another must not be replayed.
-        self.launch = self.launch or launch
-        return launch == self.launch
+        self.launch = self._planner.plan(plan, self._pages.indices[: int(plan.kv_indptr[-1])])
+        return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return self._planner.run(self._pages, q, kv)

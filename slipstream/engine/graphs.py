@@ -17,7 +17,7 @@ is all of this but the speed. It knows nothing about sessions or sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,9 +86,9 @@ def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatc
 
 
 def rows_of(batch: ForwardBatch, plan: PagePlan) -> NDArray[np.int64]:
-    """[5 * T]: what each row says, as ``CapturedStep`` holds it."""
+    """[5 * T + B + 1]: what each row says, and where segments begin, as ``CapturedStep`` holds it."""
     host = batch.host
-    halves = np.concatenate((plan.firsts, plan.limits)).view(np.int64)
+    halves = np.concatenate((plan.firsts, plan.limits, plan.q_indptr, plan.kv_indptr)).view(np.int64)
     return np.concatenate((host.tokens, host.positions, host.slots, plan.words, halves))
 
 
@@ -125,16 +125,16 @@ class CapturedStep:
 
     __slots__ = ("_attend", "_hidden", "_pages", "_replay", "_rows", "_size", "_spare", "_tapped", "_window")
 
-    def __init__(self, model: Decoder, attention: PagedAttention, pages: PageTensors, size: Size, pool: KVPool,
+    def __init__(self, model: Decoder, attention: PagedAttention, indices: torch.Tensor, size: Size, pool: KVPool,
                  spare: Sequence[int], taps: tuple[int, ...], capture: Capture) -> None:
-        """pages: memory that all sizes share, but for what it has of rows."""
+        """indices: memory that all sizes share."""
         self._size, self._spare = size, spare
         self._window = model.config.sliding_window
-        # Tokens, positions, slots, words; then two halves of 32 bits: firsts and limits.
-        self._rows = torch.zeros(5 * size.rows, dtype=torch.int64, device=model.device)
-        halves, shared = self._rows[4 * size.rows :].view(torch.int32), pages.part(size.rows, size.segments)
-        self._pages = replace(shared, firsts=halves[: size.rows], limits=halves[size.rows :],
-                              words=self._rows[3 * size.rows : 4 * size.rows])
+        # Tokens, positions, slots, words; then of 32 bits: firsts, limits, and where segments begin in rows and KV.
+        rows, ends = size.rows, size.segments + 1
+        self._rows = torch.zeros(5 * rows + ends, dtype=torch.int64, device=model.device)
+        halves = self._rows[4 * rows :].view(torch.int32).split_with_sizes((rows, rows, ends, ends))
+        self._pages = PageTensors(halves[2], halves[3], indices, halves[0], halves[1], self._rows[3 * rows : 4 * rows])
         self._attend = attend = attention.fixed(self._pages)
         width = model.config.hidden_size
         self._hidden = torch.empty(size.rows, width, dtype=model.dtype, device=model.device)
@@ -170,7 +170,7 @@ class CapturedStep:
         came, first = mirror.bring(rows, plan, self._pages.indices), 2 * self._size.rows
         self._rows.copy_(came)
         batch.there("slots", came[first : first + batch.num_rows])  # feature rows are kept by them
-        return self._attend.write(plan, self._pages.indices[: plan.kv_indptr[-1]])
+        return self._attend.write(plan, written=True)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All that stays where it is, for tests that spoil it between steps."""
@@ -190,8 +190,8 @@ class GraphedDecoder:
     """A decoder that replays what fits; see ``model.CausalModel``. It serves one pool, which must have ``spare_slots``
     slots beyond those that are handed out, at its end: those of dummies, then those of trials."""
 
-    __slots__ = ("_attention", "_capture", "_mirror", "_model", "_most_rows", "_pages", "_pool", "_refusals", "_sizes",
-                 "_steps", "config", "device", "dtype", "logits", "spare_slots")
+    __slots__ = ("_attention", "_capture", "_indices", "_mirror", "_model", "_most_rows", "_pool", "_refusals",
+                 "_sizes", "_steps", "config", "device", "dtype", "logits", "spare_slots")
 
     def __init__(self, model: Decoder, attention: PagedAttention, capture: Capture,
                  wanted: Sequence[Size] | None = None) -> None:
@@ -203,7 +203,7 @@ class GraphedDecoder:
         self._refusals: dict[tuple[Size, tuple[int, ...]], Refusal] = {}
         self._pool: KVPool | None = None
         self._mirror: Mirror | None = None
-        self._pages = PageTensors.empty(0, 0, 0, model.device)
+        self._indices = torch.zeros(0, dtype=torch.int32, device=model.device)
         self._most_rows = max(size.rows for size in self._sizes)
         self.spare_slots = 2 * self._most_rows + TRIAL_CONTEXT
 
@@ -273,13 +273,12 @@ class GraphedDecoder:
         self._steps.clear()
         self._refusals.clear()
         # Contexts that answers share are listed once for each of them.
-        self._pages = PageTensors.empty(self._most_rows, max(size.segments for size in self._sizes),
-                                        2 * pool.num_slots, self._model.device)
+        self._indices = torch.zeros(2 * pool.num_slots, dtype=torch.int32, device=self.device)
 
     def _step(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep | None:
         if self._pool is None:
             self._serve(pool)
-        if pool is not self._pool or batch.kv_indptr[-1] + self._most_rows > len(self._pages.indices):
+        if pool is not self._pool or batch.kv_indptr[-1] + self._most_rows > len(self._indices):
             return None
         rows, segments = batch.num_rows, len(batch.mask_lens)
         size = next((size for size in self._sizes if size.takes(rows, segments)), None)
@@ -317,5 +316,5 @@ class GraphedDecoder:
 
     def _capture_step(self, size: Size, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep:
         first = pool.num_slots - self.spare_slots
-        return CapturedStep(self._model, self._attention, self._pages, size, pool,
+        return CapturedStep(self._model, self._attention, self._indices, size, pool,
                             range(first, first + self._most_rows), taps, self._capture)
