@@ -223,9 +223,9 @@ def layers_in_graph(ops: LayerOps, given: Given, rows: int) -> Part:
 
     @torch.inference_mode()
     def run() -> None:
-        x = states
+        x, read = states, layer.read(states)
         for _ in range(LAYERS):
-            x = layer(x, step, kv)
+            x, read = layer(x, read, step, kv, layer.weights.norm)
 
     kept = (run, capture_of(given)(run))  # a graph holds none of the tensors that it reads
     return lambda: kept[1]()
