@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bench.gpu.shapes import LLAMA_8B, SMALL, TINY, Fields, config_of, decoder_shapes, random_tensors, write_folder
-from bench.gpu.stage import Given, capture_of, fused, paged
+from bench.gpu.stage import Given, capture_of, fused, fused_rounding, paged
 from slipstream.base.config import ModelSection
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import ForwardBatch
@@ -25,7 +25,7 @@ from slipstream.engine.fp8 import multiplied, rounded, specified
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.model import CausalModel
-from slipstream.engine.ops.fused import ROUNDINGS, compared, operations_for
+from slipstream.engine.ops.fused import ROUNDINGS, compared, operations_for, rounded_rows
 from slipstream.engine.ranks import ranked_model
 from tests.on_device import CONTEXT, LENGTHS, TREES, Spoiling, Subject, mixed, relative, scripted, sweep
 
@@ -44,6 +44,7 @@ FUSED: dict[str, Fields] = {
                             "num_key_value_heads": 1},
 }
 PRODUCTS = (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336))  # of an 8B Llama
+WIDTHS = (16, 4096, 14_336, 28_672)
 FP8_LIMIT = 5e-2  # sums of a GPU's fp8 are rounded on the way
 
 
@@ -152,6 +153,15 @@ def test_fused_operations_are_torchs(device: torch.device, shape: str) -> None:
             largest = max(largest, float(off.masked_fill(found.isnan() != right.isnan(), torch.inf).max()))
     told(f"fused, {shape}: largest difference", largest, "roundings")
     assert largest <= ROUNDINGS
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_rounding_to_8_bits_is_torchs(device: torch.device, columns: int) -> None:
+    differ = 0
+    for _, found, right in rounded_rows(fused_rounding(device), columns if full(device) else 64, device):
+        differ += int((found != right).sum())
+    told(f"rounding to 8 bits, {columns} columns: other bits", differ, "numbers")
+    assert not differ
 
 
 @pytest.mark.parametrize(("name", "rows", "columns"), PRODUCTS)
