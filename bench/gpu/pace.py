@@ -46,7 +46,7 @@ from slipstream.engine.decoder import Decoder
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.model import CausalModel, ModelConfig
-from slipstream.engine.ops.fused import operations_for
+from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerOps, LayerWeights, Rope, Step, linear
 from slipstream.protocol.messages import Commit, Features, Open
 from slipstream.protocol.requests import Sampling
@@ -72,10 +72,14 @@ def stepper(model: CausalModel, slots: int) -> Callable[[int, int, int], Part]:
     return lambda answers, rows, context: partial(run, places_of(answers, rows, context), rows)
 
 
-def graphed(given: Given) -> GraphedDecoder:
-    """A decoder of the large shape, its steps captured."""
-    attention = paged(given, given.config)
-    return GraphedDecoder(decoder_of(given.config, given, attention), attention, capture_of(given))
+def graphed(given: Given, in_8_bits: bool = False) -> GraphedDecoder:
+    """A decoder of the large shape, its steps captured. in_8_bits: the products of its layers."""
+    config, attention = given.config, paged(given, given.config)
+    model = decoder_of(config, given, attention)
+    if in_8_bits:
+        with_fp8(model, rounding_for("auto", config, given.device, untried))
+        free()
+    return GraphedDecoder(model, attention, capture_of(given))
 
 
 def head_of(given: Given, growth: GrowthSection, slots: int) -> tuple[EagleNetwork, GraphLevels]:
@@ -126,11 +130,9 @@ def graphs_stage(given: Given) -> Iterator[Finding]:
 
 
 def fp8_stage(given: Given) -> Iterator[Finding]:
-    """Steps of a model whose layers have products in 8 bits."""
-    model = decoder_of(given.config, given)
-    with_fp8(model)
-    free()
-    yield from steps_of(model, given, ">= 0.70", layer_itemsize=1)
+    """Captured, of a model whose layers have products in 8 bits."""
+    model = graphed(given, in_8_bits=True)
+    yield from steps_of(model, given, ">= 0.70", layer_itemsize=1, spare_slots=model.spare_slots)
 
 
 def _work(what: str, step: Part, given: Given, roof_s: float = 0.0) -> Iterator[Finding]:
