@@ -23,8 +23,11 @@ from numpy.typing import NDArray
 from bench.clock import Part
 from bench.gpu.shapes import LLAMA_8B, decoder_shapes, head_bytes, random_head, random_tensors, read_bytes
 from bench.gpu.stage import (
+    MOST_KERNELS,
     Finding,
     Given,
+    busy_s,
+    by_kernel,
     capture_of,
     copy_rate,
     device_events,
@@ -57,6 +60,7 @@ CONTEXT, LONG, DEEP = 256, 4096, 1024
 RATIOS = {8: "<= 1.03", 16: "<= 1.05", 32: "<= 1.08", 64: "<= 1.15"}
 RATES = {8: "1210 modelled on H100", 32: "4111 modelled on H100", 64: "6823 modelled on H100"}
 TOPK, STEPS, NODES = 8, 9, 60  # of a tree; the root's own row is a step without a loop
+LISTED = ("T = 1", 1)  # the choice whose kernels are listed, and its rows
 LAYERS = 16  # of one graph: what its start takes is shared among them
 
 
@@ -135,14 +139,15 @@ def fp8_stage(given: Given) -> Iterator[Finding]:
     yield from steps_of(model, given, ">= 0.70", layer_itemsize=1, spare_slots=model.spare_slots)
 
 
-def _work(what: str, step: Part, given: Given, roof_s: float = 0.0) -> Iterator[Finding]:
-    """How long the device computed: what the time of the step has above it, the device waits for the host."""
+def _work(what: str, step: Part, given: Given, roof_s: float = 0.0, most: int = 0) -> Iterator[Finding]:
+    """How long the device computed: what the time of the step has above it, the device waits for the host. most:
+    kernels that are listed."""
     if events := device_events(step, given.device):
-        busy_s = sum(event.time_range.elapsed_us() for event in events) / 1e6
-        yield Finding(f"{what}: device computes", 1e3 * busy_s, "ms")
+        yield Finding(f"{what}: device computes", 1e3 * busy_s(events), "ms")
         yield Finding(f"{what}: kernels and copies", len(events))
         if roof_s:
-            yield Finding(f"{what}: of the copy roof without the host", roof_s / busy_s, "share")
+            yield Finding(f"{what}: of the copy roof without the host", roof_s / busy_s(events), "share")
+        yield from by_kernel(what, events, most)
 
 
 def choose_stage(given: Given) -> Iterator[Finding]:
@@ -152,8 +157,10 @@ def choose_stage(given: Given) -> Iterator[Finding]:
     for name, sampling in SAMPLINGS.items():
         for rows in given.few((1, 9, 64)):
             choosing = partial(choose, logits[:rows], choice_rows(sampling, rows))
-            taken_s = seconds(choosing, given.device, given.repeats)
-            yield Finding(f"{name}, {rows} rows of {vocab} tokens", 1e6 * taken_s, "us")
+            what = f"{name}, {rows} rows of {vocab} tokens"
+            yield Finding(what, 1e6 * seconds(choosing, given.device, given.repeats), "us")
+            if (name, rows) == LISTED:
+                yield from _work(what, choosing, given, most=MOST_KERNELS // 2)
 
 
 def tree_stage(given: Given) -> Iterator[Finding]:
@@ -169,7 +176,7 @@ def tree_stage(given: Given) -> Iterator[Finding]:
         taken_s = seconds(grower, given.device, given.repeats)
         yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",
                       "<= 3.0 on H100, 2.2 on H200" if loop else "")
-        yield from _work(name, grower, given)
+        yield from _work(name, grower, given, most=MOST_KERNELS)
         grower.drafter.close([1])
     yield Finding("nodes in both trees", len(set(trees[0]) & set(trees[1])), f"of {len(set(trees[1]))}",
                   "all but for equal scores")
