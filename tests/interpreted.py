@@ -15,9 +15,18 @@ from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.fp8 import E4M3, MOST
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.ops.fused import DTYPES, MOST_WIDTH, compared, difference, triton_operations
+from slipstream.engine.ops.fused import (
+    DTYPES,
+    MOST_WIDTH,
+    compared,
+    difference,
+    rounded_rows,
+    triton_operations,
+    triton_rounding,
+)
 from slipstream.engine.ops.layer import TORCH, Heads, Rope, Step, rms_norm
 from tests.on_device import Subject, random_words
 
@@ -31,6 +40,20 @@ def nearest(builder: object, source: interpreter.TensorHandle, kind: tl.dtype) -
         return cast(builder, source, kind)
     rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16)
     return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), kind.scalar)
+
+
+def widened(builder: object, source: interpreter.TensorHandle, kind: tl.dtype) -> interpreter.TensorHandle:
+    """bfloat16 to float32 likewise; the interpreter misreads the smallest numbers."""
+    if source.dtype.scalar != tl.bfloat16:
+        return cast(builder, source, kind)
+    return interpreter.TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), kind.scalar)
+
+
+def nearest_of_8_bits(_builder: object, source: interpreter.TensorHandle, kind: tl.dtype,
+                      _rounding: object) -> interpreter.TensorHandle:
+    """float32 to e4m3 likewise; the interpreter takes the larger of two that are as near."""
+    rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(E4M3)
+    return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), kind.scalar)
 
 
 def configs() -> Iterator[tuple[ModelConfig, int]]:
@@ -62,6 +85,20 @@ def against_torch() -> int:
                 count += found.numel()
                 print(f"{what:<12} {dtype!s:<15} {rows} rows, hidden {config.hidden_size}, heads of {config.head_dim}"
                       f"{', normed' * config.qk_norm}: {off} of {found.numel()} differ")
+    return count
+
+
+def in_8_bits() -> int:
+    """Bit for bit, on rows of any width; what is no number stays none."""
+    rounding, count = triton_rounding(), 0
+    for width in (1, 16, 777, 4096, 14_336, 28_672):
+        for what, found, right in rounded_rows(rounding, width, CPU):
+            assert torch.equal(found, right), (what, width, int((found != right).sum()))
+            count += found.numel()
+    strange = torch.ones(3, 64, dtype=torch.bfloat16)
+    strange[0, 5], strange[1, 7] = torch.nan, torch.inf
+    numbers, scales = rounding(strange)
+    assert bool((numbers.float() * scales).isnan()[[0, 1], [5, 7]].all()) and float(scales[2]) == 1 / np.float32(MOST)
     return count
 
 
@@ -124,7 +161,9 @@ def decoders() -> float:
 def main() -> None:
     torch.set_num_threads(1)
     interpreter.InterpreterBuilder.create_fp_trunc = nearest
-    count = against_torch()
+    interpreter.InterpreterBuilder.create_fp_ext = widened
+    interpreter.InterpreterBuilder.create_fp_to_fp = nearest_of_8_bits
+    count = against_torch() + in_8_bits()
     against_float64()
     far = decoders()
     assert far < 0.05, (SEED, far)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import CapacityError, ModelError
 from slipstream.engine.attention import TorchAttention
-from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.batch import BatchBuilder, rows_batch
 from slipstream.engine.decoder import Decoder, Placing
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
@@ -104,14 +105,15 @@ class Watched:
     def __init__(self) -> None:
         self.given, self.most = list[weakref.ref[torch.Tensor]](), 0
 
-    def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        return TORCH.before(layer, x, step, kv)
+    def before(self, layer: LayerWeights[Linear], read: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        return TORCH.before(layer, read, step, kv)
 
-    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        out = TORCH.after(layer, x, attended)
+    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
+              norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out, normed = TORCH.after(layer, x, attended, norm)
         self.given.append(weakref.ref(out))
         self.most = max(self.most, sum(state() is not None for state in self.given))
-        return out
+        return out, normed
 
 
 @pytest.mark.parametrize(("taps", "kept"), [((), 0), ((1, 3), 2), ((4, 8), 1)])
@@ -123,6 +125,23 @@ def test_a_step_keeps_no_states_that_nobody_reads(tmp_path: Path, taps: tuple[in
     builder.add(TEXT, range(len(TEXT)), range(len(TEXT)), NOTHING)
     model.forward(builder.build(), KVPool(8, 64, config.num_kv_heads, config.head_dim, torch.float32), taps)
     assert ops.most == kept + 2, "what a layer reads, and what it gives"
+
+
+def test_every_sum_is_one_operation_with_the_norm_behind_it(tiny_folder: Path) -> None:
+    sums = []
+
+    def add_norm(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor,
+                 eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        sums.append(weight)
+        return TORCH.add_norm(x, added, weight, eps)
+
+    config, tensors = ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder)
+    model = Decoder.from_tensors(config, tensors, torch.float32, torch.device("cpu"), replace(TORCH, add_norm=add_norm))
+    pool = KVPool(2, 64, config.num_kv_heads, config.head_dim, torch.float32)
+    model.forward(rows_batch(np.arange(5), torch.device("cpu")), pool)
+    names = [f"layers.{i}.{norm}" for i in range(2) for norm in ("input_layernorm", "post_attention_layernorm")]
+    wanted = [tensors[f"model.{name}.weight"] for name in (*names[1:], "norm")]
+    assert all(torch.equal(found, right) for found, right in zip(sums, wanted, strict=True))
 
 
 def test_a_layer_may_read_a_wider_input(tiny_folder: Path) -> None:
@@ -140,11 +159,15 @@ def test_a_layer_may_read_a_wider_input(tiny_folder: Path) -> None:
     x = torch.randn(len(TEXT), 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     narrow = LayerWeights.read(config, tensors, "model.layers.0", linear)
     wide_layer = DecoderLayer(LayerWeights.read(config, wide, "model.layers.0", linear, 96, False), TORCH)
-    expected = DecoderLayer(narrow, TORCH)(x, step, pool.kv[0])
-    assert narrow.norm is not None
-    normed = rms_norm(x, narrow.norm, config.norm_eps)
+    narrow_layer = DecoderLayer(narrow, TORCH)
+    normed = narrow_layer.read(x)
+    expected, _ = narrow_layer(x, normed, step, pool.kv[0])
+    assert narrow.norm is not None and torch.equal(normed, rms_norm(x, narrow.norm, config.norm_eps))
     halves = torch.cat((normed * 0.25, normed * 0.75), -1)
-    assert far(wide_layer(x, step, pool.kv[1], halves), expected) < 1e-12
+    found, same = wide_layer(x, halves, step, pool.kv[1])
+    assert far(found, expected) < 1e-12 and same is found
+    _, behind = wide_layer(x, halves, step, pool.kv[1], narrow.post_norm)
+    assert torch.equal(behind, rms_norm(found, narrow.post_norm, config.norm_eps))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 1.5)])

@@ -1,5 +1,5 @@
-"""The fused operations of layers: who gets them, that a trial sees a wrong one, and, where Triton is (`make triton`),
-that the kernels compute what torch does and compile for an H100."""
+"""The fused operations of layers, and what rounds to 8 bits: who gets them, that a trial sees a wrong one, and, where
+Triton is (`make triton`), that the kernels compute what torch does and compile for an H100."""
 
 from __future__ import annotations
 
@@ -19,8 +19,18 @@ import torch
 from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.fp8 import E4M3, MOST, Rounding, rounded
 from slipstream.engine.ops.compiled import CompiledOps, after_attention, before_attention
-from slipstream.engine.ops.fused import MOST_WIDTH, block, difference, missing, operations_for, warps
+from slipstream.engine.ops.fused import (
+    MOST_WIDTH,
+    block,
+    difference,
+    missing,
+    operations_for,
+    rounding_difference,
+    rounding_for,
+    warps,
+)
 from slipstream.engine.ops.layer import TORCH, Heads, Operations, Step
 from tests.on_device import Subject, random_words
 
@@ -34,6 +44,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
 def test_a_cpu_keeps_what_it_had() -> None:
     for choice in ("auto", "native", "torch"):
         assert operations_for(choice, CONFIG, torch.bfloat16, CPU) is TORCH
+        assert rounding_for(choice, CONFIG, CPU) is rounded
 
 
 def test_what_cannot_have_them_says_why() -> None:
@@ -47,7 +58,11 @@ def test_what_fails_in_its_trial_is_a_reason_in_the_log(capsys: pytest.CaptureFi
     assert operations_for("auto", CONFIG, torch.bfloat16, CUDA) is TORCH
     told = capsys.readouterr().out
     assert "torch's operations in layers" in told and "reason=" in told
-    assert operations_for("torch", CONFIG, torch.bfloat16, CUDA) is TORCH and not capsys.readouterr().out
+    assert rounding_for("auto", CONFIG, CUDA) is rounded
+    told = capsys.readouterr().out
+    assert "torch's rounding to 8 bits" in told and "reason=" in told
+    assert operations_for("torch", CONFIG, torch.bfloat16, CUDA) is TORCH
+    assert rounding_for("torch", CONFIG, CUDA) is rounded and not capsys.readouterr().out
 
 
 def wrong_sum(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
@@ -91,6 +106,22 @@ def test_a_trial_sees_what_is_wrong(field: str, wrong: Callable[..., object], na
     assert difference(broken, config, torch.bfloat16, CPU).startswith(named)
 
 
+def a_bit_more(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers, scales = rounded(x)
+    return numbers, scales.nextafter(torch.ones(()))
+
+
+def away_from_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = rounded(x)[1]
+    return (x.float() / scales * (1 + 2**-20)).clamp(-MOST, MOST).to(E4M3), scales
+
+
+@pytest.mark.parametrize(("wrong", "named"), [(a_bit_more, "scales"), (away_from_zero, "numbers")])
+def test_a_trial_sees_a_bit_of_8(wrong: Rounding, named: str) -> None:
+    assert rounding_difference(rounded, CONFIG, CPU) == ""
+    assert rounding_difference(wrong, CONFIG, CPU).startswith(named)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_halves_that_can_be_compiled_are_those_of_the_specification(model_type: str, dtype: torch.dtype) -> None:
@@ -123,3 +154,8 @@ def own_python(folder: Path, *arguments: str, **environment: str) -> str:
 def test_kernels_compute_what_torch_does(tmp_path: Path) -> None:
     told = own_python(tmp_path, "-m", "tests.interpreted", TRITON_INTERPRET="1")
     assert "numbers compared" in told.splitlines()[-1]
+
+
+@needs_triton
+def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    assert "kernels compiled" in own_python(tmp_path, "-m", "tests.for_h100").splitlines()[-1]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch
 from bench.gpu.__main__ import main, run
 from bench.gpu.piece import Piece
 from bench.gpu.shapes import LLAMA_8B, config_of, head_bytes, read_bytes
-from bench.gpu.stage import Finding, Given
+from bench.gpu.stage import Finding, Given, busy_s, by_kernel
 from bench.gpu.stages import PIECES
 
 GIVEN = Given(torch.device("cpu"), full=False, repeats=1)
@@ -84,3 +85,14 @@ def test_the_large_shapes_weigh_what_they_are_known_to() -> None:
     config = config_of(LLAMA_8B)
     assert read_bytes(config, 2, 0) == 15_009_849_344
     assert 0.74e9 < head_bytes(config, 32_000, 2) < 0.76e9
+
+
+def test_a_table_of_kernels_has_the_longest_first() -> None:
+    took = {"norm": (6, 6, 6), "product of a long name" * 9: (50,), "sum": (1, 1), "copy": (2,)}
+    events = [SimpleNamespace(name=name, time_range=SimpleNamespace(elapsed_us=lambda us=us: us))
+              for name, times in took.items() for us in times]
+    assert busy_s(events) == 72e-6
+    first, second, third = by_kernel("tree", events, 3)
+    assert first.what.startswith("tree: 1 x product") and len(first.what) < 90 and first.value == 50
+    assert (second.what, second.value, second.unit) == ("tree: 3 x norm", 18, "us")
+    assert third.what == "tree: 2 x sum" and not list(by_kernel("tree", [], 3))

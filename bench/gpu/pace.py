@@ -23,8 +23,11 @@ from numpy.typing import NDArray
 from bench.clock import Part
 from bench.gpu.shapes import LLAMA_8B, decoder_shapes, head_bytes, random_head, random_tensors, read_bytes
 from bench.gpu.stage import (
+    MOST_KERNELS,
     Finding,
     Given,
+    busy_s,
+    by_kernel,
     capture_of,
     copy_rate,
     device_events,
@@ -46,7 +49,7 @@ from slipstream.engine.decoder import Decoder
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.model import CausalModel, ModelConfig
-from slipstream.engine.ops.fused import operations_for
+from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerOps, LayerWeights, Rope, Step, linear
 from slipstream.protocol.messages import Commit, Features, Open
 from slipstream.protocol.requests import Sampling
@@ -57,6 +60,7 @@ CONTEXT, LONG, DEEP = 256, 4096, 1024
 RATIOS = {8: "<= 1.03", 16: "<= 1.05", 32: "<= 1.08", 64: "<= 1.15"}
 RATES = {8: "1210 modelled on H100", 32: "4111 modelled on H100", 64: "6823 modelled on H100"}
 TOPK, STEPS, NODES = 8, 9, 60  # of a tree; the root's own row is a step without a loop
+LISTED = ("T = 1", 1)  # the choice whose kernels are listed, and its rows
 LAYERS = 16  # of one graph: what its start takes is shared among them
 
 
@@ -72,10 +76,14 @@ def stepper(model: CausalModel, slots: int) -> Callable[[int, int, int], Part]:
     return lambda answers, rows, context: partial(run, places_of(answers, rows, context), rows)
 
 
-def graphed(given: Given) -> GraphedDecoder:
-    """A decoder of the large shape, its steps captured."""
-    attention = paged(given, given.config)
-    return GraphedDecoder(decoder_of(given.config, given, attention), attention, capture_of(given))
+def graphed(given: Given, in_8_bits: bool = False) -> GraphedDecoder:
+    """A decoder of the large shape, its steps captured. in_8_bits: the products of its layers."""
+    config, attention = given.config, paged(given, given.config)
+    model = decoder_of(config, given, attention)
+    if in_8_bits:
+        with_fp8(model, rounding_for("auto", config, given.device, untried))
+        free()
+    return GraphedDecoder(model, attention, capture_of(given))
 
 
 def head_of(given: Given, growth: GrowthSection, slots: int) -> tuple[EagleNetwork, GraphLevels]:
@@ -126,21 +134,20 @@ def graphs_stage(given: Given) -> Iterator[Finding]:
 
 
 def fp8_stage(given: Given) -> Iterator[Finding]:
-    """Steps of a model whose layers have products in 8 bits."""
-    model = decoder_of(given.config, given)
-    with_fp8(model)
-    free()
-    yield from steps_of(model, given, ">= 0.70", layer_itemsize=1)
+    """Captured, of a model whose layers have products in 8 bits."""
+    model = graphed(given, in_8_bits=True)
+    yield from steps_of(model, given, ">= 0.70", layer_itemsize=1, spare_slots=model.spare_slots)
 
 
-def _work(what: str, step: Part, given: Given, roof_s: float = 0.0) -> Iterator[Finding]:
-    """How long the device computed: what the time of the step has above it, the device waits for the host."""
+def _work(what: str, step: Part, given: Given, roof_s: float = 0.0, most: int = 0) -> Iterator[Finding]:
+    """How long the device computed: what the time of the step has above it, the device waits for the host. most:
+    kernels that are listed."""
     if events := device_events(step, given.device):
-        busy_s = sum(event.time_range.elapsed_us() for event in events) / 1e6
-        yield Finding(f"{what}: device computes", 1e3 * busy_s, "ms")
+        yield Finding(f"{what}: device computes", 1e3 * busy_s(events), "ms")
         yield Finding(f"{what}: kernels and copies", len(events))
         if roof_s:
-            yield Finding(f"{what}: of the copy roof without the host", roof_s / busy_s, "share")
+            yield Finding(f"{what}: of the copy roof without the host", roof_s / busy_s(events), "share")
+        yield from by_kernel(what, events, most)
 
 
 def choose_stage(given: Given) -> Iterator[Finding]:
@@ -150,8 +157,10 @@ def choose_stage(given: Given) -> Iterator[Finding]:
     for name, sampling in SAMPLINGS.items():
         for rows in given.few((1, 9, 64)):
             choosing = partial(choose, logits[:rows], choice_rows(sampling, rows))
-            taken_s = seconds(choosing, given.device, given.repeats)
-            yield Finding(f"{name}, {rows} rows of {vocab} tokens", 1e6 * taken_s, "us")
+            what = f"{name}, {rows} rows of {vocab} tokens"
+            yield Finding(what, 1e6 * seconds(choosing, given.device, given.repeats), "us")
+            if (name, rows) == LISTED:
+                yield from _work(what, choosing, given, most=MOST_KERNELS // 2)
 
 
 def tree_stage(given: Given) -> Iterator[Finding]:
@@ -167,7 +176,7 @@ def tree_stage(given: Given) -> Iterator[Finding]:
         taken_s = seconds(grower, given.device, given.repeats)
         yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",
                       "<= 3.0 on H100, 2.2 on H200" if loop else "")
-        yield from _work(name, grower, given)
+        yield from _work(name, grower, given, most=MOST_KERNELS)
         grower.drafter.close([1])
     yield Finding("nodes in both trees", len(set(trees[0]) & set(trees[1])), f"of {len(set(trees[1]))}",
                   "all but for equal scores")
@@ -223,9 +232,9 @@ def layers_in_graph(ops: LayerOps, given: Given, rows: int) -> Part:
 
     @torch.inference_mode()
     def run() -> None:
-        x = states
+        x, read = states, layer.read(states)
         for _ in range(LAYERS):
-            x = layer(x, step, kv)
+            x, read = layer(x, read, step, kv, layer.weights.norm)
 
     kept = (run, capture_of(given)(run))  # a graph holds none of the tensors that it reads
     return lambda: kept[1]()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -21,12 +20,12 @@ import torch
 
 from bench.clock import Part, timed
 from bench.gpu.pace import graphed
-from bench.gpu.stage import Finding, Given, device_events, pool_for, seconds
+from bench.gpu.stage import MOST_KERNELS, Finding, Given, busy_s, by_kernel, device_events, pool_for, seconds
 from bench.inputs import chains, places_of
 from slipstream.engine.attention import plan_pages
 from slipstream.engine.batch import ForwardBatch
 
-CONTEXT, MOST_KERNELS, NAME = 1024, 16, 70
+CONTEXT = 1024
 
 
 def profile_stage(given: Given) -> Iterator[Finding]:
@@ -81,11 +80,6 @@ def _waits(parts: Mapping[str, Part]) -> Iterator[Finding]:
 
 def _kernels(step: Part, given: Given) -> Iterator[Finding]:
     events = device_events(step, given.device)
-    took: Counter[str] = Counter()
-    for event in events:
-        took[event.name] += event.time_range.elapsed_us()
-    counts = Counter(event.name for event in events)
     yield Finding("device: kernels and copies", len(events))
-    yield Finding("device: computes", sum(took.values()), "us")
-    for name, us in took.most_common(MOST_KERNELS):
-        yield Finding(f"device: {counts[name]} x {name[:NAME]}", us, "us")
+    yield Finding("device: computes", 1e6 * busy_s(events), "us")
+    yield from by_kernel("device", events, MOST_KERNELS)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +22,17 @@ from bench.clock import timed
 from bench.gpu.shapes import LLAMA_8B, TINY, config_of
 from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.flashinfer import FlashInferAttention, missing
+from slipstream.engine.fp8 import Rounding, rounded
 from slipstream.engine.graphs import Capture, CudaCapture, capture_eager
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import missing as no_triton
-from slipstream.engine.ops.fused import triton_operations
+from slipstream.engine.ops.fused import triton_operations, triton_rounding
 from slipstream.engine.ops.layer import TORCH, Operations
 from slipstream.engine.proof import What
+
+NAME = 70  # letters of a kernel's
+MOST_KERNELS = 16  # that a table lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +91,18 @@ def paged(given: Given, config: ModelConfig) -> PagedAttention:
 
 def fused(device: torch.device) -> Operations:
     """Triton's operations on a GPU, torch's elsewhere. Raises RuntimeError where a GPU has no Triton."""
-    if device.type != "cuda":
-        return TORCH
-    if reason := no_triton(config_of(LLAMA_8B), torch.bfloat16, device):
+    return triton_operations() if _with_triton(device) else TORCH
+
+
+def fused_rounding(device: torch.device) -> Rounding:
+    """As ``fused``, of what makes e4m3."""
+    return triton_rounding() if _with_triton(device) else rounded
+
+
+def _with_triton(device: torch.device) -> bool:
+    if device.type == "cuda" and (reason := no_triton(config_of(LLAMA_8B), torch.bfloat16, device)):
         raise RuntimeError(f"fused operations: {reason}")
-    return triton_operations()
+    return device.type == "cuda"
 
 
 def pool_for(model: CausalModel, slots: int) -> KVPool:
@@ -130,6 +142,21 @@ def device_events(run: Callable[[], object], device: torch.device) -> list[Any]:
     except RuntimeError:  # not every driver lets a user look
         return []
     return [event for event in watch.events() if event.device_type.name == "CUDA"]
+
+
+def busy_s(events: Sequence[Any]) -> float:
+    """How long the device computed."""
+    us: float = sum(event.time_range.elapsed_us() for event in events)
+    return us / 1e6
+
+
+def by_kernel(what: str, events: Sequence[Any], most: int) -> Iterator[Finding]:
+    """The kernels that took the most time, so many of them, and how often each ran."""
+    took, counts = Counter[str](), Counter(event.name for event in events)
+    for event in events:
+        took[event.name] += event.time_range.elapsed_us()
+    for name, us in took.most_common(most):
+        yield Finding(f"{what}: {counts[name]} x {name[:NAME]}", us, "us")
 
 
 def copy_rate(given: Given) -> float:

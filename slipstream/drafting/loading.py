@@ -33,7 +33,7 @@ from slipstream.engine.int8 import check_int8
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, tell_unread
 from slipstream.engine.ops.compiled import compiled
-from slipstream.engine.ops.fused import operations_for
+from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
 from slipstream.engine.runner import ModelRunner, cores, default_slots, free_memory, kv_bytes
 from slipstream.models.folder import known_tokens, read_json, resolve
@@ -107,7 +107,7 @@ def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
     network = _ready(section, model, lambda ops: EagleNetwork(
         head, section.dtype, device, num_slots, True, ops, kernels=ours, spare_slots=spare,
         whole=section.quantize in ("auto", "int8"), cores=0 if model.threads else cores()), head.config)
-    _quantized(section, network.linears())
+    _quantized(section, model, network.linears(), head.config)
     return _drafter(section, network, network.native if network.native is not None
                     else _graphs(section, network) if spare else None)
 
@@ -119,7 +119,7 @@ def _block(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
     kernels = "torch" if section.quantize == "fp8" else _kernels(model)
     network = _ready(section, model, lambda ops: BlockNetwork(
         head, section.dtype, device, num_slots, True, ops, kernels), head.config)
-    _quantized(section, network.linears())
+    _quantized(section, model, network.linears(), head.config)
     return _drafter(section, network)
 
 
@@ -173,9 +173,10 @@ def _ready(section: DraftSection, target: ModelSection, build: Callable[[LayerOp
     return build(operations_for(_kernels(target), config, dtype_of(section.dtype), device_of(section.device)))
 
 
-def _quantized(section: DraftSection, linears: Iterable[Linear]) -> None:
+def _quantized(section: DraftSection, target: ModelSection, linears: Iterable[Linear], config: ModelConfig) -> None:
+    """config: of the layers."""
     if section.quantize == "fp8":
-        into_fp8(linears)
+        into_fp8(linears, rounding_for(_kernels(target), config, device_of(section.device)))
 
 
 def _token_map(section: DraftSection, vocab_size: int) -> torch.Tensor | None:

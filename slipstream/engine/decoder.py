@@ -32,7 +32,7 @@ from slipstream.engine.ops.layer import (
     Step,
     layer_shapes,
     linear,
-    rms_norm,
+    norms_behind,
 )
 
 LAYERS = "model.layers."
@@ -55,7 +55,7 @@ AS_IT_IS = Placing(lambda _name, tensor: tensor)
 class Decoder:
     """A whole model of the family; see ``model.CausalModel``."""
 
-    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_ops", "attention", "config", "device", "dtype", "rope")
+    __slots__ = ("_embedding", "_head", "_layers", "_norms", "_ops", "attention", "config", "device", "dtype", "rope")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, ops: LayerOps = TORCH,
                  attention: Attention | None = None, placing: Placing = AS_IT_IS) -> None:
@@ -65,7 +65,7 @@ class Decoder:
         self._embedding = take(around, EMBEDDING, config.vocab_size, config.hidden_size)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self._layers = [_layer(config, tensors, f"{LAYERS}{i}", ops, placing) for i in range(config.num_layers)]
-        self._norm = take(around, "model.norm.weight", config.hidden_size)
+        self._norms = norms_behind(self._layers, take(around, "model.norm.weight", config.hidden_size))
         self._head = Linear(placing.head if placing.head is not None else self._embedding if config.tied_embeddings
                             else take(around, HEAD, config.vocab_size, config.hidden_size))
         self.rope = Rope(config, self.dtype, self.device)
@@ -99,12 +99,13 @@ class Decoder:
             taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``forward`` of rows that are planned: tensors alone, which a graph may capture. tokens: int64 [T]."""
         x, tapped = F.embedding(tokens, self._embedding), dict[int, torch.Tensor]()
-        for number, (layer, kv) in enumerate(zip(self._layers, pool.kv, strict=True)):
+        read = self._layers[0].read(x)
+        for number, (layer, norm, kv) in enumerate(zip(self._layers, self._norms, pool.kv, strict=True)):
             if number in taps:  # the others are given up: a step is as large as its widest layer
                 tapped[number] = x
-            x = layer(x, step, kv)
-        x = tapped[len(self._layers)] = rms_norm(x, self._norm, self.config.norm_eps)
-        return x, torch.cat([tapped[i] for i in taps], -1) if taps else None
+            x, read = layer(x, read, step, kv, norm)
+        tapped[len(self._layers)] = read
+        return read, torch.cat([tapped[i] for i in taps], -1) if taps else None
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ Rules:
 2. Products and sums are the GPU's; their result is bfloat16. ``specified`` says in plain torch what they must be, and
    is what runs on a CPU: slow there, and of use to see what answers become.
 3. Matrices whose sides are no multiples of 16 stay as they are: the kernel does not take them.
-4. The weights take the place of those they were made of. A target's head stays as it is: its rounding is the one that
+4. Rounding is the same bits whoever does it: ``rounded`` is the rule, and a kernel that does it in one launch is taken
+   where there is one (see ``ops.fused``). It rounds the weights, too, so that it is compiled before anything is served.
+5. The weights take the place of those they were made of. A target's head stays as it is: its rounding is the one that
    answers show. A draft's head does not matter so.
 
 It knows nothing about files or batches. Format: OCP 8-bit floating point, e4m3 ("fn").
@@ -15,7 +17,7 @@ It knows nothing about files or batches. Format: OCP 8-bit floating point, e4m3 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -28,12 +30,16 @@ E4M3 = torch.float8_e4m3fn
 MOST = torch.finfo(E4M3).max
 STEP = 16  # rows and columns come in multiples of it
 CAPABILITY = (9, 0)  # of the first GPUs that multiply with a scale a row
+LEAST = torch.finfo(torch.float32).tiny  # a scale
+
+Rounding = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [R, C] -> e4m3 [R, C] and float32 scales [R, 1] whose product is x, to rounding. A row of zeros stays one."""
     wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True).div_(MOST).clamp_min_(torch.finfo(torch.float32).tiny)
+    # Not divided: by a number, torch divides on a CPU and multiplies on a GPU.
+    scale = wide.abs().amax(-1, keepdim=True).mul_(1 / MOST).clamp_min_(LEAST)
     return (wide / scale).clamp_(-MOST, MOST).to(E4M3), scale
 
 
@@ -52,34 +58,35 @@ def multiplied(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, sca
 class Fp8Weights:
     """y = x W^T."""
 
-    __slots__ = ("_product", "_scale", "_weight")
+    __slots__ = ("_product", "_rounding", "_scale", "_weight")
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, rounding: Rounding = rounded) -> None:
         """weight: bfloat16 [O, I], both multiples of ``STEP``."""
-        self._weight, self._scale = rounded(weight)
+        self._rounding = rounding
+        self._weight, self._scale = rounding(weight)
         self._product = multiplied if weight.device.type == "cuda" else specified
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """bfloat16 [T, I] -> [T, O]."""
-        return self._product(*rounded(x), self._weight, self._scale)
+        return self._product(*self._rounding(x), self._weight, self._scale)
 
 
-def with_fp8(decoder: Decoder) -> Decoder:
+def with_fp8(decoder: Decoder, rounding: Rounding = rounded) -> Decoder:
     """The decoder, with its layers in fp8. Raises ModelError."""
     check_fp8(decoder.dtype, decoder.device)
     *layers, _head = decoder.linears()
-    into_fp8(layers)
+    into_fp8(layers, rounding)
     return decoder
 
 
-def into_fp8(linears: Iterable[Linear]) -> None:
+def into_fp8(linears: Iterable[Linear], rounding: Rounding = rounded) -> None:
     """Each product in the place of its own, where it can be."""
     done = kept = 0
     for linear in linears:
         if linear.in_features % STEP or linear.out_features % STEP:
             kept += 1
         else:
-            linear.only(Fp8Weights(linear.weight()))
+            linear.only(Fp8Weights(linear.weight(), rounding))
             done += 1
     logger("engine").info("fp8", matrices=done, kept_in_bfloat16=kept)
 

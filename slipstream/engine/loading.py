@@ -44,7 +44,7 @@ from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import Team
 from slipstream.engine.ops.compiled import compiled
-from slipstream.engine.ops.fused import operations_for
+from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.observe.log import logger
 from slipstream.protocol.identity import Identity
 
@@ -122,7 +122,9 @@ def _torch_decoder(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, de
     make = partial(Decoder.from_tensors, config, tensors, dtype, device, attention=attention)
     decoder = (compiled(lambda ops: make(ops=ops), _first_rows, "model") if compile_layers
                else make(ops=operations_for(section.kernels, config, dtype, device)))
-    return with_fp8(decoder) if section.quantize == "fp8" else decoder
+    if section.quantize == "fp8":
+        return with_fp8(decoder, rounding_for(section.kernels, config, device))
+    return decoder
 
 
 def _first_rows(decoder: Decoder, rows: int) -> None:

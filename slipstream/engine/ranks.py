@@ -49,7 +49,7 @@ from slipstream.engine.int8 import EMBEDDING, HEAD, Matrix, check_floats, holds_
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import graphed, kernels_of
 from slipstream.engine.model import CausalModel, ModelConfig, Tensors, dtype_of, load_tensors, take, tell_unread
-from slipstream.engine.ops.fused import operations_for
+from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
 from slipstream.engine.orders import ForwardOrder, Group, LogitsOrder, Meeting, Order, Pipe, WarmOrder, read, written
 from slipstream.observe.log import configure, logger
@@ -116,7 +116,9 @@ def load_part(part: Part, group: Group) -> CausalModel:
         tell_unread(part.folder, unread_names(config, tensors))
     decoder = sharded_decoder(config, tensors, group, dtype, device, attention,
                               operations_for(part.section.kernels, own, dtype, device))
-    return graphed(with_fp8(decoder) if part.section.quantize == "fp8" else decoder)
+    if part.section.quantize == "fp8":
+        with_fp8(decoder, rounding_for(part.section.kernels, own, device))
+    return graphed(decoder)
 
 
 def part_config(config: ModelConfig, ranks: int) -> ModelConfig:

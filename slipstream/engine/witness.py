@@ -16,7 +16,7 @@ from slipstream.base.errors import in_a_line
 from slipstream.engine.attention import disagreement
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.model import ModelConfig, RopeScaling, dtype_of
-from slipstream.engine.ops.fused import difference, triton_operations
+from slipstream.engine.ops.fused import difference, rounding_difference, triton_operations, triton_rounding
 from slipstream.engine.proof import SAID
 
 OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]", "illegal memory access", "out of memory")
@@ -31,6 +31,8 @@ def seen(question: dict[str, Any], device: torch.device) -> str:
     try:
         if question["what"] == "attention":
             return disagreement(FlashInferAttention(config, dtype, device), config, dtype, device)
+        if question["what"] == "rounding":
+            return rounding_difference(triton_rounding(), config, device)
         return difference(triton_operations(), config, dtype, device)
     except RuntimeError as error:
         if any(word in str(error) for word in OF_THE_DEVICE):

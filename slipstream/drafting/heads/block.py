@@ -45,6 +45,7 @@ from slipstream.engine.ops.layer import (
     Rope,
     Step,
     linear,
+    norms_behind,
     rms_norm,
     rotate,
 )
@@ -142,15 +143,15 @@ class Layers(Protocol):
 class TorchBlocks:
     """The same on torch's operations: the specification."""
 
-    __slots__ = ("_attention", "_config", "_context", "_embedding", "_layers", "_lm_head", "_norm", "_pool", "_rope")
+    __slots__ = ("_attention", "_context", "_embedding", "_layers", "_lm_head", "_norms", "_pool", "_rope")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, pool: KVPool, ops: LayerOps) -> None:
-        self._embedding, self._norm = tensors["embed_tokens.weight"], tensors["norm.weight"]
-        kind, device = self._embedding.dtype, self._embedding.device
-        self._config, self._pool, self._lm_head = config, pool, Linear(tensors["lm_head.weight"])
+        self._embedding, self._pool = tensors["embed_tokens.weight"], pool
+        kind, device, self._lm_head = self._embedding.dtype, self._embedding.device, Linear(tensors["lm_head.weight"])
         self._rope, self._attention = Rope(config, kind, device), attention_for(config, kind, device)
         self._layers = [DecoderLayer(LayerWeights.read(config, tensors, f"layers.{i}", linear), ops)
                         for i in range(config.num_layers)]
+        self._norms = norms_behind(self._layers, tensors["norm.weight"])
         self._context = ContextKV(config, tensors)
 
     def linears(self) -> tuple[Linear, ...]:
@@ -163,9 +164,10 @@ class TorchBlocks:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         step, x = Step.of(batch, self._rope, self._attention), F.embedding(batch.tokens, self._embedding)
-        for number, layer in enumerate(self._layers):
-            x = layer(x, step, self._pool.kv[number])
-        return rms_norm(x, self._norm, self._config.norm_eps)
+        read = self._layers[0].read(x)
+        for layer, norm, kv in zip(self._layers, self._norms, self._pool.kv, strict=True):
+            x, read = layer(x, read, step, kv, norm)
+        return read
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self._lm_head(states).to(torch.promote_types(states.dtype, torch.float32))

@@ -42,6 +42,7 @@ from slipstream.engine.ops.layer import (
     Rope,
     Step,
     linear,
+    norms_behind,
     rms_norm,
 )
 from slipstream.engine.runner import FeatureReader, joined_states
@@ -145,6 +146,7 @@ class TorchBody:
         further = (LayerWeights.read(config, tensors, f"layers.{layer}", linear)
                    for layer in range(1, config.num_layers))
         self._layers = [DecoderLayer(weights, ops) for weights in (first, *further)]
+        self._behind = norms_behind(self._layers, None if self._norms is None else self._norms[2])
         self._lm_head = Linear(tensors["lm_head.weight"])
         self.rope = Rope(config, self._dtype, device)
         self.attention = attention_for(config, self._dtype, device)
@@ -164,20 +166,20 @@ class TorchBody:
     def run(self, step: Step, pool: KVPool, tokens: torch.Tensor, states: torch.Tensor,
             wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows that are planned; wanted: int64 [R], None for all."""
-        out, read = self._inputs(tokens, states)
-        for number, layer in enumerate(self._layers):
-            out = layer(out, step, pool.kv[number], None if number else read)
-        out = out if wanted is None else out.index_select(0, wanted)
-        normed = out if self._norms is None else rms_norm(out, self._norms[2], self._eps)
+        out, normed = self._inputs(tokens, states)
+        for layer, norm, kv in zip(self._layers, self._behind, pool.kv, strict=True):
+            out, normed = layer(out, normed, step, kv, norm)
+        if wanted is not None:
+            out, normed = out.index_select(0, wanted), normed.index_select(0, wanted)
         logits = self._lm_head(normed)
         return normed if self._norm_output else out, logits.to(torch.promote_types(self._dtype, torch.float32))
 
-    def _inputs(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """tokens [T], states [T, H] -> what the first layer adds to [T, H], and what it reads where that is another
-        thing."""
+    def _inputs(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [T], states [T, H] -> what the first layer adds to [T, H], and what it reads [T, in]."""
         token = F.embedding(tokens, self._embedding)
         if self._join is not None:
-            return self._join(torch.cat((token, state), -1)), None
+            joined = self._join(torch.cat((token, state), -1))
+            return joined, joined
         assert self._norms is not None
         of_tokens, of_states, _ = self._norms
         normed = rms_norm(state, of_states, self._eps)

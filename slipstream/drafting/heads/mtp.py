@@ -86,7 +86,12 @@ class DecoderBlocks:
     def begin(self, batch: ForwardBatch, pool: KVPool) -> Run:
         """See ``Blocks``."""
         step = Step.of(batch, self._rope, self._attention)
-        return lambda number, x: self._layers[number](x, step, pool.kv[number])
+
+        def run(number: int, x: torch.Tensor) -> torch.Tensor:
+            layer = self._layers[number]
+            return layer(x, layer.read(x), step, pool.kv[number])[0]
+
+        return run
 
 
 class MtpNetwork:

@@ -29,14 +29,15 @@ ROWS = (1, 3)  # one row is a graph of its own
 M = TypeVar("M")
 
 
-def before_attention(layer: LayerWeights[Linear], x: torch.Tensor, cos: torch.Tensor,
+def before_attention(layer: LayerWeights[Linear], read: torch.Tensor, cos: torch.Tensor,
                      sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``TORCH.before`` without its writing: queries, and KV to be written."""
-    return turned(heads_of(layer, x), layer.heads, cos, sin)
+    return turned(heads_of(layer, read), layer.heads, cos, sin)
 
 
-def after_attention(layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    return TORCH.after(layer, x, attended)
+def after_attention(layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
+                    norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return TORCH.after(layer, x, attended, norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +46,18 @@ class CompiledOps:
 
     queries: Callable[[LayerWeights[Linear], torch.Tensor, torch.Tensor, torch.Tensor],
                       tuple[torch.Tensor, torch.Tensor]]
-    rest: Callable[[LayerWeights[Linear], torch.Tensor, torch.Tensor], torch.Tensor]
+    rest: Callable[[LayerWeights[Linear], torch.Tensor, torch.Tensor, torch.Tensor | None],
+                   tuple[torch.Tensor, torch.Tensor]]
     name: str = "compiled"
 
-    def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        q, written = self.queries(layer, x, step.cos, step.sin)
+    def before(self, layer: LayerWeights[Linear], read: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        q, written = self.queries(layer, read, step.cos, step.sin)
         kv.index_copy_(0, step.slots, written)
         return q
 
-    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return self.rest(layer, x, attended)
+    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
+              norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rest(layer, x, attended, norm)
 
 
 def compiled(build: Callable[[LayerOps], M], run: Callable[[M, int], object], what: str) -> M:

@@ -1,31 +1,34 @@
-"""Which operations stand between a layer's products: kernels of our own on a GPU where Triton is, torch's elsewhere.
+"""Which operations stand between a layer's products, and which rounds for products in 8 bits: kernels of our own on a
+GPU where Triton is, torch's elsewhere.
 
 Rules:
 1. Whether is decided once, before anything is served, and the log says it. ``kernels: torch`` asks for torch's.
 2. Before kernels of our own are used, they compute a few rows of the model's own measures beside torch's: in another
-   process (``proof``), then in this one. What fails there, or differs by more than rounding, is a warning, and torch
-   computes: nobody's answers depend on a GPU that we have not seen.
+   process (``proof``), then in this one. What fails there, or differs by more than rounding (what rounds: by a bit), is
+   a warning, and torch computes: nobody's answers depend on a GPU that we have not seen.
 3. That trial also compiles them: nothing is compiled, measured or waited for afterwards, so they can be captured.
 
-They have run in Triton's interpreter and were compiled for sm_90a; they have never run on a GPU. It knows nothing about
-batches or attention.
+It knows nothing about batches or attention.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from slipstream.base.errors import in_a_line
+from slipstream.engine.fp8 import E4M3, LEAST, MOST, Rounding
+from slipstream.engine.fp8 import rounded as torch_rounded
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import TORCH, Heads, Operations, Rope, Step
-from slipstream.engine.proof import Proof, objection
+from slipstream.engine.proof import Proof, What, objection
 from slipstream.observe.log import logger
 
+KERNELS = "slipstream.engine.ops.fused_kernels"
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_WIDTH = 16_384  # of a row that one block holds
 HEAD_BLOCK = 4  # heads of one program
@@ -52,27 +55,50 @@ def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
 def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device,
                    proof: Proof = objection) -> Operations:
     """choice: one of ``native.CHOICES``. config: of the layers, or of a rank's part of them."""
-    if choice == "torch" or device.type != "cuda":
-        return TORCH
+    def tried() -> str:
+        return difference(triton_operations(), config, dtype, device)
+
+    serve = choice != "torch" and _serve("operations", "in layers", config, dtype, device, proof, tried)
+    return triton_operations() if serve else TORCH
+
+
+def rounding_for(choice: str, config: ModelConfig, device: torch.device, proof: Proof = objection) -> Rounding:
+    """As ``operations_for``: what makes e4m3 of bfloat16."""
+    def tried() -> str:
+        return rounding_difference(triton_rounding(), config, device)
+
+    serve = choice != "torch" and _serve("rounding", "to 8 bits", config, torch.bfloat16, device, proof, tried)
+    return triton_rounding() if serve else torch_rounded
+
+
+def _serve(what: What, where: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, proof: Proof,
+           tried: Callable[[], str]) -> bool:
+    """Whether kernels of our own do. tried: where they differ, in words. On a CPU nobody expects them."""
+    if device.type != "cuda":
+        return False
     log = logger("engine")
     if reason := missing(config, dtype, device):
-        log.info("torch's operations in layers", reason=reason)
-        return TORCH
+        log.info(f"torch's {what} {where}", reason=reason)
+        return False
     try:
-        found = triton_operations()
-        reason = proof("operations", config, dtype, device) or difference(found, config, dtype, device)
+        reason = proof(what, config, dtype, device) or tried()
     except Exception as error:  # compilers and drivers fail in their own ways
         reason = in_a_line(error)
     if reason:
-        log.warning("torch's operations in layers: slower", reason=reason)
-        return TORCH
-    log.info("fused operations in layers")
-    return found
+        log.warning(f"torch's {what} {where}: slower", reason=reason)
+        return False
+    log.info(f"fused {what} {where}")
+    return True
 
 
 def triton_operations() -> Operations:
     """Raises ImportError where Triton is not installed."""
-    return operations_of(importlib.import_module("slipstream.engine.ops.fused_kernels"))
+    return operations_of(importlib.import_module(KERNELS))
+
+
+def triton_rounding() -> Rounding:
+    """Raises ImportError where Triton is not installed."""
+    return _Fused(importlib.import_module(KERNELS)).rounded
 
 
 def operations_of(kernels: Any) -> Operations:
@@ -114,6 +140,13 @@ class _Fused:
         self._kernels.silu_mul[(rows, -(-width // PART_BLOCK))](gate_up, out, width, PART_BLOCK)
         return out
 
+    def rounded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.contiguous()
+        rows, width = x.shape
+        out, scales = torch.empty_like(x, dtype=E4M3), x.new_empty(rows, 1, dtype=torch.float32)
+        self._kernels.rounded[(rows,)](x, out, scales, width, MOST, LEAST, block(width), num_warps=warps(width))
+        return out, scales
+
 
 def block(width: int) -> int:
     """The power of two that holds so many numbers."""
@@ -121,7 +154,7 @@ def block(width: int) -> int:
 
 
 def warps(width: int) -> int:
-    """Of a program that holds a row: at most 32 numbers of it in each thread."""
+    """Of a program that holds a row: at most 32 numbers of it in each thread, of ``MOST_WIDTH``."""
     return min(16, max(4, block(width) // 512))
 
 
@@ -163,3 +196,30 @@ def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, de
                     for some, kv in zip((operations, TORCH), pools, strict=True))
     yield "queries", found, right
     yield "KV", pools[0], pools[1]
+
+
+@torch.inference_mode()
+def rounding_difference(rounding: Rounding, config: ModelConfig, device: torch.device) -> str:
+    """As ``difference``, of rows as wide as those that such layers multiply."""
+    for width in sorted({config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size}):
+        for what, found, right in rounded_rows(rounding, width, device):
+            if not torch.equal(found, right):
+                return f"{what} of {width} columns are not what torch computes"
+    return ""
+
+
+def rounded_rows(rounding: Rounding, width: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor,
+                                                                                         torch.Tensor]]:
+    """Bits of random rows from very small numbers to very large ones, of zeros, and of those that lie halfway between
+    two of e4m3: what they are, theirs, torch's."""
+    dice = torch.Generator().manual_seed(width)
+    rows = torch.randn((9, width), generator=dice) * torch.logspace(-38, 36, 9)[:, None]
+    rows[1] = 0
+    halves = torch.arange(-MOST, MOST + 1).repeat(-(-width // 897))[:width]
+    halves[0] = MOST
+    x = torch.cat((rows, halves[None], halves[None] / 2**13)).to(device, torch.bfloat16)
+    x[-1, 0] = MOST
+    for (found, found_scale), (right, right_scale) in zip(
+            (rounding(some) for some in (x, x[3:4])), (torch_rounded(some) for some in (x, x[3:4])), strict=True):
+        yield "numbers", found.view(torch.uint8), right.view(torch.uint8)
+        yield "scales", found_scale.view(torch.int32), right_scale.view(torch.int32)

@@ -1,4 +1,4 @@
-"""Kernels in Triton of what stands between a layer's products on a GPU.
+"""Kernels in Triton of what stands between a layer's products on a GPU, and of what rounds for products in 8 bits.
 
 Rules:
 1. Each rounds where torch's operations round: what those would store, it stores, or takes for stored. Only the order of
@@ -73,3 +73,18 @@ def silu_mul(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.
     up = tl.load(gate_up + 2 * row + WIDTH + at, inside, 0.0).to(tl.float32)
     stored = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)
     tl.store(out + row + at, (stored.to(tl.float32) * up).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def rounded(x: tl.tensor, out: tl.tensor, scales: tl.tensor, WIDTH: tl.constexpr, MOST: tl.constexpr,
+            LEAST: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """One row of ``x`` [T, WIDTH] -> e4m3 ``out`` [T, WIDTH], which ends at MOST, and its own float32 scale, at least
+    LEAST, in ``scales`` [T]."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    wide = tl.load(x + row * WIDTH + at, inside, 0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), 0) * (1.0 / MOST), LEAST)
+    near = tl.clamp(tl.div_rn(wide, scale), -MOST, MOST, tl.PropagateNan.ALL)
+    tl.store(out + row * WIDTH + at, near.to(out.dtype.element_ty), inside)
+    tl.store(scales + row, scale)

@@ -5,8 +5,8 @@ Rules:
 1. ``TORCH`` says what operations compute; others compute the same and round where it does. float64 stays float64
    throughout: a model in float64 gives the same choice whatever batch a row stands in.
 2. Weights that are read together are one matrix: q, k, v; gate and up.
-3. A layer may read more than its residual stream, and may leave its input's norm to whoever feeds it: draft heads are
-   such layers.
+3. A layer reads what whoever feeds it has normed, which may be more than its residual stream: draft heads are such
+   layers. It is told the norm behind it, so that its last sum and that norm are one operation.
 4. What changes between layers is an argument. No shape but the number of rows T depends on the batch.
 5. Rotary positions are in the half-split layout of transformers, angles in float32 as there. What depends only on
    positions is computed once a forward, not once a layer.
@@ -17,7 +17,7 @@ It knows nothing about whole models, pools or how a batch attends. Dimension key
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -175,7 +175,7 @@ class LayerWeights(Generic[P]):
     """P: what a product is for those that run it."""
 
     heads: Heads
-    norm: torch.Tensor | None  # [in]; None: what comes in is read as it is
+    norm: torch.Tensor | None  # [in] of what comes in, which whoever feeds it applies; None: it is read as it is
     qkv: P  # [(Q + 2 G) D, in]
     o: P  # [H, Q * D]
     post_norm: torch.Tensor  # [H]
@@ -255,12 +255,14 @@ class LayerOps(Protocol):
         """Others may round otherwise."""
         ...
 
-    def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> rotated queries [T, Q, D]; KV is written at the step's slots of kv [S, 2, G, D]."""
+    def before(self, layer: LayerWeights[Linear], read: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        """read [T, in], normed -> rotated queries [T, Q, D]; KV is written at the step's slots of kv [S, 2, G, D]."""
         ...
 
-    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Residual stream x [T, H] and what attention gave [T, Q * D] -> [T, H]."""
+    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
+              norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Residual stream x [T, H] and what attention gave [T, Q * D] -> the stream behind the layer [T, H], and its
+        norm with weight ``norm`` [H]; None: the stream again."""
         ...
 
 
@@ -277,11 +279,20 @@ class DecoderLayer:
         weights = self.weights
         return weights.qkv, weights.o, weights.gate_up, weights.down
 
-    def __call__(self, x: torch.Tensor, step: Step, kv: torch.Tensor, read: torch.Tensor | None = None) -> torch.Tensor:
-        """Residual stream x [T, H] -> [T, H]; one layer's kv [S, 2, G, D] is written at the step's slots. read [T, in]:
-        what attention reads in the place of x."""
-        q = self._ops.before(self.weights, x if read is None else read, step, kv)
-        return self._ops.after(self.weights, x, step.attend(q, kv))
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """What it reads of a stream [T, in] that no layer has normed."""
+        return x if self.weights.norm is None else rms_norm(x, self.weights.norm, self.weights.heads.eps)
+
+    def __call__(self, x: torch.Tensor, read: torch.Tensor, step: Step, kv: torch.Tensor,
+                 norm: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Residual stream x [T, H] and what attention reads [T, in] -> as ``LayerOps.after``; one layer's
+        kv [S, 2, G, D] is written at the step's slots."""
+        return self._ops.after(self.weights, x, step.attend(self._ops.before(self.weights, read, step, kv), kv), norm)
+
+
+def norms_behind(layers: Sequence[DecoderLayer], last: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Of each layer that which the next one reads by; ``last`` behind all."""
+    return [*(layer.weights.norm for layer in layers[1:]), last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,19 +306,23 @@ class Operations:
     silu_mul: Callable[[torch.Tensor], torch.Tensor]  # [T, 2 I] -> [T, I]: silu of the first half times the second
     name: str
 
-    def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        return self.place(heads_of(layer, x), layer.heads, step, kv)
+    def before(self, layer: LayerWeights[Linear], read: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        return self.place(heads_of(layer, read), layer.heads, step, kv)
 
-    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
+              norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x, normed = self.add_norm(x, layer.o(attended), layer.post_norm, layer.heads.eps)
-        return x + layer.down(self.silu_mul(layer.gate_up(normed)))
+        added = layer.down(self.silu_mul(layer.gate_up(normed)))
+        if norm is not None:
+            return self.add_norm(x, added, norm, layer.heads.eps)
+        x = x + added
+        return x, x
 
 
-def heads_of(layer: LayerWeights[Linear], x: torch.Tensor) -> torch.Tensor:
-    """x [T, in], normed unless the layer has no norm -> queries, keys and values [T, Q + 2 G, D]."""
+def heads_of(layer: LayerWeights[Linear], read: torch.Tensor) -> torch.Tensor:
+    """read [T, in], normed -> queries, keys and values [T, Q + 2 G, D]."""
     heads = layer.heads
-    rows = layer.qkv(x if layer.norm is None else rms_norm(x, layer.norm, heads.eps))
-    return rows.view(x.shape[0], heads.queries + 2 * heads.kv, heads.size)
+    return layer.qkv(read).view(read.shape[0], heads.queries + 2 * heads.kv, heads.size)
 
 
 def turned(rows: torch.Tensor, heads: Heads, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
