@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draft_service.worker import DraftWorker
+from draft_service.worker import CPU, DraftWorker
 from slipstream.base.config import Config
 from slipstream.drafting import Drafter, create
+from slipstream.engine.model import device_of
 from slipstream.engine.runner import cores
 from slipstream.models.folder import made_for, resolve, settled_draft, tokenizer_hash
 from slipstream.observe.log import logger
@@ -44,7 +45,8 @@ def build(config: Config) -> Draft:
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
     return assemble(drafter, digest, LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"),
                     spans=spans_of(config.log, "draft"),
-                    made_for=made_for(resolve(section.model)) if section.model else "")
+                    made_for=made_for(resolve(section.model)) if section.model else "",
+                    device=CPU if section.drafter == "ngram" else device_of(section.device))
 
 
 def rehearse(drafter: Drafter, nodes: int) -> None:
@@ -69,10 +71,12 @@ def rehearse(drafter: Drafter, nodes: int) -> None:
 
 
 def assemble(drafter: Drafter, digest: str, lease_s: float, run_ahead: int = 0, trace: Trace | None = None,
-             clock: Callable[[], float] = time.monotonic, spans: Spans | None = None, made_for: str = "") -> Draft:
+             clock: Callable[[], float] = time.monotonic, spans: Spans | None = None, made_for: str = "",
+             device: torch.device = CPU) -> Draft:
     """A draft around any drafter. ``digest``: the tokenizer hash that targets must have, "" for any; ``made_for``: see
-    ``DraftHello``."""
+    ``DraftHello``; ``device``: the drafter's."""
     metrics = DraftMetrics(drafter.name)
     logger("draft").info("drafter ready", drafter=drafter.name, reads_features=drafter.features is not None,
                          max_sessions=drafter.max_sessions)
-    return Draft(DraftWorker(drafter, digest, lease_s, metrics, clock, run_ahead, trace, spans, made_for), metrics)
+    worker = DraftWorker(drafter, digest, lease_s, metrics, clock, run_ahead, trace, spans, made_for, device)
+    return Draft(worker, metrics)

@@ -49,6 +49,7 @@ import torch
 from slipstream.base.errors import RemoteProtocolError, SlipstreamError
 from slipstream.drafting import Drafter
 from slipstream.drafting.tree import GrowingTree
+from slipstream.engine.runner import stream_of_its_own
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Span, Spans
@@ -74,6 +75,7 @@ from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.session import DraftEvent, DraftSide
 from slipstream.protocol.tree import MAX_HELD
 
+CPU = torch.device("cpu")
 ROUND = 16_384  # tokens of one target
 RESTS = 0.5  # share of the time
 MOST_ITEMS, MOST_BYTES = 4096, 64 << 20  # that wait
@@ -292,10 +294,11 @@ class DraftWorker:
 
     def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, metrics: DraftMetrics,
                  clock: Callable[[], float] = time.monotonic, run_ahead: int = 0,
-                 trace: Trace | None = None, spans: Spans | None = None, made_for: str = "") -> None:
+                 trace: Trace | None = None, spans: Spans | None = None, made_for: str = "",
+                 device: torch.device = CPU) -> None:
         """``run_ahead``: nodes beyond those that a target would verify next; 0: one growth a commit. ``made_for``: see
-        ``DraftHello``."""
-        self._drafter = drafter
+        ``DraftHello``. ``device``: the drafter's."""
+        self._drafter, self._device = drafter, device
         self._tokenizer_hash = tokenizer_hash
         self._lease_s = lease_s
         self._metrics = metrics
@@ -359,8 +362,9 @@ class DraftWorker:
         return 0.0 if hungry else self._intake.rests_s()
 
     def _run(self) -> None:
-        while self.turn():
-            self._engine.pulse.beaten_s = self.vitals.clock()
+        with stream_of_its_own(self._device):
+            while self.turn():
+                self._engine.pulse.beaten_s = self.vitals.clock()
 
     def turn(self, block: bool = True) -> bool:
         """Wait for something to come (or for a lease to end), and do it; with nothing there, grow on where that pays.

@@ -59,7 +59,7 @@ async def _asked(given: Given, config: Config, count: int, prompt: int, answer: 
                                      lambda: [link.status() for link in links])
     network, levels = head_of(given, config.draft.growth, count * WINDOW)
     drafter = NeuralDrafter("eagle3", network, config.draft.growth, count, WINDOW // 2, levels)
-    draft = assemble_draft(drafter, "", LEASE_S)
+    draft = assemble_draft(drafter, "", LEASE_S, device=given.device)
     links.append(LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair))
     draft.worker.start()
     target.worker.start()

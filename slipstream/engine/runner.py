@@ -23,9 +23,10 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -90,6 +91,12 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     if (limited := limited_memory()) is not None:
         free, total = min(free, limited[0]), min(total, limited[1])
     return free, total
+
+
+def stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
+    """In it this thread's work on a GPU does not stand in line behind that of other threads."""
+    cuda: Any = torch.cuda
+    return torch.cuda.stream(cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def cores(group: Path = CGROUP) -> int:
