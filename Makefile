@@ -141,12 +141,13 @@ bench-floods: setup  ## what a peer costs that floods: a draft against a target,
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,PYTHONPATH=build/gpu-bundle/site python3)
 
 gpu:  ## is the engine right on a GPU, and how fast is it? (STAGES="info decode" ARGS="--out folder --model smollm2-135m"; no network)
-	@if [ -f build/gpu-bundle.tar.gz ] && [ ! -d build/gpu-bundle ]; then tar xzf build/gpu-bundle.tar.gz; fi
-	@if [ -f build/gpu-bundle/flashinfer.tar.gz ] && [ ! -d build/gpu-bundle/site/flashinfer ]; then \
-		tar xzf build/gpu-bundle/flashinfer.tar.gz -C build/gpu-bundle/site; fi
+	@if [ -f build/gpu-bundle.tar.xz ] && [ ! -d build/gpu-bundle ]; then \
+		python3 -m tarfile --filter data -e build/gpu-bundle.tar.xz .; fi
+	@if [ -f build/gpu-bundle/flashinfer.tar ] && [ ! -d build/gpu-bundle/site/flashinfer ]; then \
+		tar xf build/gpu-bundle/flashinfer.tar -C build/gpu-bundle/site; fi
 	export FLASHINFER_DISABLE_JIT=$${FLASHINFER_DISABLE_JIT-1}; $(GPU_PYTHON) -m bench.gpu $(if $(STAGES),--stages "$(STAGES)") $(ARGS)
 
-gpu-bundle: .venv/.project  ## what `make gpu` needs on a machine that has torch and no network, in build/gpu-bundle.tar.gz (ARGS="--flashinfer": prebuilt kernels too; ARGS=--rehearse: unpacked and run here)
+gpu-bundle: .venv/.project  ## what `make gpu` needs on a machine that has torch and no network, in build/gpu-bundle.tar.xz (ARGS="--flashinfer": prebuilt kernels too; ARGS=--rehearse: unpacked and run here)
 	$(BIN)/python -m deploy.bundle $(ARGS)
 
 walk: setup  ## files entered and Python calls of a round, and of a request until its first event (ARGS=--calls: functions)

@@ -85,7 +85,7 @@ def fetch(requirements: Sequence[str], site: Path, python: str = "3.12") -> None
 
 
 def build(folder: Path) -> Path:
-    """The archive ``flashinfer.tar.gz`` in ``folder``: a slim package with prebuilt kernels."""
+    """The archive ``flashinfer.tar`` in ``folder``: a slim package with prebuilt kernels."""
     if shutil.which("nvcc") is None or shutil.which("ninja") is None:
         raise SystemExit("nvcc of CUDA 13 and ninja must be on PATH: kernels are compiled here for a GPU elsewhere")
     builder = folder.with_name("gpu-kernels").resolve()  # what travels is in the folder, and this is not
@@ -102,10 +102,11 @@ def build(folder: Path) -> Path:
     world = [f"PYTHONPATH={Path.cwd()}:{builder}", f"FLASHINFER_CUDA_ARCH_LIST={ARCHITECTURE}",
              f"FLASHINFER_WORKSPACE_BASE={builder / 'cache'}",
              f"FLASHINFER_EXTRA_LDFLAGS=-L{names} -Wl,--no-as-needed -lcudart"]
+    shutil.rmtree(builder / "aot", ignore_errors=True)  # of other kernels
     for head_dim in HEAD_DIMS:
         subprocess.run(["env", *world, sys.executable, "-m", "deploy.bundle", "--compile", str(head_dim),
                         str(builder / "aot")], check=True)
-    archive = _pack(builder, folder / "flashinfer.tar.gz")
+    archive = _pack(builder, folder / "flashinfer.tar")
     with tempfile.TemporaryDirectory() as place, tarfile.open(archive) as packed:
         packed.extractall(place, filter="data")
         bare = ["PATH=/nowhere", "FLASHINFER_DISABLE_JIT=1", f"FLASHINFER_CUDA_ARCH_LIST={ARCHITECTURE}",
@@ -129,7 +130,7 @@ def wanted(package: Path) -> Iterator[Path]:
 
 def _pack(builder: Path, archive: Path) -> Path:
     package = builder / "flashinfer"
-    with tarfile.open(archive, "w:gz") as out:
+    with tarfile.open(archive, "w") as out:
         for path in wanted(package):
             out.add(package / path, Path("flashinfer") / path)
         for library in sorted((builder / "aot").glob("*.so")):
@@ -141,8 +142,8 @@ def _compiled(head_dim: int, into: Path) -> None:
     """One kernel, in an environment that ``build`` has made."""
     into.mkdir(exist_ok=True)
     library = prebuild(torch.bfloat16, head_dim)
-    if f"-arch {TARGET} ".encode() not in library.read_bytes():
-        raise SystemExit(f"{library}: nothing in it is for {TARGET}")
+    if f"code={TARGET}" not in library.with_name("build.ninja").read_text(encoding="utf-8"):  # code itself is packed
+        raise SystemExit(f"{library}: it was not compiled for {TARGET}")
     shutil.copy(library, into)
     print(f"{library.name}: compiled for {TARGET}, {library.stat().st_size / 2**20:.1f} MiB")
 
@@ -159,7 +160,7 @@ def _loaded(head_dim: int, runtime: Path) -> None:
 def pack(folder: Path, made: Path, archive: Path, most: int = MOST_BYTES) -> Path:
     """One archive of ``folder`` and what is made from proto, as they lie in the root of a checkout. Raises SystemExit
     where it is larger than ``most`` bytes."""
-    with tarfile.open(archive, "w:gz") as out:
+    with tarfile.open(archive, "w:xz") as out:
         out.add(folder, FOLDER)
         for file in sorted(made.glob("*.py")):
             out.add(file, MADE / file.name)
@@ -234,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             known = KNOWN[ModelSection().path]
             (site / known.package).mkdir(exist_ok=True)
             shutil.copy(packaged_file(known), site / known.package / known.file)
-        archive = folder.with_name("gpu-bundle.tar.gz")
+        archive = folder.with_name("gpu-bundle.tar.xz")
         pack(folder, MADE, archive, sys.maxsize if options.model else MOST_BYTES)  # a model travels another way
         if options.rehearse is not None:
             names = options.rehearse or " ".join(name for name in STAGES if name != "suite")

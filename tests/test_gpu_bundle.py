@@ -64,11 +64,11 @@ def test_one_archive_holds_all_and_no_more_than_can_travel(tmp_path: Path) -> No
     for name in ("bundle/site/package/a.py", "made/common_pb2.py", "made/common_pb2.pyi"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1")
-    with tarfile.open(pack(tmp_path / "bundle", tmp_path / "made", tmp_path / "all.tar.gz")) as packed:
+    with tarfile.open(pack(tmp_path / "bundle", tmp_path / "made", tmp_path / "all.tar.xz")) as packed:
         files = {member.name for member in packed if member.isfile()}
     assert files == {"build/gpu-bundle/site/package/a.py", "slipstream/v1/common_pb2.py"}
     with pytest.raises(SystemExit, match="can travel"):
-        pack(tmp_path / "bundle", tmp_path / "made", tmp_path / "all.tar.gz", 10)
+        pack(tmp_path / "bundle", tmp_path / "made", tmp_path / "all.tar.xz", 10)
 
 
 def test_what_is_expected_there_brings_what_it_needs() -> None:
