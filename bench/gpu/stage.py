@@ -27,6 +27,8 @@ from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import missing as no_triton
 from slipstream.engine.ops.fused import triton_operations
 from slipstream.engine.ops.layer import TORCH, Operations
+from slipstream.engine.ops.races import DeviceRace, race_kernels
+from slipstream.engine.ops.races import missing as no_race
 from slipstream.engine.proof import What
 
 
@@ -91,6 +93,15 @@ def fused(device: torch.device) -> Operations:
     if reason := no_triton(config_of(LLAMA_8B), torch.bfloat16, device):
         raise RuntimeError(f"fused operations: {reason}")
     return triton_operations()
+
+
+def raced(device: torch.device, width: int, vocabulary: torch.Tensor | None = None) -> DeviceRace | None:
+    """Of logits of so many columns, on a GPU; None elsewhere. Raises RuntimeError where a GPU has no Triton."""
+    if device.type != "cuda":
+        return None
+    if reason := no_race(device):
+        raise RuntimeError(f"kernels that choose: {reason}")
+    return DeviceRace(race_kernels(), width, vocabulary)
 
 
 def pool_for(model: CausalModel, slots: int) -> KVPool:
