@@ -19,8 +19,17 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime import interpreter
 from triton.runtime.jit import create_function_from_signature
 
+from bench.gpu.pace import Grower
+from bench.gpu.shapes import TINY, config_of, random_head
+from slipstream.base.config import GrowthSection
 from slipstream.choosing.noise import noise, row_keys
 from slipstream.choosing.sampling import ChoiceRows, choose, rank, ranked
+from slipstream.drafting.graph import GraphLevels, spare_slots
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.network import some_tokens
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.engine.attention import TorchAttention
+from slipstream.engine.graphs import capture_eager
 from slipstream.engine.ops import race_kernels
 from slipstream.engine.ops.races import MOST, PART, DeviceRace, difference, plain_rows, takes, trial
 from slipstream.protocol.requests import Sampling
@@ -157,6 +166,22 @@ def no_children() -> None:
     assert int(ids.min()) >= 0 and int(ids.max()) < PART + 9
 
 
+def trees() -> None:
+    """Of a head, grown at once: the same nodes by kernels and by torch."""
+    growth, config = GrowthSection(num_steps=4, topk=3, num_draft_tokens=20), config_of(TINY)
+    found, spare = list[object](), spare_slots(3, 3)
+    for draft_vocab in (config.vocab_size // 2, config.vocab_size):
+        head = random_head(config, draft_vocab, torch.bfloat16, CPU)
+        vocabulary = some_tokens(head.vocabulary, config.vocab_size, CPU)
+        for race in (None, race_of(draft_vocab, vocabulary)):
+            network = EagleNetwork(head, "bfloat16", CPU, 600, True, spare_slots=spare, race=race)
+            levels = GraphLevels(network, TorchAttention(config, torch.bfloat16), 3, 3, capture_eager)
+            grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=levels))
+            found.append([grower() for _ in range(2)])
+            assert len(levels.loops()) == 1
+    assert found[0] == found[1] and found[2] == found[3], SEED
+
+
 def interpreted() -> str:
     interpreter._patch_lang_tensor = with_index
     with np.errstate(all="ignore"):
@@ -164,6 +189,7 @@ def interpreted() -> str:
         scores()
         company()
         no_children()
+        trees()
         assert trial(2 * PART + 3, CPU) == "" and difference(race_of(7), CPU) == ""
         return f"{choices(200)} rows raced and {greedy(40)} children compared"
 

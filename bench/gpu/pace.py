@@ -41,6 +41,7 @@ from slipstream.base.config import GrowthSection
 from slipstream.choosing.sampling import choose
 from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.network import some_tokens
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.attention import Attention
 from slipstream.engine.decoder import Decoder
@@ -49,7 +50,7 @@ from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerOps, LayerWeights, Rope, Step, linear
-from slipstream.engine.ops.races import takes
+from slipstream.engine.ops.races import race_for, takes
 from slipstream.protocol.messages import Commit, Features, Open
 from slipstream.protocol.requests import Sampling
 
@@ -84,9 +85,11 @@ def head_of(given: Given, growth: GrowthSection, slots: int) -> tuple[EagleNetwo
     """An EAGLE-3 head for it with random weights, and its levels captured."""
     head = random_head(given.config, given.draft_vocab, torch.bfloat16, given.device)
     levels = growth.num_steps - 1
+    vocabulary = some_tokens(head.vocabulary, head.config.vocab_size, given.device)
+    race = race_for("auto", head.config, given.device, vocabulary, untried)
     network = EagleNetwork(head, "bfloat16", given.device, slots, True,
                            operations_for("auto", head.config, torch.bfloat16, given.device, untried),
-                           spare_slots=spare_slots(growth.topk, levels))
+                           spare_slots=spare_slots(growth.topk, levels), race=race)
     return network, GraphLevels(network, paged(given, head.config), growth.topk, levels, capture_of(given))
 
 

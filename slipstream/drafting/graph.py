@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import in_a_line
-from slipstream.choosing.sampling import ChoiceRows, rank
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import MOST_SESSIONS
 from slipstream.engine.attention import PagedAttention, PagePlan, PageTensors
@@ -31,7 +30,6 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
 from slipstream.observe.log import logger
-from slipstream.protocol.requests import Sampling
 
 Indices = NDArray[np.int64]
 SESSIONS = (1, 2, 4, MOST_SESSIONS)
@@ -117,7 +115,7 @@ class GraphLevels:
         network = self._network
         out = network.forward(builder.build(network.device, torch.cat([seed.states for seed in seeds])))
         assert out.states is not None
-        tokens, scores = (found.cpu() for found in _children(out.logits, topk, network.vocabulary))
+        tokens, scores = (found.cpu() for found in network.children(out.logits, topk))
         return [Root(np.concatenate((seed.context, seed.slots[: len(seed.tokens)])), seed.position + len(seed.tokens),
                      tokens[place], scores[place], out.states[place], seed.slots[len(seed.tokens) :])
                 for place, seed in enumerate(seeds)]
@@ -215,7 +213,7 @@ class LevelLoop:
             self._pages[level].words.copy_(words.reshape(-1))
             out = self._network.level(tokens, positions + level, slots[level], states, self._attends[level])
             assert out.states is not None
-            ids, scores = _children(out.logits, k, self._network.vocabulary)
+            ids, scores = self._network.children(out.logits, k)
             self._found[0, level].copy_(ids.view(b, -1))
             self._found[1, level].copy_(scores.view(torch.int64).view(b, -1))
             self._states[level].copy_(out.states)
@@ -229,14 +227,6 @@ class LevelLoop:
             words = words.gather(1, parents) | self._bits[level + 1]
             rows = parents + k * torch.arange(b, device=parents.device)[:, None]
             states = out.states.index_select(0, rows.view(-1))
-
-
-def _children(logits: torch.Tensor, k: int, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row, the k best: ids int64 [T, k], and their log scores float64 [T, k], which are at most 0."""
-    count = logits.shape[0]
-    ids, scores = rank(logits, ChoiceRows(Sampling(), range(count), [0] * count, [0] * count, None, [()] * count), k,
-                       vocabulary)
-    return ids.contiguous(), scores.double().clamp(max=0.0).contiguous()
 
 
 def _plan(contexts: Sequence[Indices], slots: Indices, k: int, level: int) -> PagePlan:

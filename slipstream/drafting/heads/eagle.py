@@ -44,7 +44,7 @@ from slipstream.engine.ops.layer import (
     linear,
     rms_norm,
 )
-from slipstream.engine.ops.races import DeviceRace
+from slipstream.engine.ops.races import DeviceRace, children
 from slipstream.engine.runner import FeatureReader, joined_states
 from slipstream.protocol.messages import FeatureSpec
 
@@ -79,6 +79,7 @@ class EagleNetwork:
         self._config, self._dtype = config, kind
         self.native: NativeDraft | None = None  # kernels of our own compute
         self.race: Race | None = race
+        self._ranks = race
         self.torch: TorchBody | None = None  # torch does
 
         def native(team: Team) -> Forward:
@@ -114,6 +115,10 @@ class EagleNetwork:
     def state_type(self) -> tuple[int, torch.dtype]:
         """Width and dtype of a row's state."""
         return self._config.hidden_size, self._dtype
+
+    def children(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``races.children``."""
+        return children(logits, k, self.vocabulary) if self._ranks is None else self._ranks.children(logits, k)
 
     def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
               attend: Attend) -> Output:

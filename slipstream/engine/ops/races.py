@@ -117,11 +117,9 @@ class DeviceRace:
         return Winners(tokens.ravel().tolist(), scores.ravel().tolist(), known.tolist())
 
     def children(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``rank`` of greedy rows that nothing changes, left where they are: ids int64 [R, k], scores float64 [R, k].
-        It can be captured."""
+        """As ``children`` does it, of the race's own vocabulary."""
         if k + RUNNERS_UP > MOST or logits.dtype != torch.float32:
-            ids, scores = rank(logits, plain_rows(len(logits)), k, self.vocabulary)
-            return ids.contiguous(), scores.double().contiguous()
+            return children(logits, k, self.vocabulary)
         found = self._found(logits, None, len(logits), min(k + RUNNERS_UP, self.width), k)
         return found[0], found[1].view(torch.float64)
 
@@ -148,6 +146,13 @@ def _asked(sessions: Sequence[ChoiceRows]) -> NDArray[np.int64]:
                     [position for s in sessions for position in s.positions], CPU)
     heats = np.array([max(s.sampling.temperature, COLDEST) for s in sessions for _ in s.rows])
     return np.stack((keys.numpy(), heats.view(np.int64), np.array([row for s in sessions for row in s.rows])), 1)
+
+
+def children(logits: torch.Tensor, k: int, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row, which is greedy and adjusted by nothing, the k best: ids int64 [R, k], and their log scores float64
+    [R, k], which are at most 0. Nobody waits for them, so a graph may hold it."""
+    ids, scores = rank(logits, plain_rows(len(logits)), k, vocabulary)
+    return ids.contiguous(), scores.double().clamp(max=0.0).contiguous()
 
 
 def plain_rows(count: int) -> ChoiceRows:
