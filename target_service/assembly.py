@@ -20,6 +20,7 @@ from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, identity_of, load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
+from slipstream.engine.ops.races import race_for
 from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import PROFILE_CONTEXT, TYPICAL_CONTEXT, Memory, ModelRunner, cores, default_slots
 from slipstream.grammar.compiling import Vocabulary
@@ -91,7 +92,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     its weights, "" where it has none. ``grammars``: None where answers are bound to none."""
     shape = model.config
     max_context = min(config.target.max_context or shape.max_context, shape.max_context)
-    runner = _runner(config.target, model, max_context)
+    runner = _runner(config, model, max_context)
     costs = StepCosts(runner.profile())
     metrics = TargetMetrics(name)
     trace = Trace(config.log.trace, "target")
@@ -119,14 +120,15 @@ def grammars(folder: Path, vocab_size: int) -> Grammars | None:
         return None
 
 
-def _runner(config: TargetSection, model: CausalModel, max_context: int) -> ModelRunner:
-    slots = slots_for(config, model, max_context)
+def _runner(config: Config, model: CausalModel, max_context: int) -> ModelRunner:
+    slots = slots_for(config.target, model, max_context)
+    race = race_for(config.model.kernels, model.config, model.device)
     if not isinstance(model, GraphedDecoder | RankedModel):
-        return ModelRunner(model, slots)
-    runner = ModelRunner(model, slots, model.spare_slots)
+        return ModelRunner(model, slots, race=race)
+    runner = ModelRunner(model, slots, model.spare_slots, race)
     # Two segments of each: a prompt's last rows, and the root behind them.
     if model.spare_slots:
-        logger("target").info("graphs captured", count=model.warm(runner.pool, 2 * config.max_sessions))
+        logger("target").info("graphs captured", count=model.warm(runner.pool, 2 * config.target.max_sessions))
     return runner
 
 

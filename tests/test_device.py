@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from bench.gpu.shapes import LLAMA_8B, SMALL, TINY, Fields, config_of, decoder_shapes, random_tensors, write_folder
-from bench.gpu.stage import Given, capture_of, fused, fused_rounding, paged
+from bench.gpu.stage import Given, capture_of, fused, fused_rounding, paged, raced
+from bench.inputs import choice_rows, zipf_logits
 from slipstream.base.config import ModelSection
+from slipstream.choosing.sampling import choose
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
@@ -25,9 +27,12 @@ from slipstream.engine.fp8 import multiplied, rounded, specified, with_fp8
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.model import CausalModel
+from slipstream.engine.ops import races
 from slipstream.engine.ops.fused import ROUNDINGS, compared, operations_for, rounded_rows, rounding_for
 from slipstream.engine.ranks import ranked_model
+from slipstream.protocol.requests import Sampling
 from tests.on_device import CONTEXT, LENGTHS, TREES, Spoiling, Subject, mixed, relative, scripted, sweep
+from tests.test_device_races import Specified
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIMITS = {"float32": 1e-4, "bfloat16": 1e-1}
@@ -45,6 +50,7 @@ FUSED: dict[str, Fields] = {
 }
 PRODUCTS = (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336))  # of an 8B Llama
 WIDTHS = (16, 4096, 14_336, 28_672)
+COLUMNS = {"of a model": (128_256, 1), "of a head": (32_000, 4)}  # how many, and tokens to each
 FP8_LIMIT = 5e-2  # sums of a GPU's fp8 are rounded on the way
 FP8_GRAPH_LIMIT = 3e-1  # one bit of bfloat16 takes some numbers to the next of e4m3, which is up to an eighth away
 
@@ -165,6 +171,36 @@ def test_rounding_to_8_bits_is_torchs(device: torch.device, columns: int) -> Non
         differ += int((found != right).sum())
     told(f"rounding to 8 bits, {columns} columns: other bits", differ, "numbers")
     assert not differ
+
+
+def race_of(device: torch.device, whose: str) -> races.DeviceRace | Specified:
+    width, each = COLUMNS[whose] if full(device) else (300, COLUMNS[whose][1])
+    vocabulary = None if each == 1 else each * torch.arange(width, device=device) + 1
+    return raced(device, width, vocabulary) or Specified(width, vocabulary)
+
+
+@pytest.mark.parametrize("whose", COLUMNS)
+def test_kernels_choose_what_torch_does(device: torch.device, whose: str) -> None:
+    race = race_of(device, whose)
+    for rows in (1, 9, 64) if full(device) else (1, 9):
+        for what, found, right in races.compared(race, device, rows):
+            off = float((found - right).abs().nan_to_num(nan=torch.inf).max())
+            told(f"{what}, {rows} rows {whose}: largest difference", off, "")
+            assert off <= races.NEAR
+
+
+def test_a_choice_by_kernels_does_not_heed_its_company(device: torch.device) -> None:
+    """Sampled rows as a model's, each alone and among others, some of which kernels leave."""
+    race, count = race_of(device, "of a model"), MOST_ROWS if full(device) else 6
+    logits = zipf_logits(count, race.width).to(device)
+    logits[1, 7], logits[2] = torch.nan, -torch.inf
+    drawn, filtered = (choice_rows(Sampling(temperature=0.8, top_p=top_p, seed=5), count // 2, 2)[part]
+                       for part, top_p in enumerate((1.0, 0.9)))
+    together = choose(logits, [drawn, filtered], None, race)
+    assert together == choose(logits, [drawn, filtered]) and together[2] == 0
+    for row in drawn.rows:
+        alone = replace(drawn.part(slice(row, row + 1)), rows=range(1))
+        assert choose(logits[row : row + 1], [alone], None, race) == together[row : row + 1]
 
 
 @pytest.mark.parametrize(("name", "rows", "columns"), PRODUCTS)

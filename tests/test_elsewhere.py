@@ -207,7 +207,7 @@ def test_rows_of_a_head(kind: str, request: pytest.FixtureRequest) -> None:
 def test_levels_of_a_captured_tree(request: pytest.FixtureRequest) -> None:
     network, shape = EagleNetwork(eagle(False), "bfloat16", THERE, SLOTS, spare_slots=SPARE), Shape(2, 4, 3)
     request.getfixturevalue("elsewhere")
-    loop = TreeLoop(network, Listed(), shape, captured)
+    loop = TreeLoop(network, Listed(), shape, False, captured)
     assert {buffer.device for buffer in loop.buffers()} == {THERE}
 
 

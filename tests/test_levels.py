@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from slipstream.base.config import GrowthSection
+from slipstream.choosing.noise import noise
 from slipstream.drafting.graph import SESSIONS, GraphLevels, spare_slots
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.graphs import Capture, CudaCapture, Replay, capture_eager
+from slipstream.engine.ops.races import DeviceRace
 from slipstream.protocol.messages import Growth
+from slipstream.protocol.requests import Sampling
 from tests.both import MIXED, Both
 from tests.eagle_folder import write_eagle_folder
 from tests.pretended import GPU, pretended
@@ -23,6 +26,7 @@ from tests.test_pretended import LaunchedPages
 from tests.tiny import VOCAB, write_tiny_model
 
 CPU = torch.device("cpu")
+FILTERED = Sampling(temperature=0.8, top_p=0.9, seed=4)
 SHAPES = [(4, 4), (2, 3), (1, 5), (3, 2)]  # topk, num_steps
 
 
@@ -32,13 +36,29 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> EagleHead:
     return read_head(write_eagle_folder(folder / "head"), write_tiny_model(folder / "target", num_hidden_layers=8))
 
 
+class Drawing(DeviceRace):
+    """In torch's words."""
+
+    def _found(self, logits: torch.Tensor, asked: torch.Tensor | None, rows: int, most: int,
+               wanted: int) -> torch.Tensor:
+        assert asked is not None and asked.shape == (rows, 3)
+        keys, heats, places = asked.unbind(1)
+        ids = torch.arange(self.width) if self.vocabulary is None else self.vocabulary
+        scores = logits[places].double() / heats.contiguous().view(torch.float64)[:, None] + noise(keys, ids[None])
+        best, columns = scores.sort(dim=1, descending=True, stable=True)
+        shares = torch.log_softmax(best[:, :most], 1)[:, :wanted].float().double()
+        return torch.stack((ids[columns[:, :wanted]], shares.contiguous().view(torch.int64)))
+
+
 class AtOnce(Both):
     """A drafter that grows at once, and another that does not."""
 
     def __init__(self, head: EagleHead, topk: int, steps: int, capture: Capture = capture_eager,
-                 slots: int = 900, pages: PagedAttention | None = None, device: torch.device = CPU) -> None:
+                 slots: int = 900, pages: PagedAttention | None = None, device: torch.device = CPU,
+                 drawing: bool = False) -> None:
+        race = Drawing(None, len(head.vocabulary), head.vocabulary) if drawing else None
         growth = GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=12)
-        networks = [EagleNetwork(head, "float64", device, slots, spare_slots=spare)
+        networks = [EagleNetwork(head, "float64", device, slots, spare_slots=spare, race=race)
                     for spare in (spare_slots(topk, steps - 1), 0)]
         self.at_once = GraphLevels(networks[0], pages or TorchAttention(head.config, torch.float64), topk,
                                    steps - 1, capture)
@@ -86,14 +106,15 @@ def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, st
     both.close()
 
 
+@pytest.mark.parametrize("drawing", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_population_of_sessions_notices_nothing(head: EagleHead, seed: int) -> None:
+def test_a_population_of_sessions_notices_nothing(head: EagleHead, seed: int, drawing: bool) -> None:
     capture, rng = Counted(), random.Random(seed)
-    both = AtOnce(head, 3, 4, capture)
+    both = AtOnce(head, 3, 4, capture, drawing=drawing)
     for _ in range(40):
         kind = rng.random()
         if kind < 0.3 or not both.bases:
-            both.open(rng.randrange(1, 12), rng.randrange(2, 40), rng.choice(MIXED))
+            both.open(rng.randrange(1, 12), rng.randrange(2, 40), rng.choice((*MIXED, FILTERED)))
         chosen = rng.sample(sorted(both.bases), rng.randrange(1, len(both.bases) + 1))
         growths = both.grow(chosen, [rng.choice([12, 12, 12, 3, 0])] * len(chosen), rng.choice([0, 0, 0, 1]))
         for growth in growths:
@@ -101,6 +122,18 @@ def test_a_population_of_sessions_notices_nothing(head: EagleHead, seed: int) ->
                 path = growth.tokens[: rng.randrange(3)].tolist() if len(growth.tokens) else []
                 both.commit(growth.session, [*path, rng.randrange(VOCAB)])
     assert capture.replayed > 5, f"seed {seed}: nothing was tested"
+    both.close()
+
+
+def test_drawn_and_greedy_sessions_grow_at_once_too(head: EagleHead) -> None:
+    capture = Counted()
+    both = AtOnce(head, 3, 4, capture, drawing=True)
+    for session, sampling in enumerate((MIXED[2], MIXED[0], MIXED[2], FILTERED), start=1):
+        both.open(session, 9 + session, sampling)
+    both.grow([1, 2, 3])
+    assert capture.made == 2 == capture.replayed
+    both.grow([4])
+    assert capture.replayed == 2, "filters take what the race does not know"
     both.close()
 
 

@@ -243,7 +243,9 @@ def test_a_draft_whose_device_is_full_says_so_and_keeps_no_slots(tiny_draft_fold
 class NoLevels:
     """Grows no tree: there is no memory for any."""
 
-    def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
+    most_sessions = 8
+
+    def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         return rows <= 64
 
     def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:

@@ -47,8 +47,9 @@ class Watched:
     change: Callable[[Grown], Grown] = lambda grown: grown
     calls: list[int] = field(default_factory=list)  # seeds of each
     alone: list[bool] = field(default_factory=list)  # whether each was told so
+    most_sessions: int = 8
 
-    def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
+    def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         return self.levels.takes(rows, levels, topk, drawn)
 
     def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:

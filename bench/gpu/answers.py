@@ -21,13 +21,14 @@ import numpy as np
 
 from bench.asking import SETS, read
 from bench.gpu.shapes import SMALL, TINY, write_folder
-from bench.gpu.stage import Finding, Given, free
+from bench.gpu.stage import Finding, Given, free, untried
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import DraftSection, Dtype, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Rounds, Tally, slots_needed
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
+from slipstream.engine.ops.races import race_for
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import head_for
 
@@ -72,7 +73,8 @@ def _in(dtype: Dtype, asked: Asked, device: str) -> Iterator[Finding]:
     slots = max(slots_needed([prompt], asked.max_tokens) for prompt in asked.prompts)
     model = ModelSection(path=str(asked.folder), dtype=dtype, device=device)
     served = graphed(load_model(asked.folder, model))  # with graphs where they can be, as in a target
-    runner = ModelRunner(served, slots, served.spare_slots if isinstance(served, GraphedDecoder) else 0)
+    runner = ModelRunner(served, slots, served.spare_slots if isinstance(served, GraphedDecoder) else 0,
+                         race_for("auto", served.config, served.device, proof=untried))
     for mode, temperature in TEMPERATURES.items():
         right, plain_rate, _ = _answers(runner, Rounds(runner, None, asked.max_tokens, temperature), asked.prompts, 0)
         yield Finding(f"{dtype} {mode}: plain", plain_rate, "tokens/s")

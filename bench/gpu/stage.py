@@ -29,6 +29,8 @@ from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import missing as no_triton
 from slipstream.engine.ops.fused import triton_operations, triton_rounding
 from slipstream.engine.ops.layer import TORCH, Operations
+from slipstream.engine.ops.races import DeviceRace, race_kernels
+from slipstream.engine.ops.races import missing as no_race
 from slipstream.engine.proof import What
 
 NAME = 70  # letters of a kernel's
@@ -103,6 +105,15 @@ def _with_triton(device: torch.device) -> bool:
     if device.type == "cuda" and (reason := no_triton(config_of(LLAMA_8B), torch.bfloat16, device)):
         raise RuntimeError(f"fused operations: {reason}")
     return device.type == "cuda"
+
+
+def raced(device: torch.device, width: int, vocabulary: torch.Tensor | None = None) -> DeviceRace | None:
+    """Of logits of so many columns, on a GPU; None elsewhere. Raises RuntimeError where a GPU has no Triton."""
+    if device.type != "cuda":
+        return None
+    if reason := no_race(device):
+        raise RuntimeError(f"kernels that choose: {reason}")
+    return DeviceRace(race_kernels(), width, vocabulary)
 
 
 def pool_for(model: CausalModel, slots: int) -> KVPool:

@@ -28,20 +28,21 @@ BLOCK = 64  # token ids that share a hash
 GOLDEN = 0x9E3779B97F4A7C15
 STRIDE = 0xD1342543DE82EF95  # from token to token
 BLOCK_STRIDE = 0xA0761D6478BD642F  # from block to block
+FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of the finaliser
 SLACK = 1e-9  # logarithms may differ in the last unit, and so may a bound and a score
 
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 [R]: the keys of seeds (unsigned 64-bit numbers) at ``positions``."""
-    start = _mix(sent([_signed(seed + GOLDEN) for seed in seeds], device))
-    return _mix(start.add_(sent(positions, device), alpha=_signed(GOLDEN)))
+    start = _mix(sent([signed(seed + GOLDEN) for seed in seeds], device))
+    return _mix(start.add_(sent(positions, device), alpha=signed(GOLDEN)))
 
 
 def noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Gumbel noise, float64 [R, K], of tokens ``token_ids`` (int64 [R, K] or [1, K]) under ``keys`` (int64 [R])."""
     hashes = _block_hashes(keys, token_ids // BLOCK)
     least = _exponential(hashes).div_(BLOCK)
-    own = _exponential(_mix(token_ids * _signed(STRIDE) + keys[:, None]))
+    own = _exponential(_mix(token_ids * signed(STRIDE) + keys[:, None]))
     own.masked_fill_((hashes & (BLOCK - 1)) == token_ids % BLOCK, 0.0)
     return least.add_(own).log_().neg_()
 
@@ -112,7 +113,7 @@ def _in_rows(row: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, rows: i
 
 
 def _block_hashes(keys: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    return _mix(blocks * _signed(BLOCK_STRIDE) + (keys + _signed(GOLDEN))[:, None])
+    return _mix(blocks * signed(BLOCK_STRIDE) + (keys + signed(GOLDEN))[:, None])
 
 
 def _exponential(hashes: torch.Tensor) -> torch.Tensor:
@@ -124,11 +125,12 @@ def _exponential(hashes: torch.Tensor) -> torch.Tensor:
 def _mix(words: torch.Tensor) -> torch.Tensor:
     """The finaliser, in place."""
     # torch shifts int64 arithmetically; the mask makes the shift logical.
-    words.bitwise_xor_((words >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(0xBF58476D1CE4E5B9))
-    words.bitwise_xor_((words >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(0x94D049BB133111EB))
+    words.bitwise_xor_((words >> 30).bitwise_and_((1 << 34) - 1)).mul_(signed(FIRST))
+    words.bitwise_xor_((words >> 27).bitwise_and_((1 << 37) - 1)).mul_(signed(SECOND))
     return words.bitwise_xor_((words >> 31).bitwise_and_((1 << 33) - 1))
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """The int64 with the same bits."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word

@@ -113,7 +113,8 @@ class Winners:
 
 
 class Race(Protocol):
-    """Finds what this module would choose, faster; made for the columns of one model's logits."""
+    """Finds what this module would choose, faster; made for the columns of one model's logits. Of rows that it does not
+    take it is not sure."""
 
     def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
         """The ``most`` best of the sessions' rows of ``logits`` [R, V]; None: such logits it does not take."""
@@ -123,7 +124,8 @@ class Race(Protocol):
 def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int] | None = None,
            race: Race | None = None) -> list[int]:
     """The chosen token of every row of ``logits`` [R, V]; the sessions' rows tile 0 .. R. From a device all choices
-    come back in one copy. best: the argmax of each row, where it is known."""
+    come back in one copy, those that a race is not sure of in another. best: the argmax of each row, where it is
+    known."""
     plain = sum(session.plain_greedy for session in sessions)
     if best is None and plain and (race is not None or plain == len(sessions)):
         best = greatest(logits)  # no race: of such rows nothing else may be known
@@ -134,8 +136,11 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int]
         won = race(logits, left, 1)
         if won is not None:
             return _told(logits, left, won, best)
-    parts = _parts(logits, sessions, best)
-    chosen = [0] * len(logits)
+    return _written([0] * len(logits), _parts(logits, sessions, best))
+
+
+def _written(chosen: list[int], parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> list[int]:
+    """``chosen``, with what ``_parts`` gave."""
     values: list[int] = torch.cat([tokens for _, tokens in parts]).cpu().tolist() if parts else []
     for row, token in zip((row for rows, _ in parts for row in rows), values, strict=True):
         chosen[row] = token
@@ -148,18 +153,20 @@ def _told(logits: torch.Tensor, sessions: Sequence[ChoiceRows], won: Winners, be
         rows = session.rows
         chosen[rows.start : rows.stop] = won.tokens[first : first + len(rows)]
         first += len(rows)
-    for session, cut in _unsure(sessions, won):
-        row = session.rows[cut][0]
-        (chosen[row],) = choose(logits[row : row + 1], [replace(session.part(cut), rows=range(1))])
-    return chosen
+    return _written(chosen, _parts(logits, _unsure(sessions, won), best))
 
 
-def _unsure(sessions: Sequence[ChoiceRows], won: Winners) -> list[tuple[ChoiceRows, slice]]:
-    """Single rows that a race could not decide."""
+def _unsure(sessions: Sequence[ChoiceRows], won: Winners) -> list[ChoiceRows]:
+    """What a race could not decide: whole sessions, and single rows of others."""
     if all(won.sure):
         return []
-    rows = [(session, slice(place, place + 1)) for session in sessions for place in range(len(session.rows))]
-    return [row for row, sure in zip(rows, won.sure, strict=True) if not sure]
+    left, first = list[ChoiceRows](), 0
+    for session in sessions:
+        sure = won.sure[first : first + len(session.rows)]
+        first += len(session.rows)
+        left += ([session.part(slice(place, place + 1)) for place, known in enumerate(sure) if not known] if any(sure)
+                 else [session])
+    return left
 
 
 def choices(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
@@ -285,7 +292,7 @@ def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabul
         begins = range(0, len(won.tokens), k + RUNNERS_UP)
         told |= {row: (won.tokens[begin : begin + k], won.scores[begin : begin + k])
                  for row, begin in zip(_rows_of(sampled), begins, strict=True)}
-        left += [session.part(cut) for session, cut in _unsure(sampled, won)]
+        left += _unsure(sampled, won)
     for few in _alike(left, logits, vocabulary is not None):
         tokens, scores = _rank(logits, few, k, vocabulary)
         told |= zip(_rows_of(few), zip(tokens.tolist(), scores.tolist(), strict=True), strict=True)

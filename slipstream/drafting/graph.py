@@ -8,7 +8,8 @@ Rules:
    what no word names, and it holds zeros until it is written.
 3. Sessions are padded, never tensors: a dummy has rows and slots of its own. One call writes every static buffer.
 4. Nothing of a tree waits for the host, so that a graph may hold all of it; one copy brings it back.
-5. A graph has room for the pending rows that a round leaves. Older ones are a forward of their own before it. Where no
+5. Greedy sessions and those whose tokens are drawn have graphs of their own.
+6. A graph has room for the pending rows that a round leaves. Older ones are a forward of their own before it. Where no
    graph can be replayed, the root's children are all that is grown. What cannot be captured is left out for good, with
    a warning.
 
@@ -22,16 +23,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from slipstream.base.errors import in_a_line
-from slipstream.choosing.sampling import ChoiceRows, rank
+from slipstream.choosing.logits import is_filtered
+from slipstream.choosing.transfer import sent
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import Output
 from slipstream.engine.attention import PagedAttention, PagePlan, PageTensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
+from slipstream.engine.ops.races import noisy_rows
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import Sampling
 
@@ -77,30 +81,41 @@ class GraphLevels:
         """levels: beyond the root's children."""
         self._network, self._attention, self._capture = network, attention, capture
         self._shapes = [Shape(count, topk, levels) for count in SESSIONS]
-        self._loops: dict[Shape, TreeLoop] = {}
-        self._failed = False
+        self._loops: dict[tuple[Shape, bool], TreeLoop] = {}
+        self._draws, self._failed = topk <= network.most_drawn, False
 
     def warm(self) -> int:
         """Make all loops now, the largest first. Returns how many there are."""
         for shape in reversed(self._shapes):
-            self._loop(shape.sessions)
+            for drawn in (False, True) if self._draws else (False,):
+                self._loop(shape.sessions, drawn)
         return len(self._loops)
 
     def loops(self) -> list[TreeLoop]:
         """Those that were made."""
         return list(self._loops.values())
 
-    def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
+    def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         """See ``neural.Levels``."""
         fits = rows <= FEW_ROWS and (levels, topk) == (self._shapes[0].levels, self._shapes[0].topk)
-        return fits and not drawn and not self._failed
+        return fits and (drawn is None or (self._draws and not is_filtered(drawn))) and not self._failed
 
     def trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
         """See ``neural.Levels``."""
-        seeds = self._caught_up(seeds)
-        loop = self._loop(len(seeds))
-        found = loop(seeds) if loop is not None else None
-        return found or self._children(seeds, topk)
+        seeds, kinds, found = self._caught_up(seeds), list[Indices](), list[Grown]()
+        is_drawn = np.array([seed.drawn is not None for seed in seeds])
+        for places, drawn in ((np.flatnonzero(~is_drawn), False), (np.flatnonzero(is_drawn), True)):
+            if len(places):
+                some = [seeds[place] for place in places]
+                loop = self._loop(len(some), drawn)
+                kinds.append(places)
+                found.append((loop(some) if loop is not None else None) or self._children(some, drawn))
+        if len(found) == 1:
+            return found[0]
+        tokens, scores, picks, known = (np.concatenate(parts) for parts in zip(
+            *((part.tokens, part.scores, part.picks, part.known) for part in found), strict=True))
+        return Grown(tokens, scores, picks, torch.cat([part.states for part in found]), known).of(
+            np.concatenate(kinds).argsort().tolist())
 
     @torch.inference_mode()
     def _caught_up(self, seeds: Sequence[Seed]) -> list[Seed]:
@@ -120,29 +135,46 @@ class GraphLevels:
         return left
 
     @torch.inference_mode()
-    def _children(self, seeds: Sequence[Seed], topk: int) -> Grown:
+    def _children(self, seeds: Sequence[Seed], drawn: bool) -> Grown:
         """The roots' children alone, without a graph."""
-        builder, network = BatchBuilder(), self._network
+        builder, network, shape = BatchBuilder(), self._network, self._shapes[0]
         for seed in seeds:
             count = len(seed.tokens)
             builder.add(seed.tokens, range(seed.position, seed.position + count), seed.slots[:count].tolist(),
                         seed.context, logits="last")
         out = network.forward(builder.build(network.device, torch.cat([seed.states for seed in seeds])))
         assert out.states is not None
-        tokens, scores = (found.cpu().numpy()[:, None] for found in _best(out.logits, topk, network.vocabulary))
-        return Grown(tokens, scores, np.zeros((len(seeds), 0, topk), np.int64), out.states[:, None],
-                     np.array([1 + seed.levels for seed in seeds]))
+        best = (network.drawn(out.logits, sent(asked_of(seeds, Shape(len(seeds), shape.topk, 0)), network.device),
+                              shape.topk) if drawn else network.children(out.logits, shape.topk))
+        rows, known = 1 + shape.levels * shape.topk, np.ones(len(seeds), np.int64)
+        tokens, scores = (np.pad(part.cpu().numpy()[:, None], ((0, 0), (0, rows - 1), (0, 0))) for part in best)
+        picks = np.zeros((len(seeds), shape.levels, shape.topk), np.int64)
+        return Grown(tokens, scores, picks, F.pad(out.states[:, None], (0, 0, 0, rows - 1)), known)
 
-    def _loop(self, count: int) -> TreeLoop | None:
+    def _loop(self, count: int, drawn: bool) -> TreeLoop | None:
         shape = next(shape for shape in self._shapes if shape.sessions >= count)
-        if shape not in self._loops and not self._failed:
+        if (shape, drawn) not in self._loops and not self._failed:
             try:
-                self._loops[shape] = TreeLoop(self._network, self._attention, shape, self._capture)
+                self._loops[shape, drawn] = TreeLoop(self._network, self._attention, shape, drawn, self._capture)
             except RuntimeError as error:
                 self._failed = True
                 logger("draft").warning("no graphs: trees grow level by level", sessions=shape.sessions,
                                         reason=in_a_line(error))
-        return self._loops.get(shape)
+        return self._loops.get((shape, drawn))
+
+
+def asked_of(seeds: Sequence[Seed], shape: Shape) -> Indices:
+    """[M, 3]: what ``races.noisy_rows`` says of B roots, and then of the K rows of each in every level; of sessions
+    beyond ``seeds`` anything."""
+    wanted = [(seed.drawn, seed.base) for seed in seeds] + [(None, 0)] * (shape.sessions - len(seeds))
+    found = noisy_rows(
+        [0 if drawn is None else drawn.seed for drawn, _ in wanted] * (1 + shape.levels),
+        [base + depth for depth in range(1 + shape.levels) for _, base in wanted],
+        [1.0 if drawn is None else drawn.temperature for drawn, _ in wanted] * (1 + shape.levels),
+        [0] * shape.sessions * (1 + shape.levels))
+    rows = np.concatenate((found[: shape.sessions], found[shape.sessions :].repeat(shape.topk, 0)))
+    rows[:, 2] = np.concatenate((np.arange(shape.sessions), *[np.arange(shape.rows)] * shape.levels))
+    return rows
 
 
 def spare_slots(topk: int, levels: int) -> int:
@@ -183,23 +215,25 @@ def _plan(rows: Indices, entries: Indices, listed: Sequence[Indices], limits: In
 
 
 class TreeLoop:
-    """For one shape."""
+    """For one shape, of greedy sessions or of drawn ones."""
 
-    __slots__ = ("_attend_level", "_attend_pending", "_bits", "_found", "_network", "_pages", "_parts", "_picks",
-                 "_read", "_replay", "_shape", "_start", "_states")
+    __slots__ = ("_attend_level", "_attend_pending", "_bits", "_drawn", "_found", "_network", "_pages", "_parts",
+                 "_picks", "_read", "_replay", "_shape", "_start", "_states")
 
-    def __init__(self, network: EagleNetwork, attention: PagedAttention, shape: Shape, capture: Capture) -> None:
+    def __init__(self, network: EagleNetwork, attention: PagedAttention, shape: Shape, drawn: bool,
+                 capture: Capture) -> None:
         assert shape.topk * shape.levels <= MOST_BITS
         device, (width, dtype) = network.device, network.state_type
         b, k, levels = shape.sessions, shape.topk, shape.levels
-        self._network, self._shape = network, shape
+        self._network, self._shape, self._drawn = network, shape, drawn
         pending = PageTensors.empty(shape.pending, b + 1, network.pool_slots, device)
         self._pages = PageTensors.empty(shape.rows, b, network.pool_slots, device)
         self._attend_pending = attention.fixed(pending, apart=True)
         self._attend_level = attention.fixed(self._pages, apart=True)
         bits = np.uint64(1) << np.arange(k * levels, dtype=np.uint64)
         self._bits = torch.from_numpy(bits.view(np.int64)).to(device).view(levels, k)
-        sizes = (shape.pending, shape.pending, shape.pending, b, shape.rows, levels * shape.rows)
+        sizes = (shape.pending, shape.pending, shape.pending, b, shape.rows, levels * shape.rows,
+                 3 * (b + levels * shape.rows) if drawn else 0)
         self._start = torch.zeros(sum(sizes), dtype=torch.int64, device=device)  # see ``_write``
         self._parts = self._start.split_with_sizes(sizes)
         self._read = torch.zeros(shape.pending, width, dtype=dtype, device=device)
@@ -233,7 +267,7 @@ class TreeLoop:
 
     def _write(self, seeds: Sequence[Seed]) -> bool:
         """Pending rows' tokens, positions and slots, which of them are roots, and of the trees the positions of a first
-        level's rows and all slots."""
+        level's rows, all slots, and what noise is asked for."""
         shape, places = self._shape, self._places(seeds)
         own = [(seed.tokens, np.arange(seed.position, seed.position + len(seed.tokens))) for seed in seeds]
         left = shape.pending - sum(len(seed.tokens) for seed in seeds)
@@ -243,7 +277,7 @@ class TreeLoop:
         by_level = places.trees.reshape(shape.sessions, shape.levels, shape.topk).swapaxes(0, 1)
         start = np.concatenate((*(tokens for tokens, _ in own), nothing, *(at for _, at in own), nothing,
                                 *places.pending, places.filling, rows.cumsum() - 1, np.repeat(first, shape.topk),
-                                by_level.ravel()))
+                                by_level.ravel(), *([asked_of(seeds, shape).ravel()] if self._drawn else [])))
         self._start.copy_(torch.from_numpy(start), non_blocking=True)
         if seeds:
             self._read[: len(self._read) - left] = torch.cat([seed.states for seed in seeds])
@@ -267,17 +301,18 @@ class TreeLoop:
     def _run(self) -> None:
         network, shape = self._network, self._shape
         b, k, levels = shape.sessions, shape.topk, shape.levels
-        tokens, positions, slots, roots, tree_positions, tree_slots = self._parts
+        tokens, positions, slots, roots, tree_positions, tree_slots, asked = self._parts
+        asked_by_level = asked.view(-1, 3).split_with_sizes((b, *[shape.rows] * levels)) if self._drawn else ()
         network.clear(tree_slots)
         out = network.level(tokens, positions, slots, self._read, self._attend_pending, roots)
-        ids, above = self._keep(0, 1, out)
+        ids, above = self._keep(0, 1, out, asked_by_level)
         tokens, words = ids.view(-1), self._bits[0].expand(b, k)
         states = self._states[:, 0].repeat_interleave(k, 0)
         first, by_level = k * torch.arange(b, device=states.device)[:, None], tree_slots.view(levels, -1)
         for level in range(levels):
             self._pages.words.copy_(words.reshape(-1))
             out = network.level(tokens, tree_positions + level, by_level[level], states, self._attend_level)
-            ids, scores = self._keep(1 + level * k, k, out)
+            ids, scores = self._keep(1 + level * k, k, out, asked_by_level[1 + level :])
             if level + 1 == levels:
                 break
             totals = (above.view(b, k, 1) + scores).view(b, -1)
@@ -289,11 +324,12 @@ class TreeLoop:
             assert out.states is not None
             states = out.states.index_select(0, (parents + first).view(-1))
 
-    def _keep(self, first: int, count: int, out: Output) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keep(self, first: int, count: int, out: Output,
+              asked: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """What so many rows of each session gave, which are the tree's from ``first`` on: their children, [B, count,
-        K] each."""
-        b, k = self._shape.sessions, self._shape.topk
-        ids, scores = _best(out.logits, k, self._network.vocabulary)
+        K] each. asked: the noise of these rows is the first."""
+        b, k, network = self._shape.sessions, self._shape.topk, self._network
+        ids, scores = network.drawn(out.logits, asked[0], k) if asked else network.children(out.logits, k)
         ids, scores = ids.view(b, count, k), scores.view(b, count, k)
         rows = slice(first, first + count)
         self._found[0, :, rows].copy_(ids)
@@ -301,11 +337,3 @@ class TreeLoop:
         assert out.states is not None
         self._states[:, rows].copy_(out.states.view(b, count, -1))
         return ids, scores
-
-
-def _best(logits: torch.Tensor, k: int, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row, the k best: ids int64 [T, k], and their log scores float64 [T, k], which are at most 0."""
-    count = logits.shape[0]
-    ids, scores = rank(logits, ChoiceRows(Sampling(), range(count), [0] * count, [0] * count, None, [()] * count), k,
-                       vocabulary)
-    return ids.contiguous(), scores.double().clamp(max=0.0).contiguous()

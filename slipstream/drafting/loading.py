@@ -22,7 +22,7 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.lender import Lender
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import OWN_EMBEDDING, OWN_LM_HEAD, MtpHead, read_mtp
-from slipstream.drafting.network import Network, run_network
+from slipstream.drafting.network import Network, run_network, some_tokens
 from slipstream.drafting.neural import Levels, NeuralDrafter
 from slipstream.drafting.standalone import AT_ONCE, Masks, StandaloneNetwork
 from slipstream.drafting.token_map import load_token_map
@@ -35,6 +35,7 @@ from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, te
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
+from slipstream.engine.ops.races import race_for
 from slipstream.engine.runner import ModelRunner, cores, default_slots, free_memory, kv_bytes
 from slipstream.models.folder import known_tokens, read_json, resolve
 from slipstream.observe.log import logger
@@ -78,7 +79,8 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
     model = load_model(folder, own, compile_layers=section.compile)
     num_slots = _num_slots(section, config, num_slots)
     masks = _masks(folder, config, section.growth.num_steps - 1, num_slots)
-    runner = ModelRunner(model, num_slots, 0 if masks is None else AT_ONCE * masks.count)
+    race = race_for(own.kernels, config, model.device) if vocabulary is None else None
+    runner = ModelRunner(model, num_slots, 0 if masks is None else AT_ONCE * masks.count, race)
     if vocabulary is None:
         return _drafter(section, StandaloneNetwork(runner, masks, known=known))
     vocabulary = vocabulary[vocabulary < (known or config.vocab_size)]
@@ -104,9 +106,10 @@ def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
             else _kernels(model))
     graphs = device.type == "cuda" and not section.compile and not head.joint
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
+    race = race_for(_kernels(model), head.config, device, some_tokens(head.vocabulary, head.config.vocab_size, device))
     network = _ready(section, model, lambda ops: EagleNetwork(
         head, section.dtype, device, num_slots, True, ops, kernels=ours, spare_slots=spare,
-        whole=section.quantize in ("auto", "int8"), cores=0 if model.threads else cores()), head.config)
+        whole=section.quantize in ("auto", "int8"), cores=0 if model.threads else cores(), race=race), head.config)
     _quantized(section, model, network.linears(), head.config)
     return _drafter(section, network, network.native if network.native is not None
                     else _graphs(section, network) if spare else None)

@@ -36,6 +36,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Slots
 from slipstream.engine.native.draft import Grown, Seed
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
+from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 
 
@@ -44,9 +45,9 @@ class Levels(Protocol):
 
     most_sessions: int  # of a call
 
-    def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
+    def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         """Whether it grows a tree of so many levels beyond the root's children behind so many pending rows. drawn:
-        ranked under noise."""
+        the noise that they are ranked under."""
         ...
 
     def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
@@ -104,7 +105,7 @@ def _fits(backend: Levels, context: DraftContext, levels: int, topk: int) -> boo
     rows, done = context.num_pending, context.done
     return (levels > 0 and context.plain and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
             and rows > 0 and done + rows == len(context.tokens)
-            and backend.takes(rows, levels - 1, topk, context.drawn is not None))
+            and backend.takes(rows, levels - 1, topk, context.drawn))
 
 
 def _keep(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -> None:

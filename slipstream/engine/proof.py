@@ -31,7 +31,7 @@ from slipstream import __version__
 from slipstream.engine.model import ModelConfig
 from slipstream.models.folder import default_root
 
-What = Literal["attention", "operations", "rounding"]
+What = Literal["attention", "operations", "rounding", "choosing"]
 Proof = Callable[[What, ModelConfig, torch.dtype, torch.device], str]
 
 LIMIT_S = 900.0  # compilers take minutes

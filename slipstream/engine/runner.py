@@ -251,13 +251,15 @@ PROFILE_REPEATS = 5
 class ModelRunner:
     """Runs batches of one model. All methods belong to the engine thread."""
 
-    __slots__ = ("_features", "_known", "_scoring", "model", "pool", "slots", "table", "taps")
+    __slots__ = ("_features", "_known", "_scoring", "model", "pool", "race", "slots", "table", "taps")
 
-    def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0) -> None:
-        """spare_slots: further slots at the end of the pool, which are handed to nobody (see ``graphs``)."""
+    def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0, race: Race | None = None) -> None:
+        """spare_slots: further slots at the end of the pool, which are handed to nobody (see ``graphs``). race: what
+        finds choices in the model's logits, beside ``choosing.sampling`` itself, where the model has none."""
         config = model.config
         self.model = model
         self._scoring = model if isinstance(model, ScoringModel) else None
+        self.race = race if self._scoring is None else self._scoring.race
         self.slots = Slots(num_slots)
         self.pool = KVPool(config.num_layers, num_slots + spare_slots, config.num_kv_heads, config.head_dim,
                            model.dtype, model.device)
@@ -326,11 +328,6 @@ class ModelRunner:
         if self.taps:
             self._known[batch.host.slots] = True
         return scored
-
-    @property
-    def race(self) -> Race | None:
-        """What finds choices in the model's logits, beside ``choosing.sampling`` itself."""
-        return None if self._scoring is None else self._scoring.race
 
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """x -> x W^T for W [O, I], where the model is; the result is there until the next call."""

@@ -17,6 +17,7 @@ from slipstream.engine.attention import disagreement
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.model import ModelConfig, RopeScaling, dtype_of
 from slipstream.engine.ops.fused import difference, rounding_difference, triton_operations, triton_rounding
+from slipstream.engine.ops.races import trial
 from slipstream.engine.proof import SAID
 
 OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]", "illegal memory access", "out of memory")
@@ -33,6 +34,8 @@ def seen(question: dict[str, Any], device: torch.device) -> str:
             return disagreement(FlashInferAttention(config, dtype, device), config, dtype, device)
         if question["what"] == "rounding":
             return rounding_difference(triton_rounding(), config, device)
+        if question["what"] == "choosing":
+            return trial(config.vocab_size, device)
         return difference(triton_operations(), config, dtype, device)
     except RuntimeError as error:
         if any(word in str(error) for word in OF_THE_DEVICE):

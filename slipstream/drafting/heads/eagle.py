@@ -45,6 +45,7 @@ from slipstream.engine.ops.layer import (
     norms_behind,
     rms_norm,
 )
+from slipstream.engine.ops.races import MOST_DRAWN, DeviceRace, children
 from slipstream.engine.runner import FeatureReader, joined_states
 from slipstream.protocol.messages import FeatureSpec
 
@@ -59,11 +60,12 @@ class EagleNetwork:
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
                  project: bool = False, ops: LayerOps = TORCH, kernels: str = "torch", spare_slots: int = 0,
-                 whole: bool = False, cores: int = 0) -> None:
+                 whole: bool = False, cores: int = 0, race: DeviceRace | None = None) -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where rows get
         shorter by it; ops: how the layer runs; kernels: see ``native.native_or``, of an
         EAGLE-3 head; spare_slots: further slots of the pool (see ``graph``); whole: with kernels "native", matrices of
-        whole numbers (see ``int8``); cores: see ``NativeDraft``. Raises ModelError for an unknown dtype."""
+        whole numbers (see ``int8``); cores: see ``NativeDraft``; race: of its logits, where torch computes them.
+        Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
@@ -77,7 +79,8 @@ class EagleNetwork:
         self._pool = KVPool(config.num_layers, places, config.num_kv_heads, config.head_dim, kind, device)
         self._config, self._dtype = config, kind
         self.native: NativeDraft | None = None  # kernels of our own compute
-        self.race: Race | None = None
+        self.race: Race | None = race
+        self._ranks = race
         self.torch: TorchBody | None = None  # torch does
 
         def native(team: Team) -> Forward:
@@ -113,6 +116,20 @@ class EagleNetwork:
     def state_type(self) -> tuple[int, torch.dtype]:
         """Width and dtype of a row's state."""
         return self._config.hidden_size, self._dtype
+
+    def children(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``races.children``."""
+        return children(logits, k, self.vocabulary) if self._ranks is None else self._ranks.children(logits, k)
+
+    @property
+    def most_drawn(self) -> int:
+        """Children that ``drawn`` finds."""
+        return 0 if self._ranks is None else MOST_DRAWN
+
+    def drawn(self, logits: torch.Tensor, asked: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``races.DeviceRace``."""
+        assert self._ranks is not None
+        return self._ranks.drawn(logits, asked, k)
 
     def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
               attend: Attend, wanted: torch.Tensor | None = None) -> Output:

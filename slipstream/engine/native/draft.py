@@ -199,12 +199,12 @@ class NativeDraft:
         normed = self._buffers.normed.index_select(0, batch.logit_rows)
         return self._states.index_select(0, batch.logit_rows), self._head(normed)
 
-    def takes(self, rows: int, levels: int, topk: int, drawn: bool) -> bool:
+    def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         """Any tree of a vocabulary that has so many children for a node, behind few rows; under noise where its race
         knows the vocabulary."""
         columns = self._head.packed.outer
         return (rows <= MOST_PENDING and topk <= columns and topk * levels <= MOST_BITS
-                and not (drawn and self.race.words(columns) is None))
+                and not (drawn is not None and self.race.words(columns) is None))
 
     def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at

@@ -1,0 +1,156 @@
+"""Kernels in Triton that find the best columns of rows of logits on a GPU: under keyed noise, or as they are.
+
+Rules:
+1. A score is float64: logit / heat + noise (``choosing.noise`` says which noise, bit for bit before its logarithms), or
+   the logit itself. Scores are compared as integers in their order, -0 as 0 and what is no number above all; among
+   equals the lowest column is first.
+2. ``part_winners`` finds the best of a part of a row, ``winners`` those of all its parts, and what they score among
+   each other: logarithms of their shares, of those K under noise, of the whole row without. They are ordered by these,
+   as rounded, the lowest token id first among equals. Where one is no number or none is finite, all are NaN.
+3. Sizes are constants of a kernel and the number of rows is its grid, so that one compilation serves a model, and a
+   captured launch is any other. How many are wanted is told at the launch and compiles nothing.
+4. Logarithms of shares are told as float32 holds them. Without noise they are made in it, as torch makes them; the
+   whole row's sum has an order of its own.
+
+It is imported where Triton is installed (see ``races``) and knows nothing about sessions. Capitals are constants.
+Format: Triton's language, 3.6 and later.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slipstream.choosing import noise
+
+BLOCK: tl.constexpr = tl.constexpr(noise.BLOCK)
+GOLDEN: tl.constexpr = tl.constexpr(noise.signed(noise.GOLDEN))
+STRIDE: tl.constexpr = tl.constexpr(noise.signed(noise.STRIDE))
+BLOCK_STRIDE: tl.constexpr = tl.constexpr(noise.signed(noise.BLOCK_STRIDE))
+FIRST: tl.constexpr = tl.constexpr(noise.signed(noise.FIRST))
+SECOND: tl.constexpr = tl.constexpr(noise.signed(noise.SECOND))
+UNIT: tl.constexpr = tl.constexpr(2.0**-53)
+SHARE: tl.constexpr = tl.constexpr(1 / noise.BLOCK)  # a power of two: products with it are exact
+LARGEST: tl.constexpr = tl.constexpr((1 << 63) - 1)
+SMALLEST: tl.constexpr = tl.constexpr(-(1 << 63))  # of no score: none is there, or it was taken
+
+
+@triton.jit
+def mixed(words: tl.tensor) -> tl.tensor:
+    """SplitMix64's finaliser, int64."""
+    words = (words ^ ((words >> 30) & 0x3FFFFFFFF)) * FIRST
+    words = (words ^ ((words >> 27) & 0x1FFFFFFFFF)) * SECOND
+    return words ^ ((words >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def exponential(hashes: tl.tensor) -> tl.tensor:
+    """float64, of rate 1."""
+    bits = (hashes >> 12) & 0xFFFFFFFFFFFFF
+    return -tl.log((2 * bits + 1).to(tl.float64) * UNIT)
+
+
+@triton.jit
+def gumbel(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """float64: the noise of tokens ``ids`` (int64)."""
+    hashes = mixed((ids // BLOCK) * BLOCK_STRIDE + (key + GOLDEN))
+    own = exponential(mixed(ids * STRIDE + key))
+    own = tl.where((hashes & (BLOCK - 1)) == (ids & (BLOCK - 1)), 0.0, own)
+    return -tl.log(exponential(hashes) * SHARE + own)
+
+
+@triton.jit
+def ordered(scores: tl.tensor) -> tl.tensor:
+    """float64 -> int64 in the same order."""
+    bits = scores.to(tl.int64, bitcast=True)
+    bits = tl.where(bits == SMALLEST, 0, bits)  # -0
+    bits = bits ^ ((bits >> 63) & LARGEST)
+    return tl.where(scores == scores, bits, LARGEST)
+
+
+@triton.jit
+def number(keys: tl.tensor) -> tl.tensor:
+    """What ``ordered`` was given."""
+    return (keys ^ ((keys >> 63) & LARGEST)).to(tl.float64, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["logits", "asked", "vocabulary"])
+def part_winners(logits: tl.tensor, asked: tl.tensor, vocabulary: tl.tensor, keys: tl.tensor, columns: tl.tensor,
+                 sums: tl.tensor, most: tl.tensor, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+                 PART: tl.constexpr) -> None:
+    """The ``most`` best of one part of one row of ``logits`` [N, WIDTH]: their scores as ``ordered`` to ``keys`` and
+    where they stand to ``columns``, both [R, PARTS, most].
+
+    asked: int64 [R, 3], the key of a row's noise, the bits of its heat, which row of the logits it is. None: no noise;
+    then the part's greatest logit and the sum of exp(logit - that) go to ``sums`` [R, PARTS, 2]. vocabulary: int64
+    [WIDTH] token ids of the columns, ascending; None: columns are ids.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, PART)
+    column = part * PART + at
+    inside = column < WIDTH
+    if asked is None:
+        values = tl.load(logits + row * WIDTH + column, inside, -float("inf")).to(tl.float32)
+        scores = values.to(tl.float64)
+        highest = tl.max(values, 0)
+        base = tl.where(highest == -float("inf"), 0.0, highest)
+        tl.store(sums + (row * PARTS + part) * 2, highest)
+        tl.store(sums + (row * PARTS + part) * 2 + 1, tl.sum(tl.exp(values - base), 0))
+    else:
+        key, source = tl.load(asked + 3 * row), tl.load(asked + 3 * row + 2)
+        heat = tl.load(asked + 3 * row + 1).to(tl.float64, bitcast=True)
+        values = tl.load(logits + source * WIDTH + column, inside, -float("inf"))
+        ids = column.to(tl.int64) if vocabulary is None else tl.load(vocabulary + column, inside, 0)
+        scores = values.to(tl.float64) / heat + gumbel(key, ids)
+    left = tl.where(inside, ordered(scores), SMALLEST)
+    first = (row * PARTS + part) * most
+    for place in range(most):
+        best, where = tl.max(left, 0, return_indices=True)
+        tl.store(keys + first + place, best)
+        tl.store(columns + first + place, part * PART + where)
+        left = tl.where(at == where, SMALLEST, left)
+
+
+@triton.jit(do_not_specialize=["most", "wanted"],
+            do_not_specialize_on_alignment=["vocabulary", "tokens", "shares"])
+def winners(keys: tl.tensor, columns: tl.tensor, sums: tl.tensor, vocabulary: tl.tensor, tokens: tl.tensor,
+            shares: tl.tensor, most: tl.tensor, wanted: tl.tensor, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
+            BLOCK: tl.constexpr, MOST: tl.constexpr) -> None:
+    """The ``most`` best (at most MOST) of one row from those of its parts, of which the first ``wanted`` are told:
+    ``tokens`` int64 and ``shares`` float64, both [R, wanted]. keys, columns, sums, vocabulary: see ``part_winners``;
+    sums None: under noise. BLOCK: at least PARTS * most."""
+    row, at, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, MOST)
+    first = row * PARTS * most
+    left = tl.load(keys + first + at, at < PARTS * most, SMALLEST)
+    best_keys, places = tl.full([MOST], SMALLEST, tl.int64), tl.zeros([MOST], tl.int32)
+    for place in range(most):
+        best, where = tl.max(left, 0, return_indices=True)
+        best_keys = tl.where(lane == place, best, best_keys)
+        places = tl.where(lane == place, where, places)
+        left = tl.where(at == where, SMALLEST, left)
+    there = lane < most
+    ids = tl.load(columns + first + places, there, 0).to(tl.int64)
+    if vocabulary is not None:
+        ids = tl.load(vocabulary + ids, there, 0)
+    scores = tl.where(best_keys > SMALLEST, number(best_keys), -float("inf"))
+    if sums is None:
+        scores -= tl.sum(tl.where(lane == 0, scores, 0.0), 0)
+        scores -= tl.log(tl.sum(tl.exp(scores), 0))
+    else:
+        part = tl.arange(0, PARTS_BLOCK)
+        of_parts = sums + (row * PARTS + part) * 2
+        high = tl.load(of_parts, part < PARTS, -float("inf")).to(tl.float64)
+        total = tl.load(of_parts + 1, part < PARTS, 0.0).to(tl.float64)
+        highest = tl.max(high, 0)
+        whole = highest + tl.log(tl.sum(total * tl.exp(high - highest), 0))
+        scores = (scores.to(tl.float32) - whole.to(tl.float32)).to(tl.float64)
+    comparable = tl.where(scores == scores, scores, 0.0)
+    place = tl.where(best_keys > SMALLEST, ids, LARGEST - MOST + lane.to(tl.int64))
+    mine, other = comparable[:, None], comparable[None, :]
+    earlier = (other > mine) | ((other == mine) & (place[None, :] < place[:, None]))
+    rank = tl.sum((earlier & there[None, :]).to(tl.int32), 1)
+    told = there & (rank < wanted)
+    if sums is None:
+        ids = tl.where(scores == -float("inf"), 0, ids)
+    tl.store(tokens + row * wanted + rank, ids, told)
+    tl.store(shares + row * wanted + rank, scores.to(tl.float32).to(tl.float64), told)

@@ -1,0 +1,209 @@
+"""Which finds the best columns of rows of logits: kernels of our own on a GPU where Triton is, torch's elsewhere.
+
+Rules:
+1. ``choosing`` is the specification: what is told here is what it would say. The integers of the noise are the same,
+   logarithms may differ in the last unit, so two scores that are as near to each other could change places.
+2. A race takes the rows of sampled sessions without filters whose logits nothing changes, and says of all others that
+   it is not sure. Whether it takes a row depends on the row's own session and on the model alone.
+3. What nobody can choose from, or is no number, it is not sure of either.
+4. Numbers go to the device in one copy and come back in one, and nobody waits in between.
+5. Whether kernels serve is decided as with a layer's (``fused``): once, by a trial in another process and one in this,
+   which compile all that is ever launched.
+
+It knows nothing about models, trees or where logits come from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.base.errors import in_a_line
+from slipstream.choosing.logits import is_filtered
+from slipstream.choosing.noise import row_keys
+from slipstream.choosing.sampling import RUNNERS_UP, ChoiceRows, Winners, choose, rank, ranked
+from slipstream.choosing.transfer import sent
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.fused import block
+from slipstream.engine.proof import Proof, objection
+from slipstream.observe.log import logger
+from slipstream.protocol.requests import Sampling
+
+PART = 1024  # columns of one program
+MOST = 32  # that are found
+MOST_DRAWN = MOST - RUNNERS_UP
+COLDEST = 1e-300  # as in ``choosing``
+TRIAL_ROWS, TRIAL_CHILDREN = (1, 5), 8
+NEAR = 1e-5  # of a logarithm that was summed in float32
+CPU = torch.device("cpu")
+
+
+def missing(device: torch.device) -> str:
+    """Why kernels of our own cannot be used here, in words; empty: they can be tried."""
+    if device.type != "cuda":
+        return f"they are for CUDA devices, and this one is '{device}'"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (a torch for CUDA brings it)"
+    if device.index is not None and device.index != torch.cuda.current_device():
+        return f"Triton launches on the process's current device, and this one is '{device}'"
+    return ""
+
+
+def race_for(choice: str, config: ModelConfig, device: torch.device, vocabulary: torch.Tensor | None = None,
+             proof: Proof = objection) -> DeviceRace | None:
+    """choice: one of ``native.CHOICES``. config: of a model or head, whose logits have ``vocabulary`` int64 [V] for
+    columns, None: as many as it has tokens. None: torch's serve."""
+    if choice == "torch" or device.type != "cuda":
+        return None
+    log = logger("engine")
+    if reason := missing(device):
+        log.info("torch's operations choose", reason=reason)
+        return None
+    width = config.vocab_size if vocabulary is None else len(vocabulary)
+    try:
+        found = DeviceRace(race_kernels(), width, vocabulary)
+        asked = replace(config, vocab_size=width)
+        reason = proof("choosing", asked, torch.float32, device) or difference(found, device)
+    except Exception as error:  # compilers and drivers fail in their own ways
+        reason = in_a_line(error)
+    if reason:
+        log.warning("torch's operations choose: slower", reason=reason)
+        return None
+    log.info("kernels of our own choose", columns=width)
+    return found
+
+
+def race_kernels() -> Any:
+    """Raises ImportError where Triton is not installed."""
+    return importlib.import_module("slipstream.engine.ops.race_kernels")
+
+
+def takes(session: ChoiceRows) -> bool:
+    """Rule 2."""
+    return not (session.sampling.greedy or session.adjusted or is_filtered(session.sampling))
+
+
+class DeviceRace:
+    """A ``sampling.Race`` of float32 logits; and the best children of rows without noise."""
+
+    __slots__ = ("_kernels", "_parts", "vocabulary", "width")
+
+    def __init__(self, kernels: Any, width: int, vocabulary: torch.Tensor | None = None) -> None:
+        """kernels: has those of ``race_kernels`` by their names. width: columns. vocabulary: int64 [width] token ids of
+        the columns; None: the columns are the ids. Raises ValueError for one that does not ascend."""
+        if vocabulary is not None and bool((vocabulary[1:] <= vocabulary[:-1]).any()):
+            raise ValueError("the tokens of these columns do not ascend")
+        self._kernels, self.width, self.vocabulary = kernels, width, vocabulary
+        self._parts = -(-width // PART)
+
+    def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
+        """See ``sampling.Race``."""
+        taken = [session for session in sessions if takes(session)]
+        count = sum(len(session.rows) for session in taken)
+        if not count or most > MOST or logits.dtype != torch.float32 or logits.shape[1] != self.width:
+            return None
+        found = self._found(logits, sent(_asked(taken), logits.device), count, most, most)
+        told: NDArray[np.int64] = found.cpu().numpy()
+        known = np.repeat([takes(session) for session in sessions], [len(session.rows) for session in sessions])
+        tokens, scores = np.zeros((len(known), most), np.int64), np.zeros((len(known), most))
+        tokens[known], scores[known] = told[0], told[1].view(np.float64)
+        known &= ~np.isnan(scores[:, 0])
+        return Winners(tokens.ravel().tolist(), scores.ravel().tolist(), known.tolist())
+
+    def children(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``children`` does it, of the race's own vocabulary."""
+        if k + RUNNERS_UP > MOST or logits.dtype != torch.float32:
+            return children(logits, k, self.vocabulary)
+        found = self._found(logits, None, len(logits), min(k + RUNNERS_UP, self.width), k)
+        return found[0], found[1].view(torch.float64)
+
+    def drawn(self, logits: torch.Tensor, asked: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same under noise. asked: int64 [R, 3], see ``noisy_rows``; k: at most ``MOST_DRAWN``."""
+        found = self._found(logits, asked, len(asked), min(k + RUNNERS_UP, self.width), k)
+        return found[0], found[1].view(torch.float64)
+
+    def _found(self, logits: torch.Tensor, asked: torch.Tensor | None, rows: int, most: int,
+               wanted: int) -> torch.Tensor:
+        """int64 [2, R, wanted]: tokens, and the bits of the logarithms of their shares. asked: see ``noisy_rows``."""
+        assert logits.shape[1] == self.width
+        parts, vocabulary, logits = self._parts, self.vocabulary, logits.contiguous()
+        keys = logits.new_empty(rows, parts, most, dtype=torch.int64)
+        columns = logits.new_empty(rows, parts, most, dtype=torch.int32)
+        sums = None if asked is not None else logits.new_empty(rows, parts, 2, dtype=torch.float32)
+        found = logits.new_empty(2, rows, wanted, dtype=torch.int64)
+        self._kernels.part_winners[(rows, parts)](logits, asked, vocabulary, keys, columns, sums, most, self.width,
+                                                  parts, PART, num_warps=8)
+        held = block(parts * MOST)
+        self._kernels.winners[(rows,)](keys, columns, sums, vocabulary, found[0], found[1].view(torch.float64), most,
+                                       wanted, parts, block(parts), held, MOST, num_warps=8 if held > 1024 else 4)
+        return found
+
+
+def _asked(sessions: Sequence[ChoiceRows]) -> NDArray[np.int64]:
+    samplings = [s.sampling for s in sessions for _ in s.rows]
+    return noisy_rows([s.seed for s in samplings], [position for s in sessions for position in s.positions],
+                      [s.temperature for s in samplings], [row for s in sessions for row in s.rows])
+
+
+def noisy_rows(seeds: Sequence[int], positions: Sequence[int], temperatures: Sequence[float],
+               rows: Sequence[int]) -> NDArray[np.int64]:
+    """[R, 3]: the key of each row's noise, the bits of its heat, its place in the logits."""
+    heats = np.maximum(temperatures, COLDEST)
+    return np.stack((row_keys(seeds, positions, CPU).numpy(), heats.view(np.int64), np.array(rows)), 1)
+
+
+def children(logits: torch.Tensor, k: int, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row, which is greedy and adjusted by nothing, the k best: ids int64 [R, k], and their log scores float64
+    [R, k], which are at most 0. Nobody waits for them, so a graph may hold it."""
+    ids, scores = rank(logits, plain_rows(len(logits)), k, vocabulary)
+    return ids.contiguous(), scores.double().clamp(max=0.0).contiguous()
+
+
+def plain_rows(count: int) -> ChoiceRows:
+    """So many greedy rows that nothing changes."""
+    return ChoiceRows(Sampling(), range(count), [0] * count, [0] * count, None, [()] * count)
+
+
+def trial(width: int, device: torch.device) -> str:
+    """``difference`` of races of so many columns: of as many tokens, and of some of more."""
+    return (difference(DeviceRace(race_kernels(), width), device)
+            or difference(DeviceRace(race_kernels(), width, 2 * torch.arange(width, device=device)), device))
+
+
+@torch.inference_mode()
+def difference(race: DeviceRace, device: torch.device) -> str:
+    """Where a race differs from torch's operations on random rows, in words; empty: it does not."""
+    for rows in TRIAL_ROWS:
+        for what, found, right in compared(race, device, rows):
+            if not bool(((found - right).abs() <= NEAR).all()):
+                return f"{what} of {rows} rows are not what torch's operations say"
+    return ""
+
+
+def compared(race: DeviceRace, device: torch.device, rows: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """What is said of so many random rows, many of whose logits are equal: its name, theirs, torch's; float64."""
+    dice, vocabulary = torch.Generator().manual_seed(rows), race.vocabulary
+    logits = (32 * torch.randn(rows, race.width, generator=dice)).round().div(8).to(device)
+    cuts, k = (range(rows // 2), range(rows // 2, rows)), min(TRIAL_CHILDREN, race.width)
+    sessions = [ChoiceRows(Sampling(temperature=heat, seed=rows), cut, cut, cut, None, [()] * len(cut))
+                for heat, cut in zip((0.6, 1.0), cuts, strict=True) if cut]
+    won = race(logits, sessions, 1)
+    assert won is not None
+    chosen = [token if sure else -1 for token, sure in zip(won.tokens, won.sure, strict=True)]
+    right = choose(logits, sessions) if vocabulary is None else [
+        tokens[0] for tokens, _ in ranked(logits, sessions, 1, vocabulary)]
+    yield "choices", torch.tensor(chosen).double(), torch.tensor(right).double()
+    drawn = [ranked(logits, sessions, k, vocabulary, some) for some in (race, None)]
+    ids, scores = rank(logits, plain_rows(rows), k, vocabulary)
+    plain = race.children(logits, k)
+    for place, what in enumerate(("tokens", "scores")):
+        ours, theirs = (torch.tensor([row[place] for row in those]).double() for those in drawn)
+        yield f"{what} under noise", ours, theirs
+        yield what, plain[place].double().cpu(), (ids, scores)[place].double().cpu()
