@@ -2,8 +2,8 @@
 target's own engine thread, a draft beside it and the link between them.
 
 Rules:
-1. Every session asks at once; plain, then with a tree verified in each round. A random head is hardly ever right, so
-   the second says what a round costs, and not what speculation gains.
+1. Every session asks at once; plain, then with a tree verified in each round, greedy and then at T = 1. A random head
+   is hardly ever right, so drafted rounds say what they cost, and not what speculation gains.
 2. *Host busy* is the processor time of this process by the time that passed: where it is near 1, the host is what the
    device waits for.
 
@@ -32,6 +32,8 @@ from slipstream.wire.local import LocalLink
 from target_service.assembly import assemble as assemble_target
 
 WINDOW = 512  # slots of the draft for a session
+TURNS = {"warm-up": Sampling(), "plain": Sampling(), "drafted": Sampling(),
+         "plain, T = 1": Sampling(temperature=1.0, seed=1), "drafted, T = 1": Sampling(temperature=1.0, seed=1)}
 
 
 def served_stage(given: Given) -> Iterator[Finding]:
@@ -68,12 +70,12 @@ async def _asked(given: Given, config: Config, count: int, prompt: int, answer: 
         links[0].restore()
         if problem := links[0].status().problem:
             raise RuntimeError(problem)
-        for turn, name in enumerate(("warm-up", "plain", "drafted")):
+        for turn, (name, sampling) in enumerate(TURNS.items()):
             began_s, busy_s = time.perf_counter(), time.process_time()
             pieces, dice = list[Piece](), np.random.default_rng(turn)
             prompts = dice.integers(2, given.config.vocab_size, (count, prompt)).tolist()
-            await asyncio.gather(*(ask(target.service, one, Sampling(), answer, name != "plain", on_piece=pieces.append)
-                                   for one in prompts))
+            await asyncio.gather(*(ask(target.service, one, sampling, answer, "plain" not in name,
+                                       on_piece=pieces.append) for one in prompts))
             found.append((name, time.perf_counter() - began_s, time.process_time() - busy_s, pieces))
         return found[1:]
     finally:
