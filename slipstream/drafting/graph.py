@@ -31,7 +31,14 @@ from slipstream.choosing.logits import is_filtered
 from slipstream.choosing.transfer import sent
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import Output
-from slipstream.engine.attention import PagedAttention, PagePlan, PageTensors
+from slipstream.engine.attention import (
+    PagedAttention,
+    PagePlan,
+    PageTensors,
+    packed,
+    packed_size,
+    write_indices,
+)
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
@@ -217,7 +224,7 @@ def _plan(rows: Indices, entries: Indices, listed: Sequence[Indices], limits: In
 class TreeLoop:
     """For one shape, of greedy sessions or of drawn ones."""
 
-    __slots__ = ("_attend_level", "_attend_pending", "_bits", "_drawn", "_found", "_network", "_pages", "_parts",
+    __slots__ = ("_attends", "_bits", "_drawn", "_found", "_network", "_pages", "_parts",
                  "_picks", "_read", "_replay", "_shape", "_start", "_states")
 
     def __init__(self, network: EagleNetwork, attention: PagedAttention, shape: Shape, drawn: bool,
@@ -226,16 +233,16 @@ class TreeLoop:
         device, (width, dtype) = network.device, network.state_type
         b, k, levels = shape.sessions, shape.topk, shape.levels
         self._network, self._shape, self._drawn = network, shape, drawn
-        pending = PageTensors.empty(shape.pending, b + 1, network.pool_slots, device)
-        self._pages = PageTensors.empty(shape.rows, b, network.pool_slots, device)
-        self._attend_pending = attention.fixed(pending, apart=True)
-        self._attend_level = attention.fixed(self._pages, apart=True)
         bits = np.uint64(1) << np.arange(k * levels, dtype=np.uint64)
         self._bits = torch.from_numpy(bits.view(np.int64)).to(device).view(levels, k)
         sizes = (shape.pending, shape.pending, shape.pending, b, shape.rows, levels * shape.rows,
-                 3 * (b + levels * shape.rows) if drawn else 0)
+                 3 * (b + levels * shape.rows) if drawn else 0,
+                 packed_size(shape.pending, b + 1), packed_size(shape.rows, b))
         self._start = torch.zeros(sum(sizes), dtype=torch.int64, device=device)  # see ``_write``
-        self._parts = self._start.split_with_sizes(sizes)
+        *self._parts, pending, level = self._start.split_with_sizes(sizes)
+        self._pages = [PageTensors.within(part, torch.zeros(network.pool_slots, dtype=torch.int32, device=device), rows)
+                       for part, rows in ((pending, shape.pending), (level, shape.rows))]
+        self._attends = [attention.fixed(pages, apart=True) for pages in self._pages]
         self._read = torch.zeros(shape.pending, width, dtype=dtype, device=device)
         # Tokens and scores (float64 as its bits) of the children of all rows; and which rows were picked.
         self._found = torch.zeros(2, b, 1 + levels * k, k, dtype=torch.int64, device=device)
@@ -262,12 +269,12 @@ class TreeLoop:
     def buffers(self) -> Iterator[torch.Tensor]:
         """All that is written before a replay or by it, for tests that spoil it."""
         yield from (self._start, self._read, self._found, self._picks, self._states)
-        yield from self._attend_pending.buffers()
-        yield from self._attend_level.buffers()
+        for attend in self._attends:
+            yield from attend.buffers()
 
     def _write(self, seeds: Sequence[Seed]) -> bool:
         """Pending rows' tokens, positions and slots, which of them are roots, and of the trees the positions of a first
-        level's rows, all slots, and what noise is asked for."""
+        level's rows, all slots, what noise is asked for, and both plans."""
         shape, places = self._shape, self._places(seeds)
         own = [(seed.tokens, np.arange(seed.position, seed.position + len(seed.tokens))) for seed in seeds]
         left = shape.pending - sum(len(seed.tokens) for seed in seeds)
@@ -275,16 +282,18 @@ class TreeLoop:
         rows = np.array([len(part) for part in places.pending])
         first = [seed.position + len(seed.tokens) for seed in seeds] + [0] * (shape.sessions - len(seeds))
         by_level = places.trees.reshape(shape.sessions, shape.levels, shape.topk).swapaxes(0, 1)
+        plans = places.pending_plan(), places.level_plan(shape.topk)
         start = np.concatenate((*(tokens for tokens, _ in own), nothing, *(at for _, at in own), nothing,
                                 *places.pending, places.filling, rows.cumsum() - 1, np.repeat(first, shape.topk),
-                                by_level.ravel(), *([asked_of(seeds, shape).ravel()] if self._drawn else [])))
+                                by_level.ravel(), *([asked_of(seeds, shape).ravel()] if self._drawn else []),
+                                *map(packed, plans)))
         self._start.copy_(torch.from_numpy(start), non_blocking=True)
         if seeds:
             self._read[: len(self._read) - left] = torch.cat([seed.states for seed in seeds])
         self._read[len(self._read) - left :].zero_()
-        plans = places.pending_plan(), places.level_plan(shape.topk)
-        return all(attend.write(plan)
-                   for attend, plan in zip((self._attend_pending, self._attend_level), plans, strict=True))
+        for pages, plan in zip(self._pages, plans, strict=True):
+            write_indices(pages, plan)
+        return all(attend.write(plan, written=True) for attend, plan in zip(self._attends, plans, strict=True))
 
     def _places(self, seeds: Sequence[Seed]) -> Places:
         shape, first = self._shape, self._network.pool_slots - self._shape.spare
@@ -304,14 +313,14 @@ class TreeLoop:
         tokens, positions, slots, roots, tree_positions, tree_slots, asked = self._parts
         asked_by_level = asked.view(-1, 3).split_with_sizes((b, *[shape.rows] * levels)) if self._drawn else ()
         network.clear(tree_slots)
-        out = network.level(tokens, positions, slots, self._read, self._attend_pending, roots)
+        out = network.level(tokens, positions, slots, self._read, self._attends[0], roots)
         ids, above = self._keep(0, 1, out, asked_by_level)
         tokens, words = ids.view(-1), self._bits[0].expand(b, k)
         states = self._states[:, 0].repeat_interleave(k, 0)
         first, by_level = k * torch.arange(b, device=states.device)[:, None], tree_slots.view(levels, -1)
         for level in range(levels):
-            self._pages.words.copy_(words.reshape(-1))
-            out = network.level(tokens, tree_positions + level, by_level[level], states, self._attend_level)
+            self._pages[1].words.copy_(words.reshape(-1))
+            out = network.level(tokens, tree_positions + level, by_level[level], states, self._attends[1])
             ids, scores = self._keep(1 + level * k, k, out, asked_by_level[1 + level :])
             if level + 1 == levels:
                 break

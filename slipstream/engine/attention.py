@@ -87,6 +87,14 @@ class PageTensors:
         return PageTensors(zeros(segments + 1), zeros(segments + 1), zeros(entries), zeros(rows), zeros(rows),
                            zeros(rows, torch.int64))
 
+    @staticmethod
+    def within(numbers: torch.Tensor, indices: torch.Tensor, rows: int) -> PageTensors:
+        """Where what ``packed`` makes of plans of so many rows is written, and beside it what they list."""
+        halves = numbers[rows:].view(torch.int32)
+        ends = len(halves) // 2 - rows
+        firsts, limits, q_indptr, kv_indptr = halves.split_with_sizes((rows, rows, ends, ends))
+        return PageTensors(q_indptr, kv_indptr, indices, firsts, limits, numbers[:rows])
+
 
 def plan_pages(batch: ForwardBatch, window: int = 0) -> PagePlan:
     """window: sliding window in tokens, 0 for none; it must hold a whole tree."""
@@ -132,11 +140,26 @@ def visible(plan: PagePlan, rows: slice, entries: int) -> NDArray[np.bool_]:
     return seen
 
 
-def write_pages(pages: PageTensors, plan: PagePlan) -> None:
-    """A plan into tensors of its size, over all of them: what lies beyond the last entry repeats it."""
+def packed_size(rows: int, segments: int) -> int:
+    return 2 * rows + segments + 1
+
+
+def packed(plan: PagePlan) -> NDArray[np.int64]:
+    """[2 * T + B + 1]: all of a plan but what it lists, to be sent in one copy."""
+    halves = np.concatenate((plan.firsts, plan.limits, plan.q_indptr, plan.kv_indptr))
+    return np.concatenate((plan.words, halves.view(np.int64)))
+
+
+def write_indices(pages: PageTensors, plan: PagePlan) -> None:
+    """What a plan lists. What lies beyond the last entry repeats it."""
     indices = plan.indices
     pages.indices[: len(indices)].copy_(torch.from_numpy(indices), non_blocking=True)
     pages.indices[len(indices) :] = int(indices[-1])
+
+
+def write_pages(pages: PageTensors, plan: PagePlan) -> None:
+    """A plan into tensors of its size, over all of them."""
+    write_indices(pages, plan)
     written: tuple[tuple[torch.Tensor, NDArray[Any]], ...] = (
         (pages.q_indptr, plan.q_indptr), (pages.kv_indptr, plan.kv_indptr), (pages.firsts, plan.firsts),
         (pages.limits, plan.limits), (pages.words, plan.words))

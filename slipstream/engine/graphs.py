@@ -25,7 +25,15 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import in_a_line
-from slipstream.engine.attention import PagedAttention, PagePlan, PageTensors, farthest, plan_pages
+from slipstream.engine.attention import (
+    PagedAttention,
+    PagePlan,
+    PageTensors,
+    farthest,
+    packed,
+    packed_size,
+    plan_pages,
+)
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, HostRows
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.kv import KVPool, SlotTable
@@ -36,7 +44,7 @@ from slipstream.protocol.tree import MAX_NODES
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SEGMENTS = (1, 2, 5, 9, 17, 33, 65)  # one more than a power of two: room for the dummy
-MANY_ROWS, MANY_SEGMENTS = (192, 256, 320, 384, 512), 17  # trees, of at least so many
+MANY_ROWS, MANY_SEGMENTS = (192, 256, 320, 384, 512, 576), 17  # trees, of at least so many
 TRIAL_CONTEXT, TRIAL_LIMIT = 20, 0.1  # tokens; of a row's length: far beyond what sums in another order change
 MISSED = 1000  # steps that a size is passed over after it failed; twice as many each time
 CPU = torch.device("cpu")
@@ -86,10 +94,9 @@ def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatc
 
 
 def rows_of(batch: ForwardBatch, plan: PagePlan) -> NDArray[np.int64]:
-    """[5 * T + B + 1]: what each row says, and where segments begin, as ``CapturedStep`` holds it."""
+    """Tokens, positions and slots of each row, and the plan, as ``CapturedStep`` holds it."""
     host = batch.host
-    halves = np.concatenate((plan.firsts, plan.limits, plan.q_indptr, plan.kv_indptr)).view(np.int64)
-    return np.concatenate((host.tokens, host.positions, host.slots, plan.words, halves))
+    return np.concatenate((host.tokens, host.positions, host.slots, packed(plan)))
 
 
 def capture_eager(run: Callable[[], None]) -> Replay:
@@ -130,11 +137,9 @@ class CapturedStep:
         """indices: memory that all sizes share."""
         self._size, self._spare = size, spare
         self._window = model.config.sliding_window
-        # Tokens, positions, slots, words; then of 32 bits: firsts, limits, and where segments begin in rows and KV.
-        rows, ends = size.rows, size.segments + 1
-        self._rows = torch.zeros(5 * rows + ends, dtype=torch.int64, device=model.device)
-        halves = self._rows[4 * rows :].view(torch.int32).split_with_sizes((rows, rows, ends, ends))
-        self._pages = PageTensors(halves[2], halves[3], indices, halves[0], halves[1], self._rows[3 * rows : 4 * rows])
+        rows = size.rows
+        self._rows = torch.zeros(3 * rows + packed_size(rows, size.segments), dtype=torch.int64, device=model.device)
+        self._pages = PageTensors.within(self._rows[3 * rows :], indices, rows)
         self._attend = attend = attention.fixed(self._pages)
         width = model.config.hidden_size
         self._hidden = torch.empty(size.rows, width, dtype=model.dtype, device=model.device)
