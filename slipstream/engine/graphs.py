@@ -44,7 +44,7 @@ from slipstream.protocol.tree import MAX_NODES
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SEGMENTS = (1, 2, 5, 9, 17, 33, 65)  # one more than a power of two: room for the dummy
-MANY_ROWS, MANY_SEGMENTS = (192, 256, 320, 384, 512, 576), 17  # trees, of at least so many
+MANY_ROWS, MANY_SEGMENTS = (192, 256, 320, 384, 512, 640), 17  # trees, of at least so many
 TRIAL_CONTEXT, TRIAL_LIMIT = 20, 0.1  # tokens; of a row's length: far beyond what sums in another order change
 MISSED = 1000  # steps that a size is passed over after it failed; twice as many each time
 CPU = torch.device("cpu")
@@ -256,7 +256,8 @@ class GraphedDecoder:
         for node in range(1, rows):
             words.append(words[(node - 1) // 2] | 1 << node)
         is_tree = 1 < rows <= MAX_NODES
-        tried.add(range(rows), range(TRIAL_CONTEXT, TRIAL_CONTEXT + rows), list(own), context,
+        tokens = [row % self.config.vocab_size for row in range(rows)]
+        tried.add(tokens, range(TRIAL_CONTEXT, TRIAL_CONTEXT + rows), list(own), context,
                   words if is_tree else None, rows if is_tree else 0)
         self._model.forward(before.build(self.device), pool)
         batch = tried.build(self.device)
