@@ -31,7 +31,7 @@ from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.graphs import capture_eager
 from slipstream.engine.ops import race_kernels
-from slipstream.engine.ops.races import MOST, PART, DeviceRace, difference, plain_rows, takes, trial
+from slipstream.engine.ops.races import CANDIDATES, MOST, PART, DeviceRace, difference, plain_rows, takes, trial
 from slipstream.protocol.requests import Sampling
 from tests.test_races import KINDS, cases, equals, peaked
 
@@ -67,7 +67,7 @@ def choices(rows: int) -> int:
         bare = [replace(session, allowed=None) for session in sessions]  # masks have no words for these ids
         same_children(ranked(logits, sessions, k, None, race), ranked(logits, sessions, k))
         same_children(ranked(logits, bare, k, some, race_of(width, some)), ranked(logits, bare, k, some))
-        taken += sum(len(session.rows) for session in sessions if takes(session))
+        taken += sum(len(session.rows) for session in sessions if takes(session, True, width))
     return taken
 
 
@@ -137,6 +137,42 @@ def company() -> None:
     assert won.tokens[6 * 12 + 3 : 7 * 12] == [0] * 9 and set(won.scores[6 * 12 + 3 : 7 * 12]) == {-math.inf}
 
 
+def filtered(turns: int) -> float:
+    """Of what filters leave: what is sure is what ``choosing`` says, and nearly all is. Returns the share of it."""
+    dice, sure, count = np.random.default_rng(SEED), 0, 0
+    for turn in range(turns):
+        width, rows = int(dice.choice(WIDTHS[1:])), int(dice.integers(1, 4))
+        logits = torch.from_numpy(KINDS[int(dice.integers(0, len(KINDS)))](dice, rows, width))
+        which = int(dice.integers(1, 7))  # top-p beside top-k only where that leaves all
+        sampling = Sampling(
+            temperature=float(dice.choice([0.3, 0.7, 1.0, 2.0])), seed=turn,
+            top_k=int(dice.integers(1, width)) if which in (1, 3) else width + 2 if which == 6 else 0,
+            top_p=float(dice.choice([0.3, 0.5, 0.9, 0.99])) if which in (2, 5, 6) else 1.0,
+            min_p=float(dice.choice([1e-5, 0.01, 0.3])) if which in (3, 4, 5) else 0.0)
+        won, right = race_of(width)(logits, [rows_of(sampling, rows)], 1), choose(logits, [rows_of(sampling, rows)])
+        assert won is not None
+        for token, is_sure, other in zip(won.tokens, won.sure, right, strict=True):
+            assert not is_sure or token == other, (SEED, turn, sampling)
+            sure, count = sure + is_sure, count + 1
+    return sure / count
+
+
+def edges() -> None:
+    """Where a filter ends: equal logits live or die together, and a mass that is its limit is left to ``choosing``."""
+    logits = torch.full((8, PART + 3), -math.inf)
+    logits[:, [5, 70, PART, PART + 2]] = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    race = race_of(PART + 3)
+    every = {5, 70, PART, PART + 2}
+    for filters, left, all_sure in (
+            ({"top_p": 0.5}, {5}, False), ({"top_p": 0.6}, {5, 70}, True), ({"top_p": 0.76}, every, True),
+            ({"top_k": 1}, {5}, True), ({"top_k": 3}, every, True), ({"min_p": 0.4}, {5, 70}, True)):
+        session = rows_of(Sampling(temperature=1.0, seed=1, **filters), 8)
+        won = race(logits, [session], 1)
+        assert won is not None and all(won.sure) == all_sure, filters
+        for token, is_sure, right in zip(won.tokens, won.sure, choose(logits, [session]), strict=True):
+            assert not is_sure or (token == right and token in left), filters
+
+
 def greedy(turns: int) -> int:
     """Children without noise: ``rank``'s, in its order, where logits are equal and where they are impossible; of more
     equals than it looks at, the lowest ids."""
@@ -191,7 +227,9 @@ def interpreted() -> str:
         no_children()
         trees()
         assert trial(2 * PART + 3, CPU) == "" and difference(race_of(7), CPU) == ""
-        return f"{choices(200)} rows raced and {greedy(40)} children compared"
+        edges()
+        assert filtered(40) > 0.9
+        return f"{choices(120)} rows raced and {greedy(30)} children compared"
 
 
 def sources() -> Iterator[tuple[str, ASTSource, int]]:
@@ -206,10 +244,15 @@ def sources() -> Iterator[tuple[str, ASTSource, int]]:
             without = {} if named else {"vocabulary": None}
             sizes = {"WIDTH": width, "PARTS": parts, "PART": PART}
             yield (f"parts, noise {noised}", source(race_kernels.part_winners, of_parts, without | sizes | (
-                {"sums": None} if noised else {"asked": None})), 8)
+                {} if noised else {"asked": None})), 8)
             sizes = {"PARTS": parts, "PARTS_BLOCK": 128, "BLOCK": 128 * MOST, "MOST": MOST}
             yield (f"rows, noise {noised}", source(race_kernels.winners, of_rows, without | sizes | (
                 {"sums": None} if noised else {})), 8)
+    of_filters = of_parts | {"tokens": "*i64", "shares": "*fp64", "masses": "*fp64", "counts": "*i64",
+                             "found": "*i64", "told": "*fp64"}
+    sizes = {"WIDTH": width, "PARTS": parts, "PARTS_BLOCK": 128}
+    yield "masses", source(race_kernels.part_masses, of_filters, sizes | {"PART": PART}), 8
+    yield "survivors", source(race_kernels.first_survivor, of_filters, sizes | {"MOST": CANDIDATES}), 8
 
 
 def source(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> ASTSource:
@@ -225,13 +268,15 @@ def compiled() -> str:
         ptx, ir = made.asm["ptx"], made.asm["ttir"]
         assert ".target sm_90a" in ptx and len(made.asm["cubin"]) > 0
         assert "lg2.approx" not in ptx and "div.full" not in ptx and "div.approx" not in ptx, name
+        if name == "masses":
+            assert "div.rn.f64" in ptx and "ex2.approx" not in ptx
         if name == "parts, noise True":
             assert "div.rn.f64" in ptx and "mul.lo.s64" in ptx and "ex2.approx" not in ptx
             assert ir.count("math.log") == 3 == sum("math.log" in line and "xf64" in line for line in ir.splitlines())
             assert all(f"dense<{word.value}> : tensor<{PART}xi64>" in ir for word in (
                 race_kernels.FIRST, race_kernels.SECOND, race_kernels.STRIDE, race_kernels.BLOCK_STRIDE))
         count += 1
-    assert compilations() == 2
+    assert compilations() == 4
     return f"{count} kernels compiled"
 
 
@@ -242,9 +287,14 @@ def compilations() -> int:
     bits, small, floats, wide = (torch.zeros(100, dtype=kind) for kind in (
         torch.int64, torch.int32, torch.float32, torch.float64))
     for first, most, wanted in itertools.product((0, 1, 3, 16), (1, 2, 9, 16, 32), (1, 8, 16)):
+        out = wide[first:], bits[first:], wide[first:]  # shares, found, told
         launches = ((race_kernels.part_winners, (floats[first:], bits, bits[first:], bits, small, None, most, *SIZES)),
                     (race_kernels.winners, (bits, small, None, bits[first:], bits[first:], wide[first:], most, wanted,
-                                            SIZES[1], 128, 128 * MOST, MOST)))
+                                            SIZES[1], 128, 128 * MOST, MOST)),
+                    (race_kernels.part_masses, (floats[first:], bits[first:], floats, bits, wide, bits, most,
+                                                *SIZES[:2], 128, PART)),
+                    (race_kernels.first_survivor, (floats[first:], bits[first:], floats, bits, out[0], wide, bits,
+                                                   *out[1:], most, *SIZES[:2], 128, CANDIDATES)))
         for kernel, given in launches:
             bind = create_function_from_signature(kernel.signature, kernel.params, backend)
             seen.add((kernel.__name__, str(bind(*given, debug=False, instrumentation_mode="", num_warps=8)[1:])))

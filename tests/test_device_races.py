@@ -43,7 +43,8 @@ class Specified:
             pad = torch.nn.functional.pad
             tokens += pad(ids, (0, most - few)).ravel().tolist()
             scores += pad(torch.log_softmax(shares, 1), (0, most - few), value=-torch.inf).ravel().tolist()
-            sure += [int(takes(session) and bool(best > -torch.inf)) for best in shares[:, 0]]
+            taken = takes(session, most == 1, self.width)
+            sure += [int(taken and bool(best > -torch.inf)) for best in shares[:, 0]]
         return Winners(tokens, scores, sure)
 
     def children(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

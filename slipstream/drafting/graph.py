@@ -42,7 +42,7 @@ from slipstream.engine.attention import (
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
-from slipstream.engine.ops.races import noisy_rows
+from slipstream.engine.ops.races import NOISY, noisy_rows
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import Sampling
 
@@ -171,16 +171,15 @@ class GraphLevels:
 
 
 def asked_of(seeds: Sequence[Seed], shape: Shape) -> Indices:
-    """[M, 3]: what ``races.noisy_rows`` says of B roots, and then of the K rows of each in every level; of sessions
+    """[M, NOISY]: what ``races.noisy_rows`` says of B roots, and then of the K rows of each in every level; of sessions
     beyond ``seeds`` anything."""
-    wanted = [(seed.drawn, seed.base) for seed in seeds] + [(None, 0)] * (shape.sessions - len(seeds))
-    found = noisy_rows(
-        [0 if drawn is None else drawn.seed for drawn, _ in wanted] * (1 + shape.levels),
-        [base + depth for depth in range(1 + shape.levels) for _, base in wanted],
-        [1.0 if drawn is None else drawn.temperature for drawn, _ in wanted] * (1 + shape.levels),
-        [0] * shape.sessions * (1 + shape.levels))
+    wanted = [(seed.drawn or Sampling(), seed.base) for seed in seeds]
+    wanted += [(Sampling(temperature=1.0), 0)] * (shape.sessions - len(seeds))
+    depths, count = range(1 + shape.levels), shape.sessions * (1 + shape.levels)
+    found = noisy_rows([sampling for sampling, _ in wanted] * len(depths), [1] * count,
+                       [base + depth for depth in depths for _, base in wanted], range(count))
     rows = np.concatenate((found[: shape.sessions], found[shape.sessions :].repeat(shape.topk, 0)))
-    rows[:, 2] = np.concatenate((np.arange(shape.sessions), *[np.arange(shape.rows)] * shape.levels))
+    rows[:, 1] = np.concatenate((np.arange(shape.sessions), *[np.arange(shape.rows)] * shape.levels))
     return rows
 
 
@@ -236,7 +235,7 @@ class TreeLoop:
         bits = np.uint64(1) << np.arange(k * levels, dtype=np.uint64)
         self._bits = torch.from_numpy(bits.view(np.int64)).to(device).view(levels, k)
         sizes = (shape.pending, shape.pending, shape.pending, b, shape.rows, levels * shape.rows,
-                 3 * (b + levels * shape.rows) if drawn else 0,
+                 NOISY * (b + levels * shape.rows) if drawn else 0,
                  packed_size(shape.pending, b + 1), packed_size(shape.rows, b))
         self._start = torch.zeros(sum(sizes), dtype=torch.int64, device=device)  # see ``_write``
         *self._parts, pending, level = self._start.split_with_sizes(sizes)
@@ -311,7 +310,7 @@ class TreeLoop:
         network, shape = self._network, self._shape
         b, k, levels = shape.sessions, shape.topk, shape.levels
         tokens, positions, slots, roots, tree_positions, tree_slots, asked = self._parts
-        asked_by_level = asked.view(-1, 3).split_with_sizes((b, *[shape.rows] * levels)) if self._drawn else ()
+        asked_by_level = asked.view(-1, NOISY).split_with_sizes((b, *[shape.rows] * levels)) if self._drawn else ()
         network.clear(tree_slots)
         out = network.level(tokens, positions, slots, self._read, self._attends[0], roots)
         ids, above = self._keep(0, 1, out, asked_by_level)

@@ -7,9 +7,13 @@ Rules:
 2. ``part_winners`` finds the best of a part of a row, ``winners`` those of all its parts, and what they score among
    each other: logarithms of their shares, of those K under noise, of the whole row without. They are ordered by these,
    as rounded, the lowest token id first among equals. Where one is no number or none is finite, all are NaN.
-3. Sizes are constants of a kernel and the number of rows is its grid, so that one compilation serves a model, and a
+3. Every filter is a threshold on the logit, so what wins among its survivors is the first survivor in the order of all
+   scores. Whether one survives is told by how many tokens are likelier, and their mass: ``part_masses`` counts them for
+   the best of all, ``first_survivor`` judges. Where none survives, or a mass is so near to its limit that the order of
+   a sum could decide, it says so.
+4. Sizes are constants of a kernel and the number of rows is its grid, so that one compilation serves a model, and a
    captured launch is any other. How many are wanted is told at the launch and compiles nothing.
-4. Logarithms of shares are told as float32 holds them. Without noise they are made in it, as torch makes them; the
+5. Logarithms of shares are told as float32 holds them. Without noise they are made in it, as torch makes them; the
    whole row's sum has an order of its own.
 
 It is imported where Triton is installed (see ``races``) and knows nothing about sessions. Capitals are constants.
@@ -32,6 +36,11 @@ SECOND: tl.constexpr = tl.constexpr(noise.signed(noise.SECOND))
 UNIT: tl.constexpr = tl.constexpr(2.0**-53)
 SHARE: tl.constexpr = tl.constexpr(1 / noise.BLOCK)  # a power of two: products with it are exact
 LARGEST: tl.constexpr = tl.constexpr((1 << 63) - 1)
+MASS_NEAR: tl.constexpr = tl.constexpr(1e-5)  # torch sums in float32
+DEPTH_NEAR: tl.constexpr = tl.constexpr(1e-9)
+SAME_NEAR: tl.constexpr = tl.constexpr(1e-12)  # torch may take them for equal
+CLOSE: tl.constexpr = tl.constexpr(1 << 32)  # counts what is as near
+ASKED: tl.constexpr = tl.constexpr(6)  # numbers of a row
 SMALLEST: tl.constexpr = tl.constexpr(-(1 << 63))  # of no score: none is there, or it was taken
 
 
@@ -74,6 +83,19 @@ def number(keys: tl.tensor) -> tl.tensor:
     return (keys ^ ((keys >> 63) & LARGEST)).to(tl.float64, bitcast=True)
 
 
+@triton.jit
+def float_at(asked: tl.tensor, row: tl.tensor, place: tl.constexpr) -> tl.tensor:
+    """A float64 of a row of ``asked``."""
+    return tl.load(asked + ASKED * row + place).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def greatest(sums: tl.tensor, row: tl.tensor, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr) -> tl.tensor:
+    """float64: the greatest logit of a row."""
+    part = tl.arange(0, PARTS_BLOCK)
+    return tl.max(tl.load(sums + (row * PARTS + part) * 2, part < PARTS, -float("inf")), 0).to(tl.float64)
+
+
 @triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["logits", "asked", "vocabulary"])
 def part_winners(logits: tl.tensor, asked: tl.tensor, vocabulary: tl.tensor, keys: tl.tensor, columns: tl.tensor,
                  sums: tl.tensor, most: tl.tensor, WIDTH: tl.constexpr, PARTS: tl.constexpr,
@@ -81,9 +103,9 @@ def part_winners(logits: tl.tensor, asked: tl.tensor, vocabulary: tl.tensor, key
     """The ``most`` best of one part of one row of ``logits`` [N, WIDTH]: their scores as ``ordered`` to ``keys`` and
     where they stand to ``columns``, both [R, PARTS, most].
 
-    asked: int64 [R, 3], the key of a row's noise, the bits of its heat, which row of the logits it is. None: no noise;
-    then the part's greatest logit and the sum of exp(logit - that) go to ``sums`` [R, PARTS, 2]. vocabulary: int64
-    [WIDTH] token ids of the columns, ascending; None: columns are ids.
+    asked: int64 [R, ASKED], see ``races``; None: no noise. sums: [R, PARTS, 2], gets the part's greatest logit, and
+    without noise the sum of exp(logit - that); with it, None where nobody reads it. vocabulary: int64 [WIDTH] token ids
+    of the columns, ascending; None: columns are ids.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, PART)
@@ -97,9 +119,10 @@ def part_winners(logits: tl.tensor, asked: tl.tensor, vocabulary: tl.tensor, key
         tl.store(sums + (row * PARTS + part) * 2, highest)
         tl.store(sums + (row * PARTS + part) * 2 + 1, tl.sum(tl.exp(values - base), 0))
     else:
-        key, source = tl.load(asked + 3 * row), tl.load(asked + 3 * row + 2)
-        heat = tl.load(asked + 3 * row + 1).to(tl.float64, bitcast=True)
-        values = tl.load(logits + source * WIDTH + column, inside, -float("inf"))
+        key, source, heat = tl.load(asked + ASKED * row), tl.load(asked + ASKED * row + 1), float_at(asked, row, 2)
+        values = tl.load(logits + source * WIDTH + column, inside, -float("inf")).to(tl.float32)
+        if sums is not None:
+            tl.store(sums + (row * PARTS + part) * 2, tl.max(values, 0))
         ids = column.to(tl.int64) if vocabulary is None else tl.load(vocabulary + column, inside, 0)
         scores = values.to(tl.float64) / heat + gumbel(key, ids)
     left = tl.where(inside, ordered(scores), SMALLEST)
@@ -154,3 +177,56 @@ def winners(keys: tl.tensor, columns: tl.tensor, sums: tl.tensor, vocabulary: tl
         ids = tl.where(scores == -float("inf"), 0, ids)
     tl.store(tokens + row * wanted + rank, ids, told)
     tl.store(shares + row * wanted + rank, scores.to(tl.float32).to(tl.float64), told)
+
+
+@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["logits", "asked"])
+def part_masses(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl.tensor, masses: tl.tensor,
+                counts: tl.tensor, most: tl.tensor, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+                PARTS_BLOCK: tl.constexpr, PART: tl.constexpr) -> None:
+    """Of one part of one row: how many of its columns have greater logits than each of ``tokens`` [R, most], which are
+    columns, to ``counts`` int64 [R, PARTS, most], with CLOSE for each that is hardly greater, and the sum of their
+    exp((logit - the row's greatest) / heat) to ``masses`` float64 [R, PARTS, most + 1], whose last is that of all.
+    logits, asked, sums: see ``part_winners``."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * PART + tl.arange(0, PART)
+    source = logits + tl.load(asked + ASKED * row + 1) * WIDTH
+    values = tl.load(source + column, column < WIDTH, -float("inf"))
+    highest, heat = greatest(sums, row, PARTS, PARTS_BLOCK), float_at(asked, row, 2)
+    depths = (values.to(tl.float64) - highest) / heat
+    shares = tl.exp(depths)
+    first = row * PARTS + part
+    for place in range(most):
+        own = tl.load(source + tl.load(tokens + row * most + place))
+        above, depth = values > own, (own.to(tl.float64) - highest) / heat
+        is_close = above & (depths - depth <= SAME_NEAR * (1 + tl.abs(depth)))
+        tl.store(counts + first * most + place, tl.sum(above.to(tl.int64) + CLOSE * is_close.to(tl.int64), 0))
+        tl.store(masses + first * (most + 1) + place, tl.sum(tl.where(above, shares, 0.0), 0))
+    tl.store(masses + first * (most + 1) + most, tl.sum(shares, 0))
+
+
+@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["logits", "asked", "shares", "found", "told"])
+def first_survivor(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl.tensor, shares: tl.tensor,
+                   masses: tl.tensor, counts: tl.tensor, found: tl.tensor, told: tl.tensor, most: tl.tensor,
+                   WIDTH: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, MOST: tl.constexpr) -> None:
+    """Of one row, the first of ``tokens`` that survives its filters, to ``found`` int64 [R], and to ``told`` float64
+    [R] 0, or no number where that is not certain. tokens, shares: the ``most`` best as ``winners`` told them."""
+    row, lane, part = tl.program_id(0).to(tl.int64), tl.arange(0, MOST), tl.arange(0, PARTS_BLOCK)
+    inside = (part < PARTS)[:, None] & (lane < most)[None, :]
+    first = row * PARTS + part
+    above = tl.sum(tl.load(masses + first[:, None] * (most + 1) + lane[None, :], inside, 0.0), 0)
+    count = tl.sum(tl.load(counts + first[:, None] * most + lane[None, :], inside, 0), 0)
+    whole = tl.sum(tl.load(masses + first * (most + 1) + most, part < PARTS, 0.0), 0)
+    there = tl.load(shares + row * most + lane, lane < most, -float("inf")) > -float("inf")
+    columns = tl.load(tokens + row * most + lane, there, 0)
+    own = tl.load(logits + tl.load(asked + ASKED * row + 1) * WIDTH + columns, there, 0.0).to(tl.float64)
+    depth = (own - greatest(sums, row, PARTS, PARTS_BLOCK)) / float_at(asked, row, 2)
+    limit, mass, deepest = tl.load(asked + ASKED * row + 3), float_at(asked, row, 4) * whole, float_at(asked, row, 5)
+    survives = (count < limit) & (above < mass) & (depth >= deepest)
+    unsure = (count >= CLOSE) | (tl.abs(above - mass) <= MASS_NEAR * whole)
+    unsure |= tl.abs(depth - deepest) <= DEPTH_NEAR * (1 + tl.abs(depth))
+    unsure &= (limit < WIDTH) | (mass < float("inf")) | (deepest > -float("inf"))  # whoever stands beside a free row
+    place = tl.min(tl.where(there & (survives | unsure), lane, MOST), 0)
+    here = lane == place
+    is_sure = tl.max((here & survives & (unsure == 0)).to(tl.int32), 0) > 0
+    tl.store(found + row, tl.sum(tl.where(here, columns, 0), 0))
+    tl.store(told + row, tl.where(is_sure, 0.0, float("nan")).to(tl.float64))

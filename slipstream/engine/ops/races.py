@@ -3,9 +3,12 @@
 Rules:
 1. ``choosing`` is the specification: what is told here is what it would say. The integers of the noise are the same,
    logarithms may differ in the last unit, so two scores that are as near to each other could change places.
-2. A race takes the rows of sampled sessions without filters whose logits nothing changes, and says of all others that
-   it is not sure. Whether it takes a row depends on the row's own session and on the model alone.
-3. What nobody can choose from, or is no number, it is not sure of either.
+2. A race takes the rows of sampled sessions whose logits nothing changes; filtered ones for one winner alone, not where
+   top-p counts what top-k left, and not where they are so cold that noise is lost beside a logit. Of all others it says
+   that it is not sure. Whether it takes a row depends on the row's own session, on what is wanted and on the model,
+   never on the other rows.
+3. It is not sure either of what nobody can choose from, of what is no number, and of a filtered row of whose
+   ``CANDIDATES`` best scores none survives, or one by so little that the order of a sum could decide.
 4. Numbers go to the device in one copy and come back in one, and nobody waits in between.
 5. Whether kernels serve is decided as with a layer's (``fused``): once, by a trial in another process and one in this,
    which compile all that is ever launched.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +43,12 @@ from slipstream.protocol.requests import Sampling
 PART = 1024  # columns of one program
 MOST = 32  # that are found
 MOST_DRAWN = MOST - RUNNERS_UP
+NOISY = 6  # numbers that say what is asked about a row
+CANDIDATES = 16  # best scores that filters are asked about
+EVERY = 1 << 62  # tokens: there are fewer
+FILTERS: tuple[dict[str, Any], ...] = (
+    {"top_p": 0.9}, {"top_k": 1000}, {"min_p": 1e-4}, {"top_p": 0.95, "min_p": 1e-5})  # that leave much
+COLD = 1e-4  # a temperature
 COLDEST = 1e-300  # as in ``choosing``
 TRIAL_ROWS, TRIAL_CHILDREN = (1, 5), 8
 NEAR = 1e-5  # of a logarithm that was summed in float32
@@ -85,9 +95,13 @@ def race_kernels() -> Any:
     return importlib.import_module("slipstream.engine.ops.race_kernels")
 
 
-def takes(session: ChoiceRows) -> bool:
-    """Rule 2."""
-    return not (session.sampling.greedy or session.adjusted or is_filtered(session.sampling))
+def takes(session: ChoiceRows, filtered: bool, width: int) -> bool:
+    """Rule 2, among so many columns. filtered: whether filtered ones are taken at all."""
+    sampling = session.sampling
+    if sampling.greedy or session.adjusted:
+        return False
+    joint = 0 < sampling.top_k < width and sampling.top_p < 1.0
+    return not is_filtered(sampling) or (filtered and not joint and sampling.temperature >= COLD)
 
 
 class DeviceRace:
@@ -105,13 +119,16 @@ class DeviceRace:
 
     def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
         """See ``sampling.Race``."""
-        taken = [session for session in sessions if takes(session)]
+        takes_it = [takes(session, most == 1 and self.vocabulary is None, self.width) for session in sessions]
+        taken = [session for session, is_taken in zip(sessions, takes_it, strict=True) if is_taken]
         count = sum(len(session.rows) for session in taken)
         if not count or most > MOST or logits.dtype != torch.float32 or logits.shape[1] != self.width:
             return None
-        found = self._found(logits, sent(_asked(taken), logits.device), count, most, most)
+        logits, asked = logits.contiguous(), sent(_asked(taken), logits.device)
+        found = (self._survivors(logits, asked, count) if any(is_filtered(session.sampling) for session in taken) else
+                 self._best(logits, asked, None, count, most, most))
         told: NDArray[np.int64] = found.cpu().numpy()
-        known = np.repeat([takes(session) for session in sessions], [len(session.rows) for session in sessions])
+        known = np.repeat(takes_it, [len(session.rows) for session in sessions])
         tokens, scores = np.zeros((len(known), most), np.int64), np.zeros((len(known), most))
         tokens[known], scores[known] = told[0], told[1].view(np.float64)
         known &= ~np.isnan(scores[:, 0])
@@ -121,42 +138,69 @@ class DeviceRace:
         """As ``children`` does it, of the race's own vocabulary."""
         if k + RUNNERS_UP > MOST or logits.dtype != torch.float32:
             return children(logits, k, self.vocabulary)
-        found = self._found(logits, None, len(logits), min(k + RUNNERS_UP, self.width), k)
+        sums = logits.new_empty(len(logits), self._parts, 2)
+        found = self._best(logits.contiguous(), None, sums, len(logits), min(k + RUNNERS_UP, self.width), k)
         return found[0], found[1].view(torch.float64)
 
     def drawn(self, logits: torch.Tensor, asked: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same under noise. asked: int64 [R, 3], see ``noisy_rows``; k: at most ``MOST_DRAWN``."""
-        found = self._found(logits, asked, len(asked), min(k + RUNNERS_UP, self.width), k)
+        """The same under noise, without filters. asked: int64 [R, NOISY], see ``noisy_rows``; k: at most
+        ``MOST_DRAWN``."""
+        found = self._best(logits.contiguous(), asked, None, len(asked), min(k + RUNNERS_UP, self.width), k)
         return found[0], found[1].view(torch.float64)
 
-    def _found(self, logits: torch.Tensor, asked: torch.Tensor | None, rows: int, most: int,
-               wanted: int) -> torch.Tensor:
-        """int64 [2, R, wanted]: tokens, and the bits of the logarithms of their shares. asked: see ``noisy_rows``."""
+    def _best(self, logits: torch.Tensor, asked: torch.Tensor | None, sums: torch.Tensor | None, rows: int, most: int,
+              wanted: int) -> torch.Tensor:
+        """int64 [2, R, wanted]: tokens, and the bits of the logarithms of their shares. asked: see ``noisy_rows``;
+        sums: see ``part_winners``."""
         assert logits.shape[1] == self.width
-        parts, vocabulary, logits = self._parts, self.vocabulary, logits.contiguous()
+        parts, noised = self._parts, asked is not None
         keys = logits.new_empty(rows, parts, most, dtype=torch.int64)
         columns = logits.new_empty(rows, parts, most, dtype=torch.int32)
-        sums = None if asked is not None else logits.new_empty(rows, parts, 2, dtype=torch.float32)
         found = logits.new_empty(2, rows, wanted, dtype=torch.int64)
-        self._kernels.part_winners[(rows, parts)](logits, asked, vocabulary, keys, columns, sums, most, self.width,
+        self._kernels.part_winners[(rows, parts)](logits, asked, self.vocabulary, keys, columns, sums, most, self.width,
                                                   parts, PART, num_warps=8)
         held = block(parts * MOST)
-        self._kernels.winners[(rows,)](keys, columns, sums, vocabulary, found[0], found[1].view(torch.float64), most,
-                                       wanted, parts, block(parts), held, MOST, num_warps=8 if held > 1024 else 4)
+        self._kernels.winners[(rows,)](keys, columns, None if noised else sums, self.vocabulary, found[0],
+                                       found[1].view(torch.float64), most, wanted, parts, block(parts), held, MOST,
+                                       num_warps=8 if held > 1024 else 4)
+        return found
+
+    def _survivors(self, logits: torch.Tensor, asked: torch.Tensor, rows: int) -> torch.Tensor:
+        """The same of one winner, among what filters leave."""
+        parts, most = self._parts, CANDIDATES
+        sums = logits.new_empty(rows, parts, 2)
+        masses = logits.new_empty(rows, parts, most + 1, dtype=torch.float64)
+        counts = logits.new_empty(rows, parts, most, dtype=torch.int64)
+        tokens, shares = self._best(logits, asked, sums, rows, most, most)
+        found = logits.new_empty(2, rows, 1, dtype=torch.int64)
+        self._kernels.part_masses[(rows, parts)](logits, asked, sums, tokens, masses, counts, most, self.width, parts,
+                                                 block(parts), PART, num_warps=8)
+        self._kernels.first_survivor[(rows,)](logits, asked, sums, tokens, shares.view(torch.float64), masses, counts,
+                                              found[0], found[1].view(torch.float64), most, self.width, parts,
+                                              block(parts), CANDIDATES, num_warps=8)
         return found
 
 
 def _asked(sessions: Sequence[ChoiceRows]) -> NDArray[np.int64]:
-    samplings = [s.sampling for s in sessions for _ in s.rows]
-    return noisy_rows([s.seed for s in samplings], [position for s in sessions for position in s.positions],
-                      [s.temperature for s in samplings], [row for s in sessions for row in s.rows])
+    return noisy_rows([session.sampling for session in sessions], [len(session.rows) for session in sessions],
+                      [position for s in sessions for position in s.positions],
+                      [row for session in sessions for row in session.rows])
 
 
-def noisy_rows(seeds: Sequence[int], positions: Sequence[int], temperatures: Sequence[float],
+def noisy_rows(samplings: Sequence[Sampling], counts: Sequence[int], positions: Sequence[int],
                rows: Sequence[int]) -> NDArray[np.int64]:
-    """[R, 3]: the key of each row's noise, the bits of its heat, its place in the logits."""
-    heats = np.maximum(temperatures, COLDEST)
-    return np.stack((row_keys(seeds, positions, CPU).numpy(), heats.view(np.int64), np.array(rows)), 1)
+    """[R, NOISY]: the key of each row's noise, its place in the logits, its temperature; how many may be likelier than
+    what top-k leaves, and less than which mass than what top-p does; the logarithm of min-p. Floats as their bits.
+    counts: rows of each sampling, one behind the other."""
+    keys = row_keys([s.seed for s, count in zip(samplings, counts, strict=True) for _ in range(count)], positions, CPU)
+    heats, top_p, min_p = np.repeat(np.array([*map(_floats, samplings)]), counts, 0).view(np.int64).T
+    top_k = np.repeat([sampling.top_k or EVERY for sampling in samplings], counts)
+    return np.stack((keys.numpy(), np.array(rows), heats, top_k, top_p, min_p), 1)
+
+
+def _floats(sampling: Sampling) -> tuple[float, float, float]:
+    return (max(sampling.temperature, COLDEST), sampling.top_p if sampling.top_p < 1.0 else math.inf,
+            math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf)
 
 
 def children(logits: torch.Tensor, k: int, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,12 +238,14 @@ def compared(race: DeviceRace, device: torch.device, rows: int) -> Iterator[tupl
     cuts, k = (range(rows // 2), range(rows // 2, rows)), min(TRIAL_CHILDREN, race.width)
     sessions = [ChoiceRows(Sampling(temperature=heat, seed=rows), cut, cut, cut, None, [()] * len(cut))
                 for heat, cut in zip((0.6, 1.0), cuts, strict=True) if cut]
-    won = race(logits, sessions, 1)
-    assert won is not None
-    chosen = [token if sure else -1 for token, sure in zip(won.tokens, won.sure, strict=True)]
     right = choose(logits, sessions) if vocabulary is None else [
         tokens[0] for tokens, _ in ranked(logits, sessions, 1, vocabulary)]
-    yield "choices", torch.tensor(chosen).double(), torch.tensor(right).double()
+    yield "choices", _chosen(race, logits, sessions), torch.tensor(right).double()
+    if vocabulary is None:
+        for filters in FILTERS:
+            narrow = [replace(session, sampling=replace(session.sampling, **filters)) for session in sessions]
+            right = choose(logits, narrow)
+            yield f"choices under {filters}", _chosen(race, logits, narrow), torch.tensor(right).double()
     drawn = [ranked(logits, sessions, k, vocabulary, some) for some in (race, None)]
     ids, scores = rank(logits, plain_rows(rows), k, vocabulary)
     plain = race.children(logits, k)
@@ -207,3 +253,10 @@ def compared(race: DeviceRace, device: torch.device, rows: int) -> Iterator[tupl
         ours, theirs = (torch.tensor([row[place] for row in those]).double() for those in drawn)
         yield f"{what} under noise", ours, theirs
         yield what, plain[place].double().cpu(), (ids, scores)[place].double().cpu()
+
+
+def _chosen(race: DeviceRace, logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
+    """float64 [R]: -1 where it is not sure."""
+    won = race(logits, sessions, 1)
+    assert won is not None
+    return torch.tensor([token if sure else -1 for token, sure in zip(won.tokens, won.sure, strict=True)]).double()
