@@ -31,7 +31,17 @@ from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.graphs import capture_eager
 from slipstream.engine.ops import race_kernels
-from slipstream.engine.ops.races import CANDIDATES, MOST, PART, DeviceRace, difference, plain_rows, takes, trial
+from slipstream.engine.ops.races import (
+    CANDIDATES,
+    GREATEST,
+    MOST,
+    PART,
+    DeviceRace,
+    difference,
+    plain_rows,
+    takes,
+    trial,
+)
 from slipstream.protocol.requests import Sampling
 from tests.test_races import KINDS, cases, equals, peaked
 
@@ -143,11 +153,12 @@ def filtered(turns: int) -> float:
     for turn in range(turns):
         width, rows = int(dice.choice(WIDTHS[1:])), int(dice.integers(1, 4))
         logits = torch.from_numpy(KINDS[int(dice.integers(0, len(KINDS)))](dice, rows, width))
-        which = int(dice.integers(1, 7))  # top-p beside top-k only where that leaves all
+        which = int(dice.integers(1, 9))
         sampling = Sampling(
             temperature=float(dice.choice([0.3, 0.7, 1.0, 2.0])), seed=turn,
-            top_k=int(dice.integers(1, width)) if which in (1, 3) else width + 2 if which == 6 else 0,
-            top_p=float(dice.choice([0.3, 0.5, 0.9, 0.99])) if which in (2, 5, 6) else 1.0,
+            top_k=(int(dice.integers(1, width)) if which in (1, 3) else width + 2 if which == 6 else
+                   int(dice.integers(1, GREATEST + 1)) if which in (7, 8) else 0),
+            top_p=float(dice.choice([0.3, 0.5, 0.9, 0.99])) if which in (2, 5, 6, 7, 8) else 1.0,
             min_p=float(dice.choice([1e-5, 0.01, 0.3])) if which in (3, 4, 5) else 0.0)
         won, right = race_of(width)(logits, [rows_of(sampling, rows)], 1), choose(logits, [rows_of(sampling, rows)])
         assert won is not None
@@ -165,7 +176,9 @@ def edges() -> None:
     every = {5, 70, PART, PART + 2}
     for filters, left, all_sure in (
             ({"top_p": 0.5}, {5}, False), ({"top_p": 0.6}, {5, 70}, True), ({"top_p": 0.76}, every, True),
-            ({"top_k": 1}, {5}, True), ({"top_k": 3}, every, True), ({"min_p": 0.4}, {5, 70}, True)):
+            ({"top_k": 3, "top_p": 0.8}, every, True), ({"top_k": 2, "top_p": 0.7}, {5, 70}, True),
+            ({"top_k": 2, "top_p": 0.6}, {5}, True), ({"top_k": 1}, {5}, True), ({"top_k": 3}, every, True),
+            ({"min_p": 0.4}, {5, 70}, True)):
         session = rows_of(Sampling(temperature=1.0, seed=1, **filters), 8)
         won = race(logits, [session], 1)
         assert won is not None and all(won.sure) == all_sure, filters
@@ -242,17 +255,20 @@ def sources() -> Iterator[tuple[str, ASTSource, int]]:
     for noised in (True, False):
         for named in (True, False):
             without = {} if named else {"vocabulary": None}
-            sizes = {"WIDTH": width, "PARTS": parts, "PART": PART}
+            sizes = {"NOISED": noised, "WIDTH": width, "PARTS": parts, "PART": PART}
             yield (f"parts, noise {noised}", source(race_kernels.part_winners, of_parts, without | sizes | (
                 {} if noised else {"asked": None})), 8)
             sizes = {"PARTS": parts, "PARTS_BLOCK": 128, "BLOCK": 128 * MOST, "MOST": MOST}
             yield (f"rows, noise {noised}", source(race_kernels.winners, of_rows, without | sizes | (
                 {"sums": None} if noised else {})), 8)
     of_filters = of_parts | {"tokens": "*i64", "shares": "*fp64", "masses": "*fp64", "counts": "*i64",
-                             "found": "*i64", "told": "*fp64"}
+                             "found": "*i64", "told": "*fp64", "greatest_of": "*i64", "held": "i32"}
     sizes = {"WIDTH": width, "PARTS": parts, "PARTS_BLOCK": 128}
-    yield "masses", source(race_kernels.part_masses, of_filters, sizes | {"PART": PART}), 8
-    yield "survivors", source(race_kernels.first_survivor, of_filters, sizes | {"MOST": CANDIDATES}), 8
+    for beside in (True, False):
+        without = {} if beside else {"greatest_of": None}
+        yield "masses", source(race_kernels.part_masses, of_filters, without | sizes | {"PART": PART}), 8
+        yield "survivors", source(race_kernels.first_survivor, of_filters,
+                                  sizes | {"JOINT": beside, "MOST": CANDIDATES}), 8
 
 
 def source(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> ASTSource:
@@ -288,13 +304,14 @@ def compilations() -> int:
         torch.int64, torch.int32, torch.float32, torch.float64))
     for first, most, wanted in itertools.product((0, 1, 3, 16), (1, 2, 9, 16, 32), (1, 8, 16)):
         out = wide[first:], bits[first:], wide[first:]  # shares, found, told
-        launches = ((race_kernels.part_winners, (floats[first:], bits, bits[first:], bits, small, None, most, *SIZES)),
+        launches = ((race_kernels.part_winners, (floats[first:], bits, bits[first:], bits, small, None, most, True,
+                                                 *SIZES)),
                     (race_kernels.winners, (bits, small, None, bits[first:], bits[first:], wide[first:], most, wanted,
                                             SIZES[1], 128, 128 * MOST, MOST)),
-                    (race_kernels.part_masses, (floats[first:], bits[first:], floats, bits, wide, bits, most,
-                                                *SIZES[:2], 128, PART)),
+                    (race_kernels.part_masses, (floats[first:], bits[first:], floats, bits, bits, wide, bits, most,
+                                                wanted, *SIZES[:2], 128, PART)),
                     (race_kernels.first_survivor, (floats[first:], bits[first:], floats, bits, out[0], wide, bits,
-                                                   *out[1:], most, *SIZES[:2], 128, CANDIDATES)))
+                                                   *out[1:], most, True, *SIZES[:2], 128, CANDIDATES)))
         for kernel, given in launches:
             bind = create_function_from_signature(kernel.signature, kernel.params, backend)
             seen.add((kernel.__name__, str(bind(*given, debug=False, instrumentation_mode="", num_warps=8)[1:])))

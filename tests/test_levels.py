@@ -16,7 +16,7 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.graphs import Capture, CudaCapture, Replay, capture_eager
-from slipstream.engine.ops.races import NOISY, DeviceRace
+from slipstream.engine.ops.races import MOST, NOISY, DeviceRace
 from slipstream.protocol.messages import Growth
 from slipstream.protocol.requests import Sampling
 from tests.both import MIXED, Both
@@ -40,8 +40,8 @@ class Drawing(DeviceRace):
     """In torch's words."""
 
     def _best(self, logits: torch.Tensor, asked: torch.Tensor | None, sums: torch.Tensor | None, rows: int, most: int,
-              wanted: int) -> torch.Tensor:
-        assert asked is not None and asked.shape == (rows, NOISY)
+              wanted: int, noised: bool = True, held: int = MOST) -> torch.Tensor:
+        assert noised and asked is not None and asked.shape == (rows, NOISY)
         keys, places, heats = asked.unbind(1)[:3]
         ids = torch.arange(self.width) if self.vocabulary is None else self.vocabulary
         scores = logits[places].double() / heats.contiguous().view(torch.float64)[:, None] + noise(keys, ids[None])

@@ -98,31 +98,30 @@ def greatest(sums: tl.tensor, row: tl.tensor, PARTS: tl.constexpr, PARTS_BLOCK: 
 
 @triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["logits", "asked", "vocabulary"])
 def part_winners(logits: tl.tensor, asked: tl.tensor, vocabulary: tl.tensor, keys: tl.tensor, columns: tl.tensor,
-                 sums: tl.tensor, most: tl.tensor, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+                 sums: tl.tensor, most: tl.tensor, NOISED: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
                  PART: tl.constexpr) -> None:
     """The ``most`` best of one part of one row of ``logits`` [N, WIDTH]: their scores as ``ordered`` to ``keys`` and
     where they stand to ``columns``, both [R, PARTS, most].
 
-    asked: int64 [R, ASKED], see ``races``; None: no noise. sums: [R, PARTS, 2], gets the part's greatest logit, and
-    without noise the sum of exp(logit - that); with it, None where nobody reads it. vocabulary: int64 [WIDTH] token ids
-    of the columns, ascending; None: columns are ids.
+    asked: int64 [R, ASKED], see ``races``; None, without noise: rows are as in the logits. sums: [R, PARTS, 2], gets
+    the part's greatest logit, and without noise the sum of exp(logit - that); with it, None where nobody reads it.
+    vocabulary: int64 [WIDTH] token ids of the columns, ascending; None: columns are ids.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, PART)
     column = part * PART + at
     inside = column < WIDTH
-    if asked is None:
-        values = tl.load(logits + row * WIDTH + column, inside, -float("inf")).to(tl.float32)
-        scores = values.to(tl.float64)
+    source = row if asked is None else tl.load(asked + ASKED * row + 1)
+    values = tl.load(logits + source * WIDTH + column, inside, -float("inf")).to(tl.float32)
+    if sums is not None:
         highest = tl.max(values, 0)
-        base = tl.where(highest == -float("inf"), 0.0, highest)
         tl.store(sums + (row * PARTS + part) * 2, highest)
+    if not NOISED:
+        scores = values.to(tl.float64)
+        base = tl.where(highest == -float("inf"), 0.0, highest)
         tl.store(sums + (row * PARTS + part) * 2 + 1, tl.sum(tl.exp(values - base), 0))
     else:
-        key, source, heat = tl.load(asked + ASKED * row), tl.load(asked + ASKED * row + 1), float_at(asked, row, 2)
-        values = tl.load(logits + source * WIDTH + column, inside, -float("inf")).to(tl.float32)
-        if sums is not None:
-            tl.store(sums + (row * PARTS + part) * 2, tl.max(values, 0))
+        key, heat = tl.load(asked + ASKED * row), float_at(asked, row, 2)
         ids = column.to(tl.int64) if vocabulary is None else tl.load(vocabulary + column, inside, 0)
         scores = values.to(tl.float64) / heat + gumbel(key, ids)
     left = tl.where(inside, ordered(scores), SMALLEST)
@@ -179,14 +178,16 @@ def winners(keys: tl.tensor, columns: tl.tensor, sums: tl.tensor, vocabulary: tl
     tl.store(shares + row * wanted + rank, scores.to(tl.float32).to(tl.float64), told)
 
 
-@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["logits", "asked"])
-def part_masses(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl.tensor, masses: tl.tensor,
-                counts: tl.tensor, most: tl.tensor, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-                PARTS_BLOCK: tl.constexpr, PART: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["most", "held"], do_not_specialize_on_alignment=["logits", "asked"])
+def part_masses(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl.tensor, greatest_of: tl.tensor,
+                masses: tl.tensor, counts: tl.tensor, most: tl.tensor, held: tl.tensor, WIDTH: tl.constexpr,
+                PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr) -> None:
     """Of one part of one row: how many of its columns have greater logits than each of ``tokens`` [R, most], which are
-    columns, to ``counts`` int64 [R, PARTS, most], with CLOSE for each that is hardly greater, and the sum of their
-    exp((logit - the row's greatest) / heat) to ``masses`` float64 [R, PARTS, most + 1], whose last is that of all.
-    logits, asked, sums: see ``part_winners``."""
+    columns, to ``counts`` int64 [R, PARTS, most + 2], with CLOSE for each that is hardly greater, and the sum of their
+    exp((logit - the row's greatest) / heat) to ``masses`` float64 [R, PARTS, most + 2]; behind them the mass of all.
+    greatest_of: int64 [R, held], the columns of the greatest logits in order, of which top-k counts off its last; then
+    the last of ``masses`` is the mass of what is not less than that one, and the last two of ``counts`` are how many
+    are greater, and not less. None: nobody asks. logits, asked, sums: see ``part_winners``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * PART + tl.arange(0, PART)
     source = logits + tl.load(asked + ASKED * row + 1) * WIDTH
@@ -194,35 +195,53 @@ def part_masses(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl
     highest, heat = greatest(sums, row, PARTS, PARTS_BLOCK), float_at(asked, row, 2)
     depths = (values.to(tl.float64) - highest) / heat
     shares = tl.exp(depths)
-    first = row * PARTS + part
+    first = (row * PARTS + part) * (most + 2)
     for place in range(most):
         own = tl.load(source + tl.load(tokens + row * most + place))
         above, depth = values > own, (own.to(tl.float64) - highest) / heat
         is_close = above & (depths - depth <= SAME_NEAR * (1 + tl.abs(depth)))
-        tl.store(counts + first * most + place, tl.sum(above.to(tl.int64) + CLOSE * is_close.to(tl.int64), 0))
-        tl.store(masses + first * (most + 1) + place, tl.sum(tl.where(above, shares, 0.0), 0))
-    tl.store(masses + first * (most + 1) + most, tl.sum(shares, 0))
+        tl.store(counts + first + place, tl.sum(above.to(tl.int64) + CLOSE * is_close.to(tl.int64), 0))
+        tl.store(masses + first + place, tl.sum(tl.where(above, shares, 0.0), 0))
+    tl.store(masses + first + most, tl.sum(shares, 0))
+    if greatest_of is not None:
+        last = tl.minimum(tl.load(asked + ASKED * row + 3), held) - 1
+        least = tl.load(source + tl.load(greatest_of + row * held + last))
+        left = values >= least
+        tl.store(counts + first + most, tl.sum((values > least).to(tl.int64), 0))
+        tl.store(counts + first + most + 1, tl.sum(left.to(tl.int64), 0))
+        tl.store(masses + first + most + 1, tl.sum(tl.where(left, shares, 0.0), 0))
 
 
 @triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["logits", "asked", "shares", "found", "told"])
 def first_survivor(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl.tensor, shares: tl.tensor,
                    masses: tl.tensor, counts: tl.tensor, found: tl.tensor, told: tl.tensor, most: tl.tensor,
-                   WIDTH: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, MOST: tl.constexpr) -> None:
+                   JOINT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
+                   MOST: tl.constexpr) -> None:
     """Of one row, the first of ``tokens`` that survives its filters, to ``found`` int64 [R], and to ``told`` float64
-    [R] 0, or no number where that is not certain. tokens, shares: the ``most`` best as ``winners`` told them."""
+    [R] 0, or no number where that is not certain. tokens, shares: the ``most`` best as ``winners`` told them; JOINT:
+    masses and counts have what top-k left."""
     row, lane, part = tl.program_id(0).to(tl.int64), tl.arange(0, MOST), tl.arange(0, PARTS_BLOCK)
     inside = (part < PARTS)[:, None] & (lane < most)[None, :]
-    first = row * PARTS + part
-    above = tl.sum(tl.load(masses + first[:, None] * (most + 1) + lane[None, :], inside, 0.0), 0)
-    count = tl.sum(tl.load(counts + first[:, None] * most + lane[None, :], inside, 0), 0)
-    whole = tl.sum(tl.load(masses + first * (most + 1) + most, part < PARTS, 0.0), 0)
+    first = (row * PARTS + part) * (most + 2)
+    above = tl.sum(tl.load(masses + first[:, None] + lane[None, :], inside, 0.0), 0)
+    count = tl.sum(tl.load(counts + first[:, None] + lane[None, :], inside, 0), 0)
+    whole = tl.sum(tl.load(masses + first + most, part < PARTS, 0.0), 0)
+    limit, top_p = tl.load(asked + ASKED * row + 3), float_at(asked, row, 4)
+    unsure = count >= CLOSE
+    if JOINT:
+        is_joint = (limit < WIDTH) & (top_p < float("inf"))
+        greater = tl.sum(tl.load(counts + first + most, part < PARTS, 0), 0)
+        not_less = tl.sum(tl.load(counts + first + most + 1, part < PARTS, 0), 0)
+        left = tl.sum(tl.load(masses + first + most + 1, part < PARTS, 0.0), 0)
+        whole = tl.where(is_joint, left, whole)
+        unsure |= is_joint & ((greater >= limit) | (not_less < limit))
     there = tl.load(shares + row * most + lane, lane < most, -float("inf")) > -float("inf")
     columns = tl.load(tokens + row * most + lane, there, 0)
     own = tl.load(logits + tl.load(asked + ASKED * row + 1) * WIDTH + columns, there, 0.0).to(tl.float64)
     depth = (own - greatest(sums, row, PARTS, PARTS_BLOCK)) / float_at(asked, row, 2)
-    limit, mass, deepest = tl.load(asked + ASKED * row + 3), float_at(asked, row, 4) * whole, float_at(asked, row, 5)
+    mass, deepest = top_p * whole, float_at(asked, row, 5)
     survives = (count < limit) & (above < mass) & (depth >= deepest)
-    unsure = (count >= CLOSE) | (tl.abs(above - mass) <= MASS_NEAR * whole)
+    unsure |= tl.abs(above - mass) <= MASS_NEAR * whole
     unsure |= tl.abs(depth - deepest) <= DEPTH_NEAR * (1 + tl.abs(depth))
     unsure &= (limit < WIDTH) | (mass < float("inf")) | (deepest > -float("inf"))  # whoever stands beside a free row
     place = tl.min(tl.where(there & (survives | unsure), lane, MOST), 0)

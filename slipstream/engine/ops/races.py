@@ -4,9 +4,9 @@ Rules:
 1. ``choosing`` is the specification: what is told here is what it would say. The integers of the noise are the same,
    logarithms may differ in the last unit, so two scores that are as near to each other could change places.
 2. A race takes the rows of sampled sessions whose logits nothing changes; filtered ones for one winner alone, not where
-   top-p counts what top-k left, and not where they are so cold that noise is lost beside a logit. Of all others it says
-   that it is not sure. Whether it takes a row depends on the row's own session, on what is wanted and on the model,
-   never on the other rows.
+   top-p counts what a top-k above ``GREATEST`` left, and not where they are so cold that noise is lost beside a logit.
+   Of all others it says that it is not sure. Whether it takes a row depends on the row's own session, on what is wanted
+   and on the model, never on the other rows.
 3. It is not sure either of what nobody can choose from, of what is no number, and of a filtered row of whose
    ``CANDIDATES`` best scores none survives, or one by so little that the order of a sum could decide.
 4. Numbers go to the device in one copy and come back in one, and nobody waits in between.
@@ -45,9 +45,11 @@ MOST = 32  # that are found
 MOST_DRAWN = MOST - RUNNERS_UP
 NOISY = 6  # numbers that say what is asked about a row
 CANDIDATES = 16  # best scores that filters are asked about
+GREATEST = 64  # logits that are put in order for top-k beside top-p
 EVERY = 1 << 62  # tokens: there are fewer
 FILTERS: tuple[dict[str, Any], ...] = (
-    {"top_p": 0.9}, {"top_k": 1000}, {"min_p": 1e-4}, {"top_p": 0.95, "min_p": 1e-5})  # that leave much
+    {"top_p": 0.9}, {"top_k": 1000}, {"min_p": 1e-4}, {"top_p": 0.95, "min_p": 1e-5},
+    {"top_k": 50, "top_p": 0.9})  # that leave much
 COLD = 1e-4  # a temperature
 COLDEST = 1e-300  # as in ``choosing``
 TRIAL_ROWS, TRIAL_CHILDREN = (1, 5), 8
@@ -100,8 +102,13 @@ def takes(session: ChoiceRows, filtered: bool, width: int) -> bool:
     sampling = session.sampling
     if sampling.greedy or session.adjusted:
         return False
-    joint = 0 < sampling.top_k < width and sampling.top_p < 1.0
-    return not is_filtered(sampling) or (filtered and not joint and sampling.temperature >= COLD)
+    fits = sampling.top_k <= GREATEST or not joint(sampling, width)
+    return not is_filtered(sampling) or (filtered and fits and sampling.temperature >= COLD)
+
+
+def joint(sampling: Sampling, width: int) -> bool:
+    """Whether top-p counts what top-k left."""
+    return 0 < sampling.top_k < width and sampling.top_p < 1.0
 
 
 class DeviceRace:
@@ -125,7 +132,9 @@ class DeviceRace:
         if not count or most > MOST or logits.dtype != torch.float32 or logits.shape[1] != self.width:
             return None
         logits, asked = logits.contiguous(), sent(_asked(taken), logits.device)
-        found = (self._survivors(logits, asked, count) if any(is_filtered(session.sampling) for session in taken) else
+        samplings = [session.sampling for session in taken]
+        top_k = max((sampling.top_k for sampling in samplings if joint(sampling, self.width)), default=0)
+        found = (self._survivors(logits, asked, count, top_k) if any(map(is_filtered, samplings)) else
                  self._best(logits, asked, None, count, most, most))
         told: NDArray[np.int64] = found.cpu().numpy()
         known = np.repeat(takes_it, [len(session.rows) for session in sessions])
@@ -139,7 +148,7 @@ class DeviceRace:
         if k + RUNNERS_UP > MOST or logits.dtype != torch.float32:
             return children(logits, k, self.vocabulary)
         sums = logits.new_empty(len(logits), self._parts, 2)
-        found = self._best(logits.contiguous(), None, sums, len(logits), min(k + RUNNERS_UP, self.width), k)
+        found = self._best(logits.contiguous(), None, sums, len(logits), min(k + RUNNERS_UP, self.width), k, False)
         return found[0], found[1].view(torch.float64)
 
     def drawn(self, logits: torch.Tensor, asked: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,35 +158,37 @@ class DeviceRace:
         return found[0], found[1].view(torch.float64)
 
     def _best(self, logits: torch.Tensor, asked: torch.Tensor | None, sums: torch.Tensor | None, rows: int, most: int,
-              wanted: int) -> torch.Tensor:
+              wanted: int, noised: bool = True, held: int = MOST) -> torch.Tensor:
         """int64 [2, R, wanted]: tokens, and the bits of the logarithms of their shares. asked: see ``noisy_rows``;
-        sums: see ``part_winners``."""
-        assert logits.shape[1] == self.width
-        parts, noised = self._parts, asked is not None
+        sums: see ``part_winners``; held: at least ``most``, a constant of what is compiled."""
+        assert logits.shape[1] == self.width and most <= held
+        parts, places = self._parts, block(self._parts * held)
         keys = logits.new_empty(rows, parts, most, dtype=torch.int64)
         columns = logits.new_empty(rows, parts, most, dtype=torch.int32)
         found = logits.new_empty(2, rows, wanted, dtype=torch.int64)
-        self._kernels.part_winners[(rows, parts)](logits, asked, self.vocabulary, keys, columns, sums, most, self.width,
-                                                  parts, PART, num_warps=8)
-        held = block(parts * MOST)
+        self._kernels.part_winners[(rows, parts)](logits, asked, self.vocabulary, keys, columns, sums, most, noised,
+                                                  self.width, parts, PART, num_warps=8)
         self._kernels.winners[(rows,)](keys, columns, None if noised else sums, self.vocabulary, found[0],
-                                       found[1].view(torch.float64), most, wanted, parts, block(parts), held, MOST,
-                                       num_warps=8 if held > 1024 else 4)
+                                       found[1].view(torch.float64), most, wanted, parts, block(parts), places, held,
+                                       num_warps=8 if places > 1024 else 4)
         return found
 
-    def _survivors(self, logits: torch.Tensor, asked: torch.Tensor, rows: int) -> torch.Tensor:
-        """The same of one winner, among what filters leave."""
+    def _survivors(self, logits: torch.Tensor, asked: torch.Tensor, rows: int, top_k: int) -> torch.Tensor:
+        """The same of one winner, among what filters leave. top_k: the largest that stands beside a top-p."""
         parts, most = self._parts, CANDIDATES
         sums = logits.new_empty(rows, parts, 2)
-        masses = logits.new_empty(rows, parts, most + 1, dtype=torch.float64)
-        counts = logits.new_empty(rows, parts, most, dtype=torch.int64)
+        masses = logits.new_empty(rows, parts, most + 2, dtype=torch.float64)
+        counts = logits.new_empty(rows, parts, most + 2, dtype=torch.int64)
+        greatest = None
+        if top_k:
+            greatest = self._best(logits, asked, torch.empty_like(sums), rows, top_k, top_k, False, GREATEST)[0]
         tokens, shares = self._best(logits, asked, sums, rows, most, most)
         found = logits.new_empty(2, rows, 1, dtype=torch.int64)
-        self._kernels.part_masses[(rows, parts)](logits, asked, sums, tokens, masses, counts, most, self.width, parts,
-                                                 block(parts), PART, num_warps=8)
+        self._kernels.part_masses[(rows, parts)](logits, asked, sums, tokens, greatest, masses, counts, most, top_k,
+                                                 self.width, parts, block(parts), PART, num_warps=8)
         self._kernels.first_survivor[(rows,)](logits, asked, sums, tokens, shares.view(torch.float64), masses, counts,
-                                              found[0], found[1].view(torch.float64), most, self.width, parts,
-                                              block(parts), CANDIDATES, num_warps=8)
+                                              found[0], found[1].view(torch.float64), most, top_k > 0, self.width,
+                                              parts, block(parts), CANDIDATES, num_warps=8)
         return found
 
 
