@@ -203,6 +203,16 @@ def test_a_choice_by_kernels_does_not_heed_its_company(device: torch.device) -> 
         assert choose(logits[row : row + 1], [alone], None, race) == together[row : row + 1]
 
 
+def test_children_by_kernels_can_be_captured(device: torch.device) -> None:
+    race, rows, k = race_of(device, "of a head"), 8, 8
+    logits, ids = torch.zeros(rows, race.width, device=device), torch.zeros(rows, k, dtype=torch.int64, device=device)
+    replay = capture_of(Given(device))(lambda: ids.copy_(race.children(logits, k)[0]))
+    for seed in range(3):
+        logits.copy_(zipf_logits(rows, race.width, seed))
+        replay()
+        assert torch.equal(ids, races.children(logits, k, race.vocabulary)[0])
+
+
 @pytest.mark.parametrize(("name", "rows", "columns"), PRODUCTS)
 def test_products_in_8_bits_are_their_specification(device: torch.device, name: str, rows: int, columns: int) -> None:
     rows, columns = (rows, columns) if full(device) else (48, 32)
