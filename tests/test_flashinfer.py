@@ -77,7 +77,8 @@ class PlainWrapper:
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, firsts: torch.Tensor, limits: torch.Tensor,
             words: torch.Tensor, sm_scale: float, *, out: torch.Tensor) -> torch.Tensor:
         assert paged_kv_cache.dim() == 5 and paged_kv_cache.shape[1:3] == (2, 1)
-        indptr, kv_indptr, indices, _ = self._buffers
+        indptr, kv_indptr, indices, last = self._buffers
+        assert bool((last == 1).all()), "numbers of entries in the last pages are written once"
         pages = PageTensors(indptr, kv_indptr, indices, firsts, limits, words)
         return out.copy_(attend_pages(q, paged_kv_cache[:, :, 0], pages, sm_scale).view(out.shape))
 

@@ -83,7 +83,8 @@ def suite_stage(given: Given) -> Iterator[Finding]:
     began = time.perf_counter()
     command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "--device", str(given.device)]
     done = subprocess.run([*command, *DEVICE_TESTS], capture_output=True, text=True, check=False)
-    print(done.stdout[-4000:] + done.stderr[-2000:] if done.returncode else "")
+    if done.returncode:  # what failed first may have ended the device's use, and all that came after it
+        print(done.stdout[done.stdout.find("= FAILURES ="):][:4000], done.stdout[-2000:], done.stderr[-2000:], sep="\n")
     for what, value, unit in re.findall(r"^= (.+) \| (.+) \| (.+)$", done.stdout, re.MULTILINE):
         yield Finding(what, float(value), unit)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout)}

@@ -168,7 +168,7 @@ class FlashInferAttention:
         plans = torch.empty_like(self.workspace) if apart else self.workspace
         return FixedFlashInfer(self._make(plans, use_cuda_graph=True, qo_indptr_buf=pages.q_indptr,
                                           paged_kv_indptr_buf=pages.kv_indptr, paged_kv_indices_buf=pages.indices,
-                                          paged_kv_last_page_len_buf=last), pages, last)
+                                          paged_kv_last_page_len_buf=last), pages)
 
     def _make(self, plans: torch.Tensor, **graph: Any) -> Planner:
         arguments, words = variant(self._dtype, self._config.head_dim)
@@ -231,10 +231,10 @@ class FixedFlashInfer:
     """See ``attention.FixedAttention``. The wrapper reads the same memory. ``launch``: what FlashInfer says of the
     captured one."""
 
-    __slots__ = ("_last", "_pages", "_planner", "launch")
+    __slots__ = ("_pages", "_planner", "launch")
 
-    def __init__(self, planner: Planner, pages: PageTensors, last: torch.Tensor) -> None:
-        self._planner, self._pages, self._last = planner, pages, last
+    def __init__(self, planner: Planner, pages: PageTensors) -> None:
+        self._planner, self._pages = planner, pages
         self.launch: tuple[int, ...] = ()
 
     def write(self, plan: PagePlan, written: bool = False) -> bool:
@@ -251,4 +251,3 @@ class FixedFlashInfer:
 
     def buffers(self) -> Iterator[torch.Tensor]:
         yield from self._pages
-        yield self._last
