@@ -104,7 +104,7 @@ def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
     device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
     ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
             else _kernels(model))
-    graphs = device.type == "cuda" and not section.compile and not head.joint
+    graphs = device.type == "cuda" and not (section.compile or head.joint or head.config.sliding_window)
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
     race = race_for(_kernels(model), head.config, device, some_tokens(head.vocabulary, head.config.vocab_size, device))
     network = _ready(section, model, lambda ops: EagleNetwork(
