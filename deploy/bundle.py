@@ -10,11 +10,9 @@ Rules:
 4. ``--model`` puts the default model's file (98 MB) where its package has it, and ``make gpu ARGS="--model NAME"``
    prepares it there.
 5. ``--flashinfer`` adds FlashInfer as small as it runs, an archive that ``make gpu`` unpacks: Python, and the templates
-   from which it would make the kernels' sources; no headers. Its kernels are compiled here for sm_90a, without a GPU:
-   ``nvcc`` (CUDA 13, on PATH) and ``ninja``, minutes. A module in ``flashinfer/data/aot`` is loaded as it is; with
-   FLASHINFER_DISABLE_JIT=1 nothing is compiled where it runs.
-6. The kernels need ``libcudart.so.13`` alone, which a torch for CUDA 13 has loaded before. What was packed is unpacked
-   elsewhere and loaded, with no compiler to be found; what is not for sm_90a is an error.
+   from which it would make the kernels' sources; no headers. Its kernels are compiled here for an H100
+   (``gpu_kernels``), and with FLASHINFER_DISABLE_JIT=1 nothing is compiled where it runs. What was packed is unpacked
+   elsewhere and loaded.
 
 It knows nothing about how the archive travels.
 """
@@ -22,7 +20,6 @@ It knows nothing about how the archive travels.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import re
 import shutil
@@ -36,11 +33,9 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from bench.gpu.stages import STAGES
+from deploy.gpu_kernels import NVML, TVM, check, compiled
 from slipstream.base.config import ModelSection
-from slipstream.engine.flashinfer import prebuild, specified
 from slipstream.models.folder import KNOWN, packaged_file
 
 PACKAGES = ("annotated-types", "gguf", "grpcio", "grpcio-health-checking", "grpcio-reflection", "llguidance",
@@ -51,14 +46,7 @@ MADE = Path("slipstream/v1")  # from proto
 MOST_BYTES = 36 << 20
 PLATFORMS = ("manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 FOLDER = Path("build/gpu-bundle")
-FLASHINFER, TVM = "flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2"
-NVML = "nvidia-ml-py==13.615.71"  # asked for at import, and no part of torch
-RUNTIME = "nvidia-cuda-runtime==13.0.*"
-# What it imports, but for torch and numpy; without its dependencies on kernels that are not used here.
-IMPORTED = (NVML, "filelock", "jinja2", "markupsafe", "packaging", "requests", "tqdm", "urllib3", "idna",
-            "certifi", "charset-normalizer")
-HEAD_DIMS = (64, 128)
-ARCHITECTURE, TARGET = "9.0a", "sm_90a"
+GPUS = "9.0a"  # compute capabilities
 
 
 def pinned(lock: str, packages: Sequence[str]) -> list[str]:
@@ -86,34 +74,11 @@ def fetch(requirements: Sequence[str], site: Path, python: str = "3.12") -> None
 
 def build(folder: Path) -> Path:
     """The archive ``flashinfer.tar`` in ``folder``: a slim package with prebuilt kernels."""
-    if shutil.which("nvcc") is None or shutil.which("ninja") is None:
-        raise SystemExit("nvcc of CUDA 13 and ninja must be on PATH: kernels are compiled here for a GPU elsewhere")
     builder = folder.with_name("gpu-kernels").resolve()  # what travels is in the folder, and this is not
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target",
-                    str(builder), FLASHINFER, TVM, RUNTIME, *IMPORTED], check=True)
-    runtime = next(builder.rglob("libcudart.so.13"))
-    # The linker looks for names without a version; nothing of the driver is called, so an empty library stands for it.
-    names = builder / "link"
-    names.mkdir(exist_ok=True)
-    (names / "libcudart.so").unlink(missing_ok=True)
-    (names / "libcudart.so").symlink_to(runtime)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "/dev/null", "-o", str(names / "libcuda.so")], check=True)
-    # FlashInfer is told by its environment; "env" adds these to what is there.
-    world = [f"PYTHONPATH={Path.cwd()}:{builder}", f"FLASHINFER_CUDA_ARCH_LIST={ARCHITECTURE}",
-             f"FLASHINFER_WORKSPACE_BASE={builder / 'cache'}",
-             f"FLASHINFER_EXTRA_LDFLAGS=-L{names} -Wl,--no-as-needed -lcudart"]
-    shutil.rmtree(builder / "aot", ignore_errors=True)  # of other kernels
-    for head_dim in HEAD_DIMS:
-        subprocess.run(["env", *world, sys.executable, "-m", "deploy.bundle", "--compile", str(head_dim),
-                        str(builder / "aot")], check=True)
-    archive = _pack(builder, folder / "flashinfer.tar")
+    archive = _pack(builder, compiled(builder, GPUS), folder / "flashinfer.tar")
     with tempfile.TemporaryDirectory() as place, tarfile.open(archive) as packed:
         packed.extractall(place, filter="data")
-        bare = ["PATH=/nowhere", "FLASHINFER_DISABLE_JIT=1", f"FLASHINFER_CUDA_ARCH_LIST={ARCHITECTURE}",
-                f"FLASHINFER_WORKSPACE_BASE={place}", f"PYTHONPATH={Path.cwd()}:{place}:{builder}"]
-        for head_dim in HEAD_DIMS:
-            subprocess.run(["env", *bare, sys.executable, "-m", "deploy.bundle", "--load", str(head_dim),
-                            str(runtime)], check=True)
+        check(builder, Path(place), GPUS)
     return archive
 
 
@@ -128,33 +93,14 @@ def wanted(package: Path) -> Iterator[Path]:
             yield path
 
 
-def _pack(builder: Path, archive: Path) -> Path:
+def _pack(builder: Path, libraries: Sequence[Path], archive: Path) -> Path:
     package = builder / "flashinfer"
     with tarfile.open(archive, "w") as out:
         for path in wanted(package):
             out.add(package / path, Path("flashinfer") / path)
-        for library in sorted((builder / "aot").glob("*.so")):
+        for library in libraries:
             out.add(library, Path("flashinfer/data/aot") / library.stem / library.name)
     return archive
-
-
-def _compiled(head_dim: int, into: Path) -> None:
-    """One kernel, in an environment that ``build`` has made."""
-    into.mkdir(exist_ok=True)
-    library = prebuild(torch.bfloat16, head_dim)
-    if f"code={TARGET}" not in library.with_name("build.ninja").read_text(encoding="utf-8"):  # code itself is packed
-        raise SystemExit(f"{library}: it was not compiled for {TARGET}")
-    shutil.copy(library, into)
-    print(f"{library.name}: compiled for {TARGET}, {library.stat().st_size / 2**20:.1f} MiB")
-
-
-def _loaded(head_dim: int, runtime: Path) -> None:
-    """One kernel, as a torch for CUDA would have it. ``runtime``: its libcudart."""
-    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-    kernel = specified(torch.bfloat16, head_dim)
-    found = kernel.build_and_load()
-    functions = [name for name in ("plan", "paged_run") if getattr(found, name)]
-    print(f"{kernel.name}: loads without a compiler ({', '.join(functions)})")
 
 
 def pack(folder: Path, made: Path, archive: Path, most: int = MOST_BYTES) -> Path:
@@ -215,13 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer too, its kernels compiled here with nvcc")
     parser.add_argument("--rehearse", nargs="?", const="", metavar="STAGES",
                         help="for this Python, unpacked and run in an empty folder; all stages but suite, or these")
-    parser.add_argument("--compile", nargs=2, metavar=("SIZE", "FOLDER"), help=argparse.SUPPRESS)
-    parser.add_argument("--load", nargs=2, metavar=("SIZE", "RUNTIME"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.compile or options.load:
-        size, path = options.compile or options.load
-        (_compiled if options.compile else _loaded)(int(size), Path(path))
-        return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "bundle" if options.rehearse is not None else FOLDER
         site = folder / "site"

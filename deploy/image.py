@@ -5,7 +5,9 @@ Rules:
    no network.
 2. cpu wants torch without CUDA, cuda with it: ``--torch`` names the folder or index page that has the right one, where
    pip's own index has the other.
-3. The image has no C++ compiler: the CPU kernels are built here, for every kind of x86-64 processor.
+3. The cpu image has no C++ compiler: its kernels are built here, for every kind of x86-64 processor.
+4. cuda has FlashInfer, its kernel compiled here for ``GPUS`` where nvcc is, and a base with a C compiler, which Triton
+   asks for. Without nvcc attention is torch's there, and this says so.
 
 It knows nothing about registries.
 """
@@ -21,6 +23,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from deploy.gpu_kernels import FLASHINFER, IMPORTED, TVM, compiled, tools
 from slipstream import __version__
 from slipstream.engine.native.compiled_kernels import build_all
 from slipstream.models.folder import KNOWN
@@ -29,8 +32,13 @@ ROOT = Path(__file__).parent.parent
 BUILDERS = ("docker", "podman", "buildah")
 # What the image's base can install: manylinux wheels of one interpreter, whatever runs here. vLLM's image has its own.
 PYTHON = {"vllm": "3.12"}
-PLATFORM = tuple(f"--platform=manylinux{kind}_x86_64" for kind in ("_2_28", "_2_17", "2014", "_2_12", "_2_5", "1"))
+GLIBC = range(36, 16, -1)  # minor versions up to that of Debian 12; pip takes each by its own name
+PLATFORM = tuple(f"--platform=manylinux{kind}_x86_64" for kind in (*(f"_2_{n}" for n in GLIBC), "2014", "_2_12", "_2_5",
+                                                                   "1"))
 WHEELS_FOR = ("--implementation=cp", "--only-binary=:all:", *PLATFORM, "--platform=linux_x86_64")  # ours, the last
+GPUS = "8.0 8.9 9.0a 10.0a"  # compute capabilities: A100, L4 and L40, H100 and H200, B200
+BASES = {"cuda": "python:3.11-bookworm"}  # where another than that of the Dockerfile is better
+LOCKED = ("-c", str(ROOT / "requirements.lock"))
 WANTED = {"router": "[router,kubernetes,otel]", "vllm": "[service,kubernetes]"}
 
 
@@ -50,13 +58,29 @@ def gather(variant: str, torch: str | None) -> Path:
     wanted = f"{wheel}{WANTED.get(variant, '[engine,kubernetes,otel]')}"
     wheels_for = (f"--python-version={python}", *WHEELS_FOR)
     found = ("--find-links", torch) if torch else ()
-    _pip("download", *wheels_for, *found, "-c", str(ROOT / "requirements.lock"), "-d", str(folder), wanted)
+    _pip("download", *wheels_for, *found, *LOCKED, "-d", str(folder), wanted)
     _pip("download", "--no-deps", *wheels_for, "-d", str(folder), "pip")
     if variant == "cpu":
         build_all(folder / "kernels")
         for model in KNOWN.values():
             _pip("download", "--no-deps", *wheels_for, "-d", str(folder), model.install.split()[-1])
+    if variant == "cuda":
+        _flashinfer(folder, wheels_for)
     return folder
+
+
+def _flashinfer(folder: Path, wheels_for: Sequence[str]) -> None:
+    """Its wheels, and in ``kernels`` what they do not have: libraries, and which packages to install for them."""
+    if problem := tools():
+        print(f"attention will be torch's in this image, slower and without graphs: {problem}")
+        return
+    kernels, packages = folder / "kernels", (FLASHINFER, TVM, *IMPORTED)
+    libraries = compiled((ROOT / "build/image/gpu-kernels").resolve(), GPUS)
+    _pip("download", "--no-deps", *wheels_for, *LOCKED, "-d", str(folder), *packages)
+    kernels.mkdir()
+    for library in libraries:
+        shutil.copy(library, kernels)
+    (kernels / "packages.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
 
 
 def builder(names: Sequence[str] = BUILDERS) -> str:
@@ -90,7 +114,8 @@ def _pip(command: str, *arguments: str, pure: bool = False) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.image", description="Build an image.")
     parser.add_argument("variant", choices=("router", "cpu", "cuda", "vllm"))
-    parser.add_argument("--base", help="an image with Python 3.11, or vLLM's; default: as in deploy/docker/Dockerfile")
+    parser.add_argument("--base", help="an image with Python 3.11, or vLLM's; default: as in deploy/docker/Dockerfile, "
+                        "for cuda one with a C compiler")
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first that works")
     parser.add_argument("--tag", help="default: slipstream:VERSION-VARIANT, which is what the chart asks for")
     parser.add_argument("--torch", metavar="PLACE", help="folder or page with the torch wheel of this variant")
@@ -110,7 +135,8 @@ def make(asked: argparse.Namespace) -> None:
     size = sum(file.stat().st_size for file in wheels) / 2**20
     print(f"{len(wheels)} wheels in {folder.relative_to(ROOT)}, {size:.0f} MiB")
     if tool:
-        build(asked.variant, asked.base, tool, asked.tag or f"slipstream:{__version__}-{asked.variant}")
+        base = asked.base or BASES.get(asked.variant)
+        build(asked.variant, base, tool, asked.tag or f"slipstream:{__version__}-{asked.variant}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bundle import FLASHINFER, PACKAGES, expected, pack, pinned, wanted
+from deploy.bundle import PACKAGES, expected, pack, pinned, wanted
+from deploy.gpu_kernels import FLASHINFER
 
 LOCK = Path(__file__).parent.parent / "requirements.lock"
 
