@@ -125,6 +125,19 @@ def test_a_population_of_sessions_notices_nothing(head: EagleHead, seed: int, dr
     both.close()
 
 
+def test_fewer_levels_than_a_graph_has_are_grown_by_it(head: EagleHead) -> None:
+    capture = Counted()
+    both = AtOnce(head, 4, 4, capture)
+    for session in (1, 2, 3):
+        both.open(session, 20)
+    growths = both.grow([1, 2, 3], [2, 12, 1])
+    assert [len(growth.tokens) for growth in growths] == [2, 12, 1] and capture.replayed == 1
+    both.commit(1, [growths[0].tokens[0].item(), 7])
+    both.grow([1], [12])
+    assert capture.replayed == 2
+    both.close()
+
+
 def test_drawn_and_greedy_sessions_grow_at_once_too(head: EagleHead) -> None:
     capture = Counted()
     both = AtOnce(head, 3, 4, capture, drawing=True)

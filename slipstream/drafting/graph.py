@@ -8,7 +8,8 @@ Rules:
    what no word names, and it holds zeros until it is written.
 3. Sessions are padded, never tensors: a dummy has rows and slots of its own. One call writes every static buffer.
 4. Nothing of a tree waits for the host, so that a graph may hold all of it; one copy brings it back.
-5. Greedy sessions and those whose tokens are drawn have graphs of their own.
+5. Greedy sessions and those whose tokens are drawn have graphs of their own. A session that wants fewer levels gets
+   all of them computed, and is told of its own.
 6. A graph has room for the pending rows that a round leaves. Older ones are a forward of their own before it. Where no
    graph can be replayed, the root's children are all that is grown. What cannot be captured is left out for good, with
    a warning.
@@ -104,7 +105,8 @@ class GraphLevels:
 
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         """See ``neural.Levels``."""
-        fits = rows <= FEW_ROWS and (levels, topk) == (self._shapes[0].levels, self._shapes[0].topk)
+        shape = self._shapes[0]  # fewer levels than it has cost no more than all
+        fits = rows <= FEW_ROWS and levels <= shape.levels and topk == shape.topk
         return fits and (drawn is None or (self._draws and not is_filtered(drawn))) and not self._failed
 
     def trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
@@ -297,14 +299,15 @@ class TreeLoop:
     def _places(self, seeds: Sequence[Seed]) -> Places:
         shape, first = self._shape, self._network.pool_slots - self._shape.spare
         each, used = shape.topk * shape.levels, sum(len(seed.tokens) for seed in seeds)
-        spare = np.arange(first, first + shape.pending - used)  # of rows, behind those of trees
+        spare = np.arange(first, first + shape.pending - used)  # of pending rows; those of trees come behind
         dummies = range(shape.sessions - len(seeds))
         begin = first + shape.pending
-        trees = [*(seed.slots[len(seed.tokens) :] for seed in seeds),
-                 *(np.arange(begin + i * each, begin + (i + 1) * each) for i in dummies)]
+        trees = begin + np.arange(shape.sessions * each).reshape(shape.sessions, each)
+        for tree, seed in zip(trees, seeds, strict=False):  # levels that nobody asked for are a dummy's
+            tree[: len(seed.slots) - len(seed.tokens)] = seed.slots[len(seed.tokens) :]
         return Places([*(seed.context for seed in seeds), *(spare[:0] for _ in dummies)],
                       [*(seed.slots[: len(seed.tokens)] for seed in seeds), *(spare[i : i + 1] for i in dummies)],
-                      np.stack(trees), spare[len(dummies) :])
+                      trees, spare[len(dummies) :])
 
     def _run(self) -> None:
         network, shape = self._network, self._shape
