@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.test_pretended import LaunchedPages
 from tests.tiny import VOCAB, write_tiny_model
 
 CPU = torch.device("cpu")
-FILTERED = Sampling(temperature=0.8, top_p=0.9, seed=4)
+FILTERED, NARROW = Sampling(temperature=0.8, top_p=0.9, seed=4), Sampling(temperature=0.8, top_k=3, seed=4)
 SHAPES = [(4, 4), (2, 3), (1, 5), (3, 2)]  # topk, num_steps
 
 
@@ -114,7 +115,7 @@ def test_a_population_of_sessions_notices_nothing(head: EagleHead, seed: int, dr
     for _ in range(40):
         kind = rng.random()
         if kind < 0.3 or not both.bases:
-            both.open(rng.randrange(1, 12), rng.randrange(2, 40), rng.choice((*MIXED, FILTERED)))
+            both.open(rng.randrange(1, 12), rng.randrange(2, 40), rng.choice((*MIXED, NARROW)))
         chosen = rng.sample(sorted(both.bases), rng.randrange(1, len(both.bases) + 1))
         growths = both.grow(chosen, [rng.choice([12, 12, 12, 3, 0])] * len(chosen), rng.choice([0, 0, 0, 1]))
         for growth in growths:
@@ -141,13 +142,24 @@ def test_fewer_levels_than_a_graph_has_are_grown_by_it(head: EagleHead) -> None:
 def test_drawn_and_greedy_sessions_grow_at_once_too(head: EagleHead) -> None:
     capture = Counted()
     both = AtOnce(head, 3, 4, capture, drawing=True)
-    for session, sampling in enumerate((MIXED[2], MIXED[0], MIXED[2], FILTERED), start=1):
+    for session, sampling in enumerate((MIXED[2], MIXED[0], MIXED[2], NARROW), start=1):
         both.open(session, 9 + session, sampling)
     both.grow([1, 2, 3])
     assert capture.made == 2 == capture.replayed
     both.grow([4])
-    assert capture.replayed == 2, "filters take what the race does not know"
+    assert capture.replayed == 2, "what few tokens are left is ranked where filters are known"
     both.close()
+
+
+def test_filters_that_leave_much_are_not_asked_in_a_graph(head: EagleHead) -> None:
+    trees = []
+    for sampling in (FILTERED, replace(FILTERED, top_p=1.0)):
+        both = AtOnce(head, 3, 4, drawing=True)
+        both.open(1, 12, sampling)
+        (growth,) = both.drafters[0].grow([1], [12])
+        trees.append((growth.tokens.tolist(), growth.parents.tolist()))
+        assert len(both.at_once.loops()) == 1
+    assert trees[0] == trees[1]
 
 
 def test_where_the_device_chose_other_rows_the_tree_goes_on_level_by_level(head: EagleHead) -> None:

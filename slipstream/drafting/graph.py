@@ -8,8 +8,8 @@ Rules:
    what no word names, and it holds zeros until it is written.
 3. Sessions are padded, never tensors: a dummy has rows and slots of its own. One call writes every static buffer.
 4. Nothing of a tree waits for the host, so that a graph may hold all of it; one copy brings it back.
-5. Greedy sessions and those whose tokens are drawn have graphs of their own. A session that wants fewer levels gets
-   all of them computed, and is told of its own.
+5. Greedy sessions and those whose tokens are drawn have graphs of their own; what is drawn is ranked without filters
+   (``is_narrow``). A session that wants fewer levels gets all of them computed, and is told of its own.
 6. A graph has room for the pending rows that a round leaves. Older ones are a forward of their own before it. Where no
    graph can be replayed, the root's children are all that is grown. What cannot be captured is left out for good, with
    a warning.
@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from slipstream.base.errors import in_a_line
-from slipstream.choosing.logits import is_filtered
 from slipstream.choosing.transfer import sent
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import Output
@@ -50,6 +49,7 @@ from slipstream.protocol.requests import Sampling
 Indices = NDArray[np.int64]
 SESSIONS = (1, 2, 4, 8, 16, 32, 64)
 FEW_ROWS = 64  # pending rows of a session
+FEW_TOKENS, LITTLE_MASS, MUCH_OF_THE_BEST = 8, 0.5, 0.1  # of filters: top-k, top-p and min-p
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class GraphLevels:
         """See ``neural.Levels``."""
         shape = self._shapes[0]  # fewer levels than it has cost no more than all
         fits = rows <= FEW_ROWS and levels <= shape.levels and topk == shape.topk
-        return fits and (drawn is None or (self._draws and not is_filtered(drawn))) and not self._failed
+        return fits and (drawn is None or (self._draws and not is_narrow(drawn))) and not self._failed
 
     def trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
         """See ``neural.Levels``."""
@@ -170,6 +170,12 @@ class GraphLevels:
                 logger("draft").warning("no graphs: trees grow level by level", sessions=shape.sessions,
                                         reason=in_a_line(error))
         return self._loops.get((shape, drawn))
+
+
+def is_narrow(sampling: Sampling) -> bool:
+    """Whether filters leave so few tokens that ranks without them say little of what is chosen. Those that leave more
+    cost 1 to 7 hundredths of an acceptance length, and levels by the host a third of a round."""
+    return 0 < sampling.top_k < FEW_TOKENS or sampling.top_p < LITTLE_MASS or sampling.min_p > MUCH_OF_THE_BEST
 
 
 def asked_of(seeds: Sequence[Seed], shape: Shape) -> Indices:

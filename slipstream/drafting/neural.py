@@ -6,7 +6,7 @@ Rules:
 2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``). That is the
    specification. ``Levels`` (CPU kernels of our own in one call, a captured graph on a GPU) grow a whole tree, for
    sessions that begin one and rank its logits as they are, under noise or not, with few pending rows: nothing is
-   different but time.
+   different but time, and a graph's ranks of filtered sessions (``graph.is_narrow``).
 3. The host chooses each level's rows again from the numbers that came back: its rules (``tree.GrowingTree``) stay the
    only ones. Where others were chosen, the tree ends there, and goes on level by level.
 4. A session for which there are no slots, or no target states, grows nothing: late is never an error.
