@@ -23,7 +23,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.gpu_kernels import FLASHINFER, IMPORTED, TVM, compiled, tools
+from deploy.gpu_kernels import FLASHINFER, IMPORTED, TVM, check, compiled, tools
 from slipstream import __version__
 from slipstream.engine.native.compiled_kernels import build_all
 from slipstream.models.folder import KNOWN
@@ -75,7 +75,13 @@ def _flashinfer(folder: Path, wheels_for: Sequence[str]) -> None:
         print(f"attention will be torch's in this image, slower and without graphs: {problem}")
         return
     kernels, packages = folder / "kernels", (FLASHINFER, TVM, *IMPORTED)
-    libraries = compiled((ROOT / "build/image/gpu-kernels").resolve(), GPUS)
+    builder = (ROOT / "build/image/gpu-kernels").resolve()
+    libraries = compiled(builder, GPUS)
+    for library in libraries:  # where the Dockerfile puts them
+        place = builder / "flashinfer/data/aot" / library.stem
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, place)
+    check(builder, builder, GPUS)
     _pip("download", "--no-deps", *wheels_for, *LOCKED, "-d", str(folder), *packages)
     kernels.mkdir()
     for library in libraries:

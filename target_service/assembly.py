@@ -151,6 +151,8 @@ def slots_for(config: TargetSection, model: CausalModel, max_context: int) -> in
     with its tree in any case. Raises ConfigError where that does not fit."""
     memory = Memory.of(model.config, model.dtype, model.device,
                        Limits.on(model.device.type, config.max_sessions).max_step_rows)
+    if isinstance(model, GraphedDecoder | RankedModel):  # which has slots that are handed to nobody
+        memory = replace(memory, free=memory.free - model.spare_slots * memory.slot)
     if 0 < config.slots < LEAST_SLOTS:
         raise ConfigError(f"target.slots: {config.slots} are too few for one answer and its tree: at least "
                           f"{LEAST_SLOTS}, or 0 for as many as there is room for")

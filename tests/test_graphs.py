@@ -20,6 +20,7 @@ from slipstream.engine.graphs import (
     Replay,
     Size,
     capture_eager,
+    needed,
     padded,
     sizes,
 )
@@ -131,6 +132,15 @@ def test_a_size_takes_what_leaves_a_row_for_each_dummy() -> None:
     assert not Size(4, 2).takes(4, 1) and not Size(4, 1).takes(3, 1)
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 6, 12, 24, 48, 64, 100])
+def test_what_steps_of_few_segments_may_need_is_known(most: int) -> None:
+    every = sizes()
+    known = needed(every, most)
+    for count in range(1, most + 1):
+        for rows in range(count, max(MANY_ROWS), 7):
+            assert next((size for size in every if size.takes(rows, count)), None) in {None, *known}
+
+
 def test_all_sizes_that_may_come_are_captured_at_once_and_later_ones_are_not_again(decoder: Decoder) -> None:
     captured: list[Callable[[], None]] = []
 
@@ -140,11 +150,11 @@ def test_all_sizes_that_may_come_are_captured_at_once_and_later_ones_are_not_aga
 
     model = graphed(decoder, capture)
     runner = ModelRunner(model, SLOTS, model.spare_slots)
-    assert model.warm(runner.pool, 4) == len([size for size in SMALL if size.segments <= 5]) == len(captured)
+    assert model.warm(runner.pool, 4) == len(needed(SMALL, 4)) == len(captured)
     fill(runner)
     for seed in range(8):
         runner.forward(segments(np.random.default_rng(seed), 3, 3 + seed).build())
-    assert len(captured) == len([size for size in SMALL if size.segments <= 5])
+    assert len(captured) == len(needed(SMALL, 4))
 
 
 def test_a_size_that_fails_is_given_up_alone_and_tried_again_later(decoder: Decoder) -> None:

@@ -11,8 +11,8 @@ Rules:
 5. Greedy sessions and those whose tokens are drawn have graphs of their own; what is drawn is ranked without filters
    (``is_narrow``). A session that wants fewer levels gets all of them computed, and is told of its own.
 6. A graph has room for the pending rows that a round leaves. Older ones are a forward of their own before it. Where no
-   graph can be replayed, the root's children are all that is grown. What cannot be captured is left out for good, with
-   a warning.
+   graph can be replayed, the root's children are all that is grown. What cannot be captured for so many sessions is
+   left out for good, with a warning; fewer sessions keep theirs.
 
 It knows nothing about sessions or who owns slots. How a graph is captured is given, as in ``engine.graphs``.
 """
@@ -31,6 +31,7 @@ from slipstream.base.errors import in_a_line
 from slipstream.choosing.transfer import sent
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import Output
+from slipstream.drafting.neural import PREFILL_ROWS
 from slipstream.engine.attention import (
     PagedAttention,
     PagePlan,
@@ -82,15 +83,20 @@ class Shape:
 class GraphLevels:
     """A ``neural.Levels`` of one shape of trees, with loops for a few numbers of sessions."""
 
-    most_sessions = SESSIONS[-1]
-
     def __init__(self, network: EagleNetwork, attention: PagedAttention, topk: int, levels: int,
-                 capture: Capture) -> None:
-        """levels: beyond the root's children."""
+                 capture: Capture, sessions: int = SESSIONS[-1]) -> None:
+        """levels: beyond the root's children. sessions: that there may be."""
         self._network, self._attention, self._capture = network, attention, capture
-        self._shapes = [Shape(count, topk, levels) for count in SESSIONS]
+        self._shape = Shape(1, topk, levels)
+        enough = next((count for count in SESSIONS if count >= sessions), SESSIONS[-1])
+        self._shapes = [replace(self._shape, sessions=count) for count in SESSIONS if count <= enough]
         self._loops: dict[tuple[Shape, bool], TreeLoop] = {}
-        self._draws, self._failed = topk <= network.most_drawn, False
+        self._draws = topk <= network.most_drawn
+
+    @property
+    def most_sessions(self) -> int:
+        """See ``neural.Levels``."""
+        return self._shapes[-1].sessions if self._shapes else 1
 
     def warm(self) -> int:
         """Make all loops now, the largest first. Returns how many there are."""
@@ -105,9 +111,8 @@ class GraphLevels:
 
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         """See ``neural.Levels``."""
-        shape = self._shapes[0]  # fewer levels than it has cost no more than all
-        fits = rows <= FEW_ROWS and levels <= shape.levels and topk == shape.topk
-        return fits and (drawn is None or (self._draws and not is_narrow(drawn))) and not self._failed
+        fits = rows <= FEW_ROWS and levels <= self._shape.levels and topk == self._shape.topk
+        return fits and (drawn is None or (self._draws and not is_narrow(drawn))) and bool(self._shapes)
 
     def trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
         """See ``neural.Levels``."""
@@ -129,10 +134,18 @@ class GraphLevels:
     @torch.inference_mode()
     def _caught_up(self, seeds: Sequence[Seed]) -> list[Seed]:
         """The same with no more pending rows than a graph has room for: the older ones are computed."""
-        most, builder, states, left = self._shapes[0].most_pending, BatchBuilder(), list[torch.Tensor](), list[Seed]()
+        most, left = self._shape.most_pending, list[Seed]()
+        builder, states = BatchBuilder(), list[torch.Tensor]()
+
+        def compute() -> None:
+            self._network.forward(builder.build(self._network.device, torch.cat(states)))
+
         for seed in seeds:
             cut = max(0, len(seed.tokens) - most)
             if cut:
+                if len(builder.tokens) + cut > PREFILL_ROWS:
+                    compute()
+                    builder, states = BatchBuilder(), []
                 builder.add(seed.tokens[:cut], range(seed.position, seed.position + cut), seed.slots[:cut].tolist(),
                             seed.context, logits="last")
                 states.append(seed.states[:cut])
@@ -140,13 +153,13 @@ class GraphLevels:
                                context=np.concatenate((seed.context, seed.slots[:cut])), slots=seed.slots[cut:])
             left.append(seed)
         if states:
-            self._network.forward(builder.build(self._network.device, torch.cat(states)))
+            compute()
         return left
 
     @torch.inference_mode()
     def _children(self, seeds: Sequence[Seed], drawn: bool) -> Grown:
         """The roots' children alone, without a graph."""
-        builder, network, shape = BatchBuilder(), self._network, self._shapes[0]
+        builder, network, shape = BatchBuilder(), self._network, self._shape
         for seed in seeds:
             count = len(seed.tokens)
             builder.add(seed.tokens, range(seed.position, seed.position + count), seed.slots[:count].tolist(),
@@ -161,15 +174,16 @@ class GraphLevels:
         return Grown(tokens, scores, picks, F.pad(out.states[:, None], (0, 0, 0, rows - 1)), known)
 
     def _loop(self, count: int, drawn: bool) -> TreeLoop | None:
-        shape = next(shape for shape in self._shapes if shape.sessions >= count)
-        if (shape, drawn) not in self._loops and not self._failed:
+        shape = next((shape for shape in self._shapes if shape.sessions >= count), None)
+        if shape is not None and (shape, drawn) not in self._loops:
             try:
                 self._loops[shape, drawn] = TreeLoop(self._network, self._attention, shape, drawn, self._capture)
             except RuntimeError as error:
-                self._failed = True
-                logger("draft").warning("no graphs: trees grow level by level", sessions=shape.sessions,
+                self._shapes = [other for other in self._shapes if other.sessions < shape.sessions]
+                self._loops = {kind: loop for kind, loop in self._loops.items() if kind[0] in self._shapes}
+                logger("draft").warning("no graphs for so many trees at once", sessions=shape.sessions,
                                         reason=in_a_line(error))
-        return self._loops.get((shape, drawn))
+        return None if shape is None else self._loops.get((shape, drawn))
 
 
 def is_narrow(sampling: Sampling) -> bool:

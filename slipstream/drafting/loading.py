@@ -204,7 +204,8 @@ def _graphs(section: DraftSection, network: EagleNetwork) -> Levels | None:
     if network.torch is None or not isinstance(network.torch.attention, FlashInferAttention):
         return None
     growth = section.growth
-    made = GraphLevels(network, network.torch.attention, growth.topk, growth.num_steps - 1, CudaCapture(network.device))
+    made = GraphLevels(network, network.torch.attention, growth.topk, growth.num_steps - 1, CudaCapture(network.device),
+                       section.max_sessions)
     logger("draft").info("graphs captured", count=made.warm())
     return made
 

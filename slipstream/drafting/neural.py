@@ -43,7 +43,10 @@ from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 class Levels(Protocol):
     """Grows trees of one network, all their levels at once."""
 
-    most_sessions: int  # of a call
+    @property
+    def most_sessions(self) -> int:
+        """Of a call."""
+        ...
 
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         """Whether it grows a tree of so many levels beyond the root's children behind so many pending rows. drawn:

@@ -6,7 +6,7 @@ Rules:
 2. The backend is always ``fa2``: fa3 has no masks of one's own, and ``auto`` may choose what downloads its kernels.
 3. Plans are made from arrays on the host, so planning waits for nothing; results go where they are told to.
 4. A plan is staged in pinned memory of its wrapper, which is not touched again before the device has read it.
-5. One float workspace for all plans of an engine: one stream, and each plan is made right before its forward.
+5. One float workspace for all plans of an engine: what is planned runs one after the other.
 6. Before it serves it is tried beside torch's attention (``attention.disagreement``), by another process first
    (``proof``); where it fails, torch's serves.
 

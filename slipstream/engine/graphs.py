@@ -74,6 +74,16 @@ def sizes(rows: Sequence[int] = ROWS, segments: Sequence[int] = SEGMENTS,
     return sorted(found | {Size(r, s) for r in many_rows for s in segments if s >= MANY_SEGMENTS})
 
 
+def needed(every: Sequence[Size], most_segments: int) -> set[Size]:
+    """Of sizes, the cheapest first, those that batches of so many segments take."""
+    found, most = set[Size](), min(most_segments, max(size.segments for size in every))
+    for count in range(1, most + 1):
+        fitting = [size for size in every if size.segments >= count]
+        for rows in range(count, max(size.rows for size in every) + 1):
+            found.update([size for size in fitting if size.takes(rows, count)][:1])
+    return found
+
+
 def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatch:
     """``batch`` on the host, with dummy segments to ``size``: one row each, the rest in the last one. spare: slots of
     the dummy rows; a table has them in its first row."""
@@ -119,11 +129,13 @@ class CudaCapture:
     def __call__(self, run: Callable[[], None]) -> Replay:
         ambient, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._side.wait_stream(ambient)
-        with torch.cuda.stream(self._side):  # and back, also where a capture that fails stays on its own
-            run()  # what is made at a first call must not be captured
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
-                run()
-        ambient.wait_stream(self._side)
+        try:
+            with torch.cuda.stream(self._side):  # and back, also where a capture that fails stays on its own
+                run()  # what is made at a first call must not be captured
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+                    run()
+        finally:  # a run before a capture that failed reads what is written next
+            ambient.wait_stream(self._side)
         return graph.replay
 
 
@@ -234,10 +246,9 @@ class GraphedDecoder:
         """Capture every size that steps of so many segments may need. Returns how many graphs serve."""
         if pool is not self._pool:
             self._serve(pool)
-        enough = min((size.segments for size in self._sizes if size.segments > most_segments),
-                     default=max(size.segments for size in self._sizes))
+        wanted = needed(self._sizes, most_segments)
         for size in reversed(self._sizes):  # the largest first: the scratch memory of the others is part of its own
-            if size.segments <= enough:
+            if size in wanted:
                 self._captured(size, taps)
         return self.num_serving
 

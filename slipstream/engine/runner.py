@@ -94,9 +94,13 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 
 def stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
-    """In it this thread's work on a GPU does not stand in line behind that of other threads."""
+    """In it this thread's work on a GPU does not stand in line behind what other threads give it from now on."""
+    if device.type != "cuda":
+        return nullcontext()
     cuda: Any = torch.cuda
-    return torch.cuda.stream(cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    stream = cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 def cores(group: Path = CGROUP) -> int:

@@ -124,7 +124,7 @@ class EagleNetwork:
     @property
     def most_drawn(self) -> int:
         """Children that ``drawn`` finds."""
-        return 0 if self._ranks is None else MOST_DRAWN
+        return 0 if self._ranks is None else min(MOST_DRAWN, self._ranks.width)
 
     def drawn(self, logits: torch.Tensor, asked: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``races.DeviceRace``."""

@@ -145,7 +145,7 @@ class DeviceRace:
 
     def children(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``children`` does it, of the race's own vocabulary."""
-        if k + RUNNERS_UP > MOST or logits.dtype != torch.float32:
+        if k + RUNNERS_UP > MOST or k > self.width or logits.dtype != torch.float32:
             return children(logits, k, self.vocabulary)
         sums = logits.new_empty(len(logits), self._parts, 2)
         found = self._best(logits.contiguous(), None, sums, len(logits), min(k + RUNNERS_UP, self.width), k, False)
@@ -153,7 +153,7 @@ class DeviceRace:
 
     def drawn(self, logits: torch.Tensor, asked: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same under noise, without filters. asked: int64 [R, NOISY], see ``noisy_rows``; k: at most
-        ``MOST_DRAWN``."""
+        ``MOST_DRAWN``, and columns."""
         found = self._best(logits.contiguous(), asked, None, len(asked), min(k + RUNNERS_UP, self.width), k)
         return found[0], found[1].view(torch.float64)
 
