@@ -117,7 +117,8 @@ async def test_drafts_change_no_constrained_answer(kind: str, fate: str, folders
                 assert pieces[-1].finish == expected[-1].finish
                 accepted += sum(piece.accepted for piece in pieces)
         await rig.check()
-    assert accepted > 0 or kind == "hostile" or fate in ("late", "lost"), "no draft token was ever of use"
+    # A random block head says one chain a round, which is hardly ever right.
+    assert accepted > 0 or kind in ("hostile", "block") or fate in ("late", "lost"), "no draft token was ever of use"
 
 
 @pytest.mark.parametrize("moved_after", [1, 4])

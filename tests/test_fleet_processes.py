@@ -159,9 +159,12 @@ async def story(fleet: Fleet) -> None:
     assert lost == TARGETS and moved >= 4, (lost, moved)
     assert await fleet.share(2.0) > 0.9 * usual
 
+    async def all_connected() -> bool:
+        return await fleet.total("drafts_connected") == 3 * TARGETS
+
     fleet.drafts[3].start()
     await until("new answers use the draft that joined", lambda: spread({1, 2, 3}))
-    assert await fleet.total("drafts_connected") == 3 * TARGETS
+    await until("all targets have it", all_connected)
 
     fleet.drafts[1].signal(signal.SIGTERM)
     await until("its sessions moved to the two that stay", lambda: spread({2, 3}))

@@ -34,6 +34,6 @@ def test_the_fit_finds_what_was_planted() -> None:
 async def test_two_targets_with_two_drafts_answer_four_streams(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.timed.LOGS", tmp_path)
     async with deployed(TIMING, 2, 2) as rig:
-        row = await measure(rig, 4, 1.0)
+        row = await measure(rig, 4, 1.0, TIMING)
     assert row["tokens_per_s"] > 0
     assert row["target_us_a_round"] > 0
