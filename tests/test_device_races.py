@@ -15,7 +15,8 @@ import torch
 
 from bench.gpu.shapes import TINY, config_of
 from slipstream.choosing.sampling import ChoiceRows, Winners, choose, rank, ranked
-from slipstream.engine.ops.races import difference, missing, plain_rows, race_for, takes
+from slipstream.engine.ops.fused import unfit
+from slipstream.engine.ops.races import difference, plain_rows, race_for, takes
 from slipstream.engine.proof import asked
 from slipstream.protocol.requests import Sampling
 from tests.test_fused import needs_triton, own_python
@@ -55,7 +56,7 @@ class Specified:
 def test_a_cpu_keeps_what_it_had() -> None:
     for choice in ("auto", "native", "torch"):
         assert race_for(choice, CONFIG, CPU) is None
-    assert "this one is 'cpu'" in missing(CPU)
+    assert "this one is 'cpu'" in unfit(CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines where a GPU's kernels must fail")
@@ -69,7 +70,7 @@ def test_what_fails_in_its_trial_is_a_reason_in_the_log(capsys: pytest.CaptureFi
 @needs_triton
 def test_what_another_process_objects_to_is_not_used(capsys: pytest.CaptureFixture[str],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.engine.ops.races.missing", lambda device: "")
+    monkeypatch.setattr("slipstream.engine.ops.races.unfit", lambda device: "")
     seen = []
 
     def objects(what: str, config: object, dtype: torch.dtype, device: torch.device) -> str:

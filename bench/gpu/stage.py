@@ -27,10 +27,9 @@ from slipstream.engine.graphs import Capture, CudaCapture, capture_eager
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import missing as no_triton
-from slipstream.engine.ops.fused import triton_operations, triton_rounding
+from slipstream.engine.ops.fused import triton_operations, triton_rounding, unfit
 from slipstream.engine.ops.layer import TORCH, Operations
 from slipstream.engine.ops.races import DeviceRace, race_kernels
-from slipstream.engine.ops.races import missing as no_race
 from slipstream.engine.proof import What
 
 NAME = 70  # letters of a kernel's
@@ -111,7 +110,7 @@ def raced(device: torch.device, width: int, vocabulary: torch.Tensor | None = No
     """Of logits of so many columns, on a GPU; None elsewhere. Raises RuntimeError where a GPU has no Triton."""
     if device.type != "cuda":
         return None
-    if reason := no_race(device):
+    if reason := unfit(device):
         raise RuntimeError(f"kernels that choose: {reason}")
     return DeviceRace(race_kernels(), width, vocabulary)
 

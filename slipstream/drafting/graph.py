@@ -187,8 +187,8 @@ class GraphLevels:
 
 
 def is_narrow(sampling: Sampling) -> bool:
-    """Whether filters leave so few tokens that ranks without them say little of what is chosen. Those that leave more
-    cost 1 to 7 hundredths of an acceptance length, and levels by the host a third of a round."""
+    """Whether filters leave so few tokens that ranks without them say little of what is chosen. With those that leave
+    more, ranks are nearly the same, and the target filters anyway."""
     return 0 < sampling.top_k < FEW_TOKENS or sampling.top_p < LITTLE_MASS or sampling.min_p > MUCH_OF_THE_BEST
 
 

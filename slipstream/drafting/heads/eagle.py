@@ -80,7 +80,7 @@ class EagleNetwork:
         self._config, self._dtype = config, kind
         self.native: NativeDraft | None = None  # kernels of our own compute
         self.race: Race | None = race
-        self._ranks = race
+        self._device_race = race
         self.torch: TorchBody | None = None  # torch does
 
         def native(team: Team) -> Forward:
@@ -119,17 +119,17 @@ class EagleNetwork:
 
     def children(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``races.children``."""
-        return children(logits, k, self.vocabulary) if self._ranks is None else self._ranks.children(logits, k)
+        return children(logits, k, self.vocabulary) if self._device_race is None else self._device_race.children(logits, k)
 
     @property
     def most_drawn(self) -> int:
         """Children that ``drawn`` finds."""
-        return 0 if self._ranks is None else min(MOST_DRAWN, self._ranks.width)
+        return 0 if self._device_race is None else min(MOST_DRAWN, self._device_race.width)
 
     def drawn(self, logits: torch.Tensor, asked: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``races.DeviceRace``."""
-        assert self._ranks is not None
-        return self._ranks.drawn(logits, asked, k)
+        assert self._device_race is not None
+        return self._device_race.drawn(logits, asked, k)
 
     def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
               attend: Attend, wanted: torch.Tensor | None = None) -> Output:

@@ -39,12 +39,17 @@ ROUNDINGS = 2  # by which a number may differ, of the largest in its row
 
 def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Why kernels of our own cannot be used here, in words; empty: they can be tried."""
+    if device.type == "cuda" and dtype not in DTYPES:
+        return f"they are for bfloat16 and float16, and this model is {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda" and config.hidden_size > MOST_WIDTH:
+        return f"their rows have at most {MOST_WIDTH} numbers, and this model's {config.hidden_size}"
+    return unfit(device)
+
+
+def unfit(device: torch.device) -> str:
+    """Why nothing in Triton runs on this device, in words; empty: it can be tried."""
     if device.type != "cuda":
         return f"they are for CUDA devices, and this one is '{device}'"
-    if dtype not in DTYPES:
-        return f"they are for bfloat16 and float16, and this model is {str(dtype).removeprefix('torch.')}"
-    if config.hidden_size > MOST_WIDTH:
-        return f"their rows have at most {MOST_WIDTH} numbers, and this model's {config.hidden_size}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (a torch for CUDA brings it)"
     if device.index is not None and device.index != torch.cuda.current_device():
@@ -154,7 +159,8 @@ def block(width: int) -> int:
 
 
 def warps(width: int) -> int:
-    """Of a program that holds a row: at most 32 numbers of it in each thread, of ``MOST_WIDTH``."""
+    """Of a program that holds a row: at most 32 numbers of it in each thread where it has ``MOST_WIDTH``, more of wider
+    ones."""
     return min(16, max(4, block(width) // 512))
 
 
@@ -200,7 +206,7 @@ def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, de
 
 @torch.inference_mode()
 def rounding_difference(rounding: Rounding, config: ModelConfig, device: torch.device) -> str:
-    """As ``difference``, of rows as wide as those that such layers multiply."""
+    """As ``difference``, of rows as wide as those that a decoder's layers multiply."""
     for width in sorted({config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size}):
         for what, found, right in rounded_rows(rounding, width, device):
             if not torch.equal(found, right):

@@ -19,7 +19,6 @@ It knows nothing about models, trees or where logits come from.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -35,7 +34,7 @@ from slipstream.choosing.noise import row_keys
 from slipstream.choosing.sampling import RUNNERS_UP, ChoiceRows, Winners, choose, rank, ranked
 from slipstream.choosing.transfer import sent
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.ops.fused import block
+from slipstream.engine.ops.fused import block, unfit
 from slipstream.engine.proof import Proof, objection
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import Sampling
@@ -57,17 +56,6 @@ NEAR = 1e-5  # of a logarithm that was summed in float32
 CPU = torch.device("cpu")
 
 
-def missing(device: torch.device) -> str:
-    """Why kernels of our own cannot be used here, in words; empty: they can be tried."""
-    if device.type != "cuda":
-        return f"they are for CUDA devices, and this one is '{device}'"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (a torch for CUDA brings it)"
-    if device.index is not None and device.index != torch.cuda.current_device():
-        return f"Triton launches on the process's current device, and this one is '{device}'"
-    return ""
-
-
 def race_for(choice: str, config: ModelConfig, device: torch.device, vocabulary: torch.Tensor | None = None,
              proof: Proof = objection) -> DeviceRace | None:
     """choice: one of ``native.CHOICES``. config: of a model or head, whose logits have ``vocabulary`` int64 [V] for
@@ -75,7 +63,7 @@ def race_for(choice: str, config: ModelConfig, device: torch.device, vocabulary:
     if choice == "torch" or device.type != "cuda":
         return None
     log = logger("engine")
-    if reason := missing(device):
+    if reason := unfit(device):
         log.info("torch's operations choose", reason=reason)
         return None
     width = config.vocab_size if vocabulary is None else len(vocabulary)
