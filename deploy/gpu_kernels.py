@@ -98,7 +98,7 @@ def _load(head_dim: int, runtime: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deploy.gpu_kernels", description="One step of ``compiled`` or of ``check``.")
+    parser = argparse.ArgumentParser(prog="python -m deploy.gpu_kernels", description="a step of compiled or check")
     parser.add_argument("do", choices=("compile", "load"))
     parser.add_argument("head_dim", type=int)
     parser.add_argument("path", type=Path, help="a folder for it, or libcudart")

@@ -119,7 +119,8 @@ class EagleNetwork:
 
     def children(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``races.children``."""
-        return children(logits, k, self.vocabulary) if self._device_race is None else self._device_race.children(logits, k)
+        race = self._device_race
+        return children(logits, k, self.vocabulary) if race is None else race.children(logits, k)
 
     @property
     def most_drawn(self) -> int:
