@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -307,13 +306,9 @@ class KV:
     def keep_rows(self, spec: FeatureSpec) -> bool:
         """Feature rows of what is computed from now on are kept as ``spec`` says. False: there is no memory for them;
         they are kept as before then, or, where that fails too, not at all."""
-        had = self._runner.taps
         try:
-            self._runner.set_taps(spec.layers)
-            self._rows = FeatureRows(spec, self._runner.linear)
+            self._rows = self._runner.keep(spec)
         except (DeviceFull, torch.OutOfMemoryError):
-            with suppress(DeviceFull):
-                self._runner.set_taps(had)
             self._rows = self._rows if self._runner.taps else None
             return False
         return True
@@ -330,7 +325,7 @@ class KV:
         if self._rows is None or not places:
             return rows
         try:
-            data, begin = self._rows(self._runner.features(np.concatenate(slots))), 0
+            data, begin = self._runner.rows(np.concatenate(slots) if len(slots) > 1 else slots[0], self._rows), 0
         except torch.OutOfMemoryError:  # they come late, or are a gap
             return rows
         size = len(data) // sum(map(len, slots))
@@ -350,8 +345,7 @@ class KV:
             while start < end:
                 upto = min(start + AT_ONCE, end)
                 try:
-                    one.followed.give_rows(start, upto - start, self._rows(
-                        self._runner.features(one.slots[start:upto])))
+                    one.followed.give_rows(start, upto - start, self._runner.rows(one.slots[start:upto], self._rows))
                 except torch.OutOfMemoryError:
                     logger("target").warning("no memory for the rows that a drafter reads", session=one.number)
                     one.followed.give_rows(end, 0, b"")

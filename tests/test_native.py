@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ from slipstream.engine.native.program import (
     Team,
 )
 from slipstream.engine.ops.layer import Heads, Linear, Rope
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import FeatureRows, ModelRunner
+from slipstream.protocol.messages import FeatureSpec, Projection
 from slipstream.protocol.requests import Sampling
 from tests.sequences import run, run_tree
 from tests.tiny import VOCAB, tiny_config, write_tiny_model
@@ -108,6 +111,36 @@ def test_states_of_a_layer_that_is_asked_for_twice_are_there_twice(runners: dict
     runner.set_taps((0, 1, 2))
     for once, twice in zip(*found, strict=True):
         assert torch.equal(twice, torch.cat((once, once), 1))
+
+
+def test_rows_that_are_joined_on_their_way_are_those_that_are_joined_when_they_are_read(
+        runners: dict[str, ModelRunner]) -> None:
+    """Bit for bit, from a forward with scores and from one without; and they take no more memory than they have to."""
+    runner, weight = runners["native"], torch.randn(64, 192, generator=torch.Generator().manual_seed(2)).bfloat16()
+    content = weight.view(torch.uint8).numpy().tobytes()
+    by = Projection(64, 192, "bfloat16", sha256(content).digest(), content)
+    joined, raw = FeatureSpec((0, 1, 2), 64, "bfloat16", by), FeatureSpec((0, 1, 2), 192, "bfloat16")
+    found, slots = list[bytes](), runner.slots.alloc(len(TEXT))
+    builder = BatchBuilder()
+    builder.add(TEXT, range(len(TEXT)), slots.tolist(), np.zeros(0, np.int64), logits="last")
+    batch = builder.build()
+    try:
+        for spec, width in ((joined, 64), (raw, 192)):
+            rows = runner.keep(spec)
+            assert runner.feature_width == width and runner.features_from(slots) == len(TEXT), "older rows are forgotten"
+            runner.scored(batch, GREEDY)
+            found.append(runner.rows(slots, rows))
+            runner.keep(spec)
+            assert runner.features_from(slots) == 0, "they are kept as before"
+            runner.forward(batch)
+            assert runner.rows(slots, rows) == found[-1]
+        assert FeatureRows(joined, runner.linear)(runner.features(slots)) == found[0]
+        normed = replace(joined, projection=replace(by, norm_width=64, weights=content + content[:384]))
+        runner.keep(normed)
+        assert runner.feature_width == 192, "what norms stand before is joined when it is read"
+    finally:
+        runner.slots.free(slots)
+        runner.set_taps((0, 1, 2))
 
 
 def test_scored_says_what_forward_and_logits_say_bit_for_bit(runners: dict[str, ModelRunner]) -> None:

@@ -98,14 +98,14 @@ class Rounds:
         self._temperature = temperature
         self._drafter = drafter
         self._spec = drafter.features if drafter is not None else None
-        self._rows = FeatureRows(self._spec, runner.linear) if self._spec is not None else None
+        self._rows: FeatureRows | None = None
         self._max_tokens = max_tokens
         self._eos = frozenset(runner.config.eos_token_ids)
 
     def answer(self, prompts: Sequence[Sequence[int]], budget: int, tally: Tally) -> list[list[int]]:
         """The answers' tokens; what they took joins ``tally``. Raises CapacityError when slots are too few."""
         if self._spec is not None:
-            self._runner.set_taps(self._spec.layers)
+            self._rows = self._runner.keep(self._spec)
         all_ = [self._begin(session, list(prompt)) for session, prompt in enumerate(prompts, 1)]
         while running := [a for a in all_ if not a.over]:
             began_s = perf_counter()
@@ -177,7 +177,7 @@ class Rounds:
     def _features(self, session: int, start: int, slots: Indices) -> Features | None:
         if self._spec is None or self._rows is None:
             return None
-        return Features(session, start, self._rows(self._runner.features(slots)), len(slots), self._spec.dtype)
+        return Features(session, start, self._runner.rows(slots, self._rows), len(slots), self._spec.dtype)
 
     def _end(self, answering: Answering) -> None:
         if self._drafter is not None:

@@ -32,6 +32,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.models.folder import read_json
 from slipstream.observe.log import logger
 
+Map = Callable[[torch.Tensor], torch.Tensor]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -138,15 +139,19 @@ class ScoringModel(CausalModel, Protocol):
         ...
 
     def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...], features: torch.Tensor | None,
-               draws: Draws | None = None) -> tuple[torch.Tensor, list[int] | None]:
+               draws: Draws | None = None, join: Map | None = None) -> tuple[torch.Tensor, list[int] | None]:
         """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each. draws: nothing
         but these choices is wanted. They come in place of the argmax and perhaps without logits; None: they cannot be
         told, and logits are there. The tapped states go to ``features`` [S, len(taps) * H] at the batch's slots; None:
-        there are no taps."""
+        there are no taps. join: one of ``joining``; what it makes of them goes there, [S, O]."""
         ...
 
-    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def linear(self, weight: torch.Tensor) -> Map:
         """x -> x W^T for W [O, I] of any float dtype; the result is there until the next call."""
+        ...
+
+    def joining(self, weight: torch.Tensor) -> Map | None:
+        """The same where ``scored`` can do it on its way."""
         ...
 
 

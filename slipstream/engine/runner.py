@@ -5,7 +5,8 @@ Rules:
 1. Feature rows live beside the KV, one row a slot: the features of a committed token are read by its slot, whenever.
    They travel as a drafter asked for them: joined where its spec says so, in its dtype, as bytes (``FeatureRows``); the
    drafter makes states of them again (``FeatureReader``), and there a target's dtype becomes a drafter's. What joins
-   states of several layers is a ``Fusion``, which the target applies where rows get shorter by it (``joined_states``).
+   states of several layers is a ``Fusion``, which the target applies where rows get shorter by it (``joined_states``):
+   on its way where the model can, else when they are read.
 2. The same runner serves target and draft; it never learns why a row is there.
 3. Memory is sized before anything is served: what is free beside the model, what a step may need, what is left for
    tokens. A step is bounded from shapes, for the most rows that it may have: logits in float32 with two more copies for
@@ -24,7 +25,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from slipstream.choosing.sampling import GREEDY, Draws, Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots, SlotTable
-from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, ScoringModel, dtype_of
+from slipstream.engine.model import DTYPES, CausalModel, Map, ModelConfig, ScoringModel, dtype_of
 from slipstream.engine.ops.layer import Linear, norm_parts
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
@@ -153,9 +154,6 @@ def _gb(size: int) -> float:
     return round(size / 1e9, 2)
 
 
-Map = Callable[[torch.Tensor], torch.Tensor]
-
-
 class Fusion:
     """x [M, F] -> x W^T [M, H], behind norms where there are any."""
 
@@ -181,14 +179,19 @@ class FeatureRows:
 
     __slots__ = ("_dtype", "_fusion")
 
-    def __init__(self, spec: FeatureSpec, linear: Callable[[torch.Tensor], Map] = Linear) -> None:
-        """linear: see ``Fusion``."""
-        self._dtype, asked = dtype_of(spec.dtype), spec.projection
+    def __init__(self, spec: FeatureSpec, linear: Callable[[torch.Tensor], Map] = Linear, joined: bool = False) -> None:
+        """linear: see ``Fusion``; joined: the rows are, already."""
+        self._dtype, asked = dtype_of(spec.dtype), None if joined else spec.projection
         self._fusion = None if asked is None else Fusion(*_weights_of(asked), asked.norm_width, asked.norm_eps, linear)
+
+    def sends(self, dtype: torch.dtype) -> bool:
+        """Whether rows of this dtype are sent as they are."""
+        return self._fusion is None and dtype is self._dtype
 
     @torch.inference_mode()
     def __call__(self, rows: torch.Tensor) -> bytes:
-        """rows: [M, taps * H], any float dtype. Returns M * width numbers, row-major and little-endian."""
+        """rows: [M, taps * H], any float dtype, or [M, width] of joined ones. Returns M * width numbers, row-major and
+        little-endian."""
         if self._fusion is not None:
             rows = self._fusion(rows)
         cast = rows.to(device="cpu", dtype=self._dtype).contiguous()
@@ -255,7 +258,8 @@ PROFILE_REPEATS = 5
 class ModelRunner:
     """Runs batches of one model. All methods belong to the engine thread."""
 
-    __slots__ = ("_features", "_known", "_scoring", "model", "pool", "race", "slots", "table", "taps")
+    __slots__ = ("_by", "_features", "_join", "_known", "_near", "_scoring", "model", "pool", "race", "slots", "table",
+                 "taps")
 
     def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0, race: Race | None = None) -> None:
         """spare_slots: further slots at the end of the pool, which are handed to nobody (see ``graphs``). race: what
@@ -269,7 +273,10 @@ class ModelRunner:
                            model.dtype, model.device)
         self.table = SlotTable(range(num_slots, num_slots + spare_slots))
         self.taps: tuple[int, ...] = ()
+        self._join: Map | None = None  # on the way
+        self._by: Projection | None = None  # what rows are to be joined by, without its weights
         self._features = torch.empty(0, 0)
+        self._near: NDArray[np.uint8] | None = None  # their bytes [S, ·], where the host has them
         self._known = np.zeros(num_slots, bool)  # [S] slots whose feature row was written under the present taps
 
     @property
@@ -279,29 +286,51 @@ class ModelRunner:
     @property
     def feature_width(self) -> int:
         """F: numbers in one feature row; 0 without taps."""
-        return len(self.taps) * self.config.hidden_size
+        return self._features.shape[1] if self.taps else 0
 
-    def set_taps(self, layers: tuple[int, ...]) -> None:
-        """Keep the states of ``layers`` (see FeatureSpec) from the next forward on; () stops. Rows that were kept
-        under other taps are forgotten: tokens computed before need a new prefill to have features. Raises DeviceFull
-        where there is no memory for them; the taps are as before then, or none."""
+    def keep(self, spec: FeatureSpec) -> FeatureRows:
+        """Keep what ``spec`` says from the next forward on. Returns what makes its rows of ``features``. Raises
+        DeviceFull as ``set_taps`` does."""
+        self.set_taps(spec.layers, spec.projection if dtype_of(spec.dtype) is self.model.dtype else None)
+        return FeatureRows(spec, self.linear, self._join is not None)
+
+    def set_taps(self, layers: tuple[int, ...], by: Projection | None = None) -> None:
+        """Keep the states of ``layers`` (see FeatureSpec) from the next forward on, joined on their way where ``by``
+        says so and the model can; () stops. Rows that were kept otherwise are forgotten: tokens computed before need a
+        new prefill to have features. Raises DeviceFull where there is no memory for them; the taps are as before then,
+        or none."""
         assert all(0 <= layer <= self.config.num_layers for layer in layers), f"no such layers: {layers}"
-        if layers == self.taps:
+        if layers == self.taps and by == self._by:
             return
-        rows, width = self.slots.num_slots if layers else 0, len(layers) * self.config.hidden_size
-        dtype, device = self.model.dtype, self.model.device
+        join = self._joining(by)
+        width = len(layers) * self.config.hidden_size if by is None or join is None else by.rows
         # Asked first: a CPU gives out memory that is not there, and ends who writes to it.
-        size, had = rows * width * dtype.itemsize, self._features.nbytes
+        size, had = self.slots.num_slots * width * self.model.dtype.itemsize, self._features.nbytes
         problem = f"feature rows of layers {layers} need {_gb(size)} GB, which are not free"
-        if size > SHARE * free_memory(device)[0] + had:
+        if size > SHARE * free_memory(self.model.device)[0] + had:
             raise DeviceFull(problem)
-        self.taps, self._features = (), torch.empty(0, 0)  # both do not have to fit
-        self._known[:] = False
+        before = self.taps, self.feature_width, self._join, self._by
         try:
-            self._features = torch.empty(rows, width, dtype=dtype, device=device)
+            self._hold(layers, width, join, by)
         except torch.OutOfMemoryError as error:
+            with suppress(torch.OutOfMemoryError):
+                self._hold(*before)
             raise DeviceFull(problem) from error
-        self.taps = layers
+
+    def _hold(self, layers: tuple[int, ...], width: int, join: Map | None, by: Projection | None) -> None:
+        self.taps, self._features, self._near = (), torch.empty(0, 0), None  # both do not have to fit
+        self._known[:] = False
+        rows = self.slots.num_slots if layers else 0
+        self._features = torch.empty(rows, width, dtype=self.model.dtype, device=self.model.device)
+        if layers and self._features.device.type == "cpu":
+            self._near = self._features.view(torch.uint8).numpy()
+        self.taps, self._join, self._by = layers, join, None if by is None else replace(by, weights=b"")
+
+    def _joining(self, by: Projection | None) -> Map | None:
+        """What joins rows on their way; None: nothing does."""
+        if by is None or by.norm_width or self._scoring is None or dtype_of(by.dtype) is not self.model.dtype:
+            return None
+        return self._scoring.joining(_weights_of(by)[0])
 
     @torch.inference_mode()
     def states(self, batch: ForwardBatch) -> torch.Tensor:
@@ -309,7 +338,7 @@ class ModelRunner:
         the model's ``logits`` makes those that are wanted."""
         hidden, tapped = self.model.forward(batch, self.pool, self.taps)
         if tapped is not None:
-            self._features.index_copy_(0, batch.slots, tapped)
+            self._features.index_copy_(0, batch.slots, tapped if self._join is None else self._join(tapped))
             self._known[batch.host.slots] = True
         return hidden
 
@@ -328,22 +357,29 @@ class ModelRunner:
         where nothing else is wanted; there may be no logits then. These are there until the next call."""
         if self._scoring is None:
             return self.forward(batch), None
-        scored = self._scoring.scored(batch, self.pool, self.taps, self._features if self.taps else None, draws)
+        scored = self._scoring.scored(batch, self.pool, self.taps, self._features if self.taps else None, draws,
+                                      self._join)
         if self.taps:
             self._known[batch.host.slots] = True
         return scored
 
-    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def linear(self, weight: torch.Tensor) -> Map:
         """x -> x W^T for W [O, I], where the model is; the result is there until the next call."""
         if self._scoring is not None:
             return self._scoring.linear(weight)
         return Linear(weight.to(self.model.device))
 
     def features(self, slots: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
-        """[M, F], the feature rows of tokens by their slots, in the model's dtype."""
+        """[M, F], the feature rows of tokens by their slots, in the model's dtype: F is ``feature_width``."""
         assert self.taps, "no taps are set"
         near, device = np.asarray(slots, np.int64), self._features.device
         return self._features.index_select(0, torch.from_numpy(near) if device.type == "cpu" else sent(near, device))
+
+    def rows(self, slots: NDArray[np.int64], of: FeatureRows) -> bytes:
+        """What ``of`` makes of the feature rows of tokens by their slots."""
+        if self._near is not None and of.sends(self.model.dtype):
+            return self._near[slots].tobytes()
+        return of(self.features(slots))
 
     @torch.inference_mode()
     def copy_features(self, old: NDArray[np.int64], new: NDArray[np.int64]) -> None:

@@ -10,8 +10,8 @@ It knows nothing about sessions, slots' owners or files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from slipstream.choosing.sampling import GREEDY, Draws
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import EMBEDDING, as_whole, head_of
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig, Tensors, take
+from slipstream.engine.model import Map, ModelConfig, Tensors, take
 from slipstream.engine.native.program import (
     FEW_ROWS,
     BatchFrame,
@@ -44,9 +44,16 @@ class Listed:
 
     program: Program
     states: torch.Tensor  # bfloat16 [C, H] after the final norm; of a list with scores, of the rows that have them
-    tapped: torch.Tensor | None  # bfloat16 [C, len(taps) * H]; of a list with scores they go to the frame's features
+    tapped: torch.Tensor | None  # bfloat16 [C, len(taps) * H]; of a list with scores rows go to the frame's features
     logits: torch.Tensor  # float32 [R, V]; of a list for choices alone nobody's
     best: torch.Tensor  # int64 [R] what is chosen; of a list for more than choices the argmax
+
+
+class Taps(NamedTuple):
+    """What is kept of a row: the states of layers, or what ``join`` makes of them."""
+
+    layers: tuple[int, ...]
+    join: NativeLinear | None = None
 
 
 class NativeDecoder:
@@ -70,13 +77,13 @@ class NativeDecoder:
         self._head = NativeHead(team, as_whole(head) if whole else head)
         self._table = Table(config)
         self._rows = self._few = FEW_ROWS
-        self._lists: dict[tuple[tuple[int, ...], bool, bool], Listed] = {}  # by taps, scores, and whether these alone
+        self._lists: dict[tuple[Taps, bool, bool], Listed] = {}  # by taps, scores, and whether these alone
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[T, H] after the final norm, and the taps side by side [T, len(taps) * H] or None."""
-        rows, listed = batch.num_rows, self.listed(batch.num_rows, taps)
+        rows, listed = batch.num_rows, self.listed(batch.num_rows, Taps(taps))
         listed.program.run(self.frame(batch, pool))
         return listed.states[:rows].clone(), None if listed.tapped is None else listed.tapped[:rows].clone()
 
@@ -86,12 +93,14 @@ class NativeDecoder:
         return self._head(hidden)
 
     def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...], features: torch.Tensor | None,
-               draws: Draws | None = None) -> tuple[torch.Tensor, list[int] | None]:
+               draws: Draws | None = None, join: Map | None = None) -> tuple[torch.Tensor, list[int] | None]:
         """See ``model.ScoringModel``; the logits are a buffer's."""
-        assert len(taps) * self.config.hidden_size == (0 if features is None else features.shape[1])
+        assert join is None or isinstance(join, NativeLinear)
+        width = len(taps) * self.config.hidden_size if join is None else join.packed.outer
+        assert (width if taps else 0) == (0 if features is None else features.shape[1])
         few, drawn = len(batch.host.logit_rows), draws is not None and bool(draws.heats)
         alone = draws is not None and self._head.screens(few, drawn)
-        listed = self.listed(batch.num_rows, taps, few, alone)
+        listed = self.listed(batch.num_rows, Taps(taps, join), few, alone)
         listed.program.run(self.frame(batch, pool, features, draws if alone and draws is not None else GREEDY))
         best: list[int] = listed.best[:few].tolist()
         if not drawn:
@@ -102,9 +111,13 @@ class NativeDecoder:
             return self._head(listed.states[:few]), None
         return listed.logits[:0], best
 
-    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def linear(self, weight: torch.Tensor) -> Map:
         """See ``model.ScoringModel``; on the model's threads where it fits them."""
-        return NativeLinear(self._team, weight) if fits(weight) else Linear(weight)
+        return self.joining(weight) or Linear(weight)
+
+    def joining(self, weight: torch.Tensor) -> NativeLinear | None:
+        """See ``model.ScoringModel``."""
+        return NativeLinear(self._team, weight) if fits(weight) else None
 
     def frame(self, batch: ForwardBatch, pool: KVPool, features: torch.Tensor | None = None,
               draws: Draws = GREEDY) -> BatchFrame:
@@ -115,7 +128,7 @@ class NativeDecoder:
         return BatchFrame.of(batch, pool, self._table.cos, self._table.sin, self.config.sliding_window,
                              batch.positions, features, draws)
 
-    def listed(self, rows: int, taps: tuple[int, ...], few: int | None = None, alone: bool = False) -> Listed:
+    def listed(self, rows: int, taps: Taps, few: int | None = None, alone: bool = False) -> Listed:
         """The list for at most so many rows, with scores for so many of them; None: it has none. alone: nothing but
         what is chosen of each is wanted."""
         if rows > self._rows or (few or 0) > self._few:
@@ -128,21 +141,23 @@ class NativeDecoder:
             self._lists[key] = self._list(*key)
         return self._lists[key]
 
-    def _list(self, taps: tuple[int, ...], scores: bool, alone: bool) -> Listed:
+    def _list(self, taps: Taps, scores: bool, alone: bool) -> Listed:
         config, program, hidden = self.config, Program(self._team), self.config.hidden_size
-        buffers, tapped = Buffers.of(config, self._rows, hidden), None
-        places: list[torch.Tensor | Kept] = [Kept(i * hidden, len(taps) * hidden) for i in range(len(taps))]
-        if taps and not scores:
-            tapped = torch.empty(self._rows, len(taps) * hidden, dtype=torch.bfloat16)
+        buffers, layers, tapped = Buffers.of(config, self._rows, hidden), taps.layers, None
+        places: list[torch.Tensor | Kept] = [Kept(i * hidden, len(layers) * hidden) for i in range(len(layers))]
+        if layers and (taps.join is not None or not scores):
+            tapped = torch.empty(self._rows, len(layers) * hidden, dtype=torch.bfloat16)
             places = list(torch.split(tapped, hidden, 1))
         program.embed(self._embedding, buffers.stream)
         for i, layer in enumerate(self._layers):
-            for place in _of(i, taps, places):
+            for place in _of(i, layers, places):
                 program.rounded(buffers.stream, place)
             layer.read(program, buffers.stream, buffers.read)
             layer.write(program, buffers, i)
-        for place in _of(config.num_layers, taps, places):
+        for place in _of(config.num_layers, layers, places):
             program.norm(buffers.stream, self._norm, config.norm_eps, place)
+        if taps.join is not None and tapped is not None:
+            taps.join.list(program, tapped, Kept(0, taps.join.packed.outer))
         program.norm(buffers.stream, self._norm, config.norm_eps, buffers.normed, few=scores)
         few = self._few if scores else 0
         logits, best = torch.empty(few, config.vocab_size), torch.empty(few, dtype=torch.int64)

@@ -195,12 +195,12 @@ class NativeHead:
 class NativeLinear:
     """x W^T: sums in float32, rounded to bfloat16."""
 
-    __slots__ = ("_out", "_packed", "_program", "_team")
+    __slots__ = ("_out", "_program", "_team", "packed")
 
     def __init__(self, team: Team, weight: torch.Tensor) -> None:
         """weight bfloat16 [O, I]; see ``fits``."""
         self._team = team
-        self._packed = Packed(team, weight)
+        self.packed = Packed(team, weight)
         self._hold(FEW_ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -212,12 +212,16 @@ class NativeLinear:
         self._program.run(BatchFrame(Frame(len(x)), x))
         return self._out[: len(x)]
 
+    def list(self, program: Program, x: torch.Tensor, out: torch.Tensor | Kept) -> None:
+        """Of x bfloat16 [C, I], to out bfloat16 [C, O]."""
+        sums = torch.empty(len(x), self.packed.outer)
+        program.product(x, self.packed, sums)
+        program.rounded(sums, out)
+
     def _hold(self, rows: int) -> None:
-        sums = torch.empty(rows, self._packed.outer)
-        self._out = torch.empty(rows, self._packed.outer, dtype=torch.bfloat16)
+        self._out = torch.empty(rows, self.packed.outer, dtype=torch.bfloat16)
         self._program = Program(self._team)
-        self._program.product(torch.empty(rows, self._packed.inner, dtype=torch.bfloat16), self._packed, sums)
-        self._program.rounded(sums, self._out)
+        self.list(self._program, torch.empty(rows, self.packed.inner, dtype=torch.bfloat16), self._out)
 
 
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE, SCREEN, CHOOSE = range(12)
