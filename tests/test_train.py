@@ -44,7 +44,7 @@ from slipstream.train.block_head import warm_block_head
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import ENDS, collect, identity_of
 from slipstream.train.dialogue import numbered, plan_of, read_turns
-from slipstream.train.distil import Distilled, Lesson
+from slipstream.train.distil import TURN, Distilled, Lesson
 from slipstream.train.evaluate import evaluate, prompts_of
 from slipstream.train.export import export
 from slipstream.train.fit import Progress, Training
@@ -226,7 +226,10 @@ def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
     slopes = []
     for fused in (False, True):
         x, w = states.clone().requires_grad_(), lm_head.clone().requires_grad_()
-        losses = -((x @ w.T).log_softmax(-1) * truth).sum(-1)
+        logs = (x @ w.T).log_softmax(-1)
+        overlap = torch.minimum(logs.exp(), truth).sum(-1)
+        turn = torch.exp(-TURN * overlap.detach())
+        losses = turn * -(logs * truth).sum(-1) + (1 - turn) * (1 - overlap)
         loss = Distilled.of(x, w, lesson)[0] if fused else (losses * weights).sum()
         (2 * loss).backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None and w.grad is not None
@@ -258,7 +261,8 @@ def test_a_gradient_of_some_tokens_is_that_of_all_on_average() -> None:
     for place, theirs in enumerate(whole):
         off_mean = (torch.stack([found[place] for found in drawn]).mean(0) - theirs).norm() / theirs.norm()
         off = (drawn[0][place] - theirs).norm() / theirs.norm()
-        assert off_mean < off < 0.2, (place, off_mean, off)
+        # What is not linear in the estimate of a softmax's sum is a little off on average, too: a hundredth here.
+        assert off_mean < max(off, 0.02) and off < 0.2, (place, off_mean, off)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The loss of a head: cross-entropy with the target's distribution over the draft vocabulary, gradient included.
+"""The loss of a head: how far it is from the target's distribution over the draft vocabulary, gradient included.
 
 Rules:
 1. Logits of a whole batch never exist: rows go through in chunks that a cache holds, and each chunk's gradient is made
@@ -8,6 +8,9 @@ Rules:
    ``COMMON`` first ones, and so many of the others, drawn evenly, each of which counts for those that were not drawn.
    Sums over all tokens, and so the gradient, are estimated without the most of their cost (sampled softmax, arXiv
    1412.2007).
+4. A small head cannot have all of a distribution. The overlap with the target's, the sum of the lesser shares, is the
+   chance that a token drawn from the one is accepted by the other; the more there is, the less a row's loss is
+   cross-entropy and the more it is what the overlap leaves out (arXiv 2602.23881).
 
 It knows nothing about layers, conversations or optimisers. Shapes: K unrolled steps, M rows, V' draft tokens.
 """
@@ -25,6 +28,7 @@ STRIDE = 32  # rows come in whole multiples of it (rule 4 of ``unroll``)
 COLUMNS = 128  # as many tokens are drawn more as fill up the last so many (the same rule)
 LIKELY = 1 / 512  # share of a token, from which on it is always looked at
 COMMON = 1024  # low ids are those that a tokenizer's training met most
+TURN = 3.0  # how soon the loss turns from cross-entropy to what is accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +78,14 @@ class Distilled(torch.autograd.Function):
             logits = F.linear(x, own).to(lm_head.dtype)  # [K, m, V' or some of them]
             agreed[:, rows] = logits.gather(-1, best.expand(steps, -1)[..., None])[..., 0] >= logits.amax(-1)
             logs = torch.log_softmax(logits if counts is None else logits + counts, -1)
-            losses[:, rows] = -torch.einsum("kmv,mv->km", logs if counts is None else logs - counts, truth)
+            entropy = -torch.einsum("kmv,mv->km", logs if counts is None else logs - counts, truth)
+            shares = logs.exp_()
+            overlap = torch.minimum(shares, truth).sum(-1)
+            turn = torch.exp(-TURN * overlap)  # has no gradient
+            losses[:, rows] = turn * entropy + (1 - turn) * (1 - overlap)
             if to_states is None or to_weight is None:
                 continue
-            slope = logs.exp_().mul_(truth.sum(-1, keepdim=True)).sub_(truth).mul_(lesson.weights[:, rows, None])
-            slope = slope.to(kind)
+            slope = _slope(shares, truth, turn[..., None]).mul_(lesson.weights[:, rows, None]).to(kind)
             to_states[:, rows] = (slope @ own).to(states.dtype)
             to_own = slope.flatten(0, 1).T @ x.flatten(0, 1)
             if counts is None:
@@ -93,6 +100,13 @@ class Distilled(torch.autograd.Function):
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         to_states, to_weight = ctx.saved_tensors
         return to_states * slopes[0], to_weight * slopes[0], None
+
+
+def _slope(shares: torch.Tensor, truth: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Of a row's loss in its logits. shares [K, m, V'] of the head, truth [m, V'], turn [K, m, 1]."""
+    below = (shares < truth).to(shares.dtype)
+    inside = (shares * below).sum(-1, keepdim=True)
+    return shares * (turn * truth.sum(-1, keepdim=True) + (1 - turn) * (inside - below)) - turn * truth
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ Rules:
    step j, for j = 1 .. k. That is the path from the newest committed token down to it.
 4. The rows of a conversation, and those with a loss, are filled up to whole ``STRIDE``s with some that count for
    nothing: a product of a shape that was not seen before costs a CPU more (oneDNN makes a kernel for it).
-5. The loss of a step is the cross-entropy with the target's distribution over the draft vocabulary. Rows whose
-   likeliest token is outside it are left out of the loss; in the agreement they count as misses.
+5. The loss of a step is how far the head is from the target's distribution over the draft vocabulary (``distil``).
+   Rows whose likeliest token is outside it are left out of the loss; in the agreement they count as misses.
 
 It knows nothing about files or optimisers. Shapes: R rows of all conversations of a step, M of them with a loss.
 """
