@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.beliefs import KEPT, SHARE, TOGETHER, Acceptance, Beliefs, DraftLatency, Purse, StepCosts
+from slipstream.decision.beliefs import (
+    FIRST_TEXTS,
+    KEPT,
+    SHARE,
+    TOGETHER,
+    Acceptance,
+    Beliefs,
+    DraftLatency,
+    Purse,
+    StepCosts,
+)
 from slipstream.decision.decide import PLAIN_EVERY, Decision, Mode, Round, Seen
 from slipstream.decision.policy import FEW, MIN_DWELL_S, PROBE_AFTER_S, PROBE_MAX_S, SpeculationPolicy
 from tests.simulated import PROFILE, Simulation, World, always, steps
@@ -428,6 +438,23 @@ def test_a_draft_has_to_beat_what_the_text_foretells() -> None:
 def test_others_pay_for_each_row_of_a_tree_that_is_waited_for() -> None:
     alone, few = (policy_of({1: 0.010, 64: 0.060}, exchange_s=0.014)[0] for _ in range(2))
     assert decided(alone).wait_s > 0.0 and decided(few, others=3).wait_s == 0.0
+
+
+def test_the_first_texts_do_not_judge_for_all_others() -> None:
+    """The first one is hard, and drafts stop. The next few find out for themselves; later ones are told."""
+    policy, beliefs = policy_of({1: 0.005, 64: 0.0250}, exchange_s=0.004, shared=True)
+    missed = Round(4, 0, 3, beliefs.costs.cost(5), 0.004, 5)
+    for text in range(FIRST_TEXTS):
+        policy = policy if text == 0 else SpeculationPolicy(CONFIG, beliefs)
+        assert decided(policy).want, text
+        rounds = 0
+        while decided(policy).want:
+            policy.observe(0.0, missed)
+            rounds += 1
+        assert 0 < rounds < 40, "it does not go on for ever"
+        policy.close()
+    assert not decided(SpeculationPolicy(CONFIG, beliefs)).want
+    assert decided(SpeculationPolicy(CONFIG, beliefs, sampled=True)).want, "nobody has seen that kind"
 
 
 def test_answers_share_their_tries_on_shared_cores() -> None:

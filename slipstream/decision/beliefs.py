@@ -436,11 +436,14 @@ class Ledger:
         return self.spent_s - self.earned_s
 
 
+FIRST_TEXTS = 4  # of a kind, which know nothing of one another: each may lose what one session may before it leaves
+
+
 class Beliefs:
     """What the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts compute on the
     cores of their target. ``together``: each step is one of all sessions, so that who waits holds all."""
 
-    __slots__ = ("_accepted", "_drafted", "_share", "alone", "costs", "latency", "purse", "together", "worth")
+    __slots__ = ("_accepted", "_begun", "_drafted", "_share", "alone", "costs", "latency", "purse", "together", "worth")
 
     def __init__(self, costs: StepCosts, shared_cores: bool = False, together: bool = False) -> None:
         self.costs = costs
@@ -451,6 +454,7 @@ class Beliefs:
         self.alone = Ledger(keep=ALONE)  # all rounds, as they would be with what the text foretells and no drafter
         # Sampled text is harder to foresee, so what is known of it is kept apart.
         self._accepted = {sampled: Acceptance(keep=KEEP_LONG) for sampled in (False, True)}
+        self._begun = [0, 0]  # sessions, by whether they are sampled
         self._share = 1.0
         self._drafted = 0  # sessions that ask for drafts
 
@@ -468,10 +472,11 @@ class Beliefs:
 
     def begin(self, sampled: bool, price_s: float) -> tuple[Acceptance, float]:
         """What a new session believes of draft tokens, and in which share of exchanges there are any: as others have
-        seen it. If the purse has ``price_s`` it begins with a guess, so that a changed world is seen; what a row of
+        seen it, once there are some: one text may be the hardest of all. If the purse has ``price_s`` it begins with a guess, so that a changed world is seen; what a row of
         tried waits would lose stays there, as behind waits that are too long a guess shows nothing."""
         known = self._accepted[sampled]
-        if not known.known:
+        self._begun[sampled] += 1
+        if not known.known or self._begun[sampled] <= FIRST_TEXTS:
             return known.fresh(), 1.0
         if self.purse.left_s < price_s + self.purse.row * self.latency.least_s(0.0):
             return known.heir(), self._share
