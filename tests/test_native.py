@@ -127,7 +127,8 @@ def test_rows_that_are_joined_on_their_way_are_those_that_are_joined_when_they_a
     try:
         for spec, width in ((joined, 64), (raw, 192)):
             rows = runner.keep(spec)
-            assert runner.feature_width == width and runner.features_from(slots) == len(TEXT), "older rows are forgotten"
+            assert runner.feature_width == width
+            assert runner.features_from(slots) == len(TEXT), "older rows are forgotten"
             runner.scored(batch, GREEDY)
             found.append(runner.rows(slots, rows))
             runner.keep(spec)

@@ -472,8 +472,9 @@ class Beliefs:
 
     def begin(self, sampled: bool, price_s: float) -> tuple[Acceptance, float]:
         """What a new session believes of draft tokens, and in which share of exchanges there are any: as others have
-        seen it, once there are some: one text may be the hardest of all. If the purse has ``price_s`` it begins with a guess, so that a changed world is seen; what a row of
-        tried waits would lose stays there, as behind waits that are too long a guess shows nothing."""
+        seen it, once there are some: one text may be the hardest of all. If the purse has ``price_s`` it begins with a
+        guess, so that a changed world is seen; what a row of tried waits would lose stays there, as behind waits that
+        are too long a guess shows nothing."""
         known = self._accepted[sampled]
         self._begun[sampled] += 1
         if not known.known or self._begun[sampled] <= FIRST_TEXTS:
