@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.choosing.sampling import GREEDY, Draws
 from slipstream.engine.batch import ForwardBatch
@@ -46,7 +48,8 @@ class Listed:
     states: torch.Tensor  # bfloat16 [C, H] after the final norm; of a list with scores, of the rows that have them
     tapped: torch.Tensor | None  # bfloat16 [C, len(taps) * H]; of a list with scores rows go to the frame's features
     logits: torch.Tensor  # float32 [R, V]; of a list for choices alone nobody's
-    best: torch.Tensor  # int64 [R] what is chosen; of a list for more than choices the argmax
+    best: NDArray[np.int64]  # [R] what is chosen; of a list for more than choices the argmax
+    nothing: torch.Tensor  # float32 [0, V]
 
 
 class Taps(NamedTuple):
@@ -102,14 +105,12 @@ class NativeDecoder:
         alone = draws is not None and self._head.screens(few, drawn)
         listed = self.listed(batch.num_rows, Taps(taps, join), few, alone)
         listed.program.run(self.frame(batch, pool, features, draws if alone and draws is not None else GREEDY))
-        best: list[int] = listed.best[:few].tolist()
-        if not drawn:
-            return listed.logits[: 0 if alone else few], best
+        best: list[int] = listed.best[:few].tolist()  # of numpy, which takes a tenth of torch's time for it
         if not alone:
-            return listed.logits[:few], None
-        if min(best) < 0:
+            return listed.logits[:few], None if drawn else best
+        if drawn and min(best) < 0:
             return self._head(listed.states[:few]), None
-        return listed.logits[:0], best
+        return listed.nothing, best
 
     def linear(self, weight: torch.Tensor) -> Map:
         """See ``model.ScoringModel``; on the model's threads where it fits them."""
@@ -167,7 +168,7 @@ class NativeDecoder:
             else:
                 program.product(buffers.normed, self._head.packed, logits, few=True)
                 program.best(logits, best)
-        return Listed(program, buffers.normed, tapped, logits, best)
+        return Listed(program, buffers.normed, tapped, logits, best.numpy(), logits[:0])
 
 
 def _doubled(size: int, wanted: int) -> int:

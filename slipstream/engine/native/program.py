@@ -481,7 +481,7 @@ class BatchFrame:
         sliding window in tokens, 0 for none; features: bfloat16 [S, F], where ``Kept`` rows go; draws: of the rows that
         want logits, for ``choose``."""
         kv, count = pool.kv, len(batch.mask_lens)
-        assert kv.dtype == torch.bfloat16 and kv[0].is_contiguous()
+        assert kv.dtype == torch.bfloat16
         segments = array("q", (*batch.q_indptr, *batch.kv_indptr, *batch.begins, *batch.mask_lens))
         entries = batch.host.kv_slots.__array_interface__["data"][0]
         frame = Frame(batch.num_rows, cos.data_ptr(), sin.data_ptr(), batch.slots.data_ptr(), entries,
@@ -489,8 +489,9 @@ class BatchFrame:
                       None, None if positions is None else positions.data_ptr(), segments.buffer_info()[0], count,
                       window, batch.logit_rows.data_ptr(), len(batch.host.logit_rows),
                       None if features is None else features.data_ptr())
-        told = array("B", b"".join(map(DRAW.pack, draws.seeds, draws.heats, draws.positions)))
-        if told:
+        told: array[int] | None = None
+        if draws.heats:
+            told = array("B", b"".join(map(DRAW.pack, draws.seeds, draws.heats, draws.positions)))
             assert len(told) == DRAW.size * frame.num_picked
             frame.draws = told.buffer_info()[0]
         return BatchFrame(frame, batch, kv, cos, sin, segments, positions, features, told)
