@@ -136,6 +136,13 @@ def test_rows_that_are_joined_on_their_way_are_those_that_are_joined_when_they_a
             runner.forward(batch)
             assert runner.rows(slots, rows) == found[-1]
         assert FeatureRows(joined, runner.linear)(runner.features(slots)) == found[0]
+        runner.keep(joined)
+        for _ in range(2):  # a prompt that is scored, between two steps
+            runner.scored(batch, GREEDY)
+            runner.states(batch)
+        assert isinstance(runner.model, NativeDecoder)
+        held = {(taps.join is not None, scores) for taps, scores, _ in runner.model._lists}
+        assert held >= {(False, False), (True, True)}
         normed = replace(joined, projection=replace(by, norm_width=64, weights=content + content[:384]))
         runner.keep(normed)
         assert runner.feature_width == 192, "what norms stand before is joined when it is read"

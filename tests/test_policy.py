@@ -441,20 +441,21 @@ def test_others_pay_for_each_row_of_a_tree_that_is_waited_for() -> None:
 
 
 def test_the_first_texts_do_not_judge_for_all_others() -> None:
-    """The first one is hard, and drafts stop. The next few find out for themselves; later ones are told."""
+    """The first one is hard, and drafts stop. The next few find out for themselves; later ones are told. Who never had
+    a draft is none of them."""
     policy, beliefs = policy_of({1: 0.005, 64: 0.0250}, exchange_s=0.004, shared=True)
+    for _ in range(FIRST_TEXTS):
+        SpeculationPolicy(CONFIG, beliefs).observe(0.0, Round(0, 0, 0, beliefs.costs.cost(1), 0.0, 1))
     missed = Round(4, 0, 3, beliefs.costs.cost(5), 0.004, 5)
     for text in range(FIRST_TEXTS):
-        policy = policy if text == 0 else SpeculationPolicy(CONFIG, beliefs)
-        assert decided(policy).want, text
-        rounds = 0
-        while decided(policy).want:
+        policy = SpeculationPolicy(CONFIG, beliefs)
+        assert decided(policy).why == "drafts pay", text
+        for _ in range(40):
             policy.observe(0.0, missed)
-            rounds += 1
-        assert 0 < rounds < 40, "it does not go on for ever"
+        assert decided(policy).why != "drafts pay", "it does not go on for ever"
         policy.close()
-    assert not decided(SpeculationPolicy(CONFIG, beliefs)).want
-    assert decided(SpeculationPolicy(CONFIG, beliefs, sampled=True)).want, "nobody has seen that kind"
+    assert decided(SpeculationPolicy(CONFIG, beliefs)).why != "drafts pay"
+    assert decided(SpeculationPolicy(CONFIG, beliefs, sampled=True)).why == "drafts pay", "nobody has seen that kind"
 
 
 def test_answers_share_their_tries_on_shared_cores() -> None:

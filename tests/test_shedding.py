@@ -32,7 +32,7 @@ from slipstream.engine.native.draft import Grown, Seed
 from slipstream.engine.runner import FeatureReader, ModelRunner
 from slipstream.following.pool import DraftPool
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import Commit, FeatureSpec, Open
+from slipstream.protocol.messages import Commit, FeatureSpec, Open, Projection
 from slipstream.protocol.requests import DraftStatus, Request, Sampling, TokenLogprob
 from target_service.sequence import KV
 from target_service.step import CALM_S, LEVELS, Limits, Queues, Shedding
@@ -40,6 +40,7 @@ from tests.both import Both
 from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
 from tests.loop import eventually
 from tests.pair import drafting, local_link, target
+from tests.sequences import run
 from tests.tiny import write_tiny_model
 
 PROMPT = tuple(b"one two three one two three one two three one two ")
@@ -183,6 +184,25 @@ def test_rows_that_find_no_memory_leave_those_that_were_kept(tiny_folder: Path, 
         assert not kv.keep_rows(FeatureSpec((0, 1), 96, "float64"))
     assert runner.taps == ((1,) if times == 1 else ())
     assert kv.keep_rows(FeatureSpec((0, 1), 96, "float64")) and runner.features([3]).shape == (1, 96)
+
+
+def test_a_projection_that_finds_no_memory_leaves_all_as_it_was(tiny_folder: Path) -> None:
+    """And one by which nothing is joined on its way costs nobody the rows that are there."""
+    runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 64)
+    kv = KV(runner, True)
+    specs = [FeatureSpec((1,), 24, "float64", Projection(24, 48, "float64", bytes([n]) * 32, bytes(24 * 48 * 8)))
+             for n in range(3)]
+    assert kv.keep_rows(specs[0])
+    slots = run(runner, list(range(8)))[1]
+    sent = runner.rows(slots, runner.keep(specs[0]))
+    with pytest.MonkeyPatch.context() as patched:
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("no memory for a matrix")
+
+        patched.setattr(ModelRunner, "linear", full)
+        assert not kv.keep_rows(replace(specs[1], layers=(2,)))
+    assert runner.taps == (1,) and runner.rows(slots, runner.keep(specs[0].light())) == sent
+    assert kv.keep_rows(specs[2]) and runner.features_from(slots) == 0, "they are joined when they are read"
 
 
 def test_levels_go_up_one_by_one_and_come_back_one_by_one() -> None:

@@ -9,7 +9,7 @@ Rules:
 4. Where drafts have devices of their own, an exchange costs the session that waits for it; on shared cores, all. Where
    an engine steps all together, those who wait share what it costs the others to stand.
 5. Whoever tries what should not pay takes it from the ``Purse``, and nowhere else: probes while speculation is off,
-   waits that are tried, plain steps that are measured, sessions that begin with a guess.
+   waits that are tried, plain steps that are measured, sessions that begin with a guess but for the first.
 
 It knows nothing about modes.
 """
@@ -331,7 +331,7 @@ class StepCosts:
 class Acceptance:
     """How many of n draft nodes become tokens: the chance of each depth, given that the one above was accepted."""
 
-    __slots__ = ("_expected", "_hits", "_keep", "_per_level", "_told", "_trials")
+    __slots__ = ("_expected", "_hits", "_keep", "_per_level", "_told", "_trials", "texts")
 
     def __init__(self, nodes_per_level: float = 1.0, told: Sequence[float] = (), keep: float = KEEP) -> None:
         """``told``: the chance of each depth as others have seen it; without it a guess."""
@@ -341,6 +341,7 @@ class Acceptance:
         self._told = told
         self._keep = keep
         self._expected: list[float] = []  # made when it is asked for
+        self.texts = 0  # of which it was observed
 
     @property
     def known(self) -> bool:
@@ -436,14 +437,14 @@ class Ledger:
         return self.spent_s - self.earned_s
 
 
-FIRST_TEXTS = 4  # of a kind, which know nothing of one another: each may lose what one session may before it leaves
+FIRST_TEXTS = 4  # of a kind, for which drafts were verified: until then each begins with a guess
 
 
 class Beliefs:
     """What the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts compute on the
     cores of their target. ``together``: each step is one of all sessions, so that who waits holds all."""
 
-    __slots__ = ("_accepted", "_begun", "_drafted", "_share", "alone", "costs", "latency", "purse", "together", "worth")
+    __slots__ = ("_accepted", "_drafted", "_share", "alone", "costs", "latency", "purse", "together", "worth")
 
     def __init__(self, costs: StepCosts, shared_cores: bool = False, together: bool = False) -> None:
         self.costs = costs
@@ -454,7 +455,6 @@ class Beliefs:
         self.alone = Ledger(keep=ALONE)  # all rounds, as they would be with what the text foretells and no drafter
         # Sampled text is harder to foresee, so what is known of it is kept apart.
         self._accepted = {sampled: Acceptance(keep=KEEP_LONG) for sampled in (False, True)}
-        self._begun = [0, 0]  # sessions, by whether they are sampled
         self._share = 1.0
         self._drafted = 0  # sessions that ask for drafts
 
@@ -476,8 +476,7 @@ class Beliefs:
         guess, so that a changed world is seen; what a row of tried waits would lose stays there, as behind waits that
         are too long a guess shows nothing."""
         known = self._accepted[sampled]
-        self._begun[sampled] += 1
-        if not known.known or self._begun[sampled] <= FIRST_TEXTS:
+        if known.texts < FIRST_TEXTS:
             return known.fresh(), 1.0
         if self.purse.left_s < price_s + self.purse.row * self.latency.least_s(0.0):
             return known.heir(), self._share

@@ -247,6 +247,7 @@ class SpeculationPolicy:
         if round_.lookup:
             return earned_s, spent_s
         if drafted:
+            self._known.texts += not at.acceptance.known
             at.acceptance.observe(drafted, round_.accepted, round_.depth)
             self._known.observe(drafted, round_.accepted, round_.depth)
         if drafted or wait_s > 0:

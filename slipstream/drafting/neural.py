@@ -66,19 +66,11 @@ def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], 
     fitting = [c for c in contexts if _fits(backend, c, wanted[c.session], topk)]
     done: dict[int, int] = {}
     for first in range(0, len(fitting), backend.most_sessions):
-        taken: list[tuple[DraftContext, Seed]] = []
         left: dict[int, Indices] = {}  # slots that are nobody's yet
         try:
-            for context in fitting[first : first + backend.most_sessions]:
-                levels, row = wanted[context.session] - 1, context.done
-                try:
-                    room = slots.alloc(len(context.tokens) - row + levels * topk)
-                except CapacityError:
-                    break
-                left[context.session] = room
-                taken.append((context, context.seed(row, room, levels)))
+            taken = _seeded(slots, fitting[first : first + backend.most_sessions], wanted, topk, left)
             if not taken:
-                break
+                return done
             found = backend.trees([seed for _, seed in taken], topk, alone)
             taken, found = _known(taken, found)
             counts = adopted([context.tree for context, _ in taken], found, (found.known - 1).tolist(), topk)
@@ -91,6 +83,22 @@ def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], 
                 if len(unused):
                     slots.free(unused)
     return done
+
+
+def _seeded(slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int], topk: int,
+            left: dict[int, Indices]) -> list[tuple[DraftContext, Seed]]:
+    """The first of ``contexts``, as many as there are slots for, each with what it begins from. Their slots join
+    ``left``."""
+    taken: list[tuple[DraftContext, Seed]] = []
+    for context in contexts:
+        levels, row = wanted[context.session] - 1, context.done
+        try:
+            room = slots.alloc(len(context.tokens) - row + levels * topk)
+        except CapacityError:
+            break
+        left[context.session] = room
+        taken.append((context, context.seed(row, room, levels)))
+    return taken
 
 
 def _known(taken: list[tuple[DraftContext, Seed]], found: Grown) -> tuple[list[tuple[DraftContext, Seed]], Grown]:

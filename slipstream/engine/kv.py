@@ -202,6 +202,7 @@ class KVPool:
             places = _apart(num_layers, num_slots, layer_bytes // num_slots)
         self.kv = in_large_pages(torch.empty(num_layers, places, 2, num_kv_heads, head_dim, dtype=dtype,
                                              device=device))[:, :num_slots]
+        assert self.kv[0].is_contiguous(), "kernels know a layer by where it begins"
 
     @property
     def num_slots(self) -> int:

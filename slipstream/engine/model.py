@@ -143,15 +143,15 @@ class ScoringModel(CausalModel, Protocol):
         """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each. draws: nothing
         but these choices is wanted. They come in place of the argmax and perhaps without logits; None: they cannot be
         told, and logits are there. The tapped states go to ``features`` [S, len(taps) * H] at the batch's slots; None:
-        there are no taps. join: one of ``joining``; what it makes of them goes there, [S, O]."""
+        there are no taps. join: a ``linear`` of a matrix that ``joins``; what it makes of them goes there, [S, O]."""
         ...
 
     def linear(self, weight: torch.Tensor) -> Map:
         """x -> x W^T for W [O, I] of any float dtype; the result is there until the next call."""
         ...
 
-    def joining(self, weight: torch.Tensor) -> Map | None:
-        """The same where ``scored`` can do it on its way."""
+    def joins(self, rows: int, columns: int) -> bool:
+        """Whether ``scored`` can do that with a matrix of this size, in the model's dtype, on its way."""
         ...
 
 

@@ -177,10 +177,11 @@ class Fusion:
 class FeatureRows:
     """What one spec makes of target states."""
 
-    __slots__ = ("_dtype", "_fusion")
+    __slots__ = ("_dtype", "_fusion", "joined")
 
     def __init__(self, spec: FeatureSpec, linear: Callable[[torch.Tensor], Map] = Linear, joined: bool = False) -> None:
         """linear: see ``Fusion``; joined: the rows are, already."""
+        self.joined = joined
         self._dtype, asked = dtype_of(spec.dtype), None if joined else spec.projection
         self._fusion = None if asked is None else Fusion(*_weights_of(asked), asked.norm_width, asked.norm_eps, linear)
 
@@ -258,8 +259,8 @@ PROFILE_REPEATS = 5
 class ModelRunner:
     """Runs batches of one model. All methods belong to the engine thread."""
 
-    __slots__ = ("_by", "_features", "_join", "_known", "_near", "_scoring", "model", "pool", "race", "slots", "table",
-                 "taps")
+    __slots__ = ("_by", "_features", "_join", "_kept", "_known", "_near", "_scoring", "model", "pool", "race", "slots",
+                 "table", "taps")
 
     def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0, race: Race | None = None) -> None:
         """spare_slots: further slots at the end of the pool, which are handed to nobody (see ``graphs``). race: what
@@ -274,7 +275,8 @@ class ModelRunner:
         self.table = SlotTable(range(num_slots, num_slots + spare_slots))
         self.taps: tuple[int, ...] = ()
         self._join: Map | None = None  # on the way
-        self._by: Projection | None = None  # what rows are to be joined by, without its weights
+        self._by: Projection | None = None  # by this, told without its weights
+        self._kept: tuple[FeatureSpec, FeatureRows] | None = None
         self._features = torch.empty(0, 0)
         self._near: NDArray[np.uint8] | None = None  # their bytes [S, ·], where the host has them
         self._known = np.zeros(num_slots, bool)  # [S] slots whose feature row was written under the present taps
@@ -290,47 +292,55 @@ class ModelRunner:
 
     def keep(self, spec: FeatureSpec) -> FeatureRows:
         """Keep what ``spec`` says from the next forward on. Returns what makes its rows of ``features``. Raises
-        DeviceFull as ``set_taps`` does."""
-        self.set_taps(spec.layers, spec.projection if dtype_of(spec.dtype) is self.model.dtype else None)
-        return FeatureRows(spec, self.linear, self._join is not None)
+        DeviceFull as ``set_taps`` does, or OutOfMemoryError: all is as before then."""
+        if self._kept is not None and self._kept[0] == spec:
+            return self._kept[1]
+        by = spec.projection if self._joins(spec) else None
+        rows = FeatureRows(spec, self.linear, by is not None)
+        self.set_taps(spec.layers, by)
+        self._kept = spec.light(), rows
+        return rows
 
     def set_taps(self, layers: tuple[int, ...], by: Projection | None = None) -> None:
-        """Keep the states of ``layers`` (see FeatureSpec) from the next forward on, joined on their way where ``by``
-        says so and the model can; () stops. Rows that were kept otherwise are forgotten: tokens computed before need a
-        new prefill to have features. Raises DeviceFull where there is no memory for them; the taps are as before then,
-        or none."""
+        """Keep the states of ``layers`` (see FeatureSpec) from the next forward on; () stops. by: one by which the
+        model joins them on its way. Rows that were kept otherwise are forgotten: tokens computed before need a new
+        prefill to have features. Raises DeviceFull where there is no memory for them; the taps are as before then, or
+        none."""
         assert all(0 <= layer <= self.config.num_layers for layer in layers), f"no such layers: {layers}"
         if layers == self.taps and by == self._by:
             return
-        join = self._joining(by)
-        width = len(layers) * self.config.hidden_size if by is None or join is None else by.rows
+        width = len(layers) * self.config.hidden_size if by is None else by.rows
         # Asked first: a CPU gives out memory that is not there, and ends who writes to it.
         size, had = self.slots.num_slots * width * self.model.dtype.itemsize, self._features.nbytes
         problem = f"feature rows of layers {layers} need {_gb(size)} GB, which are not free"
         if size > SHARE * free_memory(self.model.device)[0] + had:
             raise DeviceFull(problem)
-        before = self.taps, self.feature_width, self._join, self._by
+        before = self.taps, self.feature_width, self._join, self._by, self._kept
         try:
-            self._hold(layers, width, join, by)
+            self._hold(layers, width, None if by is None else self.linear(_weights_of(by)[0]), by)
         except torch.OutOfMemoryError as error:
             with suppress(torch.OutOfMemoryError):
                 self._hold(*before)
             raise DeviceFull(problem) from error
 
-    def _hold(self, layers: tuple[int, ...], width: int, join: Map | None, by: Projection | None) -> None:
+    def _hold(self, layers: tuple[int, ...], width: int, join: Map | None, by: Projection | None,
+              kept: tuple[FeatureSpec, FeatureRows] | None = None) -> None:
         self.taps, self._features, self._near = (), torch.empty(0, 0), None  # both do not have to fit
+        self._join = self._by = self._kept = None
         self._known[:] = False
         rows = self.slots.num_slots if layers else 0
         self._features = torch.empty(rows, width, dtype=self.model.dtype, device=self.model.device)
         if layers and self._features.device.type == "cpu":
             self._near = self._features.view(torch.uint8).numpy()
-        self.taps, self._join, self._by = layers, join, None if by is None else replace(by, weights=b"")
+        self.taps, self._join, self._kept = layers, join, kept
+        self._by = None if by is None else replace(by, weights=b"")
 
-    def _joining(self, by: Projection | None) -> Map | None:
-        """What joins rows on their way; None: nothing does."""
-        if by is None or by.norm_width or self._scoring is None or dtype_of(by.dtype) is not self.model.dtype:
-            return None
-        return self._scoring.joining(_weights_of(by)[0])
+    def _joins(self, spec: FeatureSpec) -> bool:
+        """Whether the model can do it on its way."""
+        by = spec.projection
+        return (by is not None and self._scoring is not None and not by.norm_width
+                and dtype_of(by.dtype) is dtype_of(spec.dtype) is self.model.dtype
+                and self._scoring.joins(by.rows, by.columns))
 
     @torch.inference_mode()
     def states(self, batch: ForwardBatch) -> torch.Tensor:
@@ -376,7 +386,8 @@ class ModelRunner:
         return self._features.index_select(0, torch.from_numpy(near) if device.type == "cpu" else sent(near, device))
 
     def rows(self, slots: NDArray[np.int64], of: FeatureRows) -> bytes:
-        """What ``of`` makes of the feature rows of tokens by their slots."""
+        """What ``of`` makes of the feature rows of tokens by their slots: what ``keep`` returned last."""
+        assert of.joined == (self._join is not None), "these rows are kept otherwise"
         if self._near is not None and of.sends(self.model.dtype):
             return self._near[slots].tobytes()
         return of(self.features(slots))

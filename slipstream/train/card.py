@@ -73,7 +73,8 @@ def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[
 def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
     learnt = "questions and answers" if recipe.learn_questions else "answers"
     how = (f"Training-time test over {recipe.unroll} unrolled steps; cross-entropy with the target's distribution over "
-           "the draft vocabulary, estimated from some of its tokens" if recipe.kind == "eagle3" else
+           "the draft vocabulary, which turns to what the two do not share (after arXiv 2602.23881), estimated from "
+           "some of its tokens" if recipe.kind == "eagle3" else
            "Blocks at random anchors, half of them without the newest 1 to 3 states; 0.1 of cross-entropy, 0.9 of the "
            "distance to the target's distribution over the draft vocabulary, and the confidence head")
     last = "last layer" if recipe.kind == "eagle3" and recipe.layers == 1 else "last layers"

@@ -8,9 +8,9 @@ Rules:
    ``COMMON`` first ones, and so many of the others, drawn evenly, each of which counts for those that were not drawn.
    Sums over all tokens, and so the gradient, are estimated without the most of their cost (sampled softmax, arXiv
    1412.2007).
-4. A small head cannot have all of a distribution. The overlap with the target's, the sum of the lesser shares, is the
-   chance that a token drawn from the one is accepted by the other; the more there is, the less a row's loss is
-   cross-entropy and the more it is what the overlap leaves out (arXiv 2602.23881).
+4. A small head cannot have all of a distribution. Its overlap with the target's, the sum of the lesser shares, is the
+   chance of acceptance in speculative sampling; here it stands for that. The more there is, the less a row's loss is
+   cross-entropy and the more it is what the overlap leaves out (after arXiv 2602.23881).
 
 It knows nothing about layers, conversations or optimisers. Shapes: K unrolled steps, M rows, V' draft tokens.
 """

@@ -46,7 +46,8 @@ class Listed:
 
     program: Program
     states: torch.Tensor  # bfloat16 [C, H] after the final norm; of a list with scores, of the rows that have them
-    tapped: torch.Tensor | None  # bfloat16 [C, len(taps) * H]; of a list with scores rows go to the frame's features
+    tapped: torch.Tensor | None  # bfloat16 [C, len(taps) * H], or what is joined; of a list with scores they, or what
+    # is made of them, go to the frame's features
     logits: torch.Tensor  # float32 [R, V]; of a list for choices alone nobody's
     best: NDArray[np.int64]  # [R] what is chosen; of a list for more than choices the argmax
     nothing: torch.Tensor  # float32 [0, V]
@@ -57,6 +58,10 @@ class Taps(NamedTuple):
 
     layers: tuple[int, ...]
     join: NativeLinear | None = None
+
+    def goes_with(self, other: Taps) -> bool:
+        """Whether both may be asked for in turn: prompts whose rows are scored are joined behind their forward."""
+        return self.layers == other.layers and (self.join is other.join or None in (self.join, other.join))
 
 
 class NativeDecoder:
@@ -114,11 +119,12 @@ class NativeDecoder:
 
     def linear(self, weight: torch.Tensor) -> Map:
         """See ``model.ScoringModel``; on the model's threads where it fits them."""
-        return self.joining(weight) or Linear(weight)
+        ours = weight.dtype is self.dtype and self.joins(*weight.shape)
+        return NativeLinear(self._team, weight) if ours else Linear(weight)
 
-    def joining(self, weight: torch.Tensor) -> NativeLinear | None:
+    def joins(self, rows: int, columns: int) -> bool:
         """See ``model.ScoringModel``."""
-        return NativeLinear(self._team, weight) if fits(weight) else None
+        return fits(rows, columns)
 
     def frame(self, batch: ForwardBatch, pool: KVPool, features: torch.Tensor | None = None,
               draws: Draws = GREEDY) -> BatchFrame:
@@ -138,7 +144,7 @@ class NativeDecoder:
         key = (taps, few is not None, alone)
         if key not in self._lists:
             # Buffers of other taps are given up: a draft may name new ones with each handshake.
-            self._lists = {other: listed for other, listed in self._lists.items() if other[0] == taps}
+            self._lists = {other: listed for other, listed in self._lists.items() if other[0].goes_with(taps)}
             self._lists[key] = self._list(*key)
         return self._lists[key]
 
@@ -158,7 +164,7 @@ class NativeDecoder:
         for place in _of(config.num_layers, layers, places):
             program.norm(buffers.stream, self._norm, config.norm_eps, place)
         if taps.join is not None and tapped is not None:
-            taps.join.list(program, tapped, Kept(0, taps.join.packed.outer))
+            taps.join.write(program, tapped, Kept(0, taps.join.packed.outer))
         program.norm(buffers.stream, self._norm, config.norm_eps, buffers.normed, few=scores)
         few = self._few if scores else 0
         logits, best = torch.empty(few, config.vocab_size), torch.empty(few, dtype=torch.int64)

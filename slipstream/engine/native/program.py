@@ -124,9 +124,9 @@ TRIED = (2, 8, 19)  # states that a screen is tried on: so many are computed in 
 SEEN = 1 / 16  # of its groups, at most, for any of them: each is computed for each state by itself
 
 
-def fits(weight: torch.Tensor) -> bool:
-    """Whether W [O, I] is one for ``NativeLinear``."""
-    return weight.dtype == torch.bfloat16 and weight.shape[0] % LANES == 0 and weight.shape[1] % 2 == 0
+def fits(outer: int, inner: int) -> bool:
+    """Whether bfloat16 W [O, I] is one for ``NativeLinear``."""
+    return outer % LANES == 0 and inner % 2 == 0
 
 
 class NativeHead:
@@ -212,7 +212,7 @@ class NativeLinear:
         self._program.run(BatchFrame(Frame(len(x)), x))
         return self._out[: len(x)]
 
-    def list(self, program: Program, x: torch.Tensor, out: torch.Tensor | Kept) -> None:
+    def write(self, program: Program, x: torch.Tensor, out: torch.Tensor | Kept) -> None:
         """Of x bfloat16 [C, I], to out bfloat16 [C, O]."""
         sums = torch.empty(len(x), self.packed.outer)
         program.product(x, self.packed, sums)
@@ -221,7 +221,7 @@ class NativeLinear:
     def _hold(self, rows: int) -> None:
         self._out = torch.empty(rows, self.packed.outer, dtype=torch.bfloat16)
         self._program = Program(self._team)
-        self.list(self._program, torch.empty(rows, self.packed.inner, dtype=torch.bfloat16), self._out)
+        self.write(self._program, torch.empty(rows, self.packed.inner, dtype=torch.bfloat16), self._out)
 
 
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE, SCREEN, CHOOSE = range(12)
