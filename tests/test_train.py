@@ -287,8 +287,7 @@ def test_a_gradient_of_some_tokens_is_that_of_all_on_average() -> None:
     for place, theirs in enumerate(whole):
         off_mean = (torch.stack([found[place] for found in drawn]).mean(0) - theirs).norm() / theirs.norm()
         off = (drawn[0][place] - theirs).norm() / theirs.norm()
-        # What is not linear in the estimate of a softmax's sum is off on average, too: by 0.08 to 0.12 of a slope here,
-        # where a tenth of all that tokens weigh is drawn for.
+        # What is not linear in the estimate of a softmax's sum is off on average, too: by 0.08 to 0.12 of a slope here.
         assert off_mean < 0.15 and off < 0.2, (place, off_mean, off)
 
 

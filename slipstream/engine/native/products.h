@@ -29,8 +29,10 @@ constexpr int BESIDE = LANES == 16 ? 1 : 4;  // groups that are computed beside 
 constexpr int PARTS = 8;  // of a product, for each thread. The first part of each is three quarters of its share: a new part
                           // finds none of its weights asked for. The others are for whoever comes first
 constexpr int SLAB = PAIRED ? 1 << 30 : 8 * BLOCK;  // rows whose inputs are widened together: they stay in the second cache
-constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by. Into the
-                                 // second cache: what is asked for "once" (NTA) an Intel loses before it is read
+constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by
+constexpr int AGAIN = 1;         // how they are asked for: into the second cache
+constexpr int ONCE = PAIRED ? 0 : AGAIN;  // what is read once leaves an AMD's caches to all that runs between two steps
+                                 // (NTA); an Intel loses it before it is read
 constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
 constexpr int QUADS = 4 * GROUP;  // and four
 
@@ -150,9 +152,12 @@ inline void add_pair(Floats (&low)[R], Floats (&high)[R], const Pairs& first, co
 // while all but the first find theirs in the second cache.
 struct Share {
     int64_t which, of;  // of 1: it asks for what it reads itself, a little in advance
+    bool alone;         // nobody else reads it
 
     // Of one of so many blocks. first: nobody has asked for the group that it reads.
-    static Share part(int64_t which, int64_t of, bool first) { return first && !which ? Share{0, 1} : Share{which, of}; }
+    static Share part(int64_t which, int64_t of, bool first) {
+        return first && !which ? Share{0, 1, of == 1} : Share{which, of, of == 1};
+    }
 };
 
 // Rows `row` to `row + R` of the block, and groups `group` to `group + S` beside one another: few sums wait for themselves. The
@@ -163,10 +168,11 @@ void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
     const int64_t pairs = op.inner / 2, size = pairs * Weights::BYTES;
     const uint8_t* weight = (const uint8_t*)op.weight + group * size;
     Floats low[S][R] = {}, high[S][R] = {};
-    auto add = [&]<int LINES>(std::integral_constant<int, LINES>, int64_t pair, int64_t last, const uint8_t* soon, int64_t step) {
+    auto add = [&]<int LINES, int HOW>(std::integral_constant<int, LINES>, std::integral_constant<int, HOW>, int64_t pair,
+                                       int64_t last, const uint8_t* soon, int64_t step) {
         for (; pair < last; pair++, weight += Weights::BYTES, soon += step)
             for (int s = 0; s < S; s++) {
-                for (int line = 0; line < LINES; line++) __builtin_prefetch(soon + s * size + 64 * line, 0, 1);
+                for (int line = 0; line < LINES; line++) __builtin_prefetch(soon + s * size + 64 * line, 0, HOW);
                 Pairs first, second;
                 Weights::read(weight + s * size, first, second);
                 add_pair<R>(low[s], high[s], first, second, x, row, pair);
@@ -175,12 +181,17 @@ void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
     const int64_t near = S == 1 ? pairs : std::max<int64_t>(0, pairs - SOON / Weights::BYTES);
     const std::integral_constant<int, 1> line;
     const std::integral_constant<int, (Weights::BYTES + 63) / 64> lines;
+    const std::integral_constant<int, AGAIN> again;
+    auto add_own = [&](auto how) {
+        add(lines, how, 0, near, weight + SOON, Weights::BYTES);
+        add(lines, how, near, pairs, weight + SOON + (S - 1) * size, Weights::BYTES);  // what comes next is of the next groups
+    };
     if (share.of > 1)
-        add(line, 0, pairs, weight + size + size / share.of * share.which, (Weights::BYTES + share.of - 1) / share.of);
-    else {
-        add(lines, 0, near, weight + SOON, Weights::BYTES);
-        add(lines, near, pairs, weight + SOON + (S - 1) * size, Weights::BYTES);  // what comes next is of the next groups
-    }
+        add(line, again, 0, pairs, weight + size + size / share.of * share.which, (Weights::BYTES + share.of - 1) / share.of);
+    else if (share.alone)
+        add_own(std::integral_constant<int, ONCE>());
+    else
+        add_own(again);
     for (int s = 0; s < S; s++)
         for (int r = 0; r < R; r++) {
             const float* scales = op.scales + (group + s) * GROUP;
@@ -208,7 +219,7 @@ void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
 template <class Weights, int R, int S>
 int64_t product_beside(const Op& op, const Inputs& x, int64_t group, int64_t last, int64_t begin) {
     if constexpr (S > 1)
-        for (; group + S <= last; group += S) product_block<Weights, R, S>(op, x, group, begin, 0, {0, 1});
+        for (; group + S <= last; group += S) product_block<Weights, R, S>(op, x, group, begin, 0, {0, 1, true});
     return group;
 }
 
@@ -256,7 +267,7 @@ void number_block(const Op& op, const Numbers& x, int64_t group, int64_t begin, 
     const uint32_t* numbers = &x.halves[2 * row];
     Words low[R][2] = {}, high[R][2] = {};
     for (int64_t quad = 0; quad < x.quads; quad++, weight += QUADS, soon += step, numbers += 2 * x.rows) {
-        __builtin_prefetch(soon, 0, 1), __builtin_prefetch(soon + 64, 0, 1);
+        __builtin_prefetch(soon, 0, AGAIN), __builtin_prefetch(soon + 64, 0, AGAIN);
         const Words one = words_at(weight), other = words_at(weight + QUADS / 2);
         for (int r = 0; r < R; r++) {
             const Words lower = Words{} + numbers[2 * r];

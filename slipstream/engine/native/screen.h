@@ -123,7 +123,7 @@ void screen_block(const Op& op, const std::vector<Rounded>& states, int64_t grou
     };
     Words low[R][2] = {}, high[R][2] = {};
     for (int64_t quad = 0; quad < op.inner / 4; quad++) {
-        for (int line = 0; line < QUADS; line += 64) __builtin_prefetch(weight + quad * QUADS + AHEAD / 2 + line, 0, 1);
+        for (int line = 0; line < QUADS; line += 64) __builtin_prefetch(weight + quad * QUADS + AHEAD / 2 + line, 0, ONCE);
         add(low, quad, &Rounded::low);
     }
     for (int64_t quad : large) add(high, quad, &Rounded::high);
@@ -159,7 +159,7 @@ void screen_block(const Op& op, const std::vector<Rounded>& states, int64_t grou
     Ints sums[R][4] = {};  // two beside one another for each output
 #pragma GCC unroll 4
     for (int64_t quad = 0; quad < op.inner / 4; quad++, weight += QUADS) {
-        for (int line = 0; line < QUADS; line += 64) __builtin_prefetch(weight + AHEAD / 2 + line, 0, 1);
+        for (int line = 0; line < QUADS; line += 64) __builtin_prefetch(weight + AHEAD / 2 + line, 0, ONCE);
         Ints numbers[4];
         for (int i = 0; i < 4; i++) numbers[i] = bytes_at(weight + i * QUADS / 4);
         for (int r = 0; r < R; r++) {
