@@ -80,7 +80,7 @@ class NativeBlocks:
         # Buffers of an inference are never written outside of one: whoever makes them, all calls are inferences.
         with torch.inference_mode():
             self._buffers = buffers = Buffers.of(config, rows, config.hidden_size)
-        self._context, self._pass = Program(self._team), Program(self._team)
+        self._context, self._pass = Program(self._team, again=True), Program(self._team, again=True)
         self._context.widen(None, buffers.stream)
         self._context.rounded(buffers.stream, buffers.read)
         self._pass.embed(self._embedding, buffers.stream)

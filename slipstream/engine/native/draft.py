@@ -102,7 +102,7 @@ class Ranking:
         self.best = torch.empty(rows, 2 * topk, dtype=torch.int64)  # [C, K] of CHILD
         # Vectors read beyond the last column.
         self.logits = logits = torch.full((rows, -(-head.outer // LANES) * LANES), -torch.inf)[:, : head.outer]
-        self.program = Program(team)
+        self.program = Program(team, again=True)
         self.program.product(normed, head, logits)
         self.program.rank(logits, vocabulary, self.best)
 
@@ -251,7 +251,7 @@ class NativeDraft:
             further = replace(buffers, read=torch.empty(rows, hidden, dtype=torch.bfloat16))
             embedded = torch.empty(rows, hidden)
             self._states = torch.empty(rows, hidden, dtype=torch.bfloat16)
-        self._body = program = Program(self._team)
+        self._body = program = Program(self._team, again=True)
         token, state = torch.split(buffers.read, hidden, 1)
         program.embed(self._embedding, embedded)
         program.norm(embedded, of_tokens, eps, token)

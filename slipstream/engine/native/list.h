@@ -37,6 +37,7 @@ struct Op {  // `program.Op` is the same
     const float* scales;   // PRODUCT, of whole numbers: [outer], to whole groups; null: weights are bfloat16;
                            // SCREEN: see `make_screen`; CHOOSE: what SCREEN wrote
     int64_t few;           // 1: over as many rows as the frame picks; NORM reads those, others what it has written
+    int64_t again;         // PRODUCT, 1: its weights are read again soon
 };
 
 struct Draw {  // `program.DRAW` is the same: how a row is chosen from, of whose logits nothing else is asked

@@ -152,11 +152,12 @@ inline void add_pair(Floats (&low)[R], Floats (&high)[R], const Pairs& first, co
 // while all but the first find theirs in the second cache.
 struct Share {
     int64_t which, of;  // of 1: it asks for what it reads itself, a little in advance
-    bool alone;         // nobody else reads it
+    bool alone;         // nobody else reads that, soon
 
     // Of one of so many blocks. first: nobody has asked for the group that it reads.
-    static Share part(int64_t which, int64_t of, bool first) {
-        return first && !which ? Share{0, 1, of == 1} : Share{which, of, of == 1};
+    static Share part(const Op& op, int64_t which, int64_t of, bool first) {
+        const bool alone = of == 1 && !op.again;
+        return first && !which ? Share{0, 1, alone} : Share{which, of, alone};
     }
 };
 
@@ -211,7 +212,7 @@ void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
     int64_t parts = rows <= FEW ? 1 : (rows + BLOCK - 1) / BLOCK;  // about equally long
     for (int64_t part = 0; part < parts; part++) {
         int64_t row = rows * part / parts;
-        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row, Share::part(part, parts, first));
+        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row, Share::part(op, part, parts, first));
     }
 }
 
@@ -219,7 +220,7 @@ void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
 template <class Weights, int R, int S>
 int64_t product_beside(const Op& op, const Inputs& x, int64_t group, int64_t last, int64_t begin) {
     if constexpr (S > 1)
-        for (; group + S <= last; group += S) product_block<Weights, R, S>(op, x, group, begin, 0, {0, 1, true});
+        for (; group + S <= last; group += S) product_block<Weights, R, S>(op, x, group, begin, 0, Share::part(op, 0, 1, true));
     return group;
 }
 
@@ -266,16 +267,22 @@ void number_block(const Op& op, const Numbers& x, int64_t group, int64_t begin, 
     const int64_t step = QUADS / share.of;
     const uint32_t* numbers = &x.halves[2 * row];
     Words low[R][2] = {}, high[R][2] = {};
-    for (int64_t quad = 0; quad < x.quads; quad++, weight += QUADS, soon += step, numbers += 2 * x.rows) {
-        __builtin_prefetch(soon, 0, AGAIN), __builtin_prefetch(soon + 64, 0, AGAIN);
-        const Words one = words_at(weight), other = words_at(weight + QUADS / 2);
-        for (int r = 0; r < R; r++) {
-            const Words lower = Words{} + numbers[2 * r];
-            low[r][0] = fourfold(low[r][0], one, lower), low[r][1] = fourfold(low[r][1], other, lower);
-            const Words upper = Words{} + numbers[2 * r + 1];
-            high[r][0] = fourfold(high[r][0], one, upper), high[r][1] = fourfold(high[r][1], other, upper);
+    auto add = [&]<int HOW>(std::integral_constant<int, HOW>) {
+        for (int64_t quad = 0; quad < x.quads; quad++, weight += QUADS, soon += step, numbers += 2 * x.rows) {
+            __builtin_prefetch(soon, 0, HOW), __builtin_prefetch(soon + 64, 0, HOW);
+            const Words one = words_at(weight), other = words_at(weight + QUADS / 2);
+            for (int r = 0; r < R; r++) {
+                const Words lower = Words{} + numbers[2 * r];
+                low[r][0] = fourfold(low[r][0], one, lower), low[r][1] = fourfold(low[r][1], other, lower);
+                const Words upper = Words{} + numbers[2 * r + 1];
+                high[r][0] = fourfold(high[r][0], one, upper), high[r][1] = fourfold(high[r][1], other, upper);
+            }
         }
-    }
+    };
+    if (share.alone)
+        add(std::integral_constant<int, ONCE>());
+    else
+        add(std::integral_constant<int, AGAIN>());
     for (int r = 0; r < R; r++) {
         const int32_t* more = &x.sums[2 * (row + r)];
         auto sum = [&](int i) {  // weights are HIGH more than they are
@@ -301,7 +308,7 @@ void number_product(const Op& op, int64_t first, int64_t last, int64_t rows, Scr
             for (int64_t part = 0; part < parts; part++) {
                 const int64_t row = count * part / parts;
                 blocks[count * (part + 1) / parts - row - 1](op, scratch.numbers, group, begin, row,
-                                                            Share::part(part, parts, group == first));
+                                                            Share::part(op, part, parts, group == first));
             }
     }
 }

@@ -240,7 +240,7 @@ class Op(ctypes.Structure):
                 ("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64), ("inner", ctypes.c_int64),
                 ("outer", ctypes.c_int64), ("layer", ctypes.c_int64), ("eps", ctypes.c_float),
                 ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32), ("head_dim", ctypes.c_int32),
-                ("scales", ctypes.c_void_p), ("few", ctypes.c_int64)]
+                ("scales", ctypes.c_void_p), ("few", ctypes.c_int64), ("again", ctypes.c_int64)]
 
 
 class Frame(ctypes.Structure):
@@ -353,10 +353,11 @@ class Kept:
 class Program:
     """A list under construction, and then what runs it."""
 
-    __slots__ = ("_kept", "_list", "_ops", "_team")
+    __slots__ = ("_again", "_kept", "_list", "_ops", "_team")
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, team: Team, again: bool = False) -> None:
+        """again: it is run several times in a row, and its weights should stay in a cache."""
+        self._team, self._again = team, again
         self._ops: list[Op] = []
         self._kept: list[object] = []
         self._list: ctypes.Array[Op] | None = None
@@ -374,7 +375,7 @@ class Program:
         assert x.shape[1] == packed.inner and out.shape[1] == packed.outer
         assert out.dtype == (torch.bfloat16 if packed.silu else torch.float32)
         op = Op(kind=PRODUCT, result=result, inner=packed.inner, outer=packed.outer, few=few,
-                scales=None if packed.scales is None else packed.scales.data_ptr())
+                again=self._again, scales=None if packed.scales is None else packed.scales.data_ptr())
         self._kept.append(packed)
         self._add(op, x, out, packed.weight, packed.bias)
 
