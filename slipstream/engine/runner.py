@@ -254,6 +254,7 @@ def _weights_of(projection: Projection) -> tuple[torch.Tensor, torch.Tensor | No
 
 PROFILE_CONTEXT = 128
 PROFILE_REPEATS = 5
+PROFILED = (1, 2, 4, 8, 12, 16, 32, 64)  # rows; CPU kernels of our own compute twelve at once
 
 
 class ModelRunner:
@@ -409,7 +410,7 @@ class ModelRunner:
         unknown = np.flatnonzero(~self._known[slots])
         return int(unknown[-1]) + 1 if len(unknown) else 0
 
-    def profile(self, rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)) -> dict[int, float]:
+    def profile(self, rows: Sequence[int] = PROFILED) -> dict[int, float]:
         """Seconds of one forward with so many tree rows behind a short context: the cost of verifying. Row counts that
         do not fit the free slots are left out."""
         costs: dict[int, float] = {}
