@@ -178,6 +178,7 @@ DEPTHS = 32
 PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
 PRIOR_TRIALS = 4.0  # fewer end a good drafter after ten unlucky rounds, with more a poor one comes and goes
 TOLD_TRIALS = 6.0  # what is known from other sessions counts for more than a guess
+FIRST_TEXTS = 4  # of a kind, for which drafts were verified: until then each begins with a guess
 KEEP, KEEP_LONG = 0.95, 0.995  # of the trials at a depth, for each new one: of a session, of all sessions
 ALONE = 0.995  # of what rounds without a drafter gave, for each new one
 SURE = 2  # steps near a row count, before a guess no longer stands for it
@@ -435,9 +436,6 @@ class Ledger:
     @property
     def loss_s(self) -> float:
         return self.spent_s - self.earned_s
-
-
-FIRST_TEXTS = 4  # of a kind, for which drafts were verified: until then each begins with a guess
 
 
 class Beliefs:

@@ -50,7 +50,6 @@ class Listed:
     # is made of them, go to the frame's features
     logits: torch.Tensor  # float32 [R, V]; of a list for choices alone nobody's
     best: NDArray[np.int64]  # [R] what is chosen; of a list for more than choices the argmax
-    nothing: torch.Tensor  # float32 [0, V]
 
 
 class Taps(NamedTuple):
@@ -110,12 +109,12 @@ class NativeDecoder:
         alone = draws is not None and self._head.screens(few, drawn)
         listed = self.listed(batch.num_rows, Taps(taps, join), few, alone)
         listed.program.run(self.frame(batch, pool, features, draws if alone and draws is not None else GREEDY))
-        best: list[int] = listed.best[:few].tolist()  # of numpy, which takes a tenth of torch's time for it
+        best: list[int] = listed.best[:few].tolist()
         if not alone:
             return listed.logits[:few], None if drawn else best
         if drawn and min(best) < 0:
             return self._head(listed.states[:few]), None
-        return listed.nothing, best
+        return listed.logits[:0], best
 
     def linear(self, weight: torch.Tensor) -> Map:
         """See ``model.ScoringModel``; on the model's threads where it fits them."""
@@ -174,7 +173,7 @@ class NativeDecoder:
             else:
                 program.product(buffers.normed, self._head.packed, logits, few=True)
                 program.best(logits, best)
-        return Listed(program, buffers.normed, tapped, logits, best.numpy(), logits[:0])
+        return Listed(program, buffers.normed, tapped, logits, best.numpy())
 
 
 def _doubled(size: int, wanted: int) -> int:
