@@ -1,14 +1,6 @@
-"""Work that would hold up an event loop: in a thread, or, where nobody knows what it costs, in a process of its own
-that may be ended at any time.
+"""Work of which nobody knows what it costs, in a process of its own that may be ended at any time.
 
-Rules of a thread:
-1. It works on one thing at a time, in the order in which things are given. What is done there leaves the interpreter to
-   others by itself.
-2. Who finds too many before him is refused, and told to come back when they will have been served at the pace of the
-   latest one. How many are too many is the caller's to say.
-3. Work that has begun may outlive the event loop that gave it; then nobody hears of its end.
-
-Rules of a process:
+Rules:
 1. Both ends write lines of JSON. The process answers line by line, logs nothing, and ends with its standard input.
 2. ``bounded`` limits what it may map; ``signal.ITIMER_PROF`` ends it when its processor time is over.
 3. It finds its modules where its parent found them.
@@ -25,55 +17,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
-
-from slipstream.base.errors import CapacityError
+from typing import Any
 
 # Libraries of numbers start a thread a core, and each maps 40 MB: where cores are many, more than ``bounded`` leaves.
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-Made = TypeVar("Made")
-
-
-class PacedThread:
-    """One thread, and the pace at which it works."""
-
-    def __init__(self, name: str, took_s: float) -> None:
-        """took_s: what the first one is taken to need."""
-        self._thread = ThreadPoolExecutor(1, name)
-        self._took_s = took_s
-
-    def submit(self, work: Callable[[], Made], soon: Callable[..., object],
-               then: Callable[[Future[Made]], None]) -> Future[Made]:
-        """``soon``: an event loop's ``call_soon_threadsafe``, by which ``then`` hears when ``work`` is done or left
-        out."""
-        def tell(made: Future[Made]) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                soon(then, made)
-
-        future = self._thread.submit(self._timed, work)
-        future.add_done_callback(tell)
-        return future
-
-    def refusal(self, message: str, waiting: int) -> CapacityError:
-        """Of one more, while so many wait."""
-        return CapacityError(message, waiting * self._took_s)
-
-    def close(self) -> None:
-        """Nobody waits any more; work that has begun ends by itself."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _timed(self, work: Callable[[], Made]) -> Made:
-        began_s = time.monotonic()
-        try:
-            return work()
-        finally:
-            self._took_s = time.monotonic() - began_s
 
 
 class Child:

@@ -1,10 +1,13 @@
 """Work that would hold up an event loop, in one thread, for which those who ask take turns.
 
 Rules:
-1. Many things of one hold up another's by one at a time, whatever they cost.
+1. Many things of one hold up another's by one at a time, whatever they cost. What is done in the thread leaves the
+   interpreter to others by itself.
 2. What waits has a size. Of one ``each`` may wait, his share of that while others wait too, and ``most`` of all. One
-   thing of each may wait whatever its share. Who finds no room is refused.
+   thing of each may wait whatever its share. Who finds no room is refused, and told to come back when those before him
+   will have been served at the pace of the latest one.
 3. Who goes away before his turn is passed over, and nothing of his is kept.
+4. Work that has begun may outlive the event loop that gave it; then nobody hears of its end.
 
 It knows nothing about the work.
 """
@@ -12,14 +15,16 @@ It knows nothing about the work.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from slipstream.base.offload import PacedThread
+from slipstream.base.errors import CapacityError
 
 
 class Promise(Protocol):
@@ -51,7 +56,8 @@ class Turns:
 
     def __init__(self, name: str, took_s: float, refusal: str, each: int, most: float = math.inf) -> None:
         """took_s: what the first one is taken to need; refusal: what is said to who finds no room."""
-        self._thread = PacedThread(name, took_s)
+        self._thread = ThreadPoolExecutor(1, name)
+        self._took_s = took_s
         self._refusal = refusal
         self._each, self._most = each, most
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by whose they are, whose turn is next first
@@ -64,7 +70,8 @@ class Turns:
         ``patient``: it is not refused. Raises CapacityError."""
         own, share = self._sizes[whose], self._each // len({whose, *self._waiting})
         if not patient and ((own and own + size > share) or self._sizes.total() + size > self._most):
-            raise self._thread.refusal(self._refusal, sum(map(len, self._waiting.values())) + self._busy)
+            before = sum(map(len, self._waiting.values())) + self._busy
+            raise CapacityError(self._refusal, before * self._took_s)
         job = Job(whose, work, future, soon, size)
         self._waiting.setdefault(whose, deque()).append(job)
         self._sizes[whose] += size
@@ -73,7 +80,7 @@ class Turns:
 
     def close(self) -> None:
         """Nobody waits any more; a turn that has begun ends by itself."""
-        self._thread.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
         for jobs in self._waiting.values():
             for job in jobs:
                 job.future.cancel()
@@ -87,7 +94,19 @@ class Turns:
                 self._waiting.move_to_end(whose)
             if not job.future.done():
                 self._busy = True
-                self._thread.submit(job.work, job.soon, partial(self._end, job.future))
+                self._thread.submit(self._timed, job.work).add_done_callback(partial(self._tell, job))
+
+    def _timed(self, work: Callable[[], Any]) -> Any:
+        began_s = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._took_s = time.monotonic() - began_s
+
+    def _tell(self, job: Job, made: Future[Any]) -> None:
+        """Called in the thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            job.soon(self._end, job.future, made)
 
     def _leave(self, job: Job) -> None:
         """It waits no more."""
