@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.base.errors import ConfigError
-from slipstream.observe.trace import Trace, commit_key, growth_key, merge
+from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.protocol.messages import DraftBound, Growth
 from slipstream.protocol.requests import Piece
 from slipstream.protocol.tree import DraftTree
@@ -175,7 +175,7 @@ def test_a_tree_promises_the_chances_of_its_best_nodes() -> None:
     assert tree.promise(9) == pytest.approx(0.904837 + 0.367879 + 0.135335, abs=1e-5)
 
 
-def test_traces_of_two_processes_become_one(tmp_path: Path) -> None:
+def test_traces_of_two_processes_fit_together(tmp_path: Path) -> None:
     target, draft = Trace(str(tmp_path / "target"), "target"), Trace(str(tmp_path / "draft"), "draft")
     target.span("device", "verify", 1.0, 1.02, rows=4)
     target.left("device", "commit", commit_key(1, 9), 1.02)
@@ -183,15 +183,13 @@ def test_traces_of_two_processes_become_one(tmp_path: Path) -> None:
     draft.left("device", "growth", growth_key(Growth.empty(1, 10)), 1.03)
     target.write()
     draft.write()
-    merge([tmp_path / "target", tmp_path / "draft"], tmp_path / "both")
-    events = json.loads((tmp_path / "both").read_text())["traceEvents"]
+    events = [event for name in ("target", "draft")
+              for event in json.loads((tmp_path / name).read_text())["traceEvents"]]
     (verify,) = [event for event in events if event["ph"] == "X"]
     assert verify["dur"] == pytest.approx(20_000) and verify["args"] == {"rows": 4}
     (left,), (came,) = ([e for e in events if e["ph"] == kind and e["name"] == "commit"] for kind in "sf")
     assert left["id"] == came["id"] and came["ts"] - left["ts"] == pytest.approx(1000, abs=500)
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"target", "draft"}
-    with pytest.raises(ConfigError, match="not a trace"):
-        merge([tmp_path / "none"], tmp_path / "both")
 
 
 def test_services_with_one_file_keep_each_others_events(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """A trace of rounds in Chrome's format (chrome://tracing, ui.perfetto.dev): what each pod did, and when, side by side.
 
 Rules:
-1. Times are given by a monotone clock and written as the machine's wall clock, so files of several processes can be
-   joined (``merge``); across machines they agree as well as their clocks do.
+1. Times are given by a monotone clock and written as the machine's wall clock, so that those of several processes stand
+   beside each other; across machines they agree as well as their clocks do.
 2. Without a path it keeps nothing; with one it keeps the newest ``KEPT`` events and writes them at the end, beside what
    services that ended before have written there since this one began.
 3. Numbers, and words of ours: no token, no text, no request id.
@@ -16,7 +16,6 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -93,14 +92,3 @@ def commit_key(session: int, base: int) -> str:
 def growth_key(growth: Growth) -> str:
     """Of the arrow of a Growth."""
     return f"g{growth.session}.{growth.base}.{int(growth.ids[0]) if len(growth.ids) else 0}"
-
-
-def merge(parts: Sequence[Path], into: Path) -> None:
-    """Join the traces of several processes into one. Raises ConfigError naming a file that is no trace."""
-    events: list[Any] = []
-    for part in parts:
-        try:
-            events += json.loads(part.read_text())["traceEvents"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{part}: not a trace: {error}") from error
-    into.write_text(json.dumps({"traceEvents": events}))
