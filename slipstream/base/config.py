@@ -295,15 +295,10 @@ def _mistake(problem: Any) -> str:
 
 
 def _keys_at(sections: list[str]) -> list[str]:
-    kind: type[BaseModel] = Config
-    for section in sections:
-        annotation = kind.model_fields[section].annotation if section in kind.model_fields else None
-        candidates = [a for a in (annotation, *get_args(annotation))
-                      if isinstance(a, type) and issubclass(a, BaseModel)]
-        if not candidates:
-            return []
-        kind = candidates[0]
-    return list(kind.model_fields)
+    section: BaseModel = Config()
+    for name in sections:
+        section = getattr(section, name)
+    return list(type(section).model_fields)
 
 
 def config_yaml(config: Config) -> str:

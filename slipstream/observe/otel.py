@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from slipstream.observe.spans import HEADER, Value
+
 SEND_MS = 1000
 FOLLOWED = DEFAULT_ON  # every request that brings no parent: which of them are kept is the collector's to say
-HEADER = "traceparent"  # as W3C names it
-Value = int | float | str
 
 
 class Recorded:
