@@ -6,15 +6,12 @@ It knows nothing about templates.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from deploy.values import OWNED, Values
-from slipstream.base.config import Config
+from slipstream.base.config import Config, config_yaml
 
 HEAD = """# Values of the chart, printed from deploy/values.py by `make chart`. Write only what you change.
 # A wrong name or kind of value is refused by values.schema.json, a contradiction by a sentence that names it.
@@ -61,43 +58,4 @@ def _told(node: Any) -> Any:
 
 def values_yaml() -> str:
     """All values with their defaults, and what they mean as comments."""
-    return HEAD + "\n".join(_section(Values(), 0)) + "\n"
-
-
-def _section(section: BaseModel, depth: int) -> Iterable[str]:
-    indent = "  " * depth
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        comment = _comment(field)
-        if depth == 0 and isinstance(value, BaseModel):
-            yield ""
-        if isinstance(value, Config):
-            yield f"{indent}{name}: {{}}" + comment
-        elif isinstance(value, BaseModel):
-            meaning = " ".join((type(value).__doc__ or "").split())
-            yield f"{indent}{name}:" + (comment or (f"  # {meaning}" if meaning else ""))
-            yield from _section(value, depth + 1)
-        else:
-            yield f"{indent}{name}: {_scalar(value)}" + comment
-
-
-def _comment(field: FieldInfo) -> str:
-    parts = [field.description] if field.description else []
-    if get_origin(field.annotation) is Literal:
-        parts.append("one of " + ", ".join(str(choice) for choice in get_args(field.annotation)))
-    return f"  # {'; '.join(parts)}" if parts else ""
-
-
-def _scalar(value: Any) -> str:
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _plain(value: Any) -> Any:
-    """Lists of sections as users write them: what differs from the defaults."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, BaseModel):
-        return {name: _plain(getattr(value, name)) for name, field in type(value).model_fields.items()
-                if field.is_required() or getattr(value, name) != field.get_default()}
-    return value
+    return HEAD + config_yaml(Values())

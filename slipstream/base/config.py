@@ -301,24 +301,25 @@ def _keys_at(sections: list[str]) -> list[str]:
     return list(type(section).model_fields)
 
 
-def config_yaml(config: Config) -> str:
-    """The whole configuration as YAML, with what each setting means as a comment."""
-    return "\n".join(_section(config, 0)) + "\n"
+def config_yaml(section: BaseModel) -> str:
+    """A whole configuration (or other sections, such as the chart's values) as YAML, with what each setting means as a
+    comment. A configuration within others is left empty: it has a page of its own."""
+    return "\n".join(_section(section, 0)) + "\n"
 
 
 def _section(section: BaseModel, depth: int) -> Iterable[str]:
     indent = "  " * depth
-    for name, field in type(section).model_fields.items():
+    for number, (name, field) in enumerate(type(section).model_fields.items()):
         value = getattr(section, name)
-        if not isinstance(value, BaseModel):
-            comment = _comment(field)
-            yield f"{indent}{name}: {_scalar(value)}" + (f"  # {comment}" if comment else "")
-            continue
-        if depth == 0 and name != "model":
+        inner = isinstance(value, BaseModel) and not isinstance(value, Config)
+        if depth == 0 and number and isinstance(value, BaseModel):
             yield ""
-        meaning = " ".join((type(value).__doc__ or "").split()).replace("``", "`")
-        yield f"{indent}{name}:" + (f"  # {meaning}" if meaning else "")
-        yield from _section(value, depth + 1)
+        comment = _comment(field)
+        if inner and not comment:
+            comment = " ".join((type(value).__doc__ or "").split()).replace("``", "`")
+        yield f"{indent}{name}:" + ("" if inner else f" {_scalar(value)}") + (f"  # {comment}" if comment else "")
+        if inner:
+            yield from _section(value, depth + 1)
 
 
 def _comment(field: FieldInfo) -> str:
@@ -334,6 +335,12 @@ def _comment(field: FieldInfo) -> str:
 
 
 def _scalar(value: Any) -> str:
-    plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10_000)
+    """Sections in a list, and one that is left empty, as users write them: what differs from the defaults."""
+    if isinstance(value, list | tuple):
+        value = [_differing(one) for one in value]
+    text = yaml.safe_dump(_differing(value), default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _differing(value: Any) -> Any:
+    return value.model_dump(mode="json", exclude_defaults=True) if isinstance(value, BaseModel) else value
