@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bench.gpu.shapes import LLAMA_8B, SMALL, TINY, Fields, config_of, decoder_shapes, random_tensors, write_folder
-from bench.gpu.stage import Given, capture_of, fused, fused_rounding, paged, raced
+from bench.gpu.stage import Given, capture_of, fused, paged, raced
 from bench.inputs import choice_rows, zipf_logits
 from slipstream.base.config import ModelSection
 from slipstream.choosing.sampling import choose
@@ -28,7 +28,15 @@ from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.ops import races
-from slipstream.engine.ops.fused import ROUNDINGS, compared, operations_for, rounded_rows, rounding_for
+from slipstream.engine.ops.fused import (
+    ROUNDINGS,
+    compared,
+    operations_for,
+    rounded_rows,
+    rounding_for,
+    triton_rounding,
+)
+from slipstream.engine.ops.layer import TORCH
 from slipstream.engine.ranks import ranked_model
 from slipstream.protocol.requests import Sampling
 from tests.on_device import CONTEXT, LENGTHS, TREES, Spoiling, Subject, mixed, relative, scripted, sweep
@@ -166,8 +174,8 @@ def test_fused_operations_are_torchs(device: torch.device, shape: str) -> None:
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_rounding_to_8_bits_is_torchs(device: torch.device, columns: int) -> None:
-    differ = 0
-    for _, found, right in rounded_rows(fused_rounding(device), columns if full(device) else 64, device):
+    differ, rounding = 0, rounded if fused(device) is TORCH else triton_rounding()
+    for _, found, right in rounded_rows(rounding, columns if full(device) else 64, device):
         differ += int((found != right).sum())
     told(f"rounding to 8 bits, {columns} columns: other bits", differ, "numbers")
     assert not differ

@@ -22,12 +22,11 @@ from bench.clock import timed
 from bench.gpu.shapes import LLAMA_8B, TINY, config_of
 from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.flashinfer import FlashInferAttention, missing
-from slipstream.engine.fp8 import Rounding, rounded
 from slipstream.engine.graphs import Capture, CudaCapture, capture_eager
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import missing as no_triton
-from slipstream.engine.ops.fused import triton_operations, triton_rounding, unfit
+from slipstream.engine.ops.fused import triton_operations, unfit
 from slipstream.engine.ops.layer import TORCH, Operations
 from slipstream.engine.ops.races import DeviceRace, race_kernels
 from slipstream.engine.proof import What
@@ -92,18 +91,11 @@ def paged(given: Given, config: ModelConfig) -> PagedAttention:
 
 def fused(device: torch.device) -> Operations:
     """Triton's operations on a GPU, torch's elsewhere. Raises RuntimeError where a GPU has no Triton."""
-    return triton_operations() if _with_triton(device) else TORCH
-
-
-def fused_rounding(device: torch.device) -> Rounding:
-    """As ``fused``, of what makes e4m3."""
-    return triton_rounding() if _with_triton(device) else rounded
-
-
-def _with_triton(device: torch.device) -> bool:
-    if device.type == "cuda" and (reason := no_triton(config_of(LLAMA_8B), torch.bfloat16, device)):
+    if device.type != "cuda":
+        return TORCH
+    if reason := no_triton(config_of(LLAMA_8B), torch.bfloat16, device):
         raise RuntimeError(f"fused operations: {reason}")
-    return device.type == "cuda"
+    return triton_operations()
 
 
 def raced(device: torch.device, width: int, vocabulary: torch.Tensor | None = None) -> DeviceRace | None:

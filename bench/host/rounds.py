@@ -91,7 +91,6 @@ async def measured(streams: int, seconds: float, timing: Timing) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each number of streams")
-    parser.add_argument("--rounds", action="store_true", help="may be said: rounds are all that is measured here")
     seconds, timing = parser.parse_args().seconds, Timing()
     found = {streams: finished(measured(streams, seconds, timing)) for streams in STREAMS}
     rows: list[Row] = [{"part": name, **{f"{streams}_streams": took[name] for streams, took in found.items()}}
