@@ -48,14 +48,20 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content
                              f"pip install {package.name}", "Apache-2.0")}
 
 
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is prepared for this user."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+
 def test_prepare_once(small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = packaged(tmp_path, monkeypatch, "once", small_gguf.read_bytes())
     dest = tmp_path / "models" / "once"
-    assert prepare("once", dest, progress=False, known=known) == dest
+    assert prepare("once", dest, known=known) == dest
     assert is_prepared(dest) and resolve(dest) == dest
     assert [path.name for path in dest.parent.iterdir()] == ["once"]
     written = (dest / "model.safetensors").stat().st_mtime_ns
-    prepare("once", dest, progress=False, known=known)
+    prepare("once", dest, known=known)
     assert (dest / "model.safetensors").stat().st_mtime_ns == written
     receipt = json.loads((dest / "slipstream.json").read_text())
     assert receipt["source"]["sha256"] == known["once"].sha256
@@ -64,10 +70,10 @@ def test_prepare_once(small_gguf: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_incomplete_folder_is_prepared_again(small_gguf: Path, tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     known = packaged(tmp_path, monkeypatch, "again", small_gguf.read_bytes())
-    dest = prepare("again", tmp_path / "again", progress=False, known=known)
+    dest = prepare("again", tmp_path / "again", known=known)
     (dest / "model.safetensors").write_bytes(b"")
     assert not is_prepared(dest)
-    prepare("again", dest, progress=False, known=known)
+    prepare("again", dest, known=known)
     assert is_prepared(dest)
 
 
@@ -75,7 +81,7 @@ def test_many_preparing_at_once_agree(small_gguf: Path, tmp_path: Path, monkeypa
     known = packaged(tmp_path, monkeypatch, "race", small_gguf.read_bytes())
     dest = tmp_path / "models" / "race"
     with ThreadPoolExecutor(4) as pool:
-        folders = list(pool.map(lambda _: prepare("race", dest, progress=False, known=known), range(4)))
+        folders = list(pool.map(lambda _: prepare("race", dest, known=known), range(4)))
     assert folders == [dest] * 4 and is_prepared(dest)
     assert [path.name for path in dest.parent.iterdir()] == ["race"]
 
@@ -86,7 +92,7 @@ def test_failed_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     path = write_gguf(tmp_path / "late.gguf", small_metadata(), tensors)
     known = packaged(tmp_path, monkeypatch, "late", path.read_bytes())
     with pytest.raises(ModelError, match=r"output_norm\.weight: F64"):
-        prepare("late", tmp_path / "models" / "late", progress=False, known=known)
+        prepare("late", tmp_path / "models" / "late", known=known)
     assert list((tmp_path / "models").iterdir()) == []
 
 
@@ -101,7 +107,7 @@ def test_another_file_than_the_pinned_one_is_refused(small_gguf: Path, tmp_path:
     carried = packaged_file(known["pinned"])
     carried.write_bytes(carried.read_bytes()[:-1] + b"\x01")
     with pytest.raises(ModelError, match="sha256"):
-        prepare("pinned", tmp_path / "pinned", progress=False, known=known)
+        prepare("pinned", tmp_path / "pinned", known=known)
 
 
 def test_a_folder_of_somebody_else_is_left_alone(small_gguf: Path, tmp_path: Path,
@@ -110,21 +116,22 @@ def test_a_folder_of_somebody_else_is_left_alone(small_gguf: Path, tmp_path: Pat
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "thesis.txt").write_text("text")
     with pytest.raises(ModelError, match="not prepared by slipstream"):
-        prepare("mine", tmp_path / "theirs", progress=False, known=known)
+        prepare("mine", tmp_path / "theirs", known=known)
     assert (tmp_path / "theirs" / "thesis.txt").read_text() == "text"
 
 
 def test_missing_package_gives_the_command(tmp_path: Path) -> None:
     absent = KnownModel("absent", "", "no_such_package", "x.gguf", "", "pip install no-such-package", "")
     with pytest.raises(ModelError, match="pip install no-such-package"):
-        prepare("absent", tmp_path / "absent", progress=False, known={"absent": absent})
+        prepare("absent", tmp_path / "absent", known={"absent": absent})
 
 
-def test_resolve_says_what_to_do(tmp_path: Path) -> None:
+def test_resolve_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_cache(tmp_path, monkeypatch)
     with pytest.raises(ModelError, match="slipstream models prepare smollm2-135m"):
-        resolve("smollm2-135m", root=tmp_path)
+        resolve("smollm2-135m")
     with pytest.raises(ModelError, match="did you mean 'smollm2-135m'"):
-        resolve("smollm-135m", root=tmp_path)
+        resolve("smollm-135m")
     with pytest.raises(ModelError, match=r"no config\.json"):
         resolve(tmp_path)
     with pytest.raises(ModelError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir"):
@@ -132,27 +139,30 @@ def test_resolve_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="give the folder of safetensors"):
         resolve(tmp_path / "model.Q4_1.gguf")
     with pytest.raises(ModelError, match="known: smollm2-135m"):
-        prepare("gpt-99", tmp_path / "x", progress=False)
+        prepare("gpt-99", tmp_path / "x")
 
 
-def test_listing_names_every_known_model(tmp_path: Path) -> None:
-    listed = list_models(tmp_path)
+def test_listing_names_every_known_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_cache(tmp_path, monkeypatch)
+    listed = list_models()
     assert [model.name for model in listed] == [*KNOWN, *HEADS]
     assert not any(model.prepared for model in listed if model.name in KNOWN)
 
 
-def test_heads_come_along(tmp_path: Path) -> None:
+def test_heads_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_cache(tmp_path, monkeypatch)
+    monkeypatch.setattr("slipstream.models.folder.HEADS_ROOT", tmp_path)
     name = "smollm2-135m-eagle3"
     with pytest.raises(ModelError, match="train-head --target smollm2-135m,"):
-        resolve(name, heads=tmp_path)
-    assert not any(model.prepared for model in list_models(tmp_path, heads=tmp_path))
+        resolve(name)
+    assert not any(model.prepared for model in list_models())
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="lacks it"):
-        resolve(name, heads=tmp_path)
+        resolve(name)
     (tmp_path / name / "model.safetensors").write_bytes(b"")
-    assert resolve(name, heads=tmp_path) == tmp_path / name
-    assert [model.name for model in list_models(tmp_path, heads=tmp_path) if model.prepared] == [name]
+    assert resolve(name) == tmp_path / name
+    assert [model.name for model in list_models() if model.prepared] == [name]
 
 
 def test_hash_is_of_the_vocabulary_alone(tiny_folder: Path, tmp_path: Path) -> None:
@@ -194,7 +204,7 @@ def test_import_is_light() -> None:
 
 @pytest.fixture(scope="module")
 def default_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = prepare("smollm2-135m", tmp_path_factory.mktemp("real") / "smollm2-135m", progress=False)
+    folder = prepare("smollm2-135m", tmp_path_factory.mktemp("real") / "smollm2-135m")
     yield folder
     (folder / "model.safetensors").unlink()  # half a gigabyte
 

@@ -25,7 +25,7 @@ PREFERS_DRAFTS = ("target.policy.always=true", "draft.drafter=ngram")
 @pytest.fixture(scope="module")
 def codec() -> TextCodec:
     name = ModelSection().path
-    folder = prepare(name, progress=False)
+    folder = prepare(name)
     assert is_prepared(folder)
     return TextCodec(resolve(name))
 

@@ -22,18 +22,20 @@ def head_folder(root: Path) -> Path:
     return root
 
 
-def test_a_shipped_head_is_for_its_target_by_name_or_prepared_folder(tmp_path: Path) -> None:
-    heads = head_folder(tmp_path)
+def test_a_shipped_head_is_for_its_target_by_name_or_prepared_folder(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.models.folder.HEADS_ROOT", head_folder(tmp_path))
     for target in ("smollm2-135m", str(default_root() / "smollm2-135m")):
-        assert head_for(target, heads) is HEADS["smollm2-135m-eagle3"]
-    assert head_for("/models/another", heads) is None
+        assert head_for(target) is HEADS["smollm2-135m-eagle3"]
+    assert head_for("/models/another") is None
     volume = tmp_path / "models/whatever"
     volume.mkdir(parents=True)
     (volume / "config.json").write_text("{}")
     for name in ("smollm2-135m", "another"):
         (volume / RECEIPT).write_text(json.dumps({"format": FORMAT, "name": name, "files": {"config.json": 2}}))
-        assert (head_for(str(volume), heads) is not None) == (name == "smollm2-135m")
-    assert head_for("smollm2-135m", tmp_path / "nothing") is None
+        assert (head_for(str(volume)) is not None) == (name == "smollm2-135m")
+    monkeypatch.setattr("slipstream.models.folder.HEADS_ROOT", tmp_path / "nothing")
+    assert head_for("smollm2-135m") is None
 
 
 def test_a_model_without_a_head_gets_ngrams() -> None:

