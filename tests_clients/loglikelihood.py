@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.fleet import Process, free_port
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
+from tests_clients.server import colocated
 
 CLOSE = 1e-3
 NAME = "scored"
@@ -79,16 +79,10 @@ async def busy(url: str, model: str) -> None:
 async def by_server(python: str, folder: Path, model: str, drafts: bool, further: Sequence[str],
                     log: Path) -> dict[str, NDArray[np.float64]]:
     """By how the questions were sent. ``further`` settings: where there are drafts."""
-    ports = {name: free_port() for name in ("router.listen", "router.grpc_listen", "router.metrics_listen",
-                                            "target.metrics_listen")}
-    settings = [*(f"{name}=127.0.0.1:{port}" for name, port in ports.items()), "model.dtype=float32",
-                f"model.path={model}", f"router.model_name={NAME}", *(further if drafts else PLAIN)]
-    server = Process("slipstream", settings, ports["router.metrics_listen"], log, ("serve", "--colocated"))
-    url = f"http://127.0.0.1:{ports['router.listen']}"
-    server.start()
+    settings = ("model.dtype=float32", f"model.path={model}", f"router.model_name={NAME}",
+                *(further if drafts else PLAIN))
     found = {}
-    try:
-        await server.ready()
+    async with colocated(log, settings) as url:
         other = asyncio.create_task(busy(url, NAME)) if drafts else None
         for how in ("tokens", "text"):
             process = await asyncio.create_subprocess_exec(
@@ -102,8 +96,6 @@ async def by_server(python: str, folder: Path, model: str, drafts: bool, further
             other.cancel()
             with suppress(asyncio.CancelledError):
                 await other
-    finally:
-        server.stop()
     return found
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bench.fleet import Process, free_port
+from bench.fleet import Process, free_port, running
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
 
@@ -36,21 +36,23 @@ class Place:
 
 
 @asynccontextmanager
-async def served(logs: Path, keyed: bool) -> AsyncIterator[Place]:
-    """A server on free ports until the end of the block; ``keyed``: behind a key. Raises Unavailable."""
-    keys = logs / "keys"
-    keys.write_text(f"{KEY} name=conformance\n", encoding="utf-8")
+async def colocated(log: Path, settings: Sequence[str]) -> AsyncIterator[str]:
+    """All services in one process on free ports, metrics on the API's, until the end of the block: its url. Raises
+    Unavailable."""
     ports = {name: free_port() for name in ("router.listen", "router.grpc_listen", "target.metrics_listen",
                                             "draft.metrics_listen")}
     ports["router.metrics_listen"] = ports["router.listen"]
-    settings = [*(f"{name}=127.0.0.1:{port}" for name, port in ports.items()),
-                *([f"router.api_keys_file={keys}"] if keyed else [])]
-    log = logs / "server.log"
+    places = [f"{name}=127.0.0.1:{port}" for name, port in ports.items()]
+    server = Process("slipstream", (*places, *settings), ports["router.listen"], log, ("serve", "--colocated"))
+    async with running(server):
+        yield f"http://127.0.0.1:{ports['router.listen']}"
+
+
+@asynccontextmanager
+async def served(logs: Path, keyed: bool) -> AsyncIterator[Place]:
+    """A server until the end of the block; ``keyed``: behind a key. Raises Unavailable."""
+    keys, log = logs / "keys", logs / "server.log"
+    keys.write_text(f"{KEY} name=conformance\n", encoding="utf-8")
     log.unlink(missing_ok=True)
-    server = Process("slipstream", settings, ports["router.metrics_listen"], log, ("serve", "--colocated"))
-    server.start()
-    try:
-        await server.ready()
-        yield Place(f"http://127.0.0.1:{ports['router.listen']}", ModelSection().path)
-    finally:
-        server.stop()
+    async with colocated(log, [f"router.api_keys_file={keys}"] if keyed else []) as url:
+        yield Place(url, ModelSection().path)

@@ -22,7 +22,6 @@ from tests.api_server import endpoint
 from tests.kube import program
 from tests_k8s.own_server import OwnServer
 
-RELEASES = "owner=helm"
 NOT_OURS = {"events", "bindings", "localsubjectaccessreviews"}  # a cluster's own, or never listed
 PATIENCE_S = 300.0
 

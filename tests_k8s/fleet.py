@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.fleet import Process, free_port
-from slipstream.cli.process import answers
+from bench.fleet import Process, free_port, service
 
 START_S = 600.0  # seconds on an idle machine
 # The policy shall not give up, and nobody drafts but the drafts: whether that pays is not the question here.
@@ -21,22 +19,24 @@ STUBBORN = ("model.dtype=float32", "model.threads=1", "target.policy.always=true
             "target.prompt_lookup=false")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Fleet:
-    """Processes by name. ``port``: the router's."""
+    """Processes by name."""
 
-    processes: dict[str, Process] = field(default_factory=dict)
-    ports: dict[str, int] = field(default_factory=dict)  # of their gRPC service
-    port: int = 0
+    processes: Mapping[str, Process]
+
+    @property
+    def url(self) -> str:
+        """The router's."""
+        return f"http://{self.processes['router'].address}"
+
+    def port(self, name: str) -> int:
+        """Of a target's or a draft's gRPC."""
+        return int(self.processes[name].address.rpartition(":")[2])
 
     async def ready(self, name: str) -> None:
         """Wait until it takes work."""
-        process, deadline_s = self.processes[name], time.monotonic() + START_S
-        while not await asyncio.to_thread(answers, f"127.0.0.1:{process.metrics_port}", "/ready"):
-            ended = process.process is None or process.process.poll() is not None
-            log = await asyncio.to_thread(process.log.read_text)
-            assert not ended and time.monotonic() < deadline_s, f"{name} did not start; its log ends:\n{log[-3000:]}"
-            await asyncio.sleep(0.2)
+        await self.processes[name].ready()
 
 
 @asynccontextmanager
@@ -44,30 +44,24 @@ async def fleet(folder: Path, drafts: Sequence[str], targets: str = "", drafts_a
                 settings: Sequence[str] = (), own: Mapping[str, Sequence[str]] | None = None) -> AsyncIterator[Fleet]:
     """All of them, begun; wait for each with ``ready``. ``targets`` and ``drafts_at`` are the addresses that the router
     and the target get, if not those of the processes. ``own``: settings of one process, by its name."""
-    made = Fleet(port=free_port())
-    for name in (*drafts, "target", "router"):
-        made.ports[name] = free_port()
-    at = {name: f"127.0.0.1:{port}" for name, port in made.ports.items()}
-    shared = [*STUBBORN, *settings, f"router.targets=['{targets or at['target']}']",
-              "target.drafts=[" + ", ".join(f"'{a}'" for a in ([drafts_at] if drafts_at else
-                                                               [at[name] for name in drafts])) + "]",
-              f"target.listen={at['target']}", f"router.grpc_listen={at['router']}",
-              f"router.listen=127.0.0.1:{made.port}"]
-    for name in made.ports:
-        section = name if name in ("target", "router") else "draft"
-        metrics = free_port()
-        places = [f"{section}.metrics_listen=127.0.0.1:{metrics}"]
-        places += [f"draft.listen={at[name]}"] if section == "draft" else []
-        module = f"{section}_service"
-        made.processes[name] = Process(module, [*shared, *places, *(own or {}).get(name, ())], metrics,
-                                       folder / f"{name}.log")
+    made: dict[str, Process] = {}
+
+    def add(role: str, name: str, *more: str) -> None:
+        made[name] = service(role, name, folder, (*STUBBORN, *settings, *more, *(own or {}).get(name, ())))
+        made[name].ready_s = START_S
+
+    for name in drafts:
+        add("draft", name)
+    add("target", "target", f"target.drafts={[drafts_at] if drafts_at else [made[name].address for name in drafts]}")
+    add("router", "router", f"router.targets={[targets or made['target'].address]}",
+        f"router.grpc_listen=127.0.0.1:{free_port()}")
     try:
-        for process in made.processes.values():
+        for process in made.values():
             process.start()
-        yield made
+        yield Fleet(made)
     finally:
-        for name in ("router", "target", *drafts):
-            await asyncio.to_thread(made.processes[name].stop)
+        for process in reversed(made.values()):
+            await asyncio.to_thread(process.stop)
 
 
 @dataclass(slots=True)

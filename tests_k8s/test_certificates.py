@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from bench.fleet import Process, free_port
+from bench.fleet import free_port, service
 from slipstream.cli.process import answers
 from slipstream.wire.tls import NAMES as NAMES_OF_FILES
 from slipstream.wire.tls import TlsFiles
@@ -36,19 +36,16 @@ def shown(folder: Path | None) -> list[str]:
 async def peer(services: Fleet, model: Path, certificates: Path | None,
                folder: Path) -> AsyncIterator[tuple[int, Path]]:
     """One more router at the same target, once it has asked it. Yields the status of its health, and its log."""
-    ports, log = [free_port() for _ in range(3)], folder / f"peer-{free_port()}.log"
-    process = Process("router_service", [f"model.path={model}",
-                                         f"router.targets=['127.0.0.1:{services.ports['target']}']",
-                                 *(f"router.{name}=127.0.0.1:{port}" for name, port in zip(
-                                     ("listen", "grpc_listen", "metrics_listen"), ports, strict=True)),
-                                 *shown(certificates)], ports[2], log)
+    process = service("router", f"peer-{free_port()}", folder, (
+        f"model.path={model}", f"router.targets=['127.0.0.1:{services.port('target')}']",
+        f"router.grpc_listen=127.0.0.1:{free_port()}", *shown(certificates)))
     process.start()
     try:
         async with asyncio.timeout(300):
-            while not await asyncio.to_thread(answers, f"127.0.0.1:{ports[0]}", "/live"):
+            while not await asyncio.to_thread(answers, process.address, "/live"):
                 await asyncio.sleep(0.2)
         async with httpx.AsyncClient(timeout=60) as http:
-            yield (await http.get(f"http://127.0.0.1:{ports[0]}/health")).status_code, log
+            yield (await http.get(f"http://{process.address}/health")).status_code, process.log
     finally:
         await asyncio.to_thread(process.stop)
 
@@ -69,8 +66,7 @@ async def test_strangers_are_refused_and_new_certificates_taken_under_load(tmp_p
     async with fleet(tmp_path, ("good", "late"), settings=settings, own=own) as services:
         for name in services.processes:
             await services.ready(name)
-        client = AsyncOpenAI(base_url=f"http://127.0.0.1:{services.port}/v1", api_key="none", max_retries=0,
-                             timeout=300)
+        client = AsyncOpenAI(base_url=f"{services.url}/v1", api_key="none", max_retries=0, timeout=300)
         async with asking(client, "abcabcabcabcabcabc abcabcabc") as load:
             await load.until(drafted=True)
             assert await services.processes["target"].metric("drafts_connected") == 1

@@ -59,7 +59,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run]:
         found = opened.enter_context(prometheus(folder / "prometheus", ports))
         await asyncio.sleep(3)
         since_s = time.time()
-        await load(f"http://127.0.0.1:{services.port}/v1/chat/completions")
+        await load(f"{services.url}/v1/chat/completions")
         async with httpx.AsyncClient(timeout=60) as client:
             pages = tuple([(await client.get(f"http://127.0.0.1:{port}/metrics")).text for port in ports.values()])
         yield Run(found, since_s, time.time(), pages)

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.timeout(1800)
 DRAFTS = ("draft-a", "draft-b")
 
 
-def helm_test(port: int, expected: str) -> None:
+def helm_test(url: str, expected: str) -> None:
     """What the pod of `helm test` runs."""
-    done = subprocess.run([sys.executable, CHART / "files/ask.py", f"http://127.0.0.1:{port}", expected],
+    done = subprocess.run([sys.executable, CHART / "files/ask.py", url, expected],
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -38,23 +38,22 @@ async def test_two_drafts_none_two_again(cluster: Cluster, namespace: str, tmp_p
 
         async def listed(name: str, service: str, ready: bool = True) -> None:
             await asyncio.to_thread(slices.put, name, endpoint("127.0.0.1", ready, pod=name),
-                                    port=services.ports[name], service=service)
+                                    port=services.port(name), service=service)
 
         for name in (*DRAFTS, "target"):
             await services.ready(name)
             await listed(name, "target" if name == "target" else "drafts")
         await services.ready("router")
-        client = AsyncOpenAI(base_url=f"http://127.0.0.1:{services.port}/v1", api_key="none", max_retries=0,
-                             timeout=300)
+        client = AsyncOpenAI(base_url=f"{services.url}/v1", api_key="none", max_retries=0, timeout=300)
         async with asking(client, "abcabcabcabcabcabc abcabcabc") as load:
             await load.until(drafted=True)
-            await asyncio.to_thread(helm_test, services.port, "drafts")
+            await asyncio.to_thread(helm_test, services.url, "drafts")
             for name in DRAFTS:
                 await listed(name, "drafts", ready=False)
                 await asyncio.to_thread(services.processes[name].stop)
                 await asyncio.to_thread(slices.delete, name)
             await load.until(drafted=False)
-            await asyncio.to_thread(helm_test, services.port, "plain")
+            await asyncio.to_thread(helm_test, services.url, "plain")
             for name in DRAFTS:
                 services.processes[name].start()
                 await services.ready(name)
