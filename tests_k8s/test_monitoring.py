@@ -18,11 +18,11 @@ import pytest_asyncio
 from deploy.alerts import ALERTS
 from deploy.dashboards import BOARDS
 from deploy.dashboards.panels import Dashboard
-from deploy.dashboards.picture import Drawn, picture
 from tests.certificates import authority, issue, laid, needs_openssl
 from tests.kube import ROOT, only, program, rendered
 from tests.tiny import write_tiny_model
 from tests_k8s.fleet import fleet
+from tests_k8s.picture import Drawn, picture
 from tests_k8s.prometheus import Prometheus, prometheus
 
 pytestmark = [pytest.mark.timeout(1800), needs_openssl]

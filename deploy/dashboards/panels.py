@@ -11,7 +11,7 @@ It knows nothing about what is measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,6 +49,8 @@ class Panel:
 class Row:
     title: str
     panels: tuple[Panel, ...]
+    width: int = COLUMNS
+    height: int = 1  # of its title
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,20 @@ class Dashboard:
 
     def panels(self) -> Iterator[Panel]:
         return (panel for row in self.rows for panel in row.panels)
+
+    def placed(self) -> Iterator[tuple[Row | Panel, int, int]]:
+        """Titles of rows and panels, each with where it stands: 24ths of the width from the left, and units from the
+        top."""
+        top = 0
+        for row in self.rows:
+            yield row, 0, top
+            top, left, tallest = top + 1, 0, 0
+            for panel in row.panels:
+                if left + panel.width > COLUMNS:
+                    top, left, tallest = top + tallest, 0, 0
+                yield panel, left, top
+                left, tallest = left + panel.width, max(tallest, panel.height)
+            top += tallest
 
     def json(self) -> str:
         return json.dumps({
@@ -76,7 +92,8 @@ class Dashboard:
             "links": [{"type": "dashboards", "tags": ["slipstream"], "title": "Slipstream", "asDropdown": True,
                        "includeVars": True, "keepTime": True}],
             "templating": {"list": [_datasource(), _variable("namespace"), _variable("model")]},
-            "panels": _laid_out(self.rows),
+            "panels": [{"id": number, **_shown(one, {"x": x, "y": y, "w": one.width, "h": one.height})}
+                       for number, (one, x, y) in enumerate(self.placed(), 1)],
         }, indent=1) + "\n"
 
 
@@ -120,24 +137,9 @@ def _variable(label: str) -> dict[str, Any]:
             "current": {"text": "All", "value": "$__all", "selected": True}}
 
 
-def _laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    placed: list[dict[str, Any]] = []
-    top = 0
-    for row in rows:
-        placed.append({"id": len(placed) + 1, "type": "row", "title": row.title, "collapsed": False, "panels": [],
-                       "gridPos": {"x": 0, "y": top, "w": COLUMNS, "h": 1}})
-        top, left, tallest = top + 1, 0, 0
-        for panel in row.panels:
-            if left + panel.width > COLUMNS:
-                top, left, tallest = top + tallest, 0, 0
-            place = {"x": left, "y": top, "w": panel.width, "h": panel.height}
-            placed.append(_panel(panel, len(placed) + 1, place))
-            left, tallest = left + panel.width, max(tallest, panel.height)
-        top += tallest
-    return placed
-
-
-def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+def _shown(panel: Row | Panel, place: dict[str, int]) -> dict[str, Any]:
+    if isinstance(panel, Row):
+        return {"type": "row", "title": panel.title, "collapsed": False, "panels": [], "gridPos": place}
     custom = {"lineWidth": 1, "fillOpacity": 30 if panel.stacked else 8, "showPoints": "never",
               "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"}}
     defaults: dict[str, Any] = {"unit": panel.unit, "noValue": "no traffic"}
@@ -149,7 +151,7 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
         if panel.kind == "timeseries" else reduce | ({"displayMode": "gradient"} if panel.kind == "bargauge" else {}))
     expressions = zip(panel.expressions(), panel.queries, strict=True)
     return {
-        "id": number, "type": panel.kind, "title": panel.title, "description": panel.text, "gridPos": place,
+        "type": panel.kind, "title": panel.title, "description": panel.text, "gridPos": place,
         "datasource": DATASOURCE, "fieldConfig": {"defaults": defaults, "overrides": []}, "options": options,
         "targets": [{"refId": chr(ord("A") + i), "datasource": DATASOURCE, "expr": expression, "legendFormat": legend,
                      "instant": panel.kind == "bargauge", "range": panel.kind != "bargauge"}

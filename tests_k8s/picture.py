@@ -34,17 +34,15 @@ def picture(board: Dashboard, drawn: Sequence[Drawn]) -> str:
     span = (min(moments, default=0.0), max(moments, default=1.0))
     parts: list[str] = []
     waiting = iter(drawn)
-    top = HEAD
-    for row in board.rows:
-        parts.append(f'<text x="8" y="{top + 15}" font-size="13" font-weight="bold">{escape(row.title)}</text>')
-        top, left, tallest = top + LINE, 0, 0
-        for panel in row.panels:
-            if left + panel.width > COLUMNS:
-                top, left, tallest = top + tallest * LINE, 0, 0
-            parts += _panel(next(waiting), left * CELL, top, span)
-            left, tallest = left + panel.width, max(tallest, panel.height)
-        top += tallest * LINE
-    width, height = COLUMNS * CELL, top + 8
+    bottom = 0
+    for one, x, y in board.placed():
+        if isinstance(one, Panel):
+            parts += _panel(next(waiting), x * CELL, HEAD + y * LINE, span)
+            bottom = max(bottom, y + one.height)
+        else:
+            parts.append(f'<text x="8" y="{HEAD + y * LINE + 15}" font-size="13" font-weight="bold">'
+                         f'{escape(one.title)}</text>')
+    width, height = COLUMNS * CELL, HEAD + bottom * LINE + 8
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
             'font-family="sans-serif" font-size="11" fill="#333">\n<rect width="100%" height="100%" fill="#fff"/>\n'
             f'<text x="8" y="22" font-size="16" font-weight="bold">Slipstream / {escape(board.title)}</text>\n'
