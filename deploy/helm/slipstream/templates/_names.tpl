@@ -18,6 +18,14 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
+{{/* What every object begins with; takes root and name. Further labels may stand behind it. */}}
+{{- define "slipstream.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace | quote }}
+labels:
+  {{- include "slipstream.labels" .root | nindent 2 }}
+{{- end -}}
+
 {{/* What selects the pods of a role, and of a pool if there is one; takes root, role, pool. In quotes, as a pool may be
      called "on", and a release "7". */}}
 {{- define "slipstream.selector" -}}

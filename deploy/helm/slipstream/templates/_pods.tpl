@@ -6,10 +6,7 @@
 apiVersion: apps/v1
 kind: Deployment
 metadata:
-  name: {{ .name }}
-  namespace: {{ .root.Release.Namespace | quote }}
-  labels:
-    {{- include "slipstream.labels" .root | nindent 4 }}
+  {{- include "slipstream.metadata" . | nindent 2 }}
     app.kubernetes.io/component: {{ .role }}
 spec:
   {{- if ne (toString .replicas) "" }}
@@ -35,10 +32,7 @@ spec:
 apiVersion: leaderworkerset.x-k8s.io/v1
 kind: LeaderWorkerSet
 metadata:
-  name: {{ .name }}
-  namespace: {{ .root.Release.Namespace | quote }}
-  labels:
-    {{- include "slipstream.labels" .root | nindent 4 }}
+  {{- include "slipstream.metadata" . | nindent 2 }}
     app.kubernetes.io/component: {{ .role }}
 spec:
   {{- if ne (toString .replicas) "" }}
