@@ -34,7 +34,6 @@ from slipstream.base.errors import ModelError
 Floats = NDArray[np.float32]
 Value = TypeVar("Value", str, int, float, bool)
 
-MAGIC = b"GGUF"
 # The reader of the gguf library trusts what it reads; a damaged file shows up as one of these.
 DAMAGE = (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError, AttributeError, RecursionError)
 MOST_PARTS = 1 << 23  # values, and lengths of texts, that a header may hold: four for each token of a million
@@ -69,16 +68,9 @@ class GgufFile:
         """Raises ModelError when ``path`` is not a readable GGUF file."""
         self._name = path.name
         try:
-            with path.open("rb") as file:
-                magic = file.read(len(MAGIC))
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be read: {error}") from error
-        if magic != MAGIC:
-            raise ModelError(f"{path.name}: not a GGUF file (it does not begin with 'GGUF')")
-        try:
             reader = BoundedReader(path)
         except DAMAGE as error:
-            raise ModelError(f"{path.name}: damaged GGUF file: {error}") from error
+            raise ModelError(f"{path.name}: no GGUF file, or a damaged one: {error}") from error
         self._fields: dict[str, Any] = dict(reader.fields)
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
         self.tensor_shapes: dict[str, tuple[int, ...]] = {
