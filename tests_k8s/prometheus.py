@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import httpx
 import yaml
 
-from bench.fleet import free_port
+from bench.fleet import Process, free_port, running
 from deploy.alerts import rules_yaml
 from tests.kube import program
 
@@ -57,9 +55,15 @@ class Prometheus:
         return httpx.get(f"{self.url}/api/v1/{path}", params=dict(asked), timeout=120).raise_for_status().json()["data"]
 
 
-@contextlib.contextmanager
-def prometheus(folder: Path, jobs: Mapping[str, int]) -> Iterator[Prometheus]:
+@asynccontextmanager
+async def prometheus(folder: Path, jobs: Mapping[str, int]) -> AsyncIterator[Prometheus]:
     """One that scrapes the ports ``jobs``, each named as its pod."""
+    process = configured(folder, jobs)
+    async with running(process):
+        yield Prometheus(f"http://{process.address}")
+
+
+def configured(folder: Path, jobs: Mapping[str, int]) -> Process:
     folder.mkdir()
     (folder / "alerts.yaml").write_text(rules_yaml())
     (folder / "prometheus.yaml").write_text(yaml.safe_dump({
@@ -68,25 +72,7 @@ def prometheus(folder: Path, jobs: Mapping[str, int]) -> Iterator[Prometheus]:
         "scrape_configs": [{"job_name": name, "static_configs": [
             {"targets": [f"127.0.0.1:{port}"], "labels": {"namespace": NAMESPACE, "pod": name}}]}
             for name, port in jobs.items()]}))
-    found = Prometheus(f"http://127.0.0.1:{free_port()}")
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([program("prometheus"), f"--config.file={folder / 'prometheus.yaml'}",
-                                    f"--storage.tsdb.path={folder / 'data'}",
-                                    f"--web.listen-address={found.url.removeprefix('http://')}"],
-                                   stdout=log, stderr=log)
-    try:
-        _wait(found, process, folder / "log")
-        yield found
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _wait(found: Prometheus, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + 300
-    while True:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{found.url}/-/ready", timeout=30).status_code == 200:
-                return
-        assert process.poll() is None and time.monotonic() < deadline_s, log.read_text()[-2000:]
-        time.sleep(0.2)
+    port = free_port()
+    command = (program("prometheus"), f"--config.file={folder / 'prometheus.yaml'}",
+               f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{port}")
+    return Process("", (), port, folder / "log", command, address=f"127.0.0.1:{port}", page="/-/ready", ready_s=300.0)

@@ -56,7 +56,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run]:
         for name in services.processes:
             await services.ready(name)
         ports = {name: process.metrics_port for name, process in services.processes.items()}
-        found = opened.enter_context(prometheus(folder / "prometheus", ports))
+        found = await opened.enter_async_context(prometheus(folder / "prometheus", ports))
         await asyncio.sleep(3)
         since_s = time.time()
         await load(f"{services.url}/v1/chat/completions")
