@@ -18,17 +18,10 @@ import yaml
 HEAD = "# Printed from deploy/alerts.py by `make chart`. A rules file as Prometheus reads it; the chart wraps it.\n"
 WHERE = "namespace, model"
 EACH = f"{WHERE}, instance"  # one service: what each of many does once is not done often
-
-
-def _share(codes: str) -> str:
-    requests = 'rate(slipstream_requests_total{service="router"%s}[5m])'
-    return (f"sum by ({WHERE}) ({requests % f',code=~{codes!r}'.replace(chr(39), chr(34))}) / "
-            f"(sum by ({WHERE}) ({requests % ''}) > 0)")
-
-
+REQUESTS = f'(sum by ({WHERE}) (rate(slipstream_requests_total{{service="router"}}[5m])) > 0)'
+FAILING = f'sum by ({WHERE}) (rate(slipstream_requests_total{{service="router",code=~"5.."}}[5m])) / {REQUESTS}'
 # Not what was refused for a key's own quota.
-OVERLOADED = (f'sum by ({WHERE}) (rate(slipstream_request_errors_total{{type="overloaded_error"}}[5m])) / '
-              f'(sum by ({WHERE}) (rate(slipstream_requests_total{{service="router"}}[5m])) > 0)')
+OVERLOADED = f'sum by ({WHERE}) (rate(slipstream_request_errors_total{{type="overloaded_error"}}[5m])) / {REQUESTS}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +42,9 @@ class Alert:
 ALERTS = (
     Alert("SlipstreamNoReadyTarget", f"max by ({WHERE}) (slipstream_targets_ready) == 0", "2m", "critical",
           "No target can take requests", "Every request is refused with 503."),
-    Alert("SlipstreamErrorRatioCritical", _share("5..") + " > 0.2", "5m", "critical",
+    Alert("SlipstreamErrorRatioCritical", FAILING + " > 0.2", "5m", "critical",
           "More than a fifth of all requests fail", "Requests end with 5xx; clients see it."),
-    Alert("SlipstreamErrorRatioHigh", _share("5..") + " > 0.05", "10m", "warning",
+    Alert("SlipstreamErrorRatioHigh", FAILING + " > 0.05", "10m", "warning",
           "More than 5 % of all requests fail", "Requests end with 5xx; clients see it."),
     Alert("SlipstreamShedding", OVERLOADED + " > 0.05", "10m", "warning",
           "More than 5 % of all requests are refused for lack of room", "More wait than can be let in in time: there "
