@@ -260,11 +260,12 @@ class RouterMetrics:
         self._fallbacks = registry.counter("fallback_requests_total", "Answers begun without drafts.",
                                            "reason").begin(*zip(LEAVING))
         self._retries = registry.counter("retries_total", "Requests moved to another target.", "peer")
-        self._budget = registry.counter("retry_budget_exhausted_total", "Retries refused to spare the targets.")
+        self.retry_refused = registry.counter("retry_budget_exhausted_total",
+                                              "Retries refused to spare the targets.").of().inc
         self._breaker = registry.gauge("breaker_state", "0 closed, 1 half-open, 2 open.", "peer")
         self._ready = registry.gauge("targets_ready", "Targets that can take requests.")
-        self._lag = registry.histogram("event_loop_lag_seconds", "How late the event loop is, sampled ten times a "
-                                       "second.", LAG_SECONDS)
+        self.lag = registry.histogram("event_loop_lag_seconds", "How late the event loop is, sampled ten times a "
+                                      "second.", LAG_SECONDS).of().observe
         self._connections = registry.gauge("http_connections", "HTTP connections: at_work on a whole request, or idle.",
                                            "state")
         self._crowded = registry.counter("http_connections_refused_total", "Connections that made room, or whose "
@@ -315,14 +316,8 @@ class RouterMetrics:
     def retried(self, peer: str) -> None:
         self._retries.of(peer).inc()
 
-    def retry_refused(self) -> None:
-        self._budget.of().inc()
-
     def breaker(self, peer: str, state: int) -> None:
         self._breaker.of(peer).set(state)
-
-    def lag(self, seconds: float) -> None:
-        self._lag.of().observe(seconds)
 
     def targets(self, ready: int) -> None:
         self._ready.of().set(ready)
@@ -390,19 +385,20 @@ class TargetMetrics:
         self._length = registry.tally("accepted_length", "Accepted draft tokens of one verification.", LENGTHS)
         self._slots = registry.gauge("kv_slots", "KV slots by state.", "state")
         self._sessions = registry.gauge("sessions", "Sessions by state.", "state")
-        self._preempted = registry.counter("preemptions_total", "Sessions whose KV was given to others.")
+        self.preempted = registry.counter("preemptions_total", "Sessions whose KV was given to others.").of().inc
         self._wire = registry.counter("wire_bytes_total", "Bytes between targets and drafts.", "direction")
         self._lost = registry.counter("drafter_lost_total", "Streams to drafts that broke.", "reason").begin(
             ("stopped",), ("closed",), ("unavailable",), ("overflow",))
-        self._invalid = registry.counter("invalid_growths_total", "Growths refused by validation.")
-        self._stale = registry.counter("stale_growths_total", "Growths that came too late to be of use.")
-        self._links = registry.gauge("drafts_connected", "Draft streams that are up.")
+        self.invalid_growth = registry.counter("invalid_growths_total", "Growths refused by validation.").of().inc
+        self.stale_growth = registry.counter("stale_growths_total", "Growths that came too late to be of use.").of().inc
+        self.drafts_connected = registry.gauge("drafts_connected", "Draft streams that are up.").of().set
         self._suspect = registry.gauge("pairing_suspect", "1: a drafter is right by chance at most.", "peer")
         self._lossy = registry.gauge("lossy", "1: accept thresholds below 1, sampled answers are not the model's own.")
         self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
         self._by_drafter = registry.counter("drafter_tokens_total", "Draft tokens verified and accepted, by who "
                                             "proposed them.", "drafter", "kind")
-        self._moved = registry.counter("drafter_moves_total", "Answers whose drafter went and that another could take.")
+        self.moved = registry.counter("drafter_moves_total",
+                                      "Answers whose drafter went and that another could take.").of().inc
         self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
         self._full = registry.counter("device_full_total", "Steps that the device had no memory for.")
         self._shedding = registry.gauge("shedding_level", "1 smaller trees, 2 plain, 3 no new answers; 0 all is well.")
@@ -475,23 +471,11 @@ class TargetMetrics:
             for position in range(1, accepted + 1):
                 self._position.of(str(position)).inc(times)
 
-    def preempted(self) -> None:
-        self._preempted.of().inc()
-
     def wire_bytes(self, direction: str, count: int) -> None:
         self._wire.of(direction).inc(count)
 
     def drafter_lost(self, reason: str) -> None:
         self._lost.of(reason).inc()
-
-    def invalid_growth(self) -> None:
-        self._invalid.of().inc()
-
-    def stale_growth(self) -> None:
-        self._stale.of().inc()
-
-    def drafts_connected(self, count: int) -> None:
-        self._links.of().set(count)
 
     def draft_gone(self, peer: str) -> None:
         self._suspect.drop(peer)
@@ -503,9 +487,6 @@ class TargetMetrics:
             else:
                 drafter = "others"
         self._judged.append((drafter, drafted, accepted))
-
-    def moved(self) -> None:
-        self._moved.of().inc()
 
     def pairing_suspect(self, peer: str, suspect: bool) -> None:
         self._suspect.of(peer).set(suspect)
@@ -530,7 +511,7 @@ class DraftMetrics:
 
     def __init__(self, model: str) -> None:
         self.registry = registry = Registry("draft", model)
-        self._sessions = registry.gauge("sessions_open", "Sessions that the drafter holds.")
+        self.sessions_open = registry.gauge("sessions_open", "Sessions that the drafter holds.").of().set
         self._expired = registry.counter("session_expirations_total", "Sessions freed without a close.",
                                          "reason").begin(("lease",))
         self._grow = registry.histogram("draft_seconds", "One growth of all sessions of a batch.", STEP_SECONDS)
@@ -538,13 +519,10 @@ class DraftMetrics:
         self._commits = registry.counter("commits_total", "Commits absorbed.")
         self._tokens = registry.counter("committed_tokens_total", "Tokens of absorbed commits.")
         self._wire = registry.counter("wire_bytes_total", "Bytes between targets and drafts.", "direction")
-        self._invalid = registry.counter("invalid_items_total", "Items refused by validation.")
-        self._peers = registry.gauge("targets_connected", "Target streams that are up.")
+        self.invalid_item = registry.counter("invalid_items_total", "Items refused by validation.").of().inc
+        self.targets_connected = registry.gauge("targets_connected", "Target streams that are up.").of().set
         self.sessions_open(0)
         self.targets_connected(0)
-
-    def sessions_open(self, count: int) -> None:
-        self._sessions.of().set(count)
 
     def expired(self, reason: str) -> None:
         self._expired.of(reason).inc()
@@ -559,9 +537,3 @@ class DraftMetrics:
 
     def wire_bytes(self, direction: str, count: int) -> None:
         self._wire.of(direction).inc(count)
-
-    def invalid_item(self) -> None:
-        self._invalid.of().inc()
-
-    def targets_connected(self, count: int) -> None:
-        self._peers.of().set(count)
