@@ -28,7 +28,7 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.mtp import DecoderBlocks, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import MIMO, MtpHead, MtpLayer
 from slipstream.drafting.network import Network
-from slipstream.engine.attention import Attend, PagePlan, PageTensors, TorchAttention, placed, plan_pages, write_pages
+from slipstream.engine.attention import Attend, PagePlan, PageTensors, TorchAttention, placed, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import CapturedStep, Replay, Size, capture_eager
@@ -90,18 +90,13 @@ class ListedRows:
     def __init__(self, pages: PageTensors) -> None:
         self._pages = pages
 
-    def write(self, plan: PagePlan, written: bool = False) -> bool:
-        if not written:
-            write_pages(self._pages, plan)
+    def take(self, plan: PagePlan) -> bool:
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         pages = self._pages
         read = kv.index_select(0, pages.indices.to(torch.int64)).sum() + pages.q_indptr.sum() + pages.kv_indptr.sum()
         return (q.flatten(1) + read + (pages.firsts + pages.limits + pages.words)[:, None]).to(KIND)
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        yield from self._pages
 
 
 def batch_of(states: torch.Tensor | None = None, tree: bool = True) -> ForwardBatch:

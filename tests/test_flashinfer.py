@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.attention import PageTensors, TorchAttention, attend_pages, plan_pages, visible
+from slipstream.engine.attention import (
+    PageTensors,
+    TorchAttention,
+    attend_pages,
+    packed,
+    packed_size,
+    plan_pages,
+    visible,
+    write_indices,
+)
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.flashinfer import VARIANT, FlashInferAttention, attention_for, missing, variant
 from slipstream.engine.model import ModelConfig, parse_config
@@ -118,22 +127,30 @@ def test_a_plan_made_for_one_forward(library: ModuleType) -> None:
     assert float((found.float() - right.float()).abs().max()) < 0.02
 
 
+def room() -> tuple[torch.Tensor, PageTensors]:
+    """For plans of 9 rows in 3 segments: all but what they list, and all of it as a kernel reads it."""
+    numbers = torch.zeros(packed_size(9, 3), dtype=torch.int64)
+    return numbers, PageTensors.within(numbers, torch.zeros(400, dtype=torch.int32), 9)
+
+
 def test_a_fixed_attention_takes_one_batch_after_the_other(library: ModuleType) -> None:
-    pages = PageTensors.empty(9, 3, 400, CPU)
+    numbers, pages = room()
     fixed = FlashInferAttention(config(), torch.bfloat16, CPU).fixed(pages)
     kv, q = kv_and_queries(9)
     for context in (20, 30, 10):
-        for buffer in fixed.buffers():
-            buffer.fill_(1 << 30)
         batch = batch_of(3, context)
-        assert fixed.write(plan_pages(batch))
+        plan = plan_pages(batch)
+        numbers.copy_(torch.from_numpy(packed(plan)))
+        pages.indices.fill_(1 << 30)
+        write_indices(pages, plan)
+        assert fixed.take(plan)
         right = TorchAttention(config(), torch.bfloat16).plan(batch)(q, kv)
         assert float((fixed(q, kv).float() - right.float()).abs().max()) < 0.02, context
 
 
 def test_a_plan_that_needs_another_launch_is_not_replayed(library: ModuleType) -> None:
-    fixed = FlashInferAttention(config(), torch.bfloat16, CPU).fixed(PageTensors.empty(9, 3, 400, CPU))
-    assert [fixed.write(plan_pages(batch_of(3, context))) for context in (20, 100, 20)] == [True, False, True]
+    fixed = FlashInferAttention(config(), torch.bfloat16, CPU).fixed(room()[1])
+    assert [fixed.take(plan_pages(batch_of(3, context))) for context in (20, 100, 20)] == [True, False, True]
 
 
 @pytest.mark.parametrize(("device", "dtype", "head_dim", "reason"), [

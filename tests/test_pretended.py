@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.attention import Attend, PagePlan, PageTensors, TorchAttention, attend_pages, write_pages
+from slipstream.engine.attention import Attend, PagePlan, PageTensors, TorchAttention, attend_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention
@@ -75,9 +75,7 @@ class FixedLaunchedPages:
     def __init__(self, pages: PageTensors, scale: float, gpu: Gpu) -> None:
         self._pages, self._scale, self._gpu = pages, scale, gpu
 
-    def write(self, plan: PagePlan, written: bool = False) -> bool:
-        if not written:
-            write_pages(self._pages, plan)
+    def take(self, plan: PagePlan) -> bool:
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -87,9 +85,6 @@ class FixedLaunchedPages:
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         self._gpu.launch(kernel, q, kv, out, *self._pages)
         return out
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        yield from self._pages
 
 
 def batches(dice: np.random.Generator) -> list[BatchBuilder]:

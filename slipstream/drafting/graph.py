@@ -290,8 +290,8 @@ class TreeLoop:
     def buffers(self) -> Iterator[torch.Tensor]:
         """All that is written before a replay or by it, for tests that spoil it."""
         yield from (self._start, self._read, self._found, self._picks, self._states)
-        for attend in self._attends:
-            yield from attend.buffers()
+        for pages in self._pages:
+            yield pages.indices
 
     def _write(self, seeds: Sequence[Seed]) -> bool:
         """Pending rows' tokens, positions and slots, which of them are roots, and of the trees the positions of a first
@@ -314,7 +314,7 @@ class TreeLoop:
         self._read[len(self._read) - left :].zero_()
         for pages, plan in zip(self._pages, plans, strict=True):
             write_indices(pages, plan)
-        return all(attend.write(plan, written=True) for attend, plan in zip(self._attends, plans, strict=True))
+        return all(attend.take(plan) for attend, plan in zip(self._attends, plans, strict=True))
 
     def _places(self, seeds: Sequence[Seed]) -> Places:
         shape, first = self._shape, self._network.pool_slots - self._shape.spare

@@ -11,7 +11,7 @@ Rules:
    call; a segment alone is taken as it is, without a gather if its slots are one run. Padding reads the segment's own
    last slot, never foreign memory.
 5. A *fixed* attention is planned again and again for one number of rows and segments: what it reads stays where it is,
-   so that a captured graph may hold it. One call writes all of it.
+   so that a captured graph may hold it. Who made it writes that, all of it, before each plan is taken.
 6. Before another attention serves, ``disagreement`` asks it both ways beside torch's, with NaN where no row may read.
 
 It knows nothing about layers, weights or why a row is there. Which attention serves: ``flashinfer.attention_for``.
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -77,15 +77,6 @@ class PageTensors:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from (self.q_indptr, self.kv_indptr, self.indices, self.firsts, self.limits, self.words)
-
-    @staticmethod
-    def empty(rows: int, segments: int, entries: int, device: torch.device) -> PageTensors:
-        """Room for so much."""
-        def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        return PageTensors(zeros(segments + 1), zeros(segments + 1), zeros(entries), zeros(rows), zeros(rows),
-                           zeros(rows, torch.int64))
 
     @staticmethod
     def within(numbers: torch.Tensor, indices: torch.Tensor, rows: int) -> PageTensors:
@@ -155,16 +146,6 @@ def write_indices(pages: PageTensors, plan: PagePlan) -> None:
     indices = plan.indices
     pages.indices[: len(indices)].copy_(torch.from_numpy(indices), non_blocking=True)
     pages.indices[len(indices) :] = int(indices[-1])
-
-
-def write_pages(pages: PageTensors, plan: PagePlan) -> None:
-    """A plan into tensors of its size, over all of them."""
-    write_indices(pages, plan)
-    written: tuple[tuple[torch.Tensor, NDArray[Any]], ...] = (
-        (pages.q_indptr, plan.q_indptr), (pages.kv_indptr, plan.kv_indptr), (pages.firsts, plan.firsts),
-        (pages.limits, plan.limits), (pages.words, plan.words))
-    for tensor, values in written:
-        tensor.copy_(torch.from_numpy(values), non_blocking=True)
 
 
 # KV entries of one padded call, about: bounds what is gathered at a time. A GPU likes few launches.
@@ -312,17 +293,12 @@ class Attention(Protocol):
 class FixedAttention(Protocol):
     """An attention for one number of rows and segments."""
 
-    def write(self, plan: PagePlan, written: bool = False) -> bool:
-        """Take another batch of this size, over all of what is read. False: it cannot run as it was captured. written:
-        the plan is in the pages already."""
+    def take(self, plan: PagePlan) -> bool:
+        """Another batch of this size, which the pages hold already. False: it cannot run as it was captured."""
         ...
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """As ``Attend``."""
-        ...
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        """All that stays where it is."""
         ...
 
 
@@ -356,16 +332,11 @@ class FixedTorch:
     def __init__(self, pages: PageTensors, scale: float) -> None:
         self._pages, self._scale = pages, scale
 
-    def write(self, plan: PagePlan, written: bool = False) -> bool:
-        if not written:
-            write_pages(self._pages, plan)
+    def take(self, plan: PagePlan) -> bool:
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return attend_pages(q, kv, self._pages, self._scale)
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        yield from self._pages
 
 
 # Of a trial: one batch of every kind of row, behind contexts of several lengths, on slots in any order.
@@ -416,7 +387,10 @@ def trial_batch() -> BatchBuilder:
 def _fixed(attention: PagedAttention, config: ModelConfig, batch: ForwardBatch, q: torch.Tensor,
            kv: torch.Tensor) -> torch.Tensor:
     plan = plan_pages(batch, config.sliding_window)
-    fixed = attention.fixed(PageTensors.empty(batch.num_rows, len(batch.mask_lens), 2 * TRIAL_SLOTS, kv.device))
+    indices = torch.zeros(2 * TRIAL_SLOTS, dtype=torch.int32, device=kv.device)
+    pages = PageTensors.within(torch.from_numpy(packed(plan)).to(kv.device), indices, batch.num_rows)
+    write_indices(pages, plan)
+    fixed = attention.fixed(pages)
     for _ in "ab":  # from the second time on less is done
-        fixed.write(plan)
+        fixed.take(plan)
     return fixed(q, kv)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from slipstream.engine.attention import (
     disagreement,
     placed,
     plan_pages,
-    write_pages,
 )
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.model import ModelConfig
@@ -237,9 +236,7 @@ class FixedFlashInfer:
         self._planner, self._pages = planner, pages
         self.launch: tuple[int, ...] = ()
 
-    def write(self, plan: PagePlan, written: bool = False) -> bool:
-        if not written:
-            write_pages(self._pages, plan)
+    def take(self, plan: PagePlan) -> bool:
         if self.launch:
             return self._planner.again(plan) == self.launch
         # A captured launch has the grid of its first plan; one that would need another must not be replayed.
@@ -248,6 +245,3 @@ class FixedFlashInfer:
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return self._planner.run(self._pages, q, kv)
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        yield from self._pages

@@ -33,6 +33,7 @@ from slipstream.engine.attention import (
     packed,
     packed_size,
     plan_pages,
+    write_indices,
 )
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, HostRows
 from slipstream.engine.decoder import Decoder
@@ -183,16 +184,16 @@ class CapturedStep:
         rows = rows_of(whole, plan)
         if mirror is None:
             self._rows.copy_(torch.from_numpy(rows), non_blocking=True)
-            return self._attend.write(plan)
-        came, first = mirror.bring(rows, plan, self._pages.indices), 2 * self._size.rows
-        self._rows.copy_(came)
-        batch.there("slots", came[first : first + batch.num_rows])  # feature rows are kept by them
-        return self._attend.write(plan, written=True)
+            write_indices(self._pages, plan)
+        else:
+            came, first = mirror.bring(rows, plan, self._pages.indices), 2 * self._size.rows
+            self._rows.copy_(came)
+            batch.there("slots", came[first : first + batch.num_rows])  # feature rows are kept by them
+        return self._attend.take(plan)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All that stays where it is, for tests that spoil it between steps."""
-        yield from (self._rows, self._hidden, self._tapped)
-        yield from self._attend.buffers()
+        yield from (self._rows, self._pages.indices, self._hidden, self._tapped)
 
 
 @dataclass(slots=True)
