@@ -273,8 +273,9 @@ def test_the_best_is_found_among_numbers_that_are_hardly_any(size: float, flags:
     dice, rows, team = torch.Generator().manual_seed(1), 24, Team(kernels(flags), 2)
     head = NativeHead(team, torch.randn(999, 96, generator=dice) * size)
     x = (torch.randn(rows, 96, generator=dice) * min(1e-40 / size, 1)).to(torch.bfloat16)
-    best, program = torch.empty(rows, dtype=torch.int64), Program(team)
-    head.choose(program, x, best, torch.empty(rows, 999))
+    best, program, screen = torch.empty(rows, dtype=torch.int64), Program(team), Screen.of(team, head.packed)
+    assert screen is not None
+    program.choose(x, head.packed, screen, best)
     program.run(BatchFrame(Frame(rows=rows, num_picked=rows)))
     assert best.tolist() == head(x).argmax(1).tolist()
 
@@ -522,10 +523,7 @@ def test_a_head_whose_screen_leaves_too_much_has_none() -> None:
     weight = torch.randn(4096, 576, generator=dice)
     weight[:, :4] *= 30  # inputs that few states use, and all weights are rounded by
     for made, screened in ((weight, False), (torch.randn(16384, 576, generator=dice), True)):
-        head, program = NativeHead(team, made), Program(team)
-        head.choose(program, torch.randn(2, 576).to(torch.bfloat16), torch.empty(2, dtype=torch.int64),
-                    torch.empty(2, len(made)))
-        assert (head._screen is not None) is screened
+        assert (NativeHead(team, made).screen is not None) is screened
 
 
 def test_weights_beyond_what_sums_hold_are_not_screened() -> None:

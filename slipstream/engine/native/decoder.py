@@ -106,7 +106,7 @@ class NativeDecoder:
         width = len(taps) * self.config.hidden_size if join is None else join.packed.outer
         assert (width if taps else 0) == (0 if features is None else features.shape[1])
         few, drawn = len(batch.host.logit_rows), draws is not None and bool(draws.heats)
-        alone = draws is not None and self._head.screens(few, drawn)
+        alone = draws is not None and self._head.screens(few)
         listed = self.listed(batch.num_rows, Taps(taps, join), few, alone)
         listed.program.run(self.frame(batch, pool, features, draws if alone and draws is not None else GREEDY))
         best: list[int] = listed.best[:few].tolist()
@@ -165,14 +165,13 @@ class NativeDecoder:
         if taps.join is not None and tapped is not None:
             taps.join.write(program, tapped, Kept(0, taps.join.packed.outer))
         program.norm(buffers.stream, self._norm, config.norm_eps, buffers.normed, few=scores)
-        few = self._few if scores else 0
+        few, screen = self._few if scores else 0, self._head.screen if alone else None
         logits, best = torch.empty(few, config.vocab_size), torch.empty(few, dtype=torch.int64)
-        if scores:
-            if alone:
-                self._head.choose(program, buffers.normed, best, logits)
-            else:
-                program.product(buffers.normed, self._head.packed, logits, few=True)
-                program.best(logits, best)
+        if screen is not None:
+            program.choose(buffers.normed, self._head.packed, screen, best)
+        elif scores:
+            program.product(buffers.normed, self._head.packed, logits, few=True)
+            program.best(logits, best)
         return Listed(program, buffers.normed, tapped, logits, best.numpy())
 
 

@@ -151,19 +151,10 @@ class NativeHead:
             self._screen = made if made is not None and self._serves(made) else None
         return self._screen
 
-    def screens(self, rows: int, drawn: bool = False) -> bool:
-        """Whether it saves time to ``choose`` of so many rows: by tiles, many rows of a product cost little more than
-        few, and each row that is chosen for costs some groups. drawn: by more than the argmax, which takes a screen."""
-        return (rows <= FEW_SCREENED or not self._team.kernels.tiles) and (not drawn or self.screen is not None)
-
-    def choose(self, program: Program, x: torch.Tensor, best: torch.Tensor, logits: torch.Tensor) -> None:
-        """What the frame draws of as many rows of x bfloat16 [C, H] as it picks, to best int64 [C], or the argmax.
-        Without a screen that is computed of all logits float32 [C, V], and is the argmax."""
-        if self.screen is not None:
-            program.choose(x, self.packed, self.screen, best)
-        else:
-            program.product(x, self.packed, logits, few=True)
-            program.best(logits, best)
+    def screens(self, rows: int) -> bool:
+        """Whether so many rows are chosen from without all logits: by tiles, many rows of a product cost little more
+        than few, and each row that is chosen for costs some groups."""
+        return (rows <= FEW_SCREENED or not self._team.kernels.tiles) and self.screen is not None
 
     def _serves(self, screen: Screen) -> bool:
         """Whether it finds the argmax of some random states on this processor, and leaves few groups to look at: where
