@@ -125,15 +125,13 @@ int64_t best_of(const float* x, int64_t count) {
     Words odd = {};
     for (int64_t begin = 0; begin < count; begin += SOME) {
         int64_t end = std::min(begin + SOME, count), i = begin;
-        Floats greatest = all(-INFINITY);
+        Floats highest = all(-INFINITY);
         for (; i + LANES <= end; i += LANES) {
             Floats v = load(x + i);
-            Words more = (Words)(v > greatest);
             odd |= (Words)(v != v);
-            greatest = (Floats)(((Words)v & more) | ((Words)greatest & ~more));
+            highest = greater(v, highest);
         }
-        float most = greatest[0];
-        for (int lane = 1; lane < LANES; lane++) most = std::max(most, greatest[lane]);
+        float most = greatest(highest);
         for (; i < end; i++) {
             if (x[i] != x[i]) odd[0] = 1;
             most = std::max(most, x[i]);

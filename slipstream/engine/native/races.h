@@ -457,24 +457,21 @@ void touch(Race& race, const Changes& row, float* copy) {
     auto add = [&](int64_t token) {
         if (int64_t column = column_of(token); column >= 0) touched.push_back({column, race.x[column]});
     };
-    bool penalised = asked.repetition != 1 || asked.frequency != 0 || asked.presence != 0;
     struct Count {
         int64_t column, count;
     };
-    std::vector<Count> counts;
-    if (penalised) {
-        for (int64_t i = 0; i < asked.num_seen; i++)
-            if (int64_t column = column_of(asked.seen[i]); column >= 0) counts.push_back({column, asked.counts[i]});
-        for (int64_t i = 0; i < row.num_path; i++)
-            if (int64_t column = column_of(row.path[i]); column >= 0) counts.push_back({column, 1});
-        std::sort(counts.begin(), counts.end(), [](const Count& a, const Count& b) { return a.column < b.column; });
-        size_t kept = 0;
-        for (size_t i = 0; i < counts.size(); i++) {
-            if (kept && counts[kept - 1].column == counts[i].column) counts[kept - 1].count += counts[i].count;
-            else counts[kept++] = counts[i];
-        }
-        counts.resize(kept);
+    std::vector<Count> counts;  // none where nothing is penalised
+    for (int64_t i = 0; i < asked.num_seen; i++)
+        if (int64_t column = column_of(asked.seen[i]); column >= 0) counts.push_back({column, asked.counts[i]});
+    for (int64_t i = 0; i < row.num_path; i++)
+        if (int64_t column = column_of(row.path[i]); column >= 0) counts.push_back({column, 1});
+    std::sort(counts.begin(), counts.end(), [](const Count& a, const Count& b) { return a.column < b.column; });
+    size_t kept = 0;
+    for (size_t i = 0; i < counts.size(); i++) {
+        if (kept && counts[kept - 1].column == counts[i].column) counts[kept - 1].count += counts[i].count;
+        else counts[kept++] = counts[i];
     }
+    counts.resize(kept);
     for (const Count& one : counts) {
         double value = race.x[one.column];
         if (asked.repetition != 1) value = value > 0 ? value / asked.repetition : value * asked.repetition;
