@@ -73,7 +73,7 @@ class NativeBlocks:
         self._table.reach(1 + int(batch.host.positions.max()))
         if batch.num_rows > len(self._buffers.stream):
             self._hold(2 * batch.num_rows)
-        return BatchFrame.of(batch, self._pool, self._table.cos, self._table.sin, positions=batch.positions)
+        return BatchFrame.of(batch, self._pool, self._table.cos, self._table.sin)
 
     def _hold(self, rows: int) -> None:
         config = self._config

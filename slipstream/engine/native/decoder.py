@@ -132,7 +132,7 @@ class NativeDecoder:
         assert min(tokens) >= 0 and max(tokens) < self.config.vocab_size and min(positions) >= 0
         self._table.reach(1 + max(positions))
         return BatchFrame.of(batch, pool, self._table.cos, self._table.sin, self.config.sliding_window,
-                             batch.positions, features, draws)
+                             features, draws)
 
     def listed(self, rows: int, taps: Taps, few: int | None = None, alone: bool = False) -> Listed:
         """The list for at most so many rows, with scores for so many of them; None: it has none. alone: nothing but

@@ -192,8 +192,7 @@ class NativeDraft:
         assert batch.features is not None and batch.features.dtype == torch.bfloat16
         self._reach(batch.num_rows, 1 + int(batch.host.positions.max()))
         states = batch.features.contiguous()
-        frame = BatchFrame.of(batch, self._pool, self._table.cos, self._table.sin, self._config.sliding_window,
-                              batch.positions)
+        frame = BatchFrame.of(batch, self._pool, self._table.cos, self._table.sin, self._config.sliding_window)
         frame.frame.states = states.data_ptr()
         self._body.run(frame)
         normed = self._buffers.normed.index_select(0, batch.logit_rows)

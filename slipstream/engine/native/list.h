@@ -48,7 +48,7 @@ struct Draw {  // `program.DRAW` is the same: how a row is chosen from, of whose
 
 struct Frame {  // `program.Frame` is the same: what one forward adds to the list
     int64_t rows;
-    const float *cos, *sin;   // [T, D]; the sine's first half is negated
+    const float *cos, *sin;   // [P, D] by position; the sine's first half is negated
     const int64_t* slots;     // [T] where each row's KV is written
     const int64_t* kv_slots;  // of all segments, one behind the other, or a whole table
     const int64_t *begin, *shared, *tree;  // [T] into kv_slots: the first entry that a row sees, how many from there on
@@ -58,7 +58,7 @@ struct Frame {  // `program.Frame` is the same: what one forward adds to the lis
     int64_t layer_stride;     // elements
     const int64_t* tokens;    // [T] for EMBED
     const bf16* states;       // [T, W] for WIDEN
-    const int64_t* positions;  // [T] rows of cos and sin; null: one for each row of the forward
+    const int64_t* positions;  // [T] rows of cos and sin
     const int64_t* segments;   // of the batch: q_indptr, kv_indptr, begins, mask_lens; null: begin, shared and tree are told
     int64_t num_segments, window;
     const int64_t* picked;     // [num_picked] rows that go on where an operation takes few

@@ -73,7 +73,7 @@ void rope_head(const float* x, const float* norm, float eps, const float* cos, c
 
 void rope_row(const Op& op, const Frame& frame, int64_t row) {
     int size = op.head_dim;
-    int64_t position = frame.positions ? frame.positions[row] : row;
+    int64_t position = frame.positions[row];
     const float *x = (const float*)op.in + row * op.in_stride;
     const float *cos = frame.cos + position * size, *sin = frame.sin + position * size;
     bf16* queries = (bf16*)op.out + row * op.out_stride;

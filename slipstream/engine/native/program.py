@@ -467,23 +467,21 @@ class BatchFrame:
 
     @staticmethod
     def of(batch: ForwardBatch, pool: KVPool, cos: torch.Tensor, sin: torch.Tensor, window: int = 0,
-           positions: torch.Tensor | None = None, features: torch.Tensor | None = None,
-           draws: Draws = GREEDY) -> BatchFrame:
-        """Of a batch over a pool. cos, sin: float32 [T, 1, D], or [P, 1, D] with positions int64 [T] into them; window:
-        sliding window in tokens, 0 for none; features: bfloat16 [S, F], where ``Kept`` rows go; draws: of the rows that
-        want logits, for ``choose``."""
+           features: torch.Tensor | None = None, draws: Draws = GREEDY) -> BatchFrame:
+        """Of a batch over a pool. cos, sin: float32 [P, 1, D] by position; window: sliding window in tokens, 0 for
+        none; features: bfloat16 [S, F], where ``Kept`` rows go; draws: of the rows that want logits, for ``choose``."""
         kv, count = pool.kv, len(batch.mask_lens)
         assert kv.dtype == torch.bfloat16
         segments = array("q", (*batch.q_indptr, *batch.kv_indptr, *batch.begins, *batch.mask_lens))
         entries = batch.host.kv_slots.__array_interface__["data"][0]
         frame = Frame(batch.num_rows, cos.data_ptr(), sin.data_ptr(), batch.slots.data_ptr(), entries,
                       None, None, None, batch.words.data_ptr(), kv.data_ptr(), kv.stride(0), batch.tokens.data_ptr(),
-                      None, None if positions is None else positions.data_ptr(), segments.buffer_info()[0], count,
-                      window, batch.logit_rows.data_ptr(), len(batch.host.logit_rows),
+                      None, batch.positions.data_ptr(), segments.buffer_info()[0], count, window,
+                      batch.logit_rows.data_ptr(), len(batch.host.logit_rows),
                       None if features is None else features.data_ptr())
         told: array[int] | None = None
         if draws.heats:
             told = array("B", b"".join(map(DRAW.pack, draws.seeds, draws.heats, draws.positions)))
             assert len(told) == DRAW.size * frame.num_picked
             frame.draws = told.buffer_info()[0]
-        return BatchFrame(frame, batch, kv, cos, sin, segments, positions, features, told)
+        return BatchFrame(frame, batch, kv, cos, sin, segments, features, told)
