@@ -15,7 +15,8 @@ from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.fp8 import E4M3, MOST
+from slipstream.engine.fp8 import MOST
+from slipstream.engine.fp8_blocks import E4M3
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.fused import (

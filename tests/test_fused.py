@@ -19,7 +19,8 @@ import torch
 from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.fp8 import E4M3, MOST, Rounding, rounded
+from slipstream.engine.fp8 import MOST, Rounding, rounded
+from slipstream.engine.fp8_blocks import E4M3
 from slipstream.engine.ops.compiled import CompiledOps, after_attention, before_attention
 from slipstream.engine.ops.fused import (
     MOST_WIDTH,

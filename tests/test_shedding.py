@@ -55,6 +55,7 @@ class Cramped:
         self.room = room
         self.refused: list[int] = []
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.kernels = model.kernels
 
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -80,7 +80,7 @@ class Decoder:
 
     @property
     def kernels(self) -> str:
-        """Whose compute: with others a model is the same, its rounding is not."""
+        """See ``model.CausalModel``."""
         return f"{type(self.attention).__name__}, {self._ops.name} operations"
 
     def linears(self) -> Iterator[Linear]:

@@ -23,10 +23,10 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.fp8_blocks import E4M3
 from slipstream.engine.ops.layer import Linear
 from slipstream.observe.log import logger
 
-E4M3 = torch.float8_e4m3fn
 MOST = torch.finfo(E4M3).max
 STEP = 16  # rows and columns come in multiples of it
 CAPABILITY = (9, 0)  # of the first GPUs that multiply with a scale a row

@@ -227,7 +227,7 @@ class GraphedDecoder:
 
     @property
     def kernels(self) -> str:
-        """See ``Decoder``; padded rows may be multiplied by others."""
+        """See ``model.CausalModel``; padded rows may be multiplied by others."""
         return f"{self._model.kernels}, graphs"
 
     @property

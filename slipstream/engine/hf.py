@@ -144,7 +144,7 @@ class HFModel:
 
     @property
     def kernels(self) -> str:
-        """See ``Decoder``."""
+        """See ``model.CausalModel``."""
         return f"transformers {transformers.__version__}"
 
     @torch.inference_mode()

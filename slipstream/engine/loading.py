@@ -40,7 +40,6 @@ from slipstream.engine.model import (
     tell_unread,
 )
 from slipstream.engine.native import native_or
-from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import Team
 from slipstream.engine.ops.compiled import compiled
@@ -98,15 +97,8 @@ def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Iden
     else:
         device = f"{model.device.type} {torch.backends.cpu.get_cpu_capability()}"
     return Identity(weights, str(model.dtype).removeprefix("torch."), section.quantize,
-                    f"slipstream {__version__}, torch {torch.__version__}, {section.engine}, {kernels_of(model)}, "
+                    f"slipstream {__version__}, torch {torch.__version__}, {section.engine}, {model.kernels}, "
                     f"{device}, ranks {section.tensor_parallel}")
-
-
-def kernels_of(model: CausalModel) -> str:
-    """Whose compute, as the model itself says it."""
-    if isinstance(model, NativeDecoder):
-        return " ".join(("native", *kernels().flags))
-    return str(getattr(model, "kernels", type(model).__name__))
 
 
 def graphed(model: CausalModel) -> CausalModel:

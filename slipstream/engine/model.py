@@ -119,6 +119,11 @@ class CausalModel(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def kernels(self) -> str:
+        """Whose compute: with others a model is the same, its rounding is not."""
+        ...
+
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """States after the final norm [T, H], and the tapped states side by side [T, len(taps) * H] or None."""

@@ -47,7 +47,7 @@ from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.int8 import EMBEDDING, HEAD, Matrix, check_floats, holds_int8
 from slipstream.engine.kv import KVPool
-from slipstream.engine.loading import graphed, kernels_of
+from slipstream.engine.loading import graphed
 from slipstream.engine.model import CausalModel, ModelConfig, Tensors, dtype_of, load_tensors, take, tell_unread
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
@@ -288,8 +288,8 @@ class RankedModel:
 
     @property
     def kernels(self) -> str:
-        """See ``Decoder``, of this rank."""
-        return kernels_of(self._model)
+        """See ``model.CausalModel``, of this rank."""
+        return self._model.kernels
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,

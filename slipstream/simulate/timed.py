@@ -188,6 +188,7 @@ class TimedModel:
 
     dtype = torch.float32
     device = torch.device("cpu")
+    kernels = "timed"
 
     def __init__(self, timing: Timing, device: Device, text: Text | None = None) -> None:
         self._text = text or Law(timing)

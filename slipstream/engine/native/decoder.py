@@ -86,6 +86,11 @@ class NativeDecoder:
         self._rows = self._few = FEW_ROWS
         self._lists: dict[tuple[Taps, bool, bool], Listed] = {}  # by taps, scores, and whether these alone
 
+    @property
+    def kernels(self) -> str:
+        """See ``model.CausalModel``."""
+        return " ".join(("native", *self._team.kernels.flags))
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:

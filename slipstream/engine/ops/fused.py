@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from slipstream.base.errors import in_a_line
-from slipstream.engine.fp8 import E4M3, LEAST, MOST, Rounding
+from slipstream.engine.fp8 import LEAST, MOST, Rounding
 from slipstream.engine.fp8 import rounded as torch_rounded
+from slipstream.engine.fp8_blocks import E4M3
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import TORCH, Heads, Operations, Rope, Step
 from slipstream.engine.proof import Proof, What, objection

@@ -28,9 +28,7 @@ from torch import library
 from slipstream.engine.attention import Attend, Attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import Matrix, joined, matrix
-from slipstream.engine.model import ModelConfig, RopeScaling, Tensors, take
-
-Map = Callable[[torch.Tensor], torch.Tensor]
+from slipstream.engine.model import Map, ModelConfig, RopeScaling, Tensors, take
 
 
 class Linear:
