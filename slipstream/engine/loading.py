@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from slipstream import __version__
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.engine.batch import BatchBuilder, rows_batch
+from slipstream.engine.batch import rows_batch
 from slipstream.engine.decoder import Decoder, unread_names
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
@@ -44,8 +43,10 @@ from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import Team
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for, rounding_for
+from slipstream.engine.trial import Sessions
 from slipstream.observe.log import logger
 from slipstream.protocol.identity import Identity
+from slipstream.protocol.tree import DraftTree
 
 CONTEXT, ROWS = 120, 16  # of the trial of exactness: tokens before a random tree, and its rows
 
@@ -136,33 +137,14 @@ def check_exact(model: CausalModel) -> CausalModel:
 
 def passes_trial(model: CausalModel) -> bool:
     """Whether the rows of a random tree, and of a prompt, are bit for bit those of plain steps."""
-    dice, config = np.random.default_rng(0), model.config
+    dice, sessions, beside, plain = np.random.default_rng(0), Sessions(model), 0, 1
     parents = [-1, *(int(dice.integers(node)) for node in range(1, ROWS))]
-    tokens = dice.integers(config.vocab_size, size=CONTEXT + ROWS).tolist()
-    pool = KVPool(config.num_layers, CONTEXT + 2 * ROWS, config.num_kv_heads, config.head_dim, model.dtype)
-    context = np.arange(CONTEXT)
-    logits = _run(model, pool, tokens[:CONTEXT], list(range(CONTEXT)), context[:0])
-    if not torch.equal(logits[-1:], _run(model, pool, tokens[CONTEXT - 1 : CONTEXT],
-                                         [CONTEXT - 1], context[:-1])):
+    tokens = dice.integers(model.config.vocab_size, size=CONTEXT + ROWS).tolist()
+    tree = DraftTree(CONTEXT + 1, tokens[CONTEXT:], parents, list(range(ROWS)), [0.0] * ROWS)
+    context = tokens[:CONTEXT]
+    prompt = sessions.run({beside: context})
+    sessions.run({plain: context[:-1]})
+    if not torch.equal(prompt[-1:], sessions.run({plain: context[-1:]})):
         return False
-    nodes, words, paths = tokens[CONTEXT:], [1], [[0]]
-    for node in range(1, ROWS):
-        words.append(words[parents[node]] | 1 << node)
-        paths.append([*paths[parents[node]], node])
-    slots = list(range(CONTEXT, CONTEXT + ROWS))
-    tree = _run(model, pool, nodes, slots, context, words, [len(path) - 1 for path in paths])
-    longest = max(paths, key=len)
-    for depth, node in enumerate(longest):
-        behind = np.append(context, np.arange(depth) + slots[-1] + 1)
-        alone = _run(model, pool, [nodes[node]], [slots[-1] + 1 + depth], behind)
-        if not torch.equal(alone[0], tree[node]):
-            return False
-    return True
-
-
-def _run(model: CausalModel, pool: KVPool, tokens: list[int], slots: list[int], context: NDArray[np.int64],
-         words: list[int] | None = None, depths: list[int] | None = None) -> torch.Tensor:
-    builder = BatchBuilder()
-    positions = [len(context) + depth for depth in depths or range(len(tokens))]
-    builder.add(tokens, positions, slots, context, words, 0 if words is None else len(tokens))
-    return model.logits(model.forward(builder.build(), pool)[0])
+    rows, longest = sessions.run_tree(beside, tree), max(map(tree.path, range(ROWS)), key=len)
+    return all(torch.equal(sessions.run({plain: [tree.token_list[node]]})[0], rows[node]) for node in longest)

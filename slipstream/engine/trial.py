@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -121,10 +121,11 @@ def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, tor
     paths = [tree.path(node) for node in range(len(tree))]
     branches = torch.cat([_own(model, [*text, *[tree.token_list[node] for node in path]])[-1:] for path in paths])
 
-    sessions = _Sessions(serve(model))
+    sessions, rest = Sessions(serve(model)), iter(text)
+    parts = [list(islice(rest, rows)) for rows in CHUNKS]
     whole, one, two, three = range(4)
     yield "a prompt", sessions.run({whole: text[:prompt]}), right[:prompt]
-    yield "a prompt in chunks", torch.cat([sessions.run({one: part}) for part in _split(text, CHUNKS)]), right[:prompt]
+    yield "a prompt in chunks", torch.cat([sessions.run({one: part}) for part in parts]), right[:prompt]
     yield "a step", torch.cat([sessions.run({one: [token]}) for token in text[prompt:]]), right[prompt:]
     yield "a tree", sessions.run_tree(one, tree), branches
     found, wanted, mine, yours = [], [], 0, 0
@@ -135,8 +136,8 @@ def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, tor
     yield "one of two sessions", torch.cat(found), torch.cat(wanted)
 
 
-class _Sessions:
-    """Some sessions on a pool of their own, whose slots lie in any order."""
+class Sessions:
+    """Some sessions on a pool of their own, whose slots lie in any order; room for four texts of a trial."""
 
     def __init__(self, model: CausalModel) -> None:
         count = 4 * (sum(CHUNKS) + STEPS) + len(PARENTS)
@@ -171,11 +172,6 @@ def _own(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
-
-
-def _split(tokens: Sequence[int], lengths: Sequence[int]) -> list[Sequence[int]]:
-    ends = list(accumulate(lengths))
-    return [tokens[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
 def tiny(config: Any, build: Build) -> Any:
