@@ -19,13 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.base.errors import ModelError
-from slipstream.choosing.sampling import Draws, Race
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.fp8_blocks import SCALE_INV, Block, block_of, widened
 from slipstream.engine.kv import KVPool
@@ -108,7 +107,7 @@ class ModelConfig:
 
 
 class CausalModel(Protocol):
-    """One model on one device; ``decoder.Decoder`` and ``hf.HFModel`` are the two kinds."""
+    """One model on one device, as ``decoder.Decoder`` and ``hf.HFModel`` are; ``native.decoder`` goes on to choices."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -131,32 +130,6 @@ class CausalModel(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] after the final norm -> [R, V] in float32 (float64 for a float64 model)."""
-        ...
-
-
-@runtime_checkable
-class ScoringModel(CausalModel, Protocol):
-    """A model that goes from tokens to choices in one call."""
-
-    @property
-    def race(self) -> Race:
-        """What finds the choices in its logits."""
-        ...
-
-    def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...], features: torch.Tensor | None,
-               draws: Draws | None = None, join: Map | None = None) -> tuple[torch.Tensor, list[int] | None]:
-        """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each. draws: nothing
-        but these choices is wanted. They come in place of the argmax and perhaps without logits; None: they cannot be
-        told, and logits are there. The tapped states go to ``features`` [S, len(taps) * H] at the batch's slots; None:
-        there are no taps. join: a ``linear`` of a matrix that ``joins``; what it makes of them goes there, [S, O]."""
-        ...
-
-    def linear(self, weight: torch.Tensor) -> Map:
-        """x -> x W^T for W [O, I] of any float dtype; the result is there until the next call."""
-        ...
-
-    def joins(self, rows: int, columns: int) -> bool:
-        """Whether ``scored`` can do that with a matrix of this size, in the model's dtype, on its way."""
         ...
 
 

@@ -39,7 +39,8 @@ from slipstream.choosing.sampling import GREEDY, Draws, Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots, SlotTable
-from slipstream.engine.model import DTYPES, CausalModel, Map, ModelConfig, ScoringModel, dtype_of
+from slipstream.engine.model import DTYPES, CausalModel, Map, ModelConfig, dtype_of
+from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ops.layer import Linear, norm_parts
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
@@ -268,7 +269,7 @@ class ModelRunner:
         finds choices in the model's logits, beside ``choosing.sampling`` itself, where the model has none."""
         config = model.config
         self.model = model
-        self._scoring = model if isinstance(model, ScoringModel) else None
+        self._scoring = model if isinstance(model, NativeDecoder) else None
         self.race = race if self._scoring is None else self._scoring.race
         self.slots = Slots(num_slots)
         self.pool = KVPool(config.num_layers, num_slots + spare_slots, config.num_kv_heads, config.head_dim,

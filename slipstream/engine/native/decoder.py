@@ -64,7 +64,7 @@ class Taps(NamedTuple):
 
 
 class NativeDecoder:
-    """A whole model; see ``model.ScoringModel``."""
+    """A whole model; see ``model.CausalModel``. It goes from tokens to choices in one call."""
 
     __slots__ = ("_embedding", "_few", "_head", "_layers", "_lists", "_norm", "_rows", "_table", "_team", "config",
                  "device", "dtype", "race", "threads")
@@ -106,7 +106,10 @@ class NativeDecoder:
 
     def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...], features: torch.Tensor | None,
                draws: Draws | None = None, join: Map | None = None) -> tuple[torch.Tensor, list[int] | None]:
-        """See ``model.ScoringModel``; the logits are a buffer's."""
+        """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each. draws: nothing
+        but these choices is wanted. They come in place of the argmax and perhaps without logits; None: they cannot be
+        told, and logits are there. The tapped states go to ``features`` [S, len(taps) * H] at the batch's slots; None:
+        there are no taps. join: a ``linear`` of a matrix that ``joins``; what it makes of them goes there, [S, O]."""
         assert join is None or isinstance(join, NativeLinear)
         width = len(taps) * self.config.hidden_size if join is None else join.packed.outer
         assert (width if taps else 0) == (0 if features is None else features.shape[1])
@@ -122,12 +125,13 @@ class NativeDecoder:
         return listed.logits[:0], best
 
     def linear(self, weight: torch.Tensor) -> Map:
-        """See ``model.ScoringModel``; on the model's threads where it fits them."""
+        """x -> x W^T for W [O, I] of any float dtype, on the model's threads where it fits them; the result is there
+        until the next call."""
         ours = weight.dtype is self.dtype and self.joins(*weight.shape)
         return NativeLinear(self._team, weight) if ours else Linear(weight)
 
     def joins(self, rows: int, columns: int) -> bool:
-        """See ``model.ScoringModel``."""
+        """Whether ``scored`` can do that with a matrix of this size, in the model's dtype, on its way."""
         return fits(rows, columns)
 
     def frame(self, batch: ForwardBatch, pool: KVPool, features: torch.Tensor | None = None,
