@@ -29,7 +29,6 @@ from slipstream.engine.ops.layer import TORCH, Heads, Operations, Rope, Step
 from slipstream.engine.proof import Proof, What, objection
 from slipstream.observe.log import logger
 
-KERNELS = "slipstream.engine.ops.fused_kernels"
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_WIDTH = 16_384  # of a row that one block holds
 HEAD_BLOCK = 4  # heads of one program
@@ -99,18 +98,13 @@ def _serve(what: What, where: str, config: ModelConfig, dtype: torch.dtype, devi
 
 def triton_operations() -> Operations:
     """Raises ImportError where Triton is not installed."""
-    return operations_of(importlib.import_module(KERNELS))
+    fused = _Fused()
+    return Operations(fused.add_norm, fused.place, fused.silu_mul, "fused")
 
 
 def triton_rounding() -> Rounding:
     """Raises ImportError where Triton is not installed."""
-    return _Fused(importlib.import_module(KERNELS)).rounded
-
-
-def operations_of(kernels: Any) -> Operations:
-    """kernels: has those of ``fused_kernels`` by their names."""
-    fused = _Fused(kernels)
-    return Operations(fused.add_norm, fused.place, fused.silu_mul, "fused")
+    return _Fused().rounded
 
 
 class _Fused:
@@ -118,8 +112,8 @@ class _Fused:
 
     __slots__ = ("_kernels",)
 
-    def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
+    def __init__(self) -> None:
+        self._kernels: Any = importlib.import_module("slipstream.engine.ops.fused_kernels")
 
     def add_norm(self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor,
                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
