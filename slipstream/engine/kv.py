@@ -213,7 +213,6 @@ class KVPool:
         self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 1))
 
 
-
 @dataclass(slots=True, eq=False)
 class Node:
     """A run of tokens below its parent."""
@@ -243,7 +242,7 @@ class RadixCache:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._roots: dict[str, Node] = {}  # by namespace
-        self._clear_tree()
+        self._clock = self._num_slots = self._num_locked = 0
 
     def __len__(self) -> int:
         """Slots that the cache owns."""
@@ -312,22 +311,9 @@ class RadixCache:
         self._roots = {name: root for name, root in self._roots.items() if root.children}
         return freed
 
-    def clear(self) -> None:
-        """Free everything. Nothing may be locked."""
-        assert not any(node.locks for node in self._nodes()), "a locked prefix would be lost"
-        for slots in self.owned():
-            self._slots.free(slots)
-        self._clear_tree()
-
     def owned(self) -> list[Indices]:
         """The slots of every node, for ``Slots.check``."""
         return [node.slots for node in self._nodes()]
-
-    def _clear_tree(self) -> None:
-        self._roots = {}
-        self._clock = 0
-        self._num_slots = 0
-        self._num_locked = 0
 
     def _descend(self, root: Node, tokens: Indices) -> tuple[Node, int]:
         # The node at which the longest common prefix ends; splits a run where the prefix ends inside it.
