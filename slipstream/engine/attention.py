@@ -115,11 +115,8 @@ def plan_pages(batch: ForwardBatch, window: int = 0) -> PagePlan:
 
 def placed(plan: PagePlan, device: torch.device) -> PageTensors:
     """A plan's own tensors, for one forward."""
-    def tensor(values: NDArray[np.int32] | NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
-
-    return PageTensors(tensor(plan.q_indptr), tensor(plan.kv_indptr), tensor(plan.indices), tensor(plan.firsts),
-                       tensor(plan.limits), tensor(plan.words))
+    numbers, indices = (torch.from_numpy(part).to(device, non_blocking=True) for part in (packed(plan), plan.indices))
+    return PageTensors.within(numbers, indices, plan.num_rows)
 
 
 def visible(plan: PagePlan, rows: slice, entries: int) -> NDArray[np.bool_]:
