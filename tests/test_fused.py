@@ -21,7 +21,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.fp8 import MOST, Rounding, rounded
 from slipstream.engine.fp8_blocks import E4M3
-from slipstream.engine.ops.compiled import CompiledOps, after_attention, before_attention
+from slipstream.engine.ops.compiled import CompiledOps, before_attention
 from slipstream.engine.ops.fused import (
     MOST_WIDTH,
     block,
@@ -129,7 +129,7 @@ def test_halves_that_can_be_compiled_are_those_of_the_specification(model_type: 
     config = config_of(TINY | {"model_type": model_type})
     tensors = random_tensors(decoder_shapes(config), dtype, CPU)
     words, logits = random_words(np.random.default_rng(0), 5), []
-    for ops in (TORCH, CompiledOps(before_attention, after_attention)):
+    for ops in (TORCH, CompiledOps(before_attention, TORCH.after)):
         subject = Subject.of(Decoder(config, tensors, ops), 40)
         prompt, tree = BatchBuilder(), BatchBuilder()
         prompt.add(list(range(9)), range(9), list(range(20, 29)), np.zeros(0, np.int64), logits="all")

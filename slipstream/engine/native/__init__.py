@@ -15,8 +15,6 @@ from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.program import Team
 from slipstream.observe.log import logger
 
-CHOICES = ("auto", "native", "torch")
-
 M = TypeVar("M")
 
 

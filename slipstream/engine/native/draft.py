@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from slipstream.choosing.sampling import RUNNERS_UP
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import as_whole
-from slipstream.engine.kv import KVPool
+from slipstream.engine.kv import Indices, KVPool
 from slipstream.engine.model import ModelConfig, Tensors, take
 from slipstream.engine.native.program import (
     FEW_ROWS,
@@ -40,7 +40,6 @@ from slipstream.engine.native.program import (
 from slipstream.engine.native.races import NativeRace, asked_plainly
 from slipstream.protocol.requests import Sampling
 
-Indices = NDArray[np.int64]
 CHILD = np.dtype([("token", np.int64), ("score", np.float64)])
 MOST_BITS = 64  # rows of a tree, as bits of a word
 MOST_PENDING = 16  # rows of one session: more are no small forward

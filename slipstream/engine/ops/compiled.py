@@ -35,11 +35,6 @@ def before_attention(layer: LayerWeights[Linear], read: torch.Tensor, cos: torch
     return turned(heads_of(layer, read), layer.heads, cos, sin)
 
 
-def after_attention(layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
-                    norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return TORCH.after(layer, x, attended, norm)
-
-
 @dataclass(frozen=True, slots=True)
 class CompiledOps:
     """A ``layer.LayerOps``."""
@@ -65,7 +60,7 @@ def compiled(build: Callable[[LayerOps], M], run: Callable[[M, int], object], wh
     fails. what: for the log."""
     log, began_s = logger("engine"), perf_counter()
     try:
-        model = build(CompiledOps(torch.compile(before_attention), torch.compile(after_attention)))
+        model = build(CompiledOps(torch.compile(before_attention), torch.compile(TORCH.after)))
         for rows in ROWS:
             run(model, rows)
     except Exception as error:  # compilers fail in their own ways, and none of them is a reason not to serve

@@ -59,7 +59,7 @@ def unfit(device: torch.device) -> str:
 
 def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device,
                    proof: Proof = objection) -> Operations:
-    """choice: one of ``native.CHOICES``. config: of the layers, or of a rank's part of them."""
+    """choice: as in ``ModelSection.kernels``. config: of the layers, or of a rank's part of them."""
     def tried() -> str:
         return difference(triton_operations(), config, dtype, device)
 

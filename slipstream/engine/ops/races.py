@@ -58,8 +58,8 @@ CPU = torch.device("cpu")
 
 def race_for(choice: str, config: ModelConfig, device: torch.device, vocabulary: torch.Tensor | None = None,
              proof: Proof = objection) -> DeviceRace | None:
-    """choice: one of ``native.CHOICES``. config: of a model or head, whose logits have ``vocabulary`` int64 [V] for
-    columns, None: as many as it has tokens. None: torch's serve."""
+    """choice: as in ``ModelSection.kernels``. config: of a model or head, whose logits have ``vocabulary`` int64 [V]
+    for columns, None: as many as it has tokens. None: torch's serve."""
     if choice == "torch" or device.type != "cuda":
         return None
     log = logger("engine")
