@@ -71,23 +71,10 @@ def joined(parts: Sequence[Matrix]) -> Matrix:
 
 
 def matrix(tensors: Tensors, name: str, rows: int, columns: int) -> Matrix:
-    """The matrix called ``name``, as the folder holds it. Raises ModelError."""
-    weight = take(tensors, name, rows, columns)
-    if name + SCALE in tensors or not weight.is_floating_point():
-        return stored(tensors, name, rows, columns)
-    return weight
-
-
-def head_of(config: ModelConfig, tensors: Tensors) -> Matrix:
-    """What makes logits of final states [V, H]: as ``matrix``; of a tied model the embedding, unless a head is stored
-    beside it. Raises ModelError."""
-    own = not config.tied_embeddings or HEAD + SCALE in tensors
-    return matrix(tensors, HEAD if own else EMBEDDING, config.vocab_size, config.hidden_size)
-
-
-def stored(tensors: Tensors, name: str, rows: int, columns: int) -> Whole:
-    """A matrix that the folder holds as whole numbers. Raises ModelError naming the tensor."""
+    """The matrix called ``name``, as the folder holds it. Raises ModelError naming the tensor."""
     numbers = take(tensors, name, rows, columns)
+    if numbers.is_floating_point() and name + SCALE not in tensors:
+        return numbers
     scales = take(tensors, name + SCALE, rows)
     if numbers.dtype != torch.int8 or scales.dtype != torch.float32:
         raise ModelError(f"tensor {name}: expected int8 with scales of float32, found {_said(numbers)} with "
@@ -97,6 +84,13 @@ def stored(tensors: Tensors, name: str, rows: int, columns: int) -> Whole:
     if not bool((scales.isfinite() & (scales > 0)).all()):
         raise ModelError(f"tensor {name}{SCALE}: scales must be finite and above 0")
     return Whole(numbers, scales)
+
+
+def head_of(config: ModelConfig, tensors: Tensors) -> Matrix:
+    """What makes logits of final states [V, H]: as ``matrix``; of a tied model the embedding, unless a head is stored
+    beside it. Raises ModelError."""
+    own = not config.tied_embeddings or HEAD + SCALE in tensors
+    return matrix(tensors, HEAD if own else EMBEDDING, config.vocab_size, config.hidden_size)
 
 
 def holds_int8(folder: str | Path) -> bool:
