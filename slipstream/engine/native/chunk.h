@@ -19,6 +19,11 @@ constexpr int CHUNK = 128;  // KV entries that are weighed together, at most
 constexpr int EARLY = 32;   // KV entries that are asked for in advance
 
 int64_t seen_by(const Frame& frame, int64_t row) { return frame.shared[row] + __builtin_popcountll(frame.words[row]); }
+// How many of the first `count` entries lie before the window of a row that sees more by its word.
+int64_t skipped(int64_t window, int64_t count, uint64_t word) {
+    return window ? std::clamp<int64_t>(count + __builtin_popcountll(word) - window, 0, count) : 0;
+}
+
 int64_t chunks_of(int64_t count) { return (count + CHUNK - 1) / CHUNK; }
 
 struct Chunk {  // of the entries that a row sees

@@ -14,9 +14,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "list.h"
-#include "products.h"
 #include "races.h"
+#include "screen.h"
 
 namespace {
 
@@ -40,9 +39,7 @@ int64_t drawn(const Op& op, int64_t row, const Draw& how, Scratch& scratch) {
     race.most = 1;
     race.bound();
     float logits[TILE];
-    Op exact = op;
-    exact.in = (const bf16*)op.in + row * op.in_stride, exact.scales = nullptr, exact.extra = nullptr;
-    exact.result = STORE, exact.out_stride = 0;
+    Op exact = exact_row(op, row);
     race.ready = [&](int64_t tile) {
         race.x = logits - tile * TILE;
         exact.out = logits - tile * TILE;

@@ -48,10 +48,9 @@ struct Sight {  // who sees what, as the frame has it for each row, from what a 
                 int64_t count = entries[b + 1] - entries[b], masked = masks[b];
                 int64_t whole = count - (masked ? masked : rows[b + 1] - row - 1);  // entries of rows behind it are not seen
                 words[row] = masked ? frame.words[row] : 0;
-                int64_t past = whole + __builtin_popcountll(words[row]) - frame.window;
-                int64_t skipped = frame.window ? std::clamp<int64_t>(past, 0, whole) : 0;
+                int64_t past = skipped(frame.window, whole, words[row]);
                 tree[row] = begins[b] + count - masked;
-                begin[row] = begins[b] + skipped, shared[row] = whole - skipped;
+                begin[row] = begins[b] + past, shared[row] = whole - past;
             }
         frame.begin = begin.data(), frame.shared = shared.data(), frame.tree = tree.data(), frame.words = words.data();
     }

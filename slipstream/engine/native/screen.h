@@ -236,15 +236,21 @@ void screen(const Op& op, int64_t first, int64_t last, int64_t rows, const Draw*
         }
 }
 
+// The product of one row, so that single groups of its outputs can be computed: who takes it says where they go.
+Op exact_row(const Op& op, int64_t row) {
+    Op exact = op;
+    exact.in = (const bf16*)op.in + row * op.in_stride, exact.scales = nullptr, exact.extra = nullptr;
+    exact.result = STORE, exact.out_stride = 0;
+    return exact;
+}
+
 // The column of a row's greatest output, the first among equals; the first that is no number, if one is none.
 int64_t chosen(const Op& op, int64_t row, Scratch& scratch) {
     const float* most = op.scales + row * op.layer;
     const int64_t groups = groups_of(op);
     float sums[GROUP], top = -INFINITY;
     int64_t found = 0;
-    Op exact = op;
-    exact.in = (const bf16*)op.in + row * op.in_stride, exact.scales = nullptr, exact.extra = nullptr;
-    exact.result = STORE, exact.out_stride = 0;
+    Op exact = exact_row(op, row);
     auto look = [&](int64_t group) {  // false: at a number that is none, which is what is chosen
         exact.out = sums - group * GROUP;
         product<Halves>(exact, group, group + 1, 1, scratch);

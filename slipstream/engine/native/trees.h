@@ -66,9 +66,8 @@ struct Rows {  // of one forward
         states.insert(states.end(), state, state + trees.width);
     }
     void see(int64_t first, int64_t count, uint64_t word, int64_t own) {
-        int64_t past = count + __builtin_popcountll(word) - trees.window;
-        int64_t skipped = trees.window ? std::clamp<int64_t>(past, 0, count) : 0;
-        begin.push_back(first + skipped), shared.push_back(count - skipped), words.push_back(word), tree.push_back(own);
+        int64_t past = skipped(trees.window, count, word);
+        begin.push_back(first + past), shared.push_back(count - past), words.push_back(word), tree.push_back(own);
     }
     Frame frame() const {
         return {int64_t(tokens.size()), trees.cos, trees.sin, slots.data(), trees.kv_slots, begin.data(), shared.data(),
