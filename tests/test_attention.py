@@ -89,7 +89,7 @@ def test_many_plain_steps_share_a_call_and_keep_apart() -> None:
     pool = poisoned(rng, batch)
     q = torch.from_numpy(rng.normal(size=(16, HEADS * 2, SIZE)))
     plan = plan_attention(plan_pages(batch), 2, q.dtype, batch.tokens.device)
-    assert len(plan.parts) == 1
+    assert len(plan) == 1
     before = attend(q, pool.kv[0], plan, 0.4)
     assert float((before - dense(q, pool, batch, 0.4, 0)).abs().max()) < 1e-12
     pool.kv[0, batch.kv_slots[batch.kv_indptr[3] : batch.kv_indptr[4]]] = torch.nan

@@ -160,25 +160,19 @@ class Part:
     mask: torch.Tensor | None  # [b, 1, q * Q/G, n] added to the scores; None: every row sees everything
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    parts: tuple[Part, ...]
-    group: int  # Q/G
-
-
-def plan_attention(pages: PagePlan, group: int, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
+def plan_attention(pages: PagePlan, group: int, dtype: torch.dtype, device: torch.device) -> tuple[Part, ...]:
     """Plan the attention of every layer of one forward. group: query heads of one KV head; dtype: the queries'."""
     host = _Host(pages, group, dtype, device)
-    return AttentionPlan(tuple(host.single(s[0]) if len(s) == 1 else host.padded(s) for s in host.likes()), group)
+    return tuple(host.single(s[0]) if len(s) == 1 else host.padded(s) for s in host.likes())
 
 
-def attend(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
+def attend(q: torch.Tensor, kv: torch.Tensor, plan: tuple[Part, ...], scale: float) -> torch.Tensor:
     """q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]. The rows' own KV must be written already."""
-    if len(plan.parts) == 1 and isinstance(plan.parts[0].targets, slice):
-        return _part(_rows(q, plan.parts[0].rows), kv, plan.parts[0], plan.group, scale)
+    if len(plan) == 1 and isinstance(plan[0].targets, slice):
+        return _part(_rows(q, plan[0].rows), kv, plan[0], scale)
     out = q.new_empty(q.shape[0] + 1, q.shape[1] * q.shape[2])
-    for part in plan.parts:
-        out[part.targets] = _part(_rows(q, part.rows), kv, part, plan.group, scale)
+    for part in plan:
+        out[part.targets] = _part(_rows(q, part.rows), kv, part, scale)
     return out[:-1]
 
 
@@ -189,10 +183,10 @@ def attend_pages(q: torch.Tensor, kv: torch.Tensor, pages: PageTensors, scale: f
     return attend(q, kv, plan, scale)
 
 
-def _part(q: torch.Tensor, kv: torch.Tensor, part: Part, group: int, scale: float) -> torch.Tensor:
+def _part(q: torch.Tensor, kv: torch.Tensor, part: Part, scale: float) -> torch.Tensor:
     # q [b * q, Q, D] -> [b * q, Q * D]
     b, rows, n = part.size
-    heads, size = kv.shape[2], kv.shape[3]
+    heads, size, group = kv.shape[2], kv.shape[3], q.shape[1] // kv.shape[2]
     entries = _rows(kv, part.slots).view(-1, n, 2, heads, size).expand(b, -1, -1, -1, -1)
     folded = q.reshape(b, rows, heads, group, size).transpose(1, 2).reshape(b, heads, rows * group, size)
     out = F.scaled_dot_product_attention(folded, entries[:, :, 0].transpose(1, 2), entries[:, :, 1].transpose(1, 2),

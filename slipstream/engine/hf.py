@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from slipstream.base.errors import ModelError, in_a_line
-from slipstream.engine.attention import AttentionPlan, attend, plan_attention, plan_pages
+from slipstream.engine.attention import Part, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import check_floats
 from slipstream.engine.kv import KVPool
@@ -77,7 +77,7 @@ class Step:
 
     batch: ForwardBatch
     pool: KVPool
-    plans: dict[int, AttentionPlan] = field(default_factory=dict)
+    plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int) -> torch.Tensor:
