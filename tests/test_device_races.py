@@ -63,7 +63,7 @@ def test_a_cpu_keeps_what_it_had() -> None:
 def test_what_fails_in_its_trial_is_a_reason_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert race_for("auto", CONFIG, CUDA) is None
     told = capsys.readouterr().out
-    assert "torch's operations choose" in told and "reason=" in told
+    assert "torch's choice of tokens" in told and "reason=" in told
     assert race_for("torch", CONFIG, CUDA) is None and not capsys.readouterr().out
 
 

@@ -26,7 +26,7 @@ from slipstream.engine.fp8 import rounded as torch_rounded
 from slipstream.engine.fp8_blocks import E4M3
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import TORCH, Heads, Operations, Rope, Step
-from slipstream.engine.proof import Proof, What, objection
+from slipstream.engine.proof import Proof, objection
 from slipstream.observe.log import logger
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -61,38 +61,39 @@ def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device:
                    proof: Proof = objection) -> Operations:
     """choice: as in ``ModelSection.kernels``. config: of the layers, or of a rank's part of them."""
     def tried() -> str:
-        return difference(triton_operations(), config, dtype, device)
+        return proof("operations", config, dtype, device) or difference(triton_operations(), config, dtype, device)
 
-    serve = choice != "torch" and _serve("operations", "in layers", config, dtype, device, proof, tried)
+    serve = serves(choice, device, "operations in layers", missing(config, dtype, device), tried)
     return triton_operations() if serve else TORCH
 
 
 def rounding_for(choice: str, config: ModelConfig, device: torch.device, proof: Proof = objection) -> Rounding:
     """As ``operations_for``: what makes e4m3 of bfloat16."""
     def tried() -> str:
-        return rounding_difference(triton_rounding(), config, device)
+        return (proof("rounding", config, torch.bfloat16, device)
+                or rounding_difference(triton_rounding(), config, device))
 
-    serve = choice != "torch" and _serve("rounding", "to 8 bits", config, torch.bfloat16, device, proof, tried)
+    serve = serves(choice, device, "rounding to 8 bits", missing(config, torch.bfloat16, device), tried)
     return triton_rounding() if serve else torch_rounded
 
 
-def _serve(what: What, where: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, proof: Proof,
-           tried: Callable[[], str]) -> bool:
-    """Whether kernels of our own do. tried: where they differ, in words. On a CPU nobody expects them."""
-    if device.type != "cuda":
+def serves(choice: str, device: torch.device, what: str, reason: str, tried: Callable[[], str]) -> bool:
+    """Whether kernels of our own do. reason: why they cannot be tried; tried: where they differ; in words. On a CPU
+    nobody expects them."""
+    if choice == "torch" or device.type != "cuda":
         return False
     log = logger("engine")
-    if reason := missing(config, dtype, device):
-        log.info(f"torch's {what} {where}", reason=reason)
+    if reason:
+        log.info(f"torch's {what}", reason=reason)
         return False
     try:
-        reason = proof(what, config, dtype, device) or tried()
+        reason = tried()
     except Exception as error:  # compilers and drivers fail in their own ways
         reason = in_a_line(error)
     if reason:
-        log.warning(f"torch's {what} {where}: slower", reason=reason)
+        log.warning(f"torch's {what}: slower", reason=reason)
         return False
-    log.info(f"fused {what} {where}")
+    log.info(f"kernels of our own: {what}")
     return True
 
 

@@ -28,15 +28,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.base.errors import in_a_line
 from slipstream.choosing.logits import is_filtered
 from slipstream.choosing.noise import row_keys
 from slipstream.choosing.sampling import RUNNERS_UP, ChoiceRows, Winners, choose, rank, ranked
 from slipstream.choosing.transfer import sent
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.ops.fused import block, unfit
+from slipstream.engine.ops.fused import block, serves, unfit
 from slipstream.engine.proof import Proof, objection
-from slipstream.observe.log import logger
 from slipstream.protocol.requests import Sampling
 
 PART = 1024  # columns of one program
@@ -60,24 +58,14 @@ def race_for(choice: str, config: ModelConfig, device: torch.device, vocabulary:
              proof: Proof = objection) -> DeviceRace | None:
     """choice: as in ``ModelSection.kernels``. config: of a model or head, whose logits have ``vocabulary`` int64 [V]
     for columns, None: as many as it has tokens. None: torch's serve."""
-    if choice == "torch" or device.type != "cuda":
-        return None
-    log = logger("engine")
-    if reason := unfit(device):
-        log.info("torch's operations choose", reason=reason)
-        return None
     width = config.vocab_size if vocabulary is None else len(vocabulary)
-    try:
-        found = DeviceRace(race_kernels(), width, vocabulary)
-        asked = replace(config, vocab_size=width)
-        reason = proof("choosing", asked, torch.float32, device) or difference(found, device)
-    except Exception as error:  # compilers and drivers fail in their own ways
-        reason = in_a_line(error)
-    if reason:
-        log.warning("torch's operations choose: slower", reason=reason)
-        return None
-    log.info("kernels of our own choose", columns=width)
-    return found
+
+    def tried() -> str:
+        found, asked = DeviceRace(race_kernels(), width, vocabulary), replace(config, vocab_size=width)
+        return proof("choosing", asked, torch.float32, device) or difference(found, device)
+
+    serve = serves(choice, device, "choice of tokens", unfit(device), tried)
+    return DeviceRace(race_kernels(), width, vocabulary) if serve else None
 
 
 def race_kernels() -> Any:
