@@ -17,6 +17,7 @@ import struct
 import weakref
 from array import array
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -132,24 +133,18 @@ def fits(outer: int, inner: int) -> bool:
 class NativeHead:
     """x W^T in float32: of final states, logits; and which of them is the greatest."""
 
-    __slots__ = ("_lengths", "_screen", "_team", "_tried", "packed")
-
     def __init__(self, team: Team, weight: Matrix) -> None:
         """weight [V, H], any float dtype or whole numbers."""
         self._team = team
         self.packed = Packed(team, weight)
-        self._screen: Screen | None = None
-        self._tried = False
         self._lengths = (torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)  # of what each input weighs
                          if isinstance(weight, torch.Tensor) else torch.ones(self.packed.inner))
 
-    @property
+    @cached_property
     def screen(self) -> Screen | None:
-        """None where there is none that serves. The first call makes it, and tries it."""
-        if not self._tried:
-            self._tried, made = True, Screen.of(self._team, self.packed)
-            self._screen = made if made is not None and self._serves(made) else None
-        return self._screen
+        """None where there is none that serves. It is made, and tried, when it is first asked for."""
+        made = Screen.of(self._team, self.packed)
+        return made if made is not None and self._serves(made) else None
 
     def screens(self, rows: int) -> bool:
         """Whether so many rows are chosen from without all logits: by tiles, many rows of a product cost little more
