@@ -193,6 +193,20 @@ def test_the_loss_of_a_block_is_the_one_on_the_page(tiny_folder: Path) -> None:
     assert found.loss.item() == pytest.approx(total.item() / count, rel=1e-4)
 
 
+def test_the_target_is_not_drawn_to_the_head(tiny_folder: Path) -> None:
+    """What the target says is no weight of the head, also where both begin as one tensor."""
+    config = ModelConfig.from_folder(tiny_folder)
+    head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(VOCAB), 259, 0, DIRECT)
+    with torch.no_grad():
+        head.tensors["lm_head.weight"].normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    blocks = blocks_of([conversation(config, 30, 5)], head, 40, (ANSWER,), random.Random(3))
+    found, alone = (torch.autograd.grad(learn(replace(head, teacher=teacher), blocks).loss,
+                                        head.tensors["lm_head.weight"])[0]
+                    for teacher in (head.teacher, head.teacher.detach()))
+    assert torch.equal(found, alone)
+    assert not random_head(tiny_folder).teacher.requires_grad
+
+
 def test_blocks_learn_the_same_from_some_tokens(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.from_folder(tiny_folder)
     head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(VOCAB).flip(0), 259, 0, DIRECT)

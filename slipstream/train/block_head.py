@@ -57,9 +57,10 @@ def warm_block_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vo
         "confidence_head.proj.weight": torch.zeros(1, hidden + RANK), "confidence_head.proj.bias": torch.zeros(1)}
     for layer in range(layers):
         made |= _layer(config, own, f"model.layers.{target.num_layers - layers + layer}", f"layers.{layer}")
+    teacher = lm_head.to(device, copy=True)  # before it has a gradient: the target learns nothing
     trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
     embedding = take(tensors, "model.embed_tokens.weight", target.vocab_size, hidden).to(device, torch.float32)
-    return Head(config, taps, trained, vocabulary.to(device), embedding, lm_head.to(device, copy=True),
+    return Head(config, taps, trained, vocabulary.to(device), embedding, teacher,
                 target.num_layers, hidden, BlockPlan(BLOCK, mask))
 
 

@@ -122,7 +122,8 @@ def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabula
         made[f"{LAYER}.self_attn.{name}.weight"] = torch.cat((of_tokens, of_states), 1)
     made[f"{LAYER}.hidden_norm.weight"] = made[f"{LAYER}.input_layernorm.weight"]
     made[f"{LAYER}.input_layernorm.weight"] = torch.ones(hidden)
+    teacher = lm_head.to(device, copy=True)  # before it has a gradient: the target learns nothing
     trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
     embedding = take(tensors, "model.embed_tokens.weight", target.vocab_size, hidden).to(device, torch.float32)
-    return Head(config, taps, trained, vocabulary.to(device), embedding, lm_head.to(device, copy=True),
+    return Head(config, taps, trained, vocabulary.to(device), embedding, teacher,
                 target.num_layers, hidden)
