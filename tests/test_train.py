@@ -115,7 +115,7 @@ def test_unrolled_steps_are_what_the_served_head_drafts(tiny_folder: Path, tmp_p
 
 def drafted(network: EagleNetwork, head: Head, talk: Conversation, root: int, steps: int) -> list[torch.Tensor]:
     """Logits of a chain below the token of row ``root``, its tokens forced to be the conversation's."""
-    wide = torch.from_numpy(talk.states[:root + 1].copy()).view(torch.bfloat16)[:, :-head.target_hidden].float()
+    wide = torch.from_numpy(talk.states[:root + 1].copy()).view(torch.bfloat16)[:, :-head.config.hidden_size].float()
     state = network.read([Features(1, 0, wide.contiguous().numpy().tobytes(), root + 1, "float32")])[0]
     slots = network.slots.alloc(root + steps)
     builder, found = BatchBuilder(), []

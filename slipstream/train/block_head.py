@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.engine.model import ModelConfig, take
-from slipstream.train.head import FAINT, SMALL, BlockPlan, Counts, Head, Tensors, taps_of
+from slipstream.engine.model import ModelConfig
+from slipstream.train.head import SMALL, BlockPlan, Counts, Head, copied, placed, taps_of
 
 LAYERS, BLOCK, RANK = 2, 6, 128
 
@@ -40,40 +40,14 @@ def warm_block_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vo
                      o_bias=False, mlp_bias=False, qk_norm=True, sliding_window=0)
     taps, hidden = (*taps_of(target.num_layers), target.num_layers), config.hidden_size
     dice = torch.Generator().manual_seed(seed)
-
-    def own(name: str, *shape: int) -> torch.Tensor:
-        return take(tensors, name, *shape).float().clone()
-
-    fc = FAINT * torch.randn(hidden, len(taps) * hidden, generator=dice)
-    fc[:, -2 * hidden : -hidden] += torch.eye(hidden)
-    lm_head = own("model.embed_tokens.weight" if target.tied_embeddings else "lm_head.weight", target.vocab_size,
-                  hidden)[vocabulary]
-    last = f"model.layers.{target.num_layers - 1}"
-    made: Tensors = {
-        "fc.weight": fc, "hidden_norm.weight": own(f"{last}.input_layernorm.weight", hidden),
-        "norm.weight": own("model.norm.weight", hidden), "lm_head.weight": lm_head,
-        "markov_head.markov_w1.weight": SMALL * torch.randn(target.vocab_size, RANK, generator=dice),
-        "markov_head.markov_w2.weight": torch.zeros(len(vocabulary), RANK),
-        "confidence_head.proj.weight": torch.zeros(1, hidden + RANK), "confidence_head.proj.bias": torch.zeros(1)}
-    for layer in range(layers):
-        made |= _layer(config, own, f"model.layers.{target.num_layers - layers + layer}", f"layers.{layer}")
-    teacher = lm_head.to(device, copy=True)  # before it has a gradient: the target learns nothing
-    trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
-    embedding = take(tensors, "model.embed_tokens.weight", target.vocab_size, hidden).to(device, torch.float32)
-    return Head(config, taps, trained, vocabulary.to(device), embedding, teacher,
-                target.num_layers, hidden, BlockPlan(BLOCK, mask))
-
-
-def _layer(config: ModelConfig, own: Any, theirs: str, ours: str) -> Tensors:
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_heads * size, config.num_kv_heads * size
-    shapes = {"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
-              "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
-              "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
-              "input_layernorm": (hidden,),
-              "post_attention_layernorm": (hidden,)}
-    return {f"{ours}.{name}.weight": own(f"{theirs}.{name}.weight", *shape) for name, shape in shapes.items()} | {
-        f"{ours}.self_attn.{name}_norm.weight": torch.ones(size) for name in "qk"}
+    made = copied(target, tensors, config, len(taps), vocabulary, dice)
+    made["hidden_norm.weight"] = made[f"layers.{layers - 1}.input_layernorm.weight"].clone()
+    made |= {"markov_head.markov_w1.weight": SMALL * torch.randn(target.vocab_size, RANK, generator=dice),
+             "markov_head.markov_w2.weight": torch.zeros(len(vocabulary), RANK),
+             "confidence_head.proj.weight": torch.zeros(1, hidden + RANK), "confidence_head.proj.bias": torch.zeros(1)}
+    made |= {f"layers.{layer}.self_attn.{name}_norm.weight": torch.ones(config.head_dim)
+             for layer in range(layers) for name in "qk"}
+    return placed(target, tensors, config, taps, made, vocabulary, device, BlockPlan(BLOCK, mask))
 
 
 def block_config(head: Head, rope: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -85,7 +59,7 @@ def block_config(head: Head, rope: Mapping[str, Any], dtype: torch.dtype) -> dic
         "aux_hidden_state_layer_ids": list(head.taps), "block_size": plan.size, "mask_token_id": plan.mask_token,
         "sample_from_anchor": True, "draft_vocab_size": len(head.vocabulary), "markov_rank": RANK,
         "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
-        "target_hidden_size": head.target_hidden, "tie_word_embeddings": False, "dtype": str(dtype).split(".")[-1],
+        "target_hidden_size": config.hidden_size, "tie_word_embeddings": False, "dtype": str(dtype).split(".")[-1],
         "speculators_config": {
             "algorithm": "dspark", "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": plan.size}]},

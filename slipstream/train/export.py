@@ -77,7 +77,7 @@ def published_config(head: Head, dtype: torch.dtype) -> dict[str, Any]:
         "max_position_embeddings": config.max_context, "rms_norm_eps": config.norm_eps,
         **_rope(config), "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
         "vocab_size": config.vocab_size, "draft_vocab_size": len(head.vocabulary),
-        "target_hidden_size": head.target_hidden, "num_aux_hidden_states": len(head.taps),
+        "target_hidden_size": config.hidden_size, "num_aux_hidden_states": len(head.taps),
         "eos_token_id": list(config.eos_token_ids), "torch_dtype": str(dtype).removeprefix("torch."),
         "eagle_config": eagle,
     }

@@ -5,7 +5,7 @@ Rules:
    ``lm_head``); exporting is writing them down.
 2. Warm start: the layers are the target's last ones (attention of the first reads the state's half of the input; the
    token's half begins small and random), ``lm_head`` and ``norm`` are the target's; ``fc`` passes the deepest state
-   through and adds a little of the others, which measured far better than a random one.
+   that enters a layer through and adds a little of the others, which measured far better than a random one.
 3. The draft vocabulary are the tokens that the target's answers use most; ties go to the lower id.
 4. States read: those that enter layers 2, n // 2 and n - 3, the published default; targets too shallow for it name
    their layers.
@@ -23,7 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.drafting.heads.checkpoint import LAYER
+from slipstream.engine.int8 import EMBEDDING, HEAD
 from slipstream.engine.model import ModelConfig, take
+from slipstream.engine.ops.layer import layer_shapes
 from slipstream.train.shards import ANSWER, Conversation
 
 SMALL = 0.02  # spread of what begins random, as models of this size are initialised
@@ -52,7 +54,6 @@ class Head:
     embedding: torch.Tensor  # [V, H] the target's, not trained
     teacher: torch.Tensor  # [V', H] the target's lm_head over the draft vocabulary
     target_layers: int
-    target_hidden: int
     block: BlockPlan | None = None  # a DSpark head (see ``block_head``); None: an EAGLE-3 head, as here
 
     @property
@@ -95,35 +96,41 @@ def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabula
               seed: int, device: torch.device) -> Head:
     """A head of so many layers that begins where the target ends. tensors: the target's checkpoint."""
     config, taps = layer_config(target, layers), taps_of(target.num_layers)
-    hidden, size, inner = config.hidden_size, config.head_dim, config.intermediate_size
     dice = torch.Generator().manual_seed(seed)
+    made = copied(target, tensors, config, len(taps), vocabulary, dice)
+    for name in "qkv":  # the first one reads a token beside the state
+        of_states = made[f"{LAYER}.self_attn.{name}_proj.weight"]
+        of_tokens = SMALL * torch.randn(of_states.shape, generator=dice)
+        made[f"{LAYER}.self_attn.{name}_proj.weight"] = torch.cat((of_tokens, of_states), 1)
+    made[f"{LAYER}.hidden_norm.weight"] = made[f"{LAYER}.input_layernorm.weight"]
+    made[f"{LAYER}.input_layernorm.weight"] = torch.ones(config.hidden_size)
+    return placed(target, tensors, config, taps, made, vocabulary, device)
+
+
+def copied(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, num_taps: int,
+           vocabulary: torch.Tensor, dice: torch.Generator) -> Tensors:
+    """What heads of any kind begin with: the target's last layers, as ``config`` has them but without norms of queries
+    and keys, its norm and its ``lm_head``; and ``fc`` (rule 2)."""
+    hidden = config.hidden_size
 
     def own(name: str, *shape: int) -> torch.Tensor:
         return take(tensors, name, *shape).float().clone()
 
-    fc = FAINT * torch.randn(hidden, len(taps) * hidden, generator=dice)
-    fc[:, -hidden:] += torch.eye(hidden)
-    lm_head = own("model.embed_tokens.weight" if target.tied_embeddings else "lm_head.weight", target.vocab_size,
-                  hidden)[vocabulary]
+    fc = FAINT * torch.randn(hidden, num_taps * hidden, generator=dice)
+    fc[:, 2 * hidden : 3 * hidden] += torch.eye(hidden)
+    lm_head = own(EMBEDDING if target.tied_embeddings else HEAD, target.vocab_size, hidden)[vocabulary]
     made = {"fc.weight": fc, "norm.weight": own("model.norm.weight", hidden), "lm_head.weight": lm_head}
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
-    for layer in range(layers):
-        theirs, ours = f"model.layers.{max(0, target.num_layers - layers + layer)}", f"layers.{layer}"
-        for name, count in heads.items():
-            made[f"{ours}.self_attn.{name}.weight"] = own(f"{theirs}.self_attn.{name}.weight", count * size, hidden)
-        for name, shape in (("self_attn.o_proj", (hidden, config.num_heads * size)), ("mlp.gate_proj", (inner, hidden)),
-                            ("mlp.up_proj", (inner, hidden)), ("mlp.down_proj", (hidden, inner)),
-                            ("input_layernorm", (hidden,)), ("post_attention_layernorm", (hidden,))):
-            made[f"{ours}.{name}.weight"] = own(f"{theirs}.{name}.weight", *shape)
-    # The first one reads a token beside the state.
-    for name, count in heads.items():
-        of_tokens = SMALL * torch.randn(count * size, hidden, generator=dice)
-        of_states = made[f"{LAYER}.self_attn.{name}.weight"]
-        made[f"{LAYER}.self_attn.{name}.weight"] = torch.cat((of_tokens, of_states), 1)
-    made[f"{LAYER}.hidden_norm.weight"] = made[f"{LAYER}.input_layernorm.weight"]
-    made[f"{LAYER}.input_layernorm.weight"] = torch.ones(hidden)
-    teacher = lm_head.to(device, copy=True)  # before it has a gradient: the target learns nothing
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{max(0, target.num_layers - config.num_layers + layer)}"
+        made |= {name: own(name.replace(ours, theirs, 1), *shape)
+                 for name, shape in layer_shapes(replace(config, qk_norm=False), ours).items()}
+    return made
+
+
+def placed(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, taps: tuple[int, ...],
+           made: Tensors, vocabulary: torch.Tensor, device: torch.device, block: BlockPlan | None = None) -> Head:
+    """A head that begins with ``made``, on its device."""
+    teacher = made["lm_head.weight"].to(device, copy=True)  # before it has a gradient: the target learns nothing
     trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
-    embedding = take(tensors, "model.embed_tokens.weight", target.vocab_size, hidden).to(device, torch.float32)
-    return Head(config, taps, trained, vocabulary.to(device), embedding, teacher,
-                target.num_layers, hidden)
+    embedding = take(tensors, EMBEDDING, target.vocab_size, config.hidden_size).to(device, torch.float32)
+    return Head(config, taps, trained, vocabulary.to(device), embedding, teacher, target.num_layers, block)
