@@ -44,7 +44,8 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     with _shown(console) as watcher:
         found = make_head(job, watcher)
     if found:
-        rows = [(a.shape, f"{a.length:.2f}", " / ".join(f"{share:.2f}" for share in a.by_depth)) for a in found]
+        rows = [(shape, f"{a.length:.2f}", " / ".join(f"{share:.2f}" for share in a.by_depth))
+                for shape, a in found.items()]
         console.print(plain_table(("draft", "tokens a target step", "acceptance by depth"), rows))
     if recipe.train:
         console.print(f"the head: {job.out}\nserve it:  slipstream run --set draft.drafter={DRAFTERS[recipe.kind]} "

@@ -5,10 +5,10 @@ It knows nothing about how any of it was measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
+from slipstream.drafting.rounds import Acceptance
 from slipstream.models.folder import KNOWN
-from slipstream.train.evaluate import Worth
 from slipstream.train.fit import Progress
 from slipstream.train.head import Head
 from slipstream.train.recipe import Recipe
@@ -16,7 +16,7 @@ from slipstream.train.shards import Shards
 
 
 def card(target: str, head: Head, recipe: Recipe, shards: Shards, coverage: float, progress: Progress,
-         found: Sequence[Worth], num_prompts: int) -> str:
+         found: Mapping[str, Acceptance], num_prompts: int) -> str:
     """The text of ``README.md``. target: a known model's name, or how its folder is called."""
     return "\n".join((*_matter(target, recipe.kind), *_top(target, head), *_data(recipe, shards, head, coverage),
                       *_recipe(recipe, progress), *_worth(progress, found, num_prompts), *_limits(target)))
@@ -88,7 +88,7 @@ def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
         f"{progress.seconds / 60:.0f} minutes on `{recipe.device}`. `training.svg` shows the curves.", "")
 
 
-def _worth(progress: Progress, found: Sequence[Worth], num_prompts: int) -> tuple[str, ...]:
+def _worth(progress: Progress, found: Mapping[str, Acceptance], num_prompts: int) -> tuple[str, ...]:
     lines = ["## What it is worth", ""]
     if progress.history and progress.history[-1].held_out:
         shares = " / ".join(f"{share:.3f}" for share in progress.history[-1].held_out)
@@ -96,8 +96,8 @@ def _worth(progress: Progress, found: Sequence[Worth], num_prompts: int) -> tupl
     if found:
         lines += [f"Real drafting against the target, greedy, {num_prompts} held-out prompts, drafted by the code that "
                   "serves:", "", "| shape | tokens a target step | acceptance by depth |", "|---|---|---|"]
-        lines += [f"| {a.shape} | {a.length:.2f} | {' / '.join(f'{share:.2f}' for share in a.by_depth)} |"
-                  for a in found]
+        lines += [f"| {shape} | {a.length:.2f} | {' / '.join(f'{share:.2f}' for share in a.by_depth)} |"
+                  for shape, a in found.items()]
         lines.append("")
     return tuple(lines)
 

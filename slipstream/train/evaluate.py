@@ -11,7 +11,6 @@ It knows nothing about training.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from slipstream.base.config import DraftSection, Dtype, GrowthSection, ModelSection
 from slipstream.drafting import create
-from slipstream.drafting.rounds import Rounds, Tally, slots_needed
+from slipstream.drafting.rounds import Acceptance, Rounds, Tally, slots_needed
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.train.shards import ANSWER, Conversation
@@ -28,16 +27,6 @@ SHAPES = {"chain of 5": GrowthSection(num_steps=5, topk=1, num_draft_tokens=5),
           "tree of 16": GrowthSection(num_steps=5, topk=4, num_draft_tokens=16)}
 MAX_PROMPT, MAX_TOKENS = 512, 96  # of a question, and of an answer
 SLOTS = 2048  # of a head, at least
-
-
-@dataclass(frozen=True, slots=True)
-class Worth:
-    """What drafting in one shape gave."""
-
-    shape: str
-    length: float  # accepted draft tokens a round, plus one
-    by_depth: tuple[float, ...]  # acceptance at each depth among the rounds that came so far
-    rounds: int
 
 
 def prompts_of(conversations: Sequence[Conversation], most: int) -> list[list[int]]:
@@ -51,17 +40,16 @@ def prompts_of(conversations: Sequence[Conversation], most: int) -> list[list[in
 
 
 def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], dtype: Dtype = "bfloat16",
-             device: str = "cpu", drafter: Literal["eagle3", "block"] = "eagle3") -> list[Worth]:
-    """What the head in folder ``head`` is worth on ``prompts`` in each of SHAPES. Raises ModelError."""
+             device: str = "cpu", drafter: Literal["eagle3", "block"] = "eagle3") -> dict[str, Acceptance]:
+    """What the head in folder ``head`` gives on ``prompts`` in each of SHAPES. Raises ModelError."""
     slots = slots_needed(prompts, MAX_TOKENS)
     runner = ModelRunner(load_model(target, ModelSection(dtype=dtype, device=device)), slots)
     model = ModelSection(path=str(target), dtype=dtype, device=device)
-    worth = []
+    found = {}
     for shape, growth in SHAPES.items():
         section = DraftSection(drafter=drafter, model=str(head), dtype=dtype, device=device, growth=growth)
         tally = Tally()
         made = create(section, model, max(SLOTS, slots))
         Rounds(runner, made, MAX_TOKENS).answer(prompts, growth.num_draft_tokens, tally)
-        found = tally.acceptance
-        worth.append(Worth(shape, found.length, tuple(found.by_depth), found.rounds))
-    return worth
+        found[shape] = tally.acceptance
+    return found

@@ -13,7 +13,7 @@ It knows nothing about progress bars; ``Watcher`` is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -24,6 +24,7 @@ import torch
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.heads.block_checkpoint import BlockHead, read_block_head
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
+from slipstream.drafting.rounds import Acceptance
 from slipstream.engine.int8 import holds_int8
 from slipstream.engine.model import FAMILY, ModelConfig, device_of, dtype_of, load_tensors
 from slipstream.models.folder import read_json, weights_hash
@@ -32,7 +33,7 @@ from slipstream.train.card import card
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
 from slipstream.train.dialogue import numbered, read_prompts
-from slipstream.train.evaluate import Worth, evaluate, prompts_of
+from slipstream.train.evaluate import evaluate, prompts_of
 from slipstream.train.export import export
 from slipstream.train.fit import Progress, Training, threads
 from slipstream.train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
@@ -67,15 +68,15 @@ class Job:
     recipe: Recipe
 
 
-def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
-    """Run all stages. Returns what the head is worth on held-out prompts. Raises ConfigError, ModelError."""
+def make_head(job: Job, watcher: Watcher) -> Mapping[str, Acceptance]:
+    """Run all stages. Returns what the head gives on held-out prompts, by shape. Raises ConfigError, ModelError."""
     config = _config_of(job.target)
     check_work(job.work)
     with alone(job.work):
         return _made(job, config, watcher)
 
 
-def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Sequence[Worth]:
+def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Mapping[str, Acceptance]:
     recipe = job.recipe
     if recipe.train:
         check_out(job.out, job.target, job.work)
@@ -102,7 +103,7 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Sequence[Worth]:
         watcher.say(f"{left} of {len(given)} given prompts have no answer: they are too long (--max-prompt), or there "
                     "was no time or room for them (--minutes, --tokens)")
     if not recipe.train:
-        return ()
+        return {}
     head, covered, training = _train(job, config, identity, shards, watcher)
     dtype = dtype_of(recipe.dtype)
     weights = weights_hash(job.target)
@@ -111,7 +112,7 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Sequence[Worth]:
     watcher.say("drafting for held-out prompts")
     prompts = prompts_of(list(shards.conversations(held_out=True)), EVALUATED)
     found = evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device,
-                     drafter=DRAFTERS[recipe.kind]) if prompts else []
+                     drafter=DRAFTERS[recipe.kind]) if prompts else {}
     now = training.progress
     texts = {"training.svg": curves(now.history),
              "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))}
@@ -156,7 +157,7 @@ def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Sha
     if begun is not None:
         vocabulary = begun.tensors[VOCABULARY]
     else:
-        vocabulary = draft_vocabulary(counts, recipe.draft_vocab) if earlier is None else _vocabulary(earlier)
+        vocabulary = draft_vocabulary(counts, recipe.draft_vocab) if earlier is None else earlier.vocabulary
     covered = coverage(counts, vocabulary)
     watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers")
     mask = (int(begun.tensors[MASK]) if begun is not None and recipe.kind == "dspark" else earlier.mask_token
@@ -193,16 +194,12 @@ def _earlier(job: Job) -> EagleHead | BlockHead | None:
     return (read_block_head if job.recipe.kind == "dspark" else read_head)(begin, job.target)
 
 
-def _vocabulary(earlier: EagleHead | BlockHead) -> torch.Tensor:
-    return torch.arange(earlier.config.vocab_size) if earlier.vocabulary is None else earlier.vocabulary
-
-
 def _check_begin(job: Job, config: ModelConfig) -> None:
     """Raises ModelError, ConfigError for a head that none can begin with."""
     earlier = _earlier(job)
     if earlier is not None:
         mask = earlier.mask_token if isinstance(earlier, BlockHead) else 0
-        _check_shape(_warm(job, config, _vocabulary(earlier), mask, torch.device("cpu")), earlier)
+        _check_shape(_warm(job, config, earlier.vocabulary, mask, torch.device("cpu")), earlier)
 
 
 def _check_shape(head: Head, earlier: EagleHead | BlockHead) -> None:
