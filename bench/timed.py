@@ -1,8 +1,8 @@
 """Timed devices as processes, a network between them, and readers of what they say.
 
-``python -m bench.timed ROLE TIMING.json --set …`` is one of them, a composition root. ROLE is target, draft, or
-colocated: a target whose drafter is in the same process and on the same device. ``deployed`` starts as many as a
-benchmark needs. It knows nothing about what is measured.
+``python -m bench.timed ROLE TIMING --set …`` is one of them, a composition root. ROLE is target, draft, or colocated: a
+target whose drafter is in the same process and on the same device; TIMING is what ``written`` gives. ``deployed``
+starts as many as a benchmark needs. It knows nothing about what is measured.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.fleet import LOGS, Process, Served, free_port, served, service
@@ -88,19 +89,29 @@ def text(stream: int) -> tuple[int, int]:
     return token, token
 
 
+def written(timing: Timing) -> str:
+    """As an argument of a process."""
+    return json.dumps(asdict(timing))
+
+
+def read(text: str) -> Timing:
+    """What was ``written``."""
+    fields = json.loads(text)
+    return Timing(**{**fields, **{name: tuple(fields[name]) for name in ("acceptance", "wrong")}})
+
+
 def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | None = None,
              settings: Sequence[str] = (), role: str = "target",
              traces: Mapping[str, Path] | None = None) -> AbstractAsyncContextManager[Served]:
     """Every target knows every draft, through a relay where there is an ``rtt_ms``. traces: files for those of a role,
     written when they stop."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    file = str(timing.save(LOGS / "timing.json"))
     relays: list[Process] = []
 
     def process(role: str, number: int, *own: str) -> Process:
         trace = (f"log.trace={traces[role]}",) if traces else ()
         return service("draft" if role == "draft" else "target", f"timed-{role}-{number}", LOGS,
-                       (*settings, *own, *trace), "bench.timed", (role, file))
+                       (*settings, *own, *trace), "bench.timed", (role, written(timing)))
 
     def reached(draft: Process) -> str:
         if rtt_ms is None:
@@ -159,12 +170,12 @@ async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, read
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=("target", "draft", "colocated"))
-    parser.add_argument("timing", type=Path)
+    parser.add_argument("timing", type=read)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     arguments = parser.parse_args()
     # A timed device's text is no text: what it repeats says nothing.
     config = load(None, ("target.prompt_lookup=false", *arguments.overrides))
-    timing = Timing.load(arguments.timing)
+    timing = arguments.timing
     configure(config.log)
 
     async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from bench.fleet import Process, free_port
+from bench.timed import written
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
 from slipstream.wire.target import TargetClient
@@ -38,7 +39,6 @@ class Fleet:
     clients: list[TargetClient] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        timing = TIMING.save(self.folder / "timing.json")
         ports = [[free_port(), free_port()] for _ in range(DRAFTS + TARGETS)]
         known = ", ".join(f"'127.0.0.1:{listen}'" for listen, _ in ports[:DRAFTS])
         for number, (listen, metrics) in enumerate(ports):
@@ -46,7 +46,7 @@ class Fleet:
             settings = (f"{role}.listen=127.0.0.1:{listen}", f"{role}.metrics_listen=127.0.0.1:{metrics}",
                         f"target.drafts=[{known}]", "target.slots=32768", "draft.run_ahead=40")
             (self.drafts if role == "draft" else self.targets).append(
-                Process("bench.timed", settings, metrics, self.folder / f"{number}.log", (role, str(timing))))
+                Process("bench.timed", settings, metrics, self.folder / f"{number}.log", (role, written(TIMING))))
         self.clients = [TargetClient(f"127.0.0.1:{listen}") for listen, _ in ports[DRAFTS:]]
 
     async def total(self, name: str, **labels: str) -> float:

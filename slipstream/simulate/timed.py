@@ -16,13 +16,11 @@ It knows nothing about processes, links or schedules.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -72,19 +70,6 @@ class Timing:
     def level_of(self, rows: int) -> float:
         """Seconds of a level of a tree, likewise."""
         return self.draft_s / self.levels * float((1.0 + (rows / self.draft_knee_rows) ** 3) ** (1 / 3))
-
-    def save(self, path: Path) -> Path:
-        path.write_text(json.dumps(asdict(self)))
-        return path
-
-    @staticmethod
-    def load(path: Path) -> Timing:
-        """What ``save`` wrote. Raises ConfigError."""
-        try:
-            fields = json.loads(path.read_text())
-            return Timing(**{**fields, **{name: tuple(fields[name]) for name in ("acceptance", "wrong")}})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"cannot read timings from {path}: {error}") from error
 
 
 def mix(seed: int, stream: NDArray[np.uint64], position: NDArray[np.uint64]) -> NDArray[np.uint64]:
