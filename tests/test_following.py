@@ -18,7 +18,7 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.decision.decide import Mode
-from slipstream.drafting.ngram import NgramDrafter, NgramShape
+from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.following.followed import Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
 from slipstream.observe.metrics import TargetMetrics
@@ -108,7 +108,7 @@ def following(gives: Callable[[FeatureSpec], bool] | None = None, lookup: bool =
 
 @contextmanager
 def drafted(target: Following) -> Iterator[None]:
-    worker = assemble(NgramDrafter(8, NgramShape(min_match=1)), "", 30.0).worker
+    worker = assemble(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0).worker
     worker.start()
     try:
         with local_link_to(HELLO, target, worker):

@@ -15,7 +15,7 @@ from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import Round, Seen
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.drafting.ngram import NgramDrafter, NgramShape
+from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.following.following import HELD
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Commit, DraftBound, Faults, Peer, PeerEvents
@@ -218,7 +218,7 @@ class Overheard:
 
 
 def ngrams() -> NgramDrafter:
-    return NgramDrafter(256, NgramShape(min_match=1))
+    return NgramDrafter(256, orders=(1, *ORDERS))
 
 
 async def test_a_drafter_is_not_woken_for_commits_that_ask_for_nothing(folder: Path) -> None:

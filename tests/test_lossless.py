@@ -19,7 +19,7 @@ from scipy import stats
 
 from slipstream.base.config import DraftSection, Dtype, GrowthSection, ModelSection, PolicySection
 from slipstream.drafting import Drafter, create
-from slipstream.drafting.ngram import NgramDrafter, NgramShape
+from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
@@ -80,7 +80,7 @@ def drafter(kind: str, folders: dict[str, Path], dtype: Dtype = "float64") -> Dr
     model = ModelSection(path=str(folders["target"]), dtype=dtype)
     growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8)
     if kind == "ngram":
-        return NgramDrafter(256, NgramShape(min_match=1))
+        return NgramDrafter(256, orders=(1, *ORDERS))
     head = {"mapped": "eagle2"}.get(kind, kind)
     name = head if head in ("eagle2", "eagle3", "block") else "standalone"
     return create(DraftSection(drafter=name, model=str(folders[head]),

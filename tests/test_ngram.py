@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from slipstream.drafting.ngram import NgramDrafter, NgramShape
+from slipstream.drafting.ngram import BREADTH, LONGEST, ORDERS, NgramDrafter
 from slipstream.protocol.messages import Commit, Growth, Open
 from slipstream.protocol.requests import Sampling
 from tests.growth_rules import GrowthLedger, scored_paths
 
 
-def opened(tokens: list[int], **shape: int) -> NgramDrafter:
-    drafter = NgramDrafter(2, NgramShape(**shape))
+def opened(tokens: list[int], orders: Sequence[int] = ORDERS) -> NgramDrafter:
+    drafter = NgramDrafter(2, orders)
     assert drafter.open([Open(7, np.array(tokens, np.int32), 1, Sampling())]) == []
     return drafter
 
@@ -50,14 +51,14 @@ def test_nothing_matches_nothing_grows() -> None:
     assert len(growth.ids) == 0 and growth.base == 4
 
 
-def test_a_match_below_min_match_proposes_nothing() -> None:
-    assert len(opened([5, 1, 6, 7, 1], min_match=2).grow([7], [8])[0].ids) == 0
-    assert len(opened([5, 1, 6, 7, 1], min_match=1).grow([7], [1])[0].ids) == 1
+def test_a_match_below_the_shortest_proposes_nothing() -> None:
+    assert len(opened([5, 1, 6, 7, 1]).grow([7], [8])[0].ids) == 0
+    assert len(opened([5, 1, 6, 7, 1], (1, *ORDERS)).grow([7], [1])[0].ids) == 1
 
 
 def test_the_newest_of_equal_matches_goes_first() -> None:
     text = [1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 4, 0, 1, 2]
-    assert opened(text, max_match=2).grow([7], [1])[0].tokens.tolist() == [4]
+    assert opened(text).grow([7], [1])[0].tokens.tolist() == [4]
 
 
 def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
@@ -67,9 +68,8 @@ def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
 
 def test_breadth_and_depth_are_bounded() -> None:
     text = [t for n in range(10) for t in (1, 2, 10 + n)] + [1, 2]
-    (growth,) = opened(text, max_breadth=3, max_match=4).grow([7], [63])
-    assert sum(len(path) == 1 for path in paths(growth)) == 3
-    assert max(len(path) for path in paths(growth)) <= 4
+    assert sum(len(path) == 1 for path in paths(opened(text).grow([7], [63])[0])) == BREADTH
+    assert max(len(path) for path in paths(opened([1, 2, 3] * 20).grow([7], [63])[0])) == LONGEST
 
 
 def test_a_second_grow_adds_only_further_nodes() -> None:

@@ -18,7 +18,7 @@ from slipstream_sglang.trees import laid_out
 
 from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
-from slipstream.drafting.ngram import NgramDrafter, NgramShape
+from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, Open, TargetHello
 from slipstream.protocol.tree import DraftTree
 from tests.pair import local_link_to
@@ -68,7 +68,7 @@ def worker_of(known: dict[str, CustomSpecAlgo], given: SimpleNamespace) -> Any:
 
 @contextmanager
 def drafted(worker: Any) -> Iterator[None]:
-    draft = assemble(NgramDrafter(8, NgramShape(min_match=1)), "", 30.0).worker
+    draft = assemble(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0).worker
     draft.start()
     try:
         with local_link_to(HELLO, worker.trees.chains.following, draft):

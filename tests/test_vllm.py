@@ -28,7 +28,7 @@ from structlog.testing import capture_logs
 from bench.vllm.host import SleepingRunner
 from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
-from slipstream.drafting.ngram import NgramDrafter, NgramShape
+from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.following.chains import PLAIN, SWITCH, Chains, Row
 from slipstream.following.rounds import ToldStep
 from slipstream.models.folder import tokenizer_hash
@@ -88,7 +88,7 @@ class Runner:
 
 @contextmanager
 def drafted(chains: Chains) -> Iterator[None]:
-    worker = assemble(NgramDrafter(8, NgramShape(min_match=1)), "", 30.0).worker
+    worker = assemble(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0).worker
     worker.start()
     try:
         with local_link_to(HELLO, chains.following, worker):

@@ -24,15 +24,11 @@ from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, 
 from slipstream.protocol.session import DOUBT, Match, SuffixIndex
 from slipstream.protocol.tree import MAX_NODES
 
-
-@dataclass(frozen=True, slots=True)
-class NgramShape:
-    """Which matches count, and how wide a tree of them is. Nobody measured other values to be better."""
-
-    min_match: int = 2  # a shorter matching suffix proposes nothing
-    max_match: int = 18  # the longest suffix that is looked up, and the depth of a tree
-    max_breadth: int = 4  # children of a node after the shortest match; after the longest there is one
-    remembered: int = 1_000_000 // 18  # newest tokens of a session, as many as SGLang's trie of a million nodes holds
+# Nobody measured other values to be better.
+ORDERS = (2, 4, 8, 16)  # suffixes that are looked up; below the shortest nothing is proposed
+LONGEST = 18  # tokens of a match that are counted, and the depth of a tree
+BREADTH = 4  # children of a node after the shortest match; after the longest there is one
+KEEP = 1_000_000 // 18  # newest tokens of a session, as many as SGLang's trie of a million nodes holds
 
 
 class Branch(NamedTuple):
@@ -63,13 +59,12 @@ class NgramDrafter:
     vocab_size = 0
     hidden_size = 0
     max_nodes = MAX_NODES - 1
+    max_context = KEEP
 
-    def __init__(self, max_sessions: int, shape: NgramShape | None = None) -> None:
-        """shape: None for the usual one."""
-        self._shape = shape or NgramShape()
+    def __init__(self, max_sessions: int, orders: Sequence[int] = ORDERS) -> None:
+        self._orders = orders
         self._sessions: dict[int, NgramSession] = {}
         self.max_sessions = max_sessions
-        self.max_context = max(self._shape.remembered, self._shape.max_match)
 
     def open(self, opens: Sequence[Open]) -> list[int]:
         """Begin sessions (again); returns the ids beyond ``max_sessions``."""
@@ -79,8 +74,8 @@ class NgramDrafter:
             if known is None and len(self._sessions) >= self.max_sessions:
                 refused.append(message.session)
                 continue
-            index = SuffixIndex(_orders(self._shape), self._shape.max_match, self.max_context)
-            index.extend(message.tokens[-2 * self.max_context:].tolist())
+            index = SuffixIndex(self._orders, LONGEST, KEEP)
+            index.extend(message.tokens[-2 * KEEP:].tolist())
             tree = GrowingTree(len(message.tokens), next_id=1 if known is None else known.tree.next_id)
             self._sessions[message.session] = NgramSession(index, tree)
         return refused
@@ -124,7 +119,7 @@ class NgramDrafter:
             branch = heapq.heappop(heap)
             node = tree.propose(branch.parent, branch.token, -branch.cost)
             left -= tree.ids[node] == 0
-            if branch.depth < self._shape.max_match:
+            if branch.depth < LONGEST:
                 self._push(session, node, branch.cost, branch.depth, branch.members)
         return tree.growth(session_id, budget)
 
@@ -145,13 +140,6 @@ class NgramDrafter:
 
     def _breadth(self, matched: int) -> int:
         """Children of a node: fewer the longer the match, down to one."""
-        shape = self._shape
-        over = min(1.0, max(0, matched - shape.min_match) / max(1, shape.max_match - shape.min_match))
-        return max(1, round(shape.max_breadth - over * (shape.max_breadth - 1)))
-
-
-def _orders(shape: NgramShape) -> list[int]:
-    orders = [min(shape.min_match, shape.max_match)]
-    while orders[-1] * 2 <= shape.max_match:
-        orders.append(orders[-1] * 2)
-    return orders
+        least = self._orders[0]
+        over = min(1.0, max(0, matched - least) / (LONGEST - least))
+        return max(1, round(BREADTH - over * (BREADTH - 1)))
