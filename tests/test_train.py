@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +68,11 @@ def conversation(config: ModelConfig, length: int, seed: int) -> Conversation:
     roles[:4] = GIVEN
     tokens, greedy = dice.integers(config.vocab_size, size=(2, length)).astype(np.int32)
     return Conversation(seed, False, 0.0, tokens, roles, greedy, states.view(torch.uint16).numpy())
+
+
+def talked(target: Path, work: Path, recipe: Recipe,
+           report: Callable[[Totals, float], None] = lambda totals, share: None) -> Totals:
+    return collect(target, work, recipe, report, identity_of(target, ModelConfig.from_folder(target)))
 
 
 def random_head(target: Path, seed: int = 0, layers: int = 1) -> Head:
@@ -472,10 +477,10 @@ def test_conversations_that_no_context_holds_are_told(tmp_path: Path, context: i
     folder = write_tiny_model(tmp_path / "target", max_position_embeddings=context)
     recipe = Recipe(minutes=0, tokens=100, steps=1, batch=2, dtype="float32")
     with pytest.raises(ConfigError, match=f"--max-answer: the target's context holds {context} tokens.*{said}"):
-        collect(folder, tmp_path / "work", recipe, lambda totals, share: None)
+        talked(folder, tmp_path / "work", recipe)
     if context == 400:
         most = replace(recipe, limits=Limits(max_answer=245))
-        assert collect(folder, tmp_path / "work", most, lambda totals, share: None).conversations
+        assert talked(folder, tmp_path / "work", most).conversations
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
@@ -599,7 +604,7 @@ def test_a_target_without_a_chat_template_goes_on_with_given_prompts(simple_fold
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": None}))
     prompts.write_text('{"prompt": "abc"}\n{"turns": ["de", "fg"]}\n')
     recipe = Recipe(minutes=0, steps=1, prompts=prompts, batch=4, limits=Limits(max_answer=8))
-    collect(folder, tmp_path / "work", recipe, lambda totals, share: None)
+    talked(folder, tmp_path / "work", recipe)
     identity = identity_of(folder, ModelConfig.from_folder(folder))
     given = [bytes(int(token) for token in talk.tokens[talk.roles == GIVEN] if token < 256)
              for talk in Shards([tmp_path / "work"], identity).conversations(held_out=False)]
@@ -632,7 +637,7 @@ def test_a_template_may_write_nothing_before_a_user(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     recipe = Recipe(minutes=0, tokens=600, steps=1, batch=1, limits=Limits(max_question=8, max_answer=8))
-    assert collect(folder, tmp_path / "work", recipe, lambda totals, share: None).tokens >= 600
+    assert talked(folder, tmp_path / "work", recipe).tokens >= 600
 
 
 def test_a_special_token_in_a_prompt_is_text(tmp_path: Path) -> None:
@@ -641,7 +646,7 @@ def test_a_special_token_in_a_prompt_is_text(tmp_path: Path) -> None:
     asked = {"is <|pad|> one?", "<|im_end|>\n<|im_start|>assistant\nYes"}
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
     recipe = Recipe(minutes=0, steps=1, prompts=prompts, batch=4, limits=Limits(max_answer=8), dtype="float32")
-    collect(folder, tmp_path / "work", recipe, lambda totals, share: None)
+    talked(folder, tmp_path / "work", recipe)
     identity, turns = identity_of(folder, ModelConfig.from_folder(folder)), read_turns(folder)
     around = len(turns.encode(turns.opening)), len(turns.encode(turns.to_answer))
     for talk in Shards([tmp_path / "work"], identity).conversations(held_out=False):
@@ -656,7 +661,7 @@ def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> Non
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "w{n} w{n + 1}"}}\n' for n in range(20)))
     recipe = Recipe(minutes=0, steps=1, prompts=prompts, batch=4, limits=Limits(max_answer=8), processes=3)
-    totals = collect(simple_folder, tmp_path / "work", recipe, lambda totals, share: None)
+    totals = talked(simple_folder, tmp_path / "work", recipe)
     numbers = [entry["number"] for path in (tmp_path / "work").glob("shard-*/index.json")
                for entry in json.loads(path.read_text())["conversations"]]
     assert len(set(numbers)) == len(numbers) == totals.conversations == 20
@@ -676,7 +681,7 @@ def test_conversations_are_of_the_same_weights_wherever_these_changed(tmp_path: 
     folder, work = write_tiny_model(tmp_path / "target", vocab=12000), tmp_path / "work"
     config, recipe = ModelConfig.from_folder(folder), Recipe(minutes=0, tokens=40, steps=1, batch=2,
                                                               limits=Limits(max_question=8, max_answer=8))
-    collect(folder, work, recipe, lambda totals, share: None)
+    talked(folder, work, recipe)
     before, whole = identity_of(folder, config), Shards([work], identity_of(folder, config)).numbers()
     tensors = load_tensors(folder)
     assert max(tensor.nbytes for tensor in tensors.values()) > 2 * ENDS
@@ -727,9 +732,9 @@ def test_the_card_says_so_when_prompts_were_given_in_another_run(simple_folder: 
 
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(minutes=0, tokens=2000, steps=1, batch=4, limits=Limits(max_answer=16), processes=2, save_every_s=1)
-    totals = collect(simple_folder, tmp_path / "work", recipe, lambda totals, share: None)
+    totals = talked(simple_folder, tmp_path / "work", recipe)
     assert totals.tokens >= 2000 and not multiprocessing.active_children()
-    again = collect(simple_folder, tmp_path / "work", recipe, lambda totals, share: None)
+    again = talked(simple_folder, tmp_path / "work", recipe)
     assert again == totals
 
 
@@ -741,7 +746,7 @@ def test_a_process_that_is_lost_ends_the_talking_at_once(simple_folder: Path, tm
 
     recipe = Recipe(minutes=0, tokens=1 << 30, steps=1, batch=4, limits=Limits(max_answer=16), processes=2)
     with pytest.raises(CapacityError, match="a process that talks has ended"):
-        collect(simple_folder, tmp_path / "work", recipe, report)
+        talked(simple_folder, tmp_path / "work", recipe, report)
     assert list((tmp_path / "work").glob("shard-*")), "what it finished is kept"
 
 

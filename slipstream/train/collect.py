@@ -51,15 +51,14 @@ def identity_of(target: Path, config: ModelConfig) -> Mapping[str, Any]:
 
 
 def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals, float], None],
-            identity: Mapping[str, Any] | None = None) -> Totals:
+            identity: Mapping[str, Any]) -> Totals:
     """Make conversations into ``folder`` until the recipe's tokens or time are used up, or its prompts. ``report`` gets
-    the totals and the share done now and then; ``identity``: the target's, where it is known. Returns the totals.
+    the totals and the share done now and then; ``identity``: the target's. Returns the totals.
     Raises ConfigError, ModelError, CapacityError."""
-    model = load_model(target, ModelSection(dtype=recipe.dtype, device=recipe.device))
-    identity = identity or identity_of(target, model.config)
     before = Shards([folder], identity).totals()
     if share_of(recipe, before) >= 1.0:
         return before
+    model = load_model(target, ModelSection(dtype=recipe.dtype, device=recipe.device))
     remove_halves(folder)
     prompts = numbered(read_prompts(recipe.prompts)) if recipe.prompts else None
     turns = read_turns(target)

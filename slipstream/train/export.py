@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafting.heads.checkpoint import ARCHITECTURE, LAYER
+from slipstream.drafting.heads.checkpoint import ARCHITECTURE, LAYER, usual_taps
 from slipstream.engine.model import ModelConfig, RopeScaling
 from slipstream.models.folder import MADE_FOR
 from slipstream.train.block_head import block_config
@@ -67,8 +67,6 @@ def published_config(head: Head, dtype: torch.dtype) -> dict[str, Any]:
     config = head.config
     if head.block is not None:
         return block_config(head, _rope(config), dtype)
-    eagle: dict[str, Any] = {"use_aux_hidden_state": True}
-    eagle["eagle_aux_hidden_state_layer_ids"] = layer_ids(head.taps, head.target_layers)
     return {
         "architectures": [ARCHITECTURE], "model_type": "llama", "hidden_act": "silu",
         "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
@@ -79,14 +77,14 @@ def published_config(head: Head, dtype: torch.dtype) -> dict[str, Any]:
         "vocab_size": config.vocab_size, "draft_vocab_size": len(head.vocabulary),
         "target_hidden_size": config.hidden_size, "num_aux_hidden_states": len(head.taps),
         "eos_token_id": list(config.eos_token_ids), "torch_dtype": str(dtype).removeprefix("torch."),
-        "eagle_config": eagle,
+        "eagle_config": {"use_aux_hidden_state": True,
+                         "eagle_aux_hidden_state_layer_ids": layer_ids(head.taps, head.target_layers)},
     }
 
 
 def layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
     """The published ids of layers whose inputs are ``taps``."""
-    default = (2, num_layers // 2, num_layers - 3)
-    return list(taps) if taps == default else [tap - 1 for tap in taps]
+    return list(taps) if taps == usual_taps(num_layers) else [tap - 1 for tap in taps]
 
 
 def _rope(config: ModelConfig) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import CapacityError
+from slipstream.choosing.sampling import greatest
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.train.dialogue import Plan, Turns
@@ -230,10 +231,7 @@ def choose(logits: torch.Tensor, temperatures: Sequence[float],
     By inversion of the cumulative sum in float32: several times as fast as noise over a whole vocabulary, and nobody
     has to be able to draw the same sample again.
     """
-    on_cpu = logits.device.type == "cpu"  # numpy's argmax is vectorised there, torch's is not
-    greedy = torch.from_numpy(logits.numpy().argmax(1)) if on_cpu else logits.argmax(1)
-    hot = [row for row, temperature in enumerate(temperatures) if temperature > 0]
-    best: list[int] = greedy.tolist()
+    best, hot = greatest(logits), [row for row, temperature in enumerate(temperatures) if temperature > 0]
     if not hot:
         return best, best
     heat = torch.tensor([temperatures[row] for row in hot], dtype=logits.dtype, device=logits.device)[:, None]

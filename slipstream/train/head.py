@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.drafting.heads.checkpoint import LAYER
+from slipstream.drafting.heads.checkpoint import LAYER, usual_taps
 from slipstream.engine.int8 import EMBEDDING, HEAD
 from slipstream.engine.model import ModelConfig, take
 from slipstream.engine.ops.layer import layer_shapes
@@ -63,9 +63,7 @@ class Head:
 
 def taps_of(num_layers: int) -> tuple[int, int, int]:
     """The layers whose inputs a head reads."""
-    if num_layers >= 6:
-        return 2, num_layers // 2, num_layers - 3
-    return 0, num_layers // 2, num_layers - 1
+    return usual_taps(num_layers) if num_layers >= 6 else (0, num_layers // 2, num_layers - 1)
 
 
 def layer_config(target: ModelConfig, layers: int) -> ModelConfig:

@@ -292,6 +292,11 @@ def _check_kind(published: Published, kind: Kind) -> None:
             raise ModelError(f"{where}: {name}: heads with norms of this kind are not supported; use one without")
 
 
+def usual_taps(num_layers: int) -> tuple[int, int, int]:
+    """What an EAGLE-3 head reads that does not say what."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 def _taps(published: Published, target: Lender) -> tuple[int, ...]:
     fields, where, num_layers = published.raw, published.where, target.num_layers
     section = fields.get("eagle_config") or {}
@@ -299,7 +304,7 @@ def _taps(published: Published, target: Lender) -> tuple[int, ...]:
         raise ModelError(f"{where}: eagle_config: heads that read the last state alone are not EAGLE-3 heads")
     said = [found.get("eagle_aux_hidden_state_layer_ids") for found in (section, fields)]
     ids = next((ids for ids in said if ids not in (None, [])), None)  # exporters write [] where they mean the default
-    default = (2, num_layers // 2, num_layers - 3)
+    default = usual_taps(num_layers)
     if fields.get("architectures") == [VLLMS]:
         usual = [[*default], [i - 1 for i in default]]
         for name, found in (("eagle_aux_hidden_state_layer_ids", ids),
