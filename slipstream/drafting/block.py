@@ -2,15 +2,19 @@
 
 Rules:
 1. A block predicts ``reach`` tokens below the newest one at once. Slot k says what stands k tokens below it, whatever
-   stands between: its marginal. A head may also say how what stands right before changes that (``Conditional``), and
+   stands between: its marginal. A head may also say how what stands right before changes that (``MarkovHead``), and
    then siblings have children of their own, all from the one pass.
 2. Of a slot only its ``CANDIDATES`` best tokens can become nodes; a bias is computed for those alone. What the others
    weigh is kept as one number, so that scores stay shares of the whole vocabulary.
 3. Candidates of sampled sessions are ranked with the shared keyed noise. It depends on the position alone, so a bias is
    added to what has the noise in it already. Penalties count what is committed, not the path within a block.
+4. A markov head adds ``W2 · l`` to a slot's logits. x is a slot's state after the final norm, e = W1[token before].
+   vanilla: l = e. gated: l = σ(G · [x; e]) e. rnn, with a state s that is zero at first: [g, c, o] = J · [s; e; x],
+   s' = σ(g) s + (1 - σ(g)) tanh(c), l = tanh(o); where slot 0 does not predict it is a step of it too, as in training.
+5. A confidence head says how likely the target takes a child of a node at all: σ(w · [x; e]). It lowers their scores.
 
 It knows nothing about layers, slots of KV or who asks. Dimension key: R sessions, N nodes, C candidates, W numbers of a
-slot's state, r of a conditional's.
+slot's state, r of a markov head's.
 """
 
 from __future__ import annotations
@@ -18,33 +22,76 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from slipstream.choosing.sampling import Children
+from slipstream.drafting.heads.block_checkpoint import BlockHead
+from slipstream.engine.model import Tensors
+from slipstream.engine.ops.layer import Linear
 
 CANDIDATES = 64
 
 
-class Conditional(Protocol):
-    """How the token before a slot changes what the slot says."""
+class MarkovHead:
+    """How the token before a slot changes what the slot says: a markov head, a confidence head, or both."""
 
+    __slots__ = ("_confidence", "_from_anchor", "_gate", "_joint", "_kind", "_places", "_w1", "_w2", "_with_markov")
+
+    def __init__(self, head: BlockHead, tensors: Tensors, vocabulary: torch.Tensor | None) -> None:
+        """vocabulary: int64 [V'] target ids of the draft's tokens; None: themselves."""
+        def product(name: str) -> Linear:
+            return Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+        self._kind, self._from_anchor, self._with_markov = head.markov, head.from_anchor, head.confidence_with_markov
+        self._w1, self._w2 = (tensors.get(f"markov_head.markov_w{i}.weight") for i in (1, 2))
+        self._gate = product("markov_head.gate_proj") if head.markov == "gated" else None
+        self._joint = product("markov_head.joint_proj") if head.markov == "rnn" else None
+        self._confidence = product("confidence_head.proj") if head.confidence else None
+        self._places = None  # int64 [V] a token's row of W2
+        if vocabulary is not None:
+            self._places = torch.zeros(head.config.vocab_size, dtype=torch.int64, device=vocabulary.device)
+            self._places[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
+
+    @torch.inference_mode()
     def begin(self, states: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor | None:
         """What the nodes of R new blocks begin with, [R, r], given all slots' states [R, S, W]; None: nothing is
         carried from slot to slot."""
-        ...
+        if self._joint is None or self._w1 is None:
+            return None
+        before = F.embedding(anchors, self._w1)
+        carried = torch.zeros_like(before)
+        return carried if self._from_anchor else self._turned(before, states[:, 0], carried)[1]
 
     def step(self, tokens: torch.Tensor, states: torch.Tensor,
              carried: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Of N nodes, their tokens int64 [N], their slots' states [N, W] and what their parents handed on [N, r]: a
         row whose product with ``rows`` is the bias [N, r], what they hand on, and the log chance that the target takes
         a child of theirs at all [N]; None for what the head does not say."""
-        ...
+        before = None if self._w1 is None else F.embedding(tokens, self._w1)
+        chance = None
+        if self._confidence is not None:
+            read = torch.cat((states, before), -1) if self._with_markov and before is not None else states
+            chance = F.logsigmoid(self._confidence(read)[:, 0])
+        if before is None or self._kind == "vanilla":
+            return before, None, chance
+        if self._gate is not None:
+            return torch.sigmoid(self._gate(torch.cat((states, before), -1))) * before, None, chance
+        assert carried is not None
+        return *self._turned(before, states, carried), chance
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """[C, r] of candidates int64 [C]."""
-        ...
+        assert self._w2 is not None
+        return self._w2.index_select(0, tokens if self._places is None else self._places[tokens])
+
+    def _turned(self, before: torch.Tensor, states: torch.Tensor,
+                carried: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._joint is not None
+        gate, candidate, out = self._joint(torch.cat((carried, before, states), -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(out), gate * carried + (1 - gate) * torch.tanh(candidate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +100,7 @@ class BlockStates:
 
     reach: int
     states: torch.Tensor | None = None  # [R, S, W] of all slots, the newest ``reach`` of which predict
-    conditional: Conditional | None = None
+    conditional: MarkovHead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +146,7 @@ class BlockPass:
         return [(tokens[:topk], scores[:topk]) for tokens, scores in slots], None
 
     @torch.inference_mode()
-    def _ranked(self, conditional: Conditional, asked: Sequence[Asked],
+    def _ranked(self, conditional: MarkovHead, asked: Sequence[Asked],
                 topk: int) -> tuple[list[Children], torch.Tensor | None]:
         device, rows = self._states.device, torch.tensor([node.row for node in asked])
         depths = torch.tensor([node.depth for node in asked])
@@ -117,7 +164,7 @@ class BlockPass:
         best, where = scores.topk(min(topk, scores.shape[1]), 1)
         return list(zip(tokens.gather(1, where).tolist(), best.tolist(), strict=True)), handed_on
 
-    def _biases(self, conditional: Conditional, asked: Sequence[Asked], bias: torch.Tensor) -> torch.Tensor:
+    def _biases(self, conditional: MarkovHead, asked: Sequence[Asked], bias: torch.Tensor) -> torch.Tensor:
         parts, first = list[torch.Tensor](), 0
         for slot, nodes in groupby((node.row, node.depth) for node in asked):
             count = len(list(nodes))

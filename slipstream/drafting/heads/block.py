@@ -7,11 +7,8 @@ Rules:
 2. A block is (newest committed token, mask, mask, …) from the newest token's position on. Its rows see the context
    before the newest token and the whole block, not causally; their keys and values are gone after the pass.
 3. ``from_anchor``: slot k predicts the token after its place; else the token at its place, and slot 0 nothing.
-4. A markov head adds ``W2 · l`` to a slot's logits. x is a slot's state after the final norm, e = W1[token before].
-   vanilla: l = e. gated: l = σ(G · [x; e]) e. rnn, with a state s that is zero at first: [g, c, o] = J · [s; e; x],
-   s' = σ(g) s + (1 - σ(g)) tanh(c), l = tanh(o); without ``from_anchor`` slot 0 is a step of it too, as in training.
-5. A confidence head says how likely the target takes a child of a node at all: σ(w · [x; e]). It lowers their scores.
-6. ``fc`` runs on the target where rows get shorter by it, as EAGLE-3's does; the wire's dtype is cast here.
+4. Markov and confidence heads: see ``drafting.block``.
+5. ``fc`` runs on the target where rows get shorter by it, as EAGLE-3's does; the wire's dtype is cast here.
 
 It knows nothing about sessions, trees or files. Source: arXiv 2602.06036 (DFlash) and the code of DeepSpec (DSpark).
 """
@@ -26,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.choosing.sampling import Race
-from slipstream.drafting.block import BlockStates
+from slipstream.drafting.block import BlockStates, MarkovHead
 from slipstream.drafting.heads.block_checkpoint import BlockHead
 from slipstream.drafting.network import Output, some_tokens
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
@@ -196,60 +193,3 @@ class ContextKV:
                 keys = rms_norm(keys, self._k_norms[number], config.norm_eps)
             rotate(keys, *turn)
             pool.kv[number].index_copy_(0, slots, torch.stack((keys, values), 1))
-
-
-class MarkovHead:
-    """A ``block.Conditional``: a markov head, a confidence head, or both."""
-
-    __slots__ = ("_confidence", "_from_anchor", "_gate", "_joint", "_kind", "_places", "_w1", "_w2", "_with_markov")
-
-    def __init__(self, head: BlockHead, tensors: Tensors, vocabulary: torch.Tensor | None) -> None:
-        """vocabulary: int64 [V'] target ids of the draft's tokens; None: themselves."""
-        def product(name: str) -> Linear:
-            return Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
-
-        self._kind, self._from_anchor, self._with_markov = head.markov, head.from_anchor, head.confidence_with_markov
-        self._w1, self._w2 = (tensors.get(f"markov_head.markov_w{i}.weight") for i in (1, 2))
-        self._gate = product("markov_head.gate_proj") if head.markov == "gated" else None
-        self._joint = product("markov_head.joint_proj") if head.markov == "rnn" else None
-        self._confidence = product("confidence_head.proj") if head.confidence else None
-        self._places = None  # int64 [V] a token's row of W2
-        if vocabulary is not None:
-            self._places = torch.zeros(head.config.vocab_size, dtype=torch.int64, device=vocabulary.device)
-            self._places[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
-
-    @torch.inference_mode()
-    def begin(self, states: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor | None:
-        """See ``block.Conditional``."""
-        if self._joint is None or self._w1 is None:
-            return None
-        before = F.embedding(anchors, self._w1)
-        carried = torch.zeros_like(before)
-        return carried if self._from_anchor else self._turned(before, states[:, 0], carried)[1]
-
-    def step(self, tokens: torch.Tensor, states: torch.Tensor,
-             carried: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """See ``block.Conditional``."""
-        before = None if self._w1 is None else F.embedding(tokens, self._w1)
-        chance = None
-        if self._confidence is not None:
-            read = torch.cat((states, before), -1) if self._with_markov and before is not None else states
-            chance = F.logsigmoid(self._confidence(read)[:, 0])
-        if before is None or self._kind == "vanilla":
-            return before, None, chance
-        if self._gate is not None:
-            return torch.sigmoid(self._gate(torch.cat((states, before), -1))) * before, None, chance
-        assert carried is not None
-        return *self._turned(before, states, carried), chance
-
-    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See ``block.Conditional``."""
-        assert self._w2 is not None
-        return self._w2.index_select(0, tokens if self._places is None else self._places[tokens])
-
-    def _turned(self, before: torch.Tensor, states: torch.Tensor,
-                carried: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._joint is not None
-        gate, candidate, out = self._joint(torch.cat((carried, before, states), -1)).chunk(3, -1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(out), gate * carried + (1 - gate) * torch.tanh(candidate)
