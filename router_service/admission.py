@@ -365,7 +365,7 @@ class PoolFallback:
         self._told = False
         self._rows = 1 + config.max_nodes
         self._policy = SpeculationPolicy(config, self._beliefs, clock())
-        self._decision = self._policy.decide(clock(), POOL)
+        self._decision = self._policy.decide(POOL)
         self._metrics = metrics
         self._clock = clock
         self._reason = "operator"
@@ -448,7 +448,7 @@ class PoolFallback:
     def _heed(self, transition: Transition | None) -> None:
         if transition is None and self.probing == self._policy.probing:
             return
-        self._decision = decision = self._policy.decide(self._clock(), POOL)
+        self._decision = decision = self._policy.decide(POOL)
         if transition is not None:
             self._reason = transition.reason
             before, after = transition.before.value, transition.after.value

@@ -92,7 +92,7 @@ class Simulation:
     def _round(self) -> None:
         world, policy, start_s = self.world, self.policy, self.now_s
         others = int(world.others(start_s))
-        decision = policy.decide(start_s, Seen(others, followed=True))
+        decision = policy.decide(Seen(others, followed=True))
         self._ask(decision)
         wait_s, late = self._await(decision)
         drafted = min(decision.verify, self._tree)

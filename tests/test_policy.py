@@ -39,8 +39,8 @@ def policy_of(profile: dict[int, float], exchange_s: float | None = None, shared
     return SpeculationPolicy(CONFIG, beliefs), beliefs
 
 
-def decided(policy: SpeculationPolicy, others: int = 0, followed: bool = True, now_s: float = 0.0) -> Decision:
-    return policy.decide(now_s, Seen(others, followed))
+def decided(policy: SpeculationPolicy, others: int = 0, followed: bool = True) -> Decision:
+    return policy.decide(Seen(others, followed))
 
 
 def played(world: World, until_s: float, seed: int, config: PolicySection = CONFIG) -> Simulation:
@@ -122,7 +122,7 @@ def test_a_drafter_lost_and_back(seed: int) -> None:
     simulation = played(World(present=steps((0, 1), (10, 0), (30, 1))), 10, seed)
     simulation.note(simulation.policy.drafter_lost(simulation.now_s, "draft_unavailable"))
     assert (simulation.transitions[-1].after, simulation.transitions[-1].reason) == (Mode.PLAIN, "draft_unavailable")
-    plain = decided(simulation.policy, now_s=simulation.now_s)
+    plain = decided(simulation.policy)
     assert not plain.want and plain.wait_s == 0.0 and not plain.follow
     simulation.run(30)
     assert simulation.overhead(10.1, 30) <= SETTLED, seed
@@ -136,7 +136,7 @@ def test_a_drafter_that_comes_and_goes_is_tried_ever_more_rarely() -> None:
     policy, _ = policy_of(PROFILE)
     for now_s in np.arange(0.0, 60.0, 0.01):
         policy.observe(now_s, Round(0, 0, 0, 0.01, 0.0, 1))
-        if decided(policy, now_s=now_s).want:
+        if decided(policy).want:
             policy.drafter_lost(now_s)
             policy.drafter_ready(now_s)
     assert 1 < policy.num_probes <= 20
@@ -363,7 +363,7 @@ def test_a_tree_that_is_not_worth_a_wait_is_not_waited_for() -> None:
     slow = decided(policy)
     assert slow.wait_s == 0.0 and slow.why == "too slow" and slow.want, "on a device of its own it costs nobody"
     plain = Round(0, 0, 0, beliefs.costs.cost(1), 0.0, 1)
-    tries = sum(decided(policy, now_s=now_s).wait_s > 0.0 or policy.observe(now_s, plain) is not None
+    tries = sum(decided(policy).wait_s > 0.0 or policy.observe(now_s, plain) is not None
                 for now_s in np.arange(0.0, 30.0, 0.008))
     assert tries > 0, "it is tried again once that is cheap"
     policy.forbid(31.0)
@@ -550,21 +550,21 @@ def test_a_few_sessions_are_drafted_for_ahead_and_of_a_crowd_none() -> None:
     beliefs.latency.observe(0.002)
     sessions = [SpeculationPolicy(CONFIG, beliefs) for _ in range(FEW + 1)]
     ahead = Seen(followed=True, grows_ahead=True)
-    led = [session.decide(0.0, ahead).ahead for session in sessions]
+    led = [session.decide(ahead).ahead for session in sessions]
     assert led == [True] * FEW + [False]
-    assert not any(session.decide(0.0, ahead).ahead for session in sessions), "they are a crowd"
+    assert not any(session.decide(ahead).ahead for session in sessions), "they are a crowd"
     sessions.pop().drafter_lost(1.0)
-    assert all(session.decide(1.0, ahead).ahead for session in sessions), "few again"
+    assert all(session.decide(ahead).ahead for session in sessions), "few again"
     sessions[0].forbid(2.0)
     sessions.append(SpeculationPolicy(CONFIG, beliefs))
-    assert sessions[-1].decide(2.0, ahead).ahead, "a free place is taken"
+    assert sessions[-1].decide(ahead).ahead, "a free place is taken"
     sessions[1].close()
     sessions[1].close()
     sessions.append(SpeculationPolicy(CONFIG, beliefs))
-    assert sessions[-1].decide(2.0, ahead).ahead, "who goes leaves a place, and one only"
-    assert not SpeculationPolicy(CONFIG, beliefs).decide(2.0, ahead).ahead
+    assert sessions[-1].decide(ahead).ahead, "who goes leaves a place, and one only"
+    assert not SpeculationPolicy(CONFIG, beliefs).decide(ahead).ahead
     shared = SpeculationPolicy(CONFIG, Beliefs(StepCosts(PROFILE), shared_cores=True))
-    assert not shared.decide(0.0, ahead).ahead, "what is grown ahead would take the target's own time"
+    assert not shared.decide(ahead).ahead, "what is grown ahead would take the target's own time"
 
 
 def test_an_answer_that_ends_in_its_probe_leaves_what_it_has_not_lost() -> None:
@@ -581,7 +581,7 @@ def answered_by(beliefs: Beliefs, now_s: float, exchange_s: float, rounds: int =
     """One answer alone on shared cores, whose exchanges take so long. Returns when it ends, and its drafted rounds."""
     policy, followed, drafted = SpeculationPolicy(CONFIG, beliefs, now_s), False, 0
     for _ in range(rounds):
-        decision = policy.decide(now_s, Seen(0, followed))
+        decision = policy.decide(Seen(0, followed))
         first, followed = not followed, decision.follow
         wait_s = min(decision.wait_s, exchange_s)
         late = exchange_s > wait_s

@@ -141,7 +141,7 @@ class SpeculationPolicy:
         """Of the latest rounds in which drafts were asked for."""
         return self._at.recent.gain
 
-    def decide(self, now_s: float, seen: Seen) -> Decision:
+    def decide(self, seen: Seen) -> Decision:
         """The coming round, from what is there after a commit. It is paid for; asked again before the round is over,
         the last answer counts."""
         decision = decide_all(self._beliefs, [self._case(seen)], self._rules)[0]

@@ -398,7 +398,7 @@ class Followed:
 
     def _decide(self, now_s: float, others: int) -> Decision:
         seen = self._sees(now_s, others, (), self.left)
-        return self.policy.decide(now_s, seen) if seen is not None else self._alone()
+        return self.policy.decide(seen) if seen is not None else self._alone()
 
     def _sees(self, now_s: float, others: int, chances: Sequence[float], left: int) -> Seen | None:
         """``left``: tokens that may come. None: there is nothing to decide; before the last one no draft is of use."""
