@@ -28,7 +28,7 @@ from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import settled_draft
 from slipstream.simulate import apart
-from slipstream.simulate.apart import Compared, Devices, knee
+from slipstream.simulate.apart import Compared, knee, timing_of
 from slipstream.simulate.simulation import AHEAD, Predicted
 from tests.eagle_folder import eagle_config, write_eagle_folder
 
@@ -176,7 +176,7 @@ def test_a_device_more_has_to_pay_by_more_than_a_simulation_is_wrong() -> None:
 
 def test_simulated_devices_take_what_was_measured() -> None:
     growth = GrowthSection(num_steps=3, topk=4, num_draft_tokens=8)
-    timing = Devices(growth, 0.014, 0.023, 0.006, 0.001, 0.003, 32).timing()
+    timing = timing_of(0.014, Measured(growth, 2.0, 0.006, 0.023), 3.0, 32)
     assert [timing.step_of(rows) for rows in (1, 9)] == pytest.approx([0.014, 0.023], rel=0.05)
     assert [timing.level_of(rows) for rows in (1, 32)] == pytest.approx([0.002, 0.006], rel=0.05)
     assert knee(9, 1.0) == knee(9, 0.7) == 1 << 30

@@ -33,7 +33,7 @@ from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.runner import ModelRunner, cores
 from slipstream.models.folder import resolve, settled_draft
 from slipstream.observe.log import configure
-from slipstream.simulate.apart import Compared, Devices, compared
+from slipstream.simulate.apart import Compared, compared, timing_of
 from slipstream.simulate.simulation import SCHEDULES
 from slipstream.train.dialogue import read_prompts
 from slipstream.wire.channel import round_trip_s
@@ -161,8 +161,9 @@ def _compared(runner: ModelRunner, drafter: NeuralDrafter, result: Sweep, best: 
         records += recorder.record([prompt])
         bar.advance(task)
     few_s, many_s = (_least_s(partial(run_network, drafter.network, rows)) for rows in (best.growth.topk, ROWS))
-    devices = Devices(best.growth, result.plain_s, best.verify_s, best.draft_s, few_s, many_s, ROWS)
-    return compared(devices, exchange_s, records, way.draft_s or best.draft_s, lambda: bar.advance(task))
+    timing = timing_of(result.plain_s, best, many_s / few_s, ROWS)
+    return compared(timing, best.growth.num_draft_tokens, exchange_s, records, way.draft_s or best.draft_s,
+                    lambda: bar.advance(task))
 
 
 def _least_s(work: Callable[[], object]) -> float:

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from slipstream.base.config import GrowthSection, PolicySection
+from slipstream.base.config import PolicySection
 from slipstream.drafting.records import Record
+from slipstream.drafting.rounds import Measured
 from slipstream.simulate.replay import Answers, ReplayedCast
 from slipstream.simulate.simulation import AHEAD, SCHEDULES, Deployment, Predicted, of_schedule, simulate
 from slipstream.simulate.timed import Timing
@@ -27,24 +28,12 @@ AT_ONCE_S = 1e-6
 TOGETHER = "colocated"
 
 
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """What was measured, in seconds, of one answer at a time: a plain step, one that verifies a tree of ``growth``, and
-    drafting such a tree; and a level of ``growth.topk`` rows and one of ``many`` rows."""
-
-    growth: GrowthSection
-    plain_s: float
-    verify_s: float
-    draft_s: float
-    level_s: float
-    wide_s: float
-    many: int
-
-    def timing(self) -> Timing:
-        """For simulated devices."""
-        growth = self.growth
-        return Timing(self.plain_s, knee(growth.num_draft_tokens + 1, self.verify_s / self.plain_s),
-                      knee(self.many, self.wide_s / self.level_s), self.draft_s, growth.num_steps, growth.topk)
+def timing_of(plain_s: float, measured: Measured, wider: float, many: int) -> Timing:
+    """Of simulated devices, from what was measured of one answer at a time: a plain step, a shape's rounds, and how
+    much longer a level of ``many`` rows takes than one of the shape's."""
+    growth = measured.growth
+    return Timing(plain_s, knee(growth.num_draft_tokens + 1, measured.verify_s / plain_s), knee(many, wider),
+                  measured.draft_s, growth.num_steps, growth.topk)
 
 
 def knee(rows: int, ratio: float) -> int:
@@ -96,16 +85,15 @@ class Compared:
         return lines
 
 
-def compared(devices: Devices, exchange_s: float, records: Sequence[Record], apart_s: float,
+def compared(timing: Timing, nodes: int, exchange_s: float, records: Sequence[Record], apart_s: float,
              report: Callable[[], None] = lambda: None) -> Compared:
-    """Play every schedule. ``exchange_s``: what a round spends between the services; ``apart_s``: what a tree takes on
-    the draft's own device. ``report`` is called after each of SCHEDULES."""
-    cast, timing = ReplayedCast(Answers(records)), devices.timing()
-    deployment = Deployment(timing, rtt_s=exchange_s, hop_s=0.0, cast=cast,
-                            policy=PolicySection(max_nodes=devices.growth.num_draft_tokens))
+    """Play every schedule, with trees of so many ``nodes``. ``exchange_s``: what a round spends between the services;
+    ``apart_s``: what a tree takes on the draft's own device. ``report`` is called after each of SCHEDULES."""
+    deployment = Deployment(timing, rtt_s=exchange_s, hop_s=0.0, cast=ReplayedCast(Answers(records)),
+                            policy=PolicySection(max_nodes=nodes))
 
     def played(name: str, where: Deployment) -> Predicted:
-        return simulate(of_schedule(name, where), STEPS * devices.plain_s, WARM_UP * devices.plain_s)
+        return simulate(of_schedule(name, where), STEPS * timing.step_s, WARM_UP * timing.step_s)
 
     found = dict[str, Predicted]()
     for name in SCHEDULES:
