@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.engine.ops.layer import Rope
+from slipstream.train.block_head import BLOCK
 from slipstream.train.distil import columns_of
 from slipstream.train.head import Head, Tensors
 from slipstream.train.shards import Conversation
@@ -65,8 +66,7 @@ class Blocks:
 def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, roles: Sequence[int],
               dice: random.Random) -> Blocks:
     """Random anchors of ``conversations``, each cut after ``max_rows``. roles: of the tokens that are learnt."""
-    assert head.block is not None
-    size, hidden, device = head.block.size, head.config.hidden_size, head.vocabulary.device
+    hidden, device = head.config.hidden_size, head.vocabulary.device
     draft_ids = np.full(head.config.vocab_size + 1, -1, np.int64)  # the last one: of no token
     draft_ids[head.vocabulary.cpu().numpy()] = np.arange(len(head.vocabulary))
     found: dict[str, list[np.ndarray]] = {name: [] for name in ("places", "seen", "before", "after", "best", "counted")}
@@ -78,7 +78,7 @@ def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, 
             continue
         anchors = sorted(dice.sample(learnt.tolist(), min(len(learnt), 1 + count // ROWS_OF_AN_ANCHOR)))
         places = np.array(anchors)
-        slots = places[:, None] + np.arange(size)  # [a, S]
+        slots = places[:, None] + np.arange(BLOCK)  # [a, S]
         inside = np.minimum(slots, count - 1)
         missing = [dice.randrange(1, HIDDEN + 1) if dice.random() < 0.5 else 0 for _ in anchors]
         bits = torch.from_numpy(np.array(c.states[:count])).view(torch.bfloat16)
@@ -95,7 +95,7 @@ def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, 
         owners.append(owners[-1] + len(anchors))
 
     def placed(arrays: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros((0, size), np.int64)).to(device)
+        return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros((0, BLOCK), np.int64)).to(device)
 
     none = torch.zeros(0, len(head.taps) * hidden, dtype=torch.bfloat16)
     return Blocks(torch.cat(states or [none]).to(device), placed(positions), tuple(bounds), tuple(owners),
@@ -154,15 +154,15 @@ def _looked_at(blocks: Blocks, truth: torch.Tensor, drawn: int) -> Looked:
 
 def states_of(head: Head, blocks: Blocks) -> torch.Tensor:
     """[A, S, H]: slots after the final norm."""
-    assert head.block is not None
+    assert head.mask_token is not None
     weight, config, kind = head.tensors, head.config, head.embedding.dtype
     rope = Rope(config, kind, blocks.states.device)
     c = norm(F.linear(blocks.states.to(kind), weight["fc.weight"]).to(kind), weight["hidden_norm.weight"],
              config.norm_eps)
-    tokens = torch.full_like(blocks.before, head.block.mask_token)
+    tokens = torch.full_like(blocks.before, head.mask_token)
     tokens[:, 0] = blocks.before[:, 0]
     x = F.embedding(tokens, head.embedding).flatten(0, 1)  # [A * S, H]
-    places = (blocks.places[:, None] + torch.arange(head.block.size, device=x.device)).flatten()
+    places = (blocks.places[:, None] + torch.arange(BLOCK, device=x.device)).flatten()
     turns = rope.rows(places), rope.rows(blocks.positions)
     for layer in range(config.num_layers):
         own = {name.removeprefix(f"layers.{layer}."): w for name, w in weight.items() if name.startswith(

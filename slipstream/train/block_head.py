@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from slipstream.engine.model import ModelConfig
-from slipstream.train.head import SMALL, BlockPlan, Counts, Head, copied, placed, taps_of
+from slipstream.train.head import SMALL, Counts, Head, copied, placed, taps_of
 
 LAYERS, BLOCK, RANK = 2, 6, 128
 
@@ -47,22 +47,21 @@ def warm_block_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vo
              "confidence_head.proj.weight": torch.zeros(1, hidden + RANK), "confidence_head.proj.bias": torch.zeros(1)}
     made |= {f"layers.{layer}.self_attn.{name}_norm.weight": torch.ones(config.head_dim)
              for layer in range(layers) for name in "qk"}
-    return placed(target, tensors, config, taps, made, vocabulary, device, BlockPlan(BLOCK, mask))
+    return placed(target, tensors, config, taps, made, vocabulary, device, mask)
 
 
 def block_config(head: Head, rope: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The content of ``config.json``. rope: the fields of its rotary positions."""
-    config, plan = head.config, head.block
-    assert plan is not None
+    config = head.config
     return {
         "architectures": ["DSparkDraftModel"], "model_type": "speculator_model", "speculators_model_type": "dspark",
-        "aux_hidden_state_layer_ids": list(head.taps), "block_size": plan.size, "mask_token_id": plan.mask_token,
+        "aux_hidden_state_layer_ids": list(head.taps), "block_size": BLOCK, "mask_token_id": head.mask_token,
         "sample_from_anchor": True, "draft_vocab_size": len(head.vocabulary), "markov_rank": RANK,
         "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
         "target_hidden_size": config.hidden_size, "tie_word_embeddings": False, "dtype": str(dtype).split(".")[-1],
         "speculators_config": {
             "algorithm": "dspark", "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": plan.size}]},
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": BLOCK}]},
         "transformer_layer_config": {
             "model_type": "qwen3", "hidden_act": "silu", "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from slipstream.drafting.rounds import Acceptance
 from slipstream.models.folder import KNOWN
+from slipstream.train.block_head import BLOCK
 from slipstream.train.fit import Progress
 from slipstream.train.head import Head
 from slipstream.train.recipe import Recipe
@@ -30,10 +31,10 @@ def _matter(target: str, kind: str) -> tuple[str, ...]:
 
 def _top(target: str, head: Head) -> tuple[str, ...]:
     pair = "draft.model=THIS_FOLDER" + ("" if target in KNOWN else " --set model.path=TARGET_FOLDER")
-    if head.block is not None:
+    if head.mask_token is not None:
         return (
             f"# A DSpark head for {target}", "",
-            f"It drafts for {target} and for no other model: blocks of {head.block.size} tokens in one pass. "
+            f"It drafts for {target} and for no other model: blocks of {BLOCK} tokens in one pass. "
             f"{head.num_parameters / 1e6:.1f} million parameters; it reads what enters the target's layers "
             f"{', '.join(map(str, head.taps[:-1]))} and the final state. The layout is that of vLLM's speculators "
             "(`dspark`, `sample_from_anchor` true). The embedding is the target's.", "",

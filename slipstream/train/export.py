@@ -54,7 +54,7 @@ def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str
 def published_tensors(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The head's tensors by their published names."""
     vocabulary = head.vocabulary.cpu()
-    published = "midlayer" if head.block is None and head.config.num_layers == 1 else LAYER
+    published = "midlayer" if head.mask_token is None and head.config.num_layers == 1 else LAYER
     tensors = {name.replace(f"{LAYER}.", f"{published}."): tensor.detach().to("cpu", dtype).contiguous()
                for name, tensor in head.tensors.items()}
     tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
@@ -65,7 +65,7 @@ def published_tensors(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]
 def published_config(head: Head, dtype: torch.dtype) -> dict[str, Any]:
     """The content of ``config.json``."""
     config = head.config
-    if head.block is not None:
+    if head.mask_token is not None:
         return block_config(head, _rope(config), dtype)
     return {
         "architectures": [ARCHITECTURE], "model_type": "llama", "hidden_act": "silu",

@@ -188,7 +188,7 @@ class Training:
         return Part(rows.num_rows, rows.num_wanted, float(unrolled.loss.detach()), tuple(unrolled.agreement))
 
     def _rows(self, conversations: Sequence[Conversation], roles: Sequence[int]) -> Rows | Blocks:
-        if self.head.block is not None:
+        if self.head.mask_token is not None:
             return blocks_of(conversations, self.head, self.recipe.max_rows, roles, self._dice)
         return rows_of(conversations, self.head, self.recipe.max_rows, roles)
 

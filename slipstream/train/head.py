@@ -35,14 +35,6 @@ Tensors = dict[str, torch.Tensor]
 Counts = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPlan:
-    """Of a head that drafts blocks."""
-
-    size: int  # slots
-    mask_token: int
-
-
 @dataclass(slots=True)
 class Head:
     """A head in training, on its device."""
@@ -54,7 +46,7 @@ class Head:
     embedding: torch.Tensor  # [V, H] the target's, not trained
     teacher: torch.Tensor  # [V', H] the target's lm_head over the draft vocabulary
     target_layers: int
-    block: BlockPlan | None = None  # a DSpark head (see ``block_head``); None: an EAGLE-3 head, as here
+    mask_token: int | None = None  # of a DSpark head (see ``block_head``); None: an EAGLE-3 head, as here
 
     @property
     def num_parameters(self) -> int:
@@ -126,9 +118,9 @@ def copied(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: Mod
 
 
 def placed(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, taps: tuple[int, ...],
-           made: Tensors, vocabulary: torch.Tensor, device: torch.device, block: BlockPlan | None = None) -> Head:
+           made: Tensors, vocabulary: torch.Tensor, device: torch.device, mask_token: int | None = None) -> Head:
     """A head that begins with ``made``, on its device."""
     teacher = made["lm_head.weight"].to(device, copy=True)  # before it has a gradient: the target learns nothing
     trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
     embedding = take(tensors, EMBEDDING, target.vocab_size, config.hidden_size).to(device, torch.float32)
-    return Head(config, taps, trained, vocabulary.to(device), embedding, teacher, target.num_layers, block)
+    return Head(config, taps, trained, vocabulary.to(device), embedding, teacher, target.num_layers, mask_token)

@@ -28,7 +28,7 @@ from slipstream.drafting.rounds import Acceptance
 from slipstream.engine.int8 import holds_int8
 from slipstream.engine.model import FAMILY, ModelConfig, device_of, dtype_of, load_tensors
 from slipstream.models.folder import read_json, weights_hash
-from slipstream.train.block_head import mask_token, warm_block_head
+from slipstream.train.block_head import BLOCK, mask_token, warm_block_head
 from slipstream.train.card import card
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
@@ -167,8 +167,7 @@ def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Sha
         _check_shape(head, earlier)
         _take(head, earlier)
         watcher.say(f"beginning with {recipe.begin}")
-    fixed = {VOCABULARY: vocabulary} if head.block is None else {
-        VOCABULARY: vocabulary, MASK: torch.tensor(head.block.mask_token)}
+    fixed = {VOCABULARY: vocabulary} | ({} if head.mask_token is None else {MASK: torch.tensor(head.mask_token)})
     with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
         training = Training(head, recipe, ours, held_out, _saver(folder, fixed, identity))
         if begun is not None:
@@ -204,12 +203,11 @@ def _check_begin(job: Job, config: ModelConfig) -> None:
 
 def _check_shape(head: Head, earlier: EagleHead | BlockHead) -> None:
     """Raises ConfigError for a head of another shape."""
-    plan = head.block
     if earlier.taps != head.taps:
         raise ConfigError(f"--begin: it reads layers {earlier.taps}, and a head that is trained here {head.taps}")
-    if plan is not None and isinstance(earlier, BlockHead) and (
-            not earlier.from_anchor or (earlier.block_size, earlier.markov) != (plan.size, "vanilla")):
-        raise ConfigError(f"--begin: it is not one of blocks of {plan.size} from the anchor with a vanilla markov head")
+    if isinstance(earlier, BlockHead) and (
+            not earlier.from_anchor or (earlier.block_size, earlier.markov) != (BLOCK, "vanilla")):
+        raise ConfigError(f"--begin: it is not one of blocks of {BLOCK} from the anchor with a vanilla markov head")
     turned = ("rope_theta", "rope_scaling", "norm_eps")
     if any(getattr(earlier.config, name) != getattr(head.config, name) for name in turned):
         raise ConfigError(f"--begin: {', '.join(turned)} must be those of the target")
@@ -237,7 +235,7 @@ def _take(head: Head, earlier: EagleHead | BlockHead) -> None:
 
 def _further(head: Head, earlier: EagleHead | BlockHead) -> set[str]:
     """Tensors of layers behind those of the earlier head. They add nothing at first, so the head begins as that one."""
-    if head.block is not None or earlier.config.num_layers >= head.config.num_layers:
+    if head.mask_token is not None or earlier.config.num_layers >= head.config.num_layers:
         return set()
     added = range(earlier.config.num_layers, head.config.num_layers)
     return {name for name in head.tensors if name.startswith(tuple(f"layers.{layer}." for layer in added))}
