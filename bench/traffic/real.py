@@ -10,7 +10,9 @@ device is worth.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from router_service.text.tokens import TextCodec
 from slipstream.base.config import DraftSection, Dtype, LogSection, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.drafting.records import TOGETHER, Record, Recorder, slots_for
+from slipstream.drafting.records import TOGETHER, Record, record, slots_for
 from slipstream.drafting.rounds import slots_needed
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
@@ -40,14 +42,15 @@ SECOND_MS, TARGETS, PRICE = (5.0, 10.0), (1, 2, 4, 8), 0.25  # of a draft's devi
 SECONDS = 12.0  # simulated
 
 
-def recorder_of(target: Path, head: Path, tokens: int, dtype: Dtype = "bfloat16") -> Recorder:
-    """A target and its EAGLE-3 head. Raises ModelError."""
+def recorder_of(target: Path, head: Path, tokens: int,
+                dtype: Dtype = "bfloat16") -> Callable[[Sequence[Sequence[int]]], list[Record]]:
+    """What records prompts with a target and its EAGLE-3 head. Raises ModelError."""
     model = ModelSection(path=str(target), dtype=dtype)
     draft = DraftSection(drafter="eagle3", model=str(head), dtype=dtype)
     drafter = create(draft, model, TOGETHER * slots_for(PROMPT, tokens))
     assert isinstance(drafter, NeuralDrafter)
     runner = ModelRunner(load_model(target, model), slots_needed([[0] * PROMPT] * TOGETHER, tokens))
-    return Recorder(runner, drafter.network, tokens)
+    return partial(record, runner, drafter.network, tokens)
 
 
 def recorded(prompts: str, count: int, tokens: int) -> list[Record]:
@@ -60,7 +63,7 @@ def recorded(prompts: str, count: int, tokens: int) -> list[Record]:
              for name in SETS for question in read(prompts, name, count)]
     recorder, records = recorder_of(resolve(target), packaged_head(known), tokens), list[Record]()
     for first in track(range(0, len(asked), TOGETHER), "answers and trees"):
-        records += recorder.record(asked[first : first + TOGETHER])
+        records += recorder(asked[first : first + TOGETHER])
     return records
 
 

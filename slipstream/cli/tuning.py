@@ -26,7 +26,7 @@ from slipstream.cli.terminal import plain_table
 from slipstream.drafting import create
 from slipstream.drafting.network import run_network
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.drafting.records import ROWS, Record, Recorder, slots_for
+from slipstream.drafting.records import ROWS, Record, record, slots_for
 from slipstream.drafting.rounds import Measured, Sweep, largest, shapes, slots_needed, sweep
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
@@ -156,9 +156,9 @@ def _compared(runner: ModelRunner, drafter: NeuralDrafter, result: Sweep, best: 
     """The best shape under each schedule."""
     configure(LogSection(level="error"))  # services begin in simulated time
     task = bar.add_task("together or apart", total=len(prompts) + len(SCHEDULES))
-    recorder, records = Recorder(runner, drafter.network, max_tokens), list[Record]()
+    records = list[Record]()
     for prompt in prompts:
-        records += recorder.record([prompt])
+        records += record(runner, drafter.network, max_tokens, [prompt])
         bar.advance(task)
     few_s, many_s = (_least_s(partial(run_network, drafter.network, rows)) for rows in (best.growth.topk, ROWS))
     timing = timing_of(result.plain_s, best, many_s / few_s, ROWS)

@@ -94,19 +94,12 @@ def place_of(root: int, tree: GrowingTree) -> Place:
                  np.bincount(above, minlength=len(totals)).astype(np.int32))
 
 
-class Recorder:
-    """A target and the network of its drafter; ``tokens``: of an answer at most. The network has ``slots_for`` slots
-    of each prompt that is answered at once."""
-
-    def __init__(self, runner: ModelRunner, network: Network, tokens: int) -> None:
-        self._drafter = Recording(network)
-        self._rounds = Rounds(runner, self._drafter, tokens)
-
-    def record(self, prompts: Sequence[Sequence[int]]) -> list[Record]:
-        """Answer at most TOGETHER prompts."""
-        self._drafter.places.clear()
-        answers = self._rounds.answer(prompts, 1, Tally())
-        return [Record(answer, self._drafter.places[session]) for session, answer in enumerate(answers, 1)]
+def record(runner: ModelRunner, network: Network, tokens: int, prompts: Sequence[Sequence[int]]) -> list[Record]:
+    """Answer at most TOGETHER prompts with a target. network: of its drafter, with ``slots_for`` slots of each prompt;
+    tokens: of an answer at most."""
+    drafter = Recording(network)
+    answers = Rounds(runner, drafter, tokens).answer(prompts, 1, Tally())
+    return [Record(answer, drafter.places[session]) for session, answer in enumerate(answers, 1)]
 
 
 def slots_for(prompt: int, tokens: int) -> int:
