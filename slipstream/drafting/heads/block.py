@@ -140,7 +140,8 @@ class Layers(Protocol):
 class TorchBlocks:
     """The same on torch's operations: the specification."""
 
-    __slots__ = ("_attention", "_context", "_embedding", "_layers", "_lm_head", "_norms", "_pool", "_rope")
+    __slots__ = ("_attention", "_config", "_context", "_embedding", "_k_norms", "_layers", "_lm_head", "_norms",
+                 "_pool", "_rope")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, pool: KVPool, ops: LayerOps) -> None:
         self._embedding, self._pool = tensors["embed_tokens.weight"], pool
@@ -149,7 +150,13 @@ class TorchBlocks:
         self._layers = [DecoderLayer(LayerWeights.read(config, tensors, f"layers.{i}", linear), ops)
                         for i in range(config.num_layers)]
         self._norms = norms_behind(self._layers, tensors["norm.weight"])
-        self._context = ContextKV(config, tensors)
+        names = [f"layers.{i}.self_attn.{part}_proj" for i in range(config.num_layers) for part in "kv"]
+        bias = torch.cat([tensors[f"{name}.bias"] for name in names]) if config.qkv_bias else None
+        # Keys and values of all layers from one product.
+        self._context = Linear(torch.cat([tensors[f"{name}.weight"] for name in names]), bias)
+        self._k_norms = [tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in range(config.num_layers)
+                         ] if config.qk_norm else None
+        self._config = config
 
     def linears(self) -> tuple[Linear, ...]:
         """The products that may be replaced."""
@@ -157,7 +164,13 @@ class TorchBlocks:
 
     def keep(self, batch: ForwardBatch) -> None:
         assert batch.features is not None
-        self._context.write(batch.features, self._rope.rows(batch.positions), batch.slots, self._pool)
+        config, turn = self._config, self._rope.rows(batch.positions)
+        rows = self._context(batch.features).view(-1, config.num_layers, 2, config.num_kv_heads, config.head_dim)
+        for number, (keys, values) in enumerate(layer.unbind(1) for layer in rows.unbind(1)):
+            if self._k_norms is not None:
+                keys = rms_norm(keys, self._k_norms[number], config.norm_eps)
+            rotate(keys, *turn)
+            self._pool.kv[number].index_copy_(0, batch.slots, torch.stack((keys, values), 1))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         step, x = Step.of(batch, self._rope, self._attention), F.embedding(batch.tokens, self._embedding)
@@ -168,28 +181,3 @@ class TorchBlocks:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self._lm_head(states).to(torch.promote_types(states.dtype, torch.float32))
-
-
-class ContextKV:
-    """Keys and values of all layers from one product."""
-
-    __slots__ = ("_config", "_k_norms", "_product")
-
-    def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
-        names = [f"layers.{i}.self_attn.{part}_proj" for i in range(config.num_layers) for part in "kv"]
-        bias = torch.cat([tensors[f"{name}.bias"] for name in names]) if config.qkv_bias else None
-        self._product = Linear(torch.cat([tensors[f"{name}.weight"] for name in names]), bias)
-        self._k_norms = [tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in range(config.num_layers)
-                         ] if config.qk_norm else None
-        self._config = config
-
-    def write(self, c: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
-              pool: KVPool) -> None:
-        """c [T, H], cos and sin of the rows' positions, slots int64 [T]."""
-        config = self._config
-        rows = self._product(c).view(len(c), config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        for number, (keys, values) in enumerate(layer.unbind(1) for layer in rows.unbind(1)):
-            if self._k_norms is not None:
-                keys = rms_norm(keys, self._k_norms[number], config.norm_eps)
-            rotate(keys, *turn)
-            pool.kv[number].index_copy_(0, slots, torch.stack((keys, values), 1))
