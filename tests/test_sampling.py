@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.choosing.noise import leaders, noise, row_keys
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choose, rank, ranked
-from slipstream.choosing.scores import logprobs
-from slipstream.protocol.requests import Sampling
+from slipstream.choosing.scores import chosen_logprobs
+from slipstream.protocol.requests import Sampling, TokenLogprob
 from tests.scored import adjusted
 
 WORD = (1 << 64) - 1
@@ -410,13 +410,17 @@ def test_rank_scores_are_log_shares() -> None:
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
-    rows = logprobs(logits, [0, 0], top=2)
+
+    def told(top: int) -> list[TokenLogprob]:
+        session = rows_of(Sampling(temperature=0.5), range(2))
+        return chosen_logprobs(logits, session, [0, 1], [0, 0], top, "raw")
+
+    rows = told(2)
     law = torch.log_softmax(logits.double(), 1)
     assert rows[0].logprob == pytest.approx(law[0, 0].item()) and rows[1].logprob == pytest.approx(law[1, 0].item())
     assert [token for token, _ in rows[0].top] == [2, 1]
     assert rows[0].top[0][1] == pytest.approx(law[0, 2].item())
-    assert logprobs(logits, [0, 0], top=0)[0].top == ()
-    assert len(logprobs(logits, [0, 0], top=20)[0].top) == 3
+    assert told(0)[0].top == () and len(told(20)[0].top) == 3
 
 
 def test_a_tiny_temperature_is_greedy() -> None:

@@ -25,17 +25,13 @@ from slipstream.protocol.requests import LogprobsMode, PromptScores, TokenLogpro
 ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 16, 64
 
 
-def logprobs(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Raw ones of ``chosen`` (one a row of ``logits`` [R, V]) and of the ``top`` best tokens."""
-    return _told(torch.log_softmax(logits.to(torch.float64), 1), chosen, top)
-
-
 def chosen_logprobs(logits: torch.Tensor, session: ChoiceRows, nodes: Sequence[int], chosen: Sequence[int], top: int,
                     mode: LogprobsMode) -> list[TokenLogprob]:
-    """The same of some ``nodes`` (rows of the session alone, from 0) of ``logits`` [R, V], as ``mode`` has it."""
+    """Those of ``chosen`` at some ``nodes`` (rows of the session alone, from 0) of ``logits`` [R, V], and of the
+    ``top`` best tokens there, as ``mode`` has it."""
     rows = logits[[session.rows.start + node for node in nodes]]
     if mode == "raw":
-        return logprobs(rows, chosen, top)
+        return _told(torch.log_softmax(rows.to(torch.float64), 1), chosen, top)
     own = replace(session, rows=range(len(nodes)), positions=[session.positions[node] for node in nodes],
                   num_output=[session.num_output[node] for node in nodes],
                   paths=[session.paths[node] for node in nodes],
