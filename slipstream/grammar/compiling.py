@@ -45,13 +45,6 @@ CONTROL = re.compile(r"\\u00[01]|\\u007[fF]|\x7f|\\x|\\u{")
 MAX_WORDS = 300  # characters of a refusal
 
 
-def check(grammar: Grammar) -> None:
-    """Raises InvalidRequest for what no vocabulary makes a grammar of."""
-    problem = LLMatcher.validate_grammar(_written(grammar), None, limits=LIMITS)
-    if problem and not problem.startswith("WARNING"):
-        raise _refused(problem)
-
-
 class Vocabulary:
     """The tokens that matchers allow. Threads may share it."""
 
@@ -103,7 +96,8 @@ def _written(grammar: Grammar) -> str:
     if not isinstance(content, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
     for part in _parts(content):
-        _check_numbers(part)
+        _check_bounds(part)
+        _check_constants([part.get("const"), part.get("enum")])
     options: Any = json_options(grammar.source, content)
     try:
         return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides=options))
@@ -157,19 +151,13 @@ def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
         left += [(each, not named and name in SCHEMAS) for name, each in part.items() if named or name not in VALUES]
 
 
-def _check_numbers(part: dict[str, Any]) -> None:
-    """Raises InvalidRequest for a number that llguidance rounds to one which lets other answers through."""
-    _check_bounds(part)
-    for constant in (part.get("const"), part.get("enum")):
-        _check_constant(constant)
-
-
 def _is_open(part: dict[str, Any]) -> bool:
     """Whether an object may have other names than those whose values are bound."""
     return ("properties" in part or "patternProperties" in part) and part.get("additionalProperties") is not False
 
 
 def _check_bounds(part: dict[str, Any]) -> None:
+    """Raises InvalidRequest for one that llguidance rounds to one which lets other answers through."""
     for name, sign in BOUNDS.items():
         bound = part.get(name)
         if not isinstance(bound, int | float) or abs(bound) <= EXACT:
@@ -179,9 +167,9 @@ def _check_bounds(part: dict[str, Any]) -> None:
             raise InvalidRequest("grammar", f"{name} {bound} cannot be kept to; nearer to 0 than 2^53 any can")
 
 
-def _check_constant(constant: Any) -> None:
+def _check_constants(left: list[Any]) -> None:
+    """Those in ``left``, which is emptied. Raises InvalidRequest for one that llguidance makes another."""
     # It is written as a double, by the shortest digits that give the same double: another integer.
-    left = [constant]
     while left:
         part = left.pop()
         if isinstance(part, int | float) and abs(part) > EXACT:
