@@ -159,15 +159,12 @@ class Trials:
         return work()
 
 
-class Grammars:
-    """Of one model, compiled for our own engine. Make it anywhere, use it on one event loop."""
+class Grammars(Trials):
+    """Of one model, compiled for our own engine."""
 
     def __init__(self, vocabulary: Vocabulary, trial: Trial) -> None:
-        self._vocabulary, self._trials = vocabulary, Trials(trial)
-
-    async def warm(self) -> None:
-        """Have the process for trials ready."""
-        await self._trials.warm()
+        super().__init__(trial)
+        self._vocabulary = vocabulary
 
     def compile(self, request: Request) -> asyncio.Future[Matcher]:
         """A matcher of its own that stands where ``request`` goes on; it may fail with InvalidRequest. Raises
@@ -176,8 +173,8 @@ class Grammars:
         sampling = request.sampling
         ends = Ends(sampling.stop_token_ids, sampling.min_tokens)
         answered = request.tokens[len(request.tokens) - request.answered :]
-        return self._trials.after(request.grammar, request.namespace,
-                                  partial(self._vocabulary.compile, request.grammar, ends, answered))
+        return self.after(request.grammar, request.namespace,
+                          partial(self._vocabulary.compile, request.grammar, ends, answered))
 
 
 def _digest(grammar: Grammar, namespace: str) -> bytes:
