@@ -138,13 +138,11 @@ class Surface:
 
     async def chat(self, request: Request) -> Response:
         body, unknown = await self._read(request, ChatBody)
-        asked = self._gateway.plan_chat(body)
-        return await self._answer(request, asked, self._chat_reply, body, unknown)
+        return await self._answer(request, self._gateway.plan_chat(body), ChatReply, body, unknown)
 
     async def complete(self, request: Request) -> Response:
         body, unknown = await self._read(request, CompletionBody)
-        asked = self._gateway.plan_completion(body)
-        return await self._answer(request, asked, self._text_reply, body, unknown)
+        return await self._answer(request, self._gateway.plan_completion(body), TextReply, body, unknown)
 
     async def messages(self, request: Request) -> Response:
         return await self._translated(request, messages.chat_of, messages.NAMES, messages.MessagesReply)
@@ -246,19 +244,7 @@ class Surface:
         await self._gateway.lanes.pause(len(data))
         return read_json("body", data)
 
-    def _chat_reply(self, run: Run, origin: Origin) -> Reply:
-        codec, options = self._gateway.codec, run.job.options
-        return ChatReply(options.answer_id or origin.name, origin.created, run.job.model, codec,
-                         options.top_logprobs is not None, run.job.prompts if options.token_ids else None,
-                         run.job.markups(codec), options.tell_reasoning, run.job.told(codec))
-
-    def _text_reply(self, run: Run, origin: Origin) -> Reply:
-        options = run.job.options
-        return TextReply(options.answer_id or origin.name, origin.created, run.job.model, self._gateway.codec,
-                         options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n,
-                         run.job.told(self._gateway.codec))
-
-    async def _answer(self, request: Request, asked: Asked, reply_to: Callable[[Run, Origin], Reply],
+    async def _answer(self, request: Request, asked: Asked, reply_to: type[ChatReply | TextReply],
                       body: ChatBody | CompletionBody, unknown: Unknown) -> Response:
         reached = self._reached(request, asked, body)
         if reached is not None:
@@ -267,7 +253,7 @@ class Surface:
         asks_for_ids = "text/event-stream" in request.headers.get("accept", "")
         origin = reached.origin if reached is not None else Origin(
             run.id, run.created, asked.options.sampling.seed, run.identity if asks_for_ids else "")
-        reply = reply_to(run, origin)
+        reply = reply_to(run.job.options.answer_id or origin.name, origin.created, run.job, self._gateway.codec)
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
             events = self._events(run, reply, self._ids(request, run, origin, reached), body, request.scope[REQUEST_ID])

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody
-from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, MESSAGE, Asked, Options, parse
+from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, MESSAGE, Asked, Job, Options, parse
+from router_service.dialects.tools import ToolUse
 from router_service.tenants import Tenant
 from router_service.text.deltas import TextDelta
 from router_service.text.files import longest_token
-from router_service.text.markup import Named
+from router_service.text.marks import Style
 from router_service.text.tokens import ASSISTANT, BRIEF_TEXT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.cli.process import kept_up
@@ -196,8 +198,8 @@ def test_words_that_are_to_be_spelt_make_a_brief_prompt_long() -> None:
         assert (asked.size <= BRIEF_TEXT) == brief and asked.size <= LONG_TEXT
 
 
-@pytest.mark.parametrize("markups", [(), (Named("now"),)])
-def test_a_whole_answer_costs_as_much_for_each_of_its_deltas(markups: Sequence[Named]) -> None:
+@pytest.mark.parametrize("use", [None, ToolUse(({"function": {"name": "now"}},), "now", True)])
+def test_a_whole_answer_costs_as_much_for_each_of_its_deltas(use: ToolUse | None) -> None:
     """Of 128 thousand the last was joined to a megabyte, as each before it, for seconds."""
     class Counted(str):
         """Knows to how much it is appended."""
@@ -212,11 +214,12 @@ def test_a_whole_answer_costs_as_much_for_each_of_its_deltas(markups: Sequence[N
             Counted.seen += len(self)
             return Counted(str(self) + str(other))
 
-    codec: Any = None
-    reply = ChatReply("a", 0, "tiny", codec, logprobs=False, markups=markups)
+    codec: Any = SimpleNamespace(style=Style())
+    options = Options(Sampling(), parsed=True, use=use)
+    reply = ChatReply("a", 0, Job("chat", "tiny", ((1,),), (1000,), options, 260), codec)
     deltas = [TextDelta(Counted("word ")) for _ in range(1000)]
     message = reply.whole([deltas], Usage(1, 1000))["choices"][0]["message"]
-    told = message["tool_calls"][0]["function"]["arguments"] if markups else message["content"]
+    told = message["tool_calls"][0]["function"]["arguments"] if use else message["content"]
     assert told == "word " * 1000 and Counted.seen <= len(told)
 
 

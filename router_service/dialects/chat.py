@@ -22,6 +22,7 @@ from router_service.dialects.fields import OF_MESSAGE, THINKING
 from router_service.dialects.openai import (
     MAX_CONTAINERS,
     Generation,
+    Job,
     Options,
     Strict,
     Unknown,
@@ -33,11 +34,11 @@ from router_service.dialects.openai import (
     unknown_of,
     usage_told,
 )
-from router_service.dialects.prompts import LOWEST, Prompts
+from router_service.dialects.prompts import LOWEST
 from router_service.dialects.tools import Json, ToolUse, use_of
 from router_service.text.calls import Call, call_id
 from router_service.text.deltas import AnswerToken, TextDelta
-from router_service.text.markup import Markup, Named, finish_of
+from router_service.text.markup import finish_of
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest
 from slipstream.models.folder import NAMED_TOKENS
@@ -220,20 +221,18 @@ def _read(at: str, arguments: str) -> Json:
 
 
 class ChatReply:
-    """``chat.completion`` and its chunks. ``prompts``: their token ids, and those of the answers, are told.
-    ``markups``, one a choice, tell calls and reasoning apart; () leaves all to the content."""
+    """``chat.completion`` and its chunks, of the answers to ``job``."""
 
-    def __init__(self, answer_id: str, created: int, model: str, codec: TextCodec, logprobs: bool,
-                 prompts: Sequence[Sequence[int]] | None = None, markups: Sequence[Markup | Named] = (),
-                 tell_reasoning: bool = True, scored: Prompts | None = None) -> None:
-        self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": model}
-        self._markups = markups
-        self._tell_reasoning = tell_reasoning
+    def __init__(self, answer_id: str, created: int, job: Job, codec: TextCodec) -> None:
+        options = job.options
+        self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": job.model}
+        self._markups = job.markups(codec)  # one a choice; [] leaves all to the content
+        self._tell_reasoning = options.tell_reasoning
         self._codec = codec
-        self._logprobs = logprobs
-        self._prompt: Json = {} if prompts is None else {"prompt_token_ids": list(prompts[0])}
-        self._scored = scored
-        self.detailed = logprobs or prompts is not None or bool(markups) or scored is not None
+        self._logprobs = options.top_logprobs is not None
+        self._prompt: Json = {"prompt_token_ids": list(job.prompts[0])} if options.token_ids else {}
+        self._scored = job.told(codec)
+        self.detailed = self._logprobs or options.token_ids or bool(self._markups) or self._scored is not None
 
     def opening(self, number: int) -> Json | None:
         return self._chunk([_choice(number, {"role": "assistant", "content": ""})]) | self._prompt

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import Field, SkipValidation, field_validator
 
-from router_service.dialects.openai import Generation, Options, Whole, at_most, usage_told
-from router_service.dialects.prompts import LOWEST, Prompts, alternatives
+from router_service.dialects.openai import Generation, Job, Options, Whole, at_most, usage_told
+from router_service.dialects.prompts import LOWEST, alternatives
 from router_service.dialects.tools import Json
 from router_service.text.deltas import AnswerToken, TextDelta
 from router_service.text.tokens import TextCodec
@@ -48,17 +48,15 @@ class CompletionBody(Generation):
 
 
 class TextReply:
-    """``text_completion``, which has one form for whole answers and chunks. As ``ChatReply``; ``n`` choices a
-    prompt."""
+    """``text_completion``, which has one form for whole answers and chunks, of the answers to ``job``."""
 
-    def __init__(self, answer_id: str, created: int, model: str, codec: TextCodec, logprobs: bool,
-                 prompts: Sequence[Sequence[int]] | None = None, n: int = 1, scored: Prompts | None = None) -> None:
-        self._head: Json = {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created, "model": model}
-        self._codec = codec
-        self._logprobs = logprobs
-        self._prompts, self._n = prompts, n
-        self._scored = scored
-        self.detailed = logprobs or prompts is not None or scored is not None
+    def __init__(self, answer_id: str, created: int, job: Job, codec: TextCodec) -> None:
+        self._head: Json = {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created,
+                            "model": job.model}
+        self._job, self._codec = job, codec
+        self._logprobs = job.options.top_logprobs is not None
+        self._scored = job.told(codec)
+        self.detailed = self._logprobs or job.options.token_ids or self._scored is not None
         self._lengths: dict[int, int] = {}  # of each answer's text so far: offsets of logprobs count from its start
 
     def opening(self, number: int) -> Json | None:
@@ -89,10 +87,10 @@ class TextReply:
         choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
         if scored is not None and scored.told is not None:
             choice["prompt_logprobs"] = scored.entries(number, deltas[0].prompt)
-        if self._prompts is not None:
+        if self._job.options.token_ids:
             choice["token_ids"] = [token.id for token in tokens]
             if not began:
-                choice["prompt_token_ids"] = list(self._prompts[number // self._n])
+                choice["prompt_token_ids"] = list(self._job.prompts[number // self._job.options.n])
         return choice
 
     def _logprobs_of(self, tokens: Sequence[AnswerToken], offset: int) -> Json:
