@@ -42,7 +42,7 @@ from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody, TextReply
-from router_service.dialects.openai import Asked, Body, Chunks, Reply, Unknown, known, parse, read_json
+from router_service.dialects.openai import Asked, Body, Chunks, Reply, Unknown, known, parse, read_body
 from router_service.dialects.problems import Problem, http_problem, problem_of, written_as
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
@@ -161,7 +161,7 @@ class Surface:
     async def tokenize(self, request: Request) -> Response:
         raw = await self._json(request)
         unknown = Unknown(self._gateway.strict)
-        if isinstance(raw, dict) and "messages" in raw:
+        if "messages" in raw:
             asked = self._gateway.plan_chat(parse(ChatBody, raw, unknown))
         else:
             asked = self._gateway.plan_completion(parse(CompletionBody, raw, unknown))
@@ -173,7 +173,7 @@ class Surface:
 
     async def detokenize(self, request: Request) -> Response:
         raw, unknown = await self._json(request), Unknown(self._gateway.strict)
-        asked = known(raw, ("model", "tokens"), {}, unknown) if isinstance(raw, dict) else {}
+        asked = known(raw, ("model", "tokens"), {}, unknown)
         text = await self._gateway.text(asked.get("model"), asked.get("tokens"), request.scope[TENANT])
         return json_response({"prompt": text}, headers=self._left_out(unknown))
 
@@ -231,7 +231,7 @@ class Surface:
         unknown = Unknown(self._gateway.strict)
         return parse(kind, await self._json(request), unknown), unknown
 
-    async def _json(self, request: Request) -> Any:
+    async def _json(self, request: Request) -> dict[str, Any]:
         data = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
@@ -242,7 +242,7 @@ class Surface:
         except TimeoutError:
             raise InvalidRequest("body", f"did not arrive within {BODY_S:g} s") from None
         await self._gateway.lanes.pause(len(data))
-        return read_json("body", data)
+        return read_body(data)
 
     async def _answer(self, request: Request, asked: Asked, reply_to: type[ChatReply | TextReply],
                       body: ChatBody | CompletionBody, unknown: Unknown) -> Response:
@@ -273,7 +273,8 @@ class Surface:
             client.close()
             raise
 
-    async def _translated(self, request: Request, chat_of: Callable[[Any], dict[str, Any]], names: Mapping[str, str],
+    async def _translated(self, request: Request, chat_of: Callable[[dict[str, Any]], dict[str, Any]],
+                          names: Mapping[str, str],
                           reply_to: Callable[[Told], Narrative]) -> Response:
         """An answer of a dialect that is a translation onto chat."""
         unknown = Unknown(self._gateway.strict)

@@ -22,7 +22,7 @@ from slipstream.base.errors import InvalidRequest, Unavailable
 from slipstream.protocol.chat import Usage
 from tests.echo import CONTEXT, EchoTarget
 from tests.loop import eventually
-from tests.routing import HELLO, Routing, routing
+from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -340,8 +340,7 @@ def test_who_sends_a_chat_to_the_responses_is_told_what_is_called_otherwise() ->
 
 
 @pytest.mark.parametrize(("translate", "body", "field"), [
-    (messages.chat_of, [], "body"), (messages.chat_of, {}, "messages"), (messages.chat_of, {"messages": [1]},
-                                                                         "messages[0].role"),
+    (messages.chat_of, {}, "messages"), (messages.chat_of, {"messages": [1]}, "messages[0].role"),
     (messages.chat_of, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     (messages.chat_of, {"messages": HELLO, "tools": [{"name": "x"}]}, "tools"),
     (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": {"type": []}}, "tool_choice.type"),
@@ -359,8 +358,7 @@ def test_who_sends_a_chat_to_the_responses_is_told_what_is_called_otherwise() ->
     (responses.chat_of, {"input": "x", "metadata": {str(i): "" for i in range(17)}}, "metadata"),
     (messages.chat_of, {"messages": HELLO * 5000}, "messages"), (messages.chat_of, {"messages": HELLO, "system": 1},
                                                                  "system"),
-    (responses.chat_of, 1, "body"), (responses.chat_of, {}, "input"), (responses.chat_of, {"input": [1]},
-                                                                       "input[0].type"),
+    (responses.chat_of, {}, "input"), (responses.chat_of, {"input": [1]}, "input[0].type"),
     (responses.chat_of, {"input": [{"type": "item_reference"}]}, "input[0].type"),
     (responses.chat_of, {"input": "x", "tools": [1]}, "tools"),
     (responses.chat_of, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
@@ -369,6 +367,14 @@ def test_what_they_cannot_ask_is_refused_by_name(translate: Any, body: Any, fiel
     with pytest.raises(InvalidRequest) as caught:
         translate(body)
     assert caught.value.field == field
+
+
+async def test_a_body_is_an_object_wherever_it_goes(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for path in (CHAT, COMPLETIONS, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES, "/tokenize", "/detokenize"):
+            for body in ("[]", "1", "null", "\"messages\""):
+                refused = await r.http.post(path, content=body)
+                assert refused.status_code == 400 and "body" in refused.text and "JSON object" in refused.text, path
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), [

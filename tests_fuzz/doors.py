@@ -17,11 +17,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import orjson
 
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
-from router_service.dialects.openai import parse as parse_body
+from router_service.dialects.openai import parse, read_body
 from router_service.text.files import stop_token_ids
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection, load
@@ -107,24 +106,17 @@ def codec() -> TextCodec:
 
 
 def http_chat(data: bytes) -> None:
-    body = parse_body(ChatBody, _json(data))
+    body = parse(ChatBody, read_body(data))
     body.options()
     codec().chat([{"role": message.role, "content": message.content} for message in body.messages])
 
 
 def http_completion(data: bytes) -> None:
-    body = parse_body(CompletionBody, _json(data))
+    body = parse(CompletionBody, read_body(data))
     body.options()
     for prompt in body.prompt:
         if isinstance(prompt, str):
             codec().encode(prompt)
-
-
-def _json(data: bytes) -> object:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest("body", "is not JSON") from error
 
 
 def http_seeds() -> Iterator[bytes]:

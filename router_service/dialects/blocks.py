@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import orjson
+
 from router_service.text.calls import CALL_ID, Call, call_id
 from router_service.text.deltas import TextDelta
 from router_service.text.markup import Markup, Named, Said, finish_of
@@ -52,6 +54,11 @@ def as_written(given: Any, prefix: str) -> Any:
     """The id of a call in history as templates take it: without the ``prefix`` of a dialect where it is one of ours."""
     ours = isinstance(given, str) and given.startswith(prefix) and len(given) == len(prefix) + CALL_ID
     return given.removeprefix(prefix) if ours else given
+
+
+def event_of(name: str, fields: Mapping[str, Any]) -> bytes:
+    """A server-sent event that bears its ``name`` twice."""
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps({"type": name, **fields}) + b"\n\n"
 
 
 class Blocks:

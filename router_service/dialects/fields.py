@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.chat import MAX_ITEMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,24 @@ def others(raw: Mapping[str, Any], known: Collection[str], chat: Mapping[str, An
 def parts_left(name: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, bool]:
     """Parts of the field ``name`` that nobody knows, as fields of their own."""
     return {f"{name}.{part}": True for part, value in given.items() if part not in known and value is not None}
+
+
+def object_of(raw: Mapping[str, Any], name: str, at: str = "") -> dict[str, Any]:
+    """The field ``name`` of ``raw``, which stands at the place ``at``; {} for none. Raises InvalidRequest."""
+    value = raw.get(name)
+    if not isinstance(value, dict | None):
+        raise InvalidRequest(at + name, "must be an object")
+    return value or {}
+
+
+def text_of(at: str, value: Any) -> str:
+    """A text, or its parts joined. Raises InvalidRequest."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(value) > MAX_ITEMS or not all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+        raise InvalidRequest(at, f"must be a string or a list of at most {MAX_ITEMS} parts of text")
+    return "\n".join(part["text"] for part in value)
 
 
 def _same(value: Any, nothing: Any) -> bool:

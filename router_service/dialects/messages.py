@@ -12,16 +12,15 @@ It knows nothing about models, routes or the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
-import orjson
-
-from router_service.dialects.blocks import Block, Blocks, Told, What, as_written
-from router_service.dialects.fields import THINKING, others, parts_left
+from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
+from router_service.dialects.fields import THINKING, object_of, others, parts_left, text_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
+from router_service.text.calls import loaded
 from router_service.text.deltas import TextDelta
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS, Usage
@@ -43,12 +42,10 @@ NAMES = MappingProxyType({"response_format.json_schema": "output_config.format",
                           "reasoning_effort": "output_config.effort"})
 
 
-def chat_of(raw: Any) -> Json:
+def chat_of(raw: Json) -> Json:
     """The body of a chat that asks the same. Raises InvalidRequest."""
-    if not isinstance(raw, dict):
-        raise InvalidRequest("body", "must be a JSON object")
     chat = {name: raw[name] for name in ALIKE if name in raw}
-    messages = [{"role": "system", "content": _texts("system", raw["system"])}] if raw.get("system") else []
+    messages = [{"role": "system", "content": text_of("system", raw["system"])}] if raw.get("system") else []
     given = raw.get("messages")
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages", "must be a list of at least one message")
@@ -62,7 +59,7 @@ def chat_of(raw: Any) -> Json:
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools") or raw.get("tool_choice"):
         chat |= _tools(raw.get("tools") or [], raw.get("tool_choice"))
-    config, thinking = _object(raw, "output_config"), _object(raw, "thinking")
+    config, thinking = object_of(raw, "output_config"), object_of(raw, "thinking")
     if config.get("effort") is not None:
         chat["reasoning_effort"] = config["effort"]
     chat |= _bound(raw, config)
@@ -76,13 +73,6 @@ def chat_of(raw: Any) -> Json:
     if thinking and isinstance(given, dict):
         chat["chat_template_kwargs"] = dict.fromkeys(THINKING, thinking.get("type") != "disabled") | given
     return chat
-
-
-def _object(raw: Json, name: str) -> Json:
-    value = raw.get(name)
-    if not isinstance(value, dict | None):
-        raise InvalidRequest(name, "must be an object")
-    return value or {}
 
 
 def _bound(raw: Json, config: Json) -> Json:
@@ -119,7 +109,7 @@ def _messages(at: str, message: Any) -> Iterator[Json]:
         elif kind == "tool_result" and message["role"] == "user":
             result = block.get("content")
             yield {"role": "tool", "tool_call_id": as_written(block.get("tool_use_id"), CALL),
-                   "content": "" if result is None else _texts(f"{where}.content", result)}
+                   "content": "" if result is None else text_of(f"{where}.content", result)}
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
         elif kind != "redacted_thinking":
@@ -128,15 +118,6 @@ def _messages(at: str, message: Any) -> Iterator[Json]:
     if texts or calls or thoughts:
         yield {"role": message["role"], "content": "\n".join(texts), **({"tool_calls": calls} if calls else {}),
                **({"reasoning_content": "\n".join(thoughts)} if thoughts else {})}
-
-
-def _texts(at: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(block, dict) and isinstance(block.get("text"), str)
-                                              for block in value):
-        raise InvalidRequest(at, "must be a string or a list of blocks of text")
-    return "\n".join(block["text"] for block in value)
 
 
 def _tools(tools: Any, choice: Any) -> Json:
@@ -174,21 +155,21 @@ class MessagesReply:
         """The events before any token."""
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None,
                    "usage": {"input_tokens": self._prompt_tokens, "output_tokens": 0}}
-        return _event("message_start", {"message": message})
+        return event_of("message_start", {"message": message})
 
     def told(self, delta: TextDelta) -> bytes:
         """The events of ``delta``; b"" for none."""
-        return b"".join(_event(f"content_block_{EVENTS[what]}", {"index": block.index, **_fields(what, block, text)})
+        return b"".join(event_of(f"content_block_{EVENTS[what]}", {"index": block.index, **_fields(what, block, text)})
                         for what, block, text in self._blocks.take(delta))
 
     def closing(self, usage: Usage, stop: str | None) -> bytes:
         """The last events. ``stop``: the stop string that came."""
         ended = {"delta": self._ended(stop), "usage": _usage(usage)}
-        return _event("message_delta", ended) + _event("message_stop", {})
+        return event_of("message_delta", ended) + event_of("message_stop", {})
 
     def broken(self, problem: Problem) -> bytes:
         """The event of an answer that ends with an error."""
-        return _event("error", error_of(problem))
+        return event_of("error", error_of(problem))
 
     def whole(self, usage: Usage, stop: str | None) -> Json:
         """What was told, as one object."""
@@ -227,14 +208,7 @@ def _usage(usage: Usage) -> Json:
             "cache_read_input_tokens": usage.cached_tokens}
 
 
-def _event(name: str, fields: Mapping[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps({"type": name, **fields}) + b"\n\n"
-
-
 def _input(text: str) -> Json:
     """{} for arguments that were cut."""
-    try:
-        found = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
-        return {}
+    found = loaded(text)
     return found if isinstance(found, dict) else {}

@@ -272,11 +272,9 @@ class Generation(Strict):
 Body = TypeVar("Body", bound=Generation)
 
 
-def parse(kind: type[Body], raw: object, unknown: Unknown | None = None) -> Body:
+def parse(kind: type[Body], raw: Mapping[str, Any], unknown: Unknown | None = None) -> Body:
     """``raw`` (what the JSON said) as a ``kind``. ``unknown`` takes the fields that nobody knows; None: they are
     refused. Raises InvalidRequest naming the first field that is wrong."""
-    if not isinstance(raw, dict):
-        raise InvalidRequest("body", "must be a JSON object")
     unknown = Unknown(strict=True) if unknown is None else unknown
     try:
         return kind.model_validate(known(raw, kind.model_fields, REFUSED, unknown), context=unknown)
@@ -349,6 +347,14 @@ def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[st
         elif at or name not in INERT:
             unknown.met(name, at, honoured)
     return kept
+
+
+def read_body(data: bytes | bytearray) -> Json:
+    """The object that a request is. Raises InvalidRequest."""
+    raw = read_json("body", data)
+    if not isinstance(raw, dict):
+        raise InvalidRequest("body", "must be a JSON object")
+    return raw
 
 
 def read_json(field: str, data: bytes | bytearray) -> Any:

@@ -16,10 +16,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import orjson
-
-from router_service.dialects.blocks import Block, Blocks, Told, What, as_written
-from router_service.dialects.fields import Refused, others, parts_left
+from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
+from router_service.dialects.fields import Refused, object_of, others, parts_left, text_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -47,10 +45,8 @@ NAMES = MappingProxyType({"response_format.json_schema": "text.format", "respons
                           "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"})
 
 
-def chat_of(raw: Any) -> Json:
+def chat_of(raw: Json) -> Json:
     """The body of a chat that asks the same. Raises InvalidRequest."""
-    if not isinstance(raw, dict):
-        raise InvalidRequest("body", "must be a JSON object")
     for name, refused in REFUSED.items():
         if refused.asks(raw.get(name)):
             raise InvalidRequest(name, f"is not served here; {refused.advice}", "unsupported_parameter")
@@ -71,14 +67,14 @@ def chat_of(raw: Any) -> Json:
         _add(messages, f"input[{i}]", item)
     chat["messages"] = messages
     chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
-    text, reasoning = _object("text", raw.get("text")), _object("reasoning", raw.get("reasoning"))
+    text, reasoning = object_of(raw, "text"), object_of(raw, "reasoning")
     if text.get("format") is not None:
-        form = _object("text.format", text["format"])
+        form = object_of(text, "format", "text.")
         chat["response_format"] = form if form.get("type") != "json_schema" else {
             "type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
-    metadata = _object("metadata", raw.get("metadata"))
+    metadata = object_of(raw, "metadata")
     if len(metadata) > MAX_METADATA or not all(isinstance(value, str) and len(name) + len(value) <= MAX_METADATUM
                                                for name, value in metadata.items()):
         raise InvalidRequest("metadata", f"must be at most {MAX_METADATA} texts, of {MAX_METADATUM} characters with "
@@ -89,16 +85,10 @@ def chat_of(raw: Any) -> Json:
         "reasoning", reasoning, ("effort", "summary", "generate_summary"))
 
 
-def _object(name: str, value: Any) -> Json:
-    if not isinstance(value, dict | None):
-        raise InvalidRequest(name, "must be an object")
-    return value or {}
-
-
 def _add(messages: list[Json], at: str, item: Any) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        said = {"role": item.get("role"), "content": _texts(f"{at}.content", item.get("content"))}
+        said = {"role": item.get("role"), "content": text_of(f"{at}.content", item.get("content"))}
         last = messages[-1] if messages else {}
         if said["role"] == "assistant" and last.keys() == THOUGHT.keys() and not last["content"]:
             last |= said
@@ -112,21 +102,12 @@ def _add(messages: list[Json], at: str, item: Any) -> None:
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
-                         "content": _texts(f"{at}.output", item.get("output"))})
+                         "content": text_of(f"{at}.output", item.get("output"))})
     elif kind == "reasoning":
-        if thought := _texts(f"{at}.content", item.get("content") or ""):
+        if thought := text_of(f"{at}.content", item.get("content") or ""):
             messages.append(THOUGHT | {"reasoning_content": thought})
     else:
         raise InvalidRequest(f"{at}.type", "must be 'message', 'function_call', 'function_call_output' or 'reasoning'")
-
-
-def _texts(at: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or len(value) > MAX_ITEMS or not all(
-            isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
-        raise InvalidRequest(at, "must be a string or a list of parts of text")
-    return "\n".join(part["text"] for part in value)
 
 
 def _tools(tools: Any, choice: Any) -> Json:
@@ -196,8 +177,7 @@ class ResponsesReply:
 
     def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
         number, self._sent = self._sent, self._sent + 1
-        return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(
-            {"type": name, "sequence_number": number, **fields}) + b"\n\n"
+        return event_of(name, {"sequence_number": number, **fields})
 
 
 def _steps(what: What, block: Block, text: str) -> Iterator[tuple[str, Json]]:
