@@ -186,8 +186,7 @@ class Surface:
     async def model(self, model_id: str) -> Response:
         if not model_id:
             return await self.models()
-        if model_id != self._gateway.model:
-            raise self._gateway.no_model(model_id)
+        self._gateway.named(model_id)
         return json_response(self._model())
 
     async def health(self) -> Response:

@@ -85,10 +85,13 @@ class Gateway:
         """The name that clients use. Raises Unavailable while no target has told its own."""
         return self._section.model_name or self._info().model_id
 
-    def no_model(self, name: str) -> NotFound:
-        """The error for a ``name`` that is not this model's."""
-        return NotFound("model", f"no model {name[:100]!r} here; it is {self.model!r}, or leave the field out",
-                        "model_not_found")
+    def named(self, name: str | None) -> str:
+        """The model that ``name`` means; None: the one here. Raises NotFound for another one, or Unavailable."""
+        model = self.model
+        if name not in (None, model):
+            raise NotFound("model", f"no model {str(name)[:100]!r} here; it is {model!r}, or leave the field out",
+                           "model_not_found")
+        return model
 
     @property
     def lossy(self) -> bool:
@@ -136,11 +139,11 @@ class Gateway:
         elif options.use is not None and options.use.offered:
             names["tools"] = options.use.tools
         turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message), names)
-        return self._checked(Asked("chat", self._named(body.model), options, messages=messages, begun=begun, turn=turn))
+        return self._checked(Asked("chat", self.named(body.model), options, messages=messages, begun=begun, turn=turn))
 
     def plan_completion(self, body: CompletionBody, begun: Begun | None = None) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
-        return self._checked(Asked("completions", self._named(body.model), body.options(), prompts=body.prompt,
+        return self._checked(Asked("completions", self.named(body.model), body.options(), prompts=body.prompt,
                                    begun=begun, add_special_tokens=body.add_special_tokens is not False))
 
     async def start(self, asked: Asked, tenant: Tenant, trace: str = "") -> Run:
@@ -188,7 +191,7 @@ class Gateway:
         place = await self.admission.enter(tenant, 1)
         try:
             (tokens,) = await self.lanes.run(asked.size, partial(self._prompts, asked), tenant.id, not asked.messages)
-            _check_ids("prompt", tokens, self._info())
+            _check_ids("prompt", tokens, self._info().vocab_size)
             return list(tokens)
         finally:
             place.leave()
@@ -196,11 +199,10 @@ class Gateway:
     async def text(self, model: Any, tokens: Any, tenant: Tenant) -> str:
         """What ``tokens`` spell, special ones included. It waits for room as an answer would. Raises as ``start``."""
         info = self._info()
-        if self._named(model) != self.model:
-            raise self.no_model(str(model))
+        self.named(model)
         if not isinstance(tokens, list) or len(tokens) > info.max_context or not set(map(type, tokens)) <= {int}:
             raise InvalidRequest("tokens", f"must be a list of at most {info.max_context} token ids")
-        _check_ids("tokens", tokens, info)
+        _check_ids("tokens", tokens, info.vocab_size)
         place = await self.admission.enter(tenant, 1)
         try:
             return await self.lanes.run(len(tokens), partial(self.codec.text, tokens), tenant.id, True)
@@ -235,9 +237,6 @@ class Gateway:
         self.metrics.failed(kind)
         self.metrics.request(endpoint, code, "none")
 
-    def _named(self, model: str | None) -> str:
-        return self.model if model is None else model
-
     def _shown(self, options: Options) -> Collection[int]:
         if options.show_specials:
             return self.codec.specials
@@ -245,8 +244,6 @@ class Gateway:
 
     def _checked(self, asked: Asked) -> Asked:
         info = self._info()
-        if asked.model != self.model:
-            raise self.no_model(asked.model)
         if asked.options.n > MAX_N:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
         most = asked.most_tokens
@@ -263,9 +260,10 @@ class Gateway:
             raise InvalidRequest("ignore_eos", f"cannot stand beside {asked.options.bound_by}: a grammar says where an "
                                  "answer ends")
         sampling = asked.options.sampling
-        _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info)
-        _check_ids("stop_token_ids", sampling.stop_token_ids, info)
-        _check_ids("allowed_token_ids", asked.options.allowed_token_ids, info)
+        for param, tokens in (("logit_bias", [token for token, _ in sampling.logit_bias]),
+                              ("stop_token_ids", sampling.stop_token_ids),
+                              ("allowed_token_ids", asked.options.allowed_token_ids)):
+            _check_ids(param, tokens, info.vocab_size)
         if asked.begun is not None and asked.options.tells_prompt:
             raise InvalidRequest("begun", "is for answers without their prompt")
         return asked
@@ -323,8 +321,7 @@ class Gateway:
         tokens = begun.tokens
         if len(tokens) >= job.max_tokens[0]:
             raise InvalidRequest("begun.tokens", f"must be fewer than the answer's {job.max_tokens[0]}")
-        if tokens and (min(tokens) < 0 or max(tokens) >= job.vocab_size):
-            raise InvalidRequest("begun.tokens", f"one is outside the vocabulary of {job.vocab_size}")
+        _check_ids("begun.tokens", tokens, job.vocab_size)
         if not set(tokens).isdisjoint(job.options.ends(self.codec.stop_token_ids, job.vocab_size)):
             raise InvalidRequest("begun.tokens", "one of them ends an answer")
         return replace(job, begun=tokens, identity=self._balancer.identity(begun.identity))
@@ -347,9 +344,9 @@ def _too_long() -> DeadlineExceeded:
     return DeadlineExceeded("the request took longer than this server allows; ask for fewer tokens")
 
 
-def _check_ids(param: str, tokens: Sequence[int], info: TargetInfo) -> None:
-    if tokens and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
-        raise InvalidRequest(param, f"a token id is outside the vocabulary of {info.vocab_size}")
+def _check_ids(param: str, tokens: Sequence[int], vocab_size: int) -> None:
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise InvalidRequest(param, f"a token id is outside the vocabulary of {vocab_size}")
 
 
 def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: TargetInfo) -> int:
@@ -359,7 +356,7 @@ def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: Targe
     left = info.max_context - len(prompt)
     if left < 0:
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
-    _check_ids(param, prompt, info)
+    _check_ids(param, prompt, info.vocab_size)
     wanted = 1 if max_tokens is None else max_tokens
     if wanted > left:
         raise InvalidRequest(
