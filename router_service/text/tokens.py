@@ -131,11 +131,12 @@ class TextCodec:
     """The tokenizer and the chat template of one model folder. Nothing about it changes; threads may share it.
 
     ``stop_token_ids`` end an answer (the model's end-of-text and end-of-turn tokens); ``vocab_size`` is the
-    tokenizer's, which may be below the model's. ``marks``: those of ``specials`` that tell calls and reasoning apart.
+    tokenizer's, which may be below the model's. ``specials``: special tokens and their texts; ``marks``: those of them
+    that tell calls and reasoning apart.
     """
 
-    __slots__ = ("_alphabet", "_bytes", "_literals", "_longest", "_specials", "_template", "_texts", "_tokenizer",
-                 "marks", "specials", "starts_with_space", "stop_token_ids", "style", "vocab_size")
+    __slots__ = ("_alphabet", "_bytes", "_literals", "_longest", "_template", "_texts", "_tokenizer", "marks",
+                 "specials", "starts_with_space", "stop_token_ids", "style", "vocab_size")
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ModelError naming the file and field that cannot be used."""
@@ -144,18 +145,17 @@ class TextCodec:
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
-        self._specials: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
-        self._literals = literals(self._tokenizer, self._specials.values())
+        self.specials: Mapping[int, str] = {i: token.content for i, token in added.items() if token.special}
+        self._literals = literals(self._tokenizer, self.specials.values())
         written = json.loads(self._tokenizer.to_str())
         self._alphabet, self.starts_with_space = spelling(written.get("decoder") or {"type": "none"})
         self._longest = longest_token(written, vocab)
         self._bytes: dict[int, bytes] = {}  # of ordinary tokens that were asked for
         self._texts: dict[int, str | None] = {}  # what ``whole_text`` said
         source = template_source(folder)
-        self._template = None if source is None else ChatTemplate(*source, self._specials.values())
+        self._template = None if source is None else ChatTemplate(*source, self.specials.values())
         self.style = Style() if source is None else Style.of(source[0])
-        self.specials = frozenset(self._specials)
-        self.marks = marks(self._specials)
+        self.marks = marks(self.specials)
         self.stop_token_ids: tuple[int, ...] = stop_token_ids(folder, self._tokenizer)
 
     def close(self) -> None:
@@ -192,16 +192,13 @@ class TextCodec:
         end = b"".join(map(self.token_bytes, tail[max(ended, default=0):])).decode("utf-8", "replace")
         return self.style.thoughts is not None and end.rfind(self.style.thoughts[0]) > end.rfind(self.style.thoughts[1])
 
-    def is_special(self, token: int) -> bool:
-        return token in self._specials
-
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for, maybe part of a character; b"" for an id without a token."""
         found = self._bytes.get(token)
         if found is not None:
             return found
-        if token in self._specials:
-            return self._specials[token].encode()
+        if token in self.specials:
+            return self.specials[token].encode()
         spelt = self._tokenizer.id_to_token(token) if 0 <= token < self.vocab_size else None
         if spelt is None:
             return b""
@@ -223,7 +220,7 @@ class TextCodec:
         try:
             return self._texts[token]
         except KeyError:
-            self._texts[token] = text = "" if self.is_special(token) else _decoded(self.token_bytes(token))
+            self._texts[token] = text = "" if token in self.specials else _decoded(self.token_bytes(token))
             return text
 
     def token_text(self, token: int) -> str:
@@ -270,7 +267,7 @@ class Detokenizer:
         not shown."""
         text = None if self._open or token in self._shown else self._codec.whole_text(token)
         if text is None:
-            if self._codec.is_special(token) and token not in self._shown:
+            if token in self._codec.specials and token not in self._shown:
                 return ""
             text = self._utf8.decode(self._codec.token_bytes(token))
             self._open = self._utf8.getstate()[0] != b""
