@@ -71,7 +71,6 @@ class Target:
     problem: str = "not asked yet"
     ready: bool = False  # it answers polls, fits and is not draining
     draining: bool = False
-    drafted: bool = False  # it has a draft connected
     gone: bool = False  # it answers no polls
     awaited: set[Limit] = field(default_factory=set)  # by answers without their first piece
 
@@ -101,7 +100,6 @@ class Target:
         """A poll. ``problem``: why it gets no work all the same; "" for none."""
         self.info, self.problem = info, problem
         self.draining, self.ready = info.draining, not problem and not info.draining
-        self.drafted = any(draft.connected for draft in info.drafts)
         self.missed_polls, self.in_flight_at_poll, self.gone = 0, self.in_flight, False
 
     def missed(self, problem: str) -> None:
@@ -228,7 +226,7 @@ class Balancer:
     @property
     def drafted(self) -> bool:
         """Whether any target has a draft connected."""
-        return any(target.drafted for target in self._known)
+        return any(draft.connected for target in self._known if target.info is not None for draft in target.info.drafts)
 
     def identity(self, tag: str) -> Identity:
         """Whose ``tag`` that is, among the targets that are known. Raises ModelChanged, or Unavailable."""
@@ -436,7 +434,7 @@ class RoutedAnswer:
         self._speculate = request.speculate
         self._begun = False  # by the present target
         self._emitted: list[int] = []
-        self._identity = request.identity  # of who began it; None: it is not begun, or nobody knows
+        self.identity = request.identity  # of who began it; None: it is not begun, or nobody knows
         self._finished = False
 
     def __aiter__(self) -> RoutedAnswer:
@@ -455,7 +453,7 @@ class RoutedAnswer:
                 continue
             if not self._begun:
                 self._begun = True
-                self._identity = self._asked.identity
+                self.identity = self._asked.identity
                 self._tried.clear()  # the answer got on: who failed or refused before may be another by now
                 self._full.clear()
                 self._balancer.succeeded(target)
@@ -464,11 +462,6 @@ class RoutedAnswer:
                 await self.aclose()
             return piece
         raise StopAsyncIteration
-
-    @property
-    def identity(self) -> Identity | None:
-        """Whose it is, once it is begun; None: that is not known."""
-        return self._identity
 
     def set_speculation(self, allowed: bool) -> None:
         self._speculate = allowed
@@ -494,7 +487,7 @@ class RoutedAnswer:
 
     def _rest(self) -> Request:
         """What is left to ask."""
-        return replace(self._request.after(self._emitted), identity=self._identity)
+        return replace(self._request.after(self._emitted), identity=self.identity)
 
     async def _first(self, target: Target) -> Piece:
         """The first piece; Unavailable when the target stops answering polls before it (rule 4)."""
