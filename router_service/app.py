@@ -59,15 +59,14 @@ BODY_S = 30.0  # a body that takes longer is refused
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions", MESSAGES: "chat", RESPONSES: "chat"}
-PAGES = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/health", "/ready", "/live",
-         "/ping", "/load", "/version", "/openapi.json")
+POSTED = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
+PAGES = (*POSTED, "/v1/models", "/health", "/ready", "/live", "/ping", "/load", "/version", "/openapi.json")
 ADVICE = {
     404: f"no such page; here are POST {CHAT}, {COMPLETIONS}, {RESPONSES} and {MESSAGES}, GET /v1/models and /health",
     405: "this page does not take that method; what makes answers or counts takes POST, all others GET",
 }
 MAX_TOLD = 256  # unknown fields that the log names once
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
-POSTED = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
 PAGE = re.compile(rb"null|https?://.*")  # origins of pages, not of programs that show pages of their own
 HERE = re.compile(rb"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")  # origins of this machine
 EXPOSED = b"x-request-id, x-slipstream-mode, x-slipstream-ignored, retry-after"
@@ -107,11 +106,10 @@ class Surface:
         app.add_exception_handler(HTTPException, self.no_route)
         app.add_exception_handler(ClientDisconnect, self.gone)
         app.add_exception_handler(Exception, self.broken)
-        app.add_api_route(CHAT, self.chat, methods=["POST"], openapi_extra=_schema(ChatBody))
-        app.add_api_route(COMPLETIONS, self.complete, methods=["POST"], openapi_extra=_schema(CompletionBody))
-        for path, post in ((MESSAGES, self.messages), (RESPONSES, self.responses), ("/tokenize", self.tokenize),
-                           ("/detokenize", self.detokenize), (f"{MESSAGES}/count_tokens", self.count_tokens)):
-            app.add_api_route(path, post, methods=["POST"])
+        schemas = {CHAT: _schema(ChatBody), COMPLETIONS: _schema(CompletionBody)}
+        for path, post in (*self._answers.items(), ("/tokenize", self.tokenize), ("/detokenize", self.detokenize),
+                           (f"{MESSAGES}/count_tokens", self.count_tokens)):
+            app.add_api_route(path, post, methods=["POST"], openapi_extra=schemas.get(path))
         for path, get in (("/v1/models", self.models), ("/v1/models/{model_id:path}", self.model),
                           ("/health", self.health), ("/ready", self.health), ("/ping", self.health),
                           ("/live", self.live), ("/load", self.load), ("/version", self.version), ("/", self.version),
@@ -151,16 +149,14 @@ class Surface:
         return await self._translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply)
 
     async def count_tokens(self, request: Request) -> Response:
-        unknown = Unknown(self._gateway.strict)
-        raw = await self._json(request)
+        raw, unknown = await self._json(request)
         with written_as(messages.NAMES):
             asked = self._gateway.plan_chat(parse(ChatBody, messages.chat_of(raw), unknown))
             tokens = await self._gateway.tokens(asked, request.scope[TENANT])
         return json_response({"input_tokens": len(tokens)}, headers=self._left_out(unknown))
 
     async def tokenize(self, request: Request) -> Response:
-        raw = await self._json(request)
-        unknown = Unknown(self._gateway.strict)
+        raw, unknown = await self._json(request)
         if "messages" in raw:
             asked = self._gateway.plan_chat(parse(ChatBody, raw, unknown))
         else:
@@ -172,7 +168,7 @@ class Surface:
                              headers=self._left_out(unknown))
 
     async def detokenize(self, request: Request) -> Response:
-        raw, unknown = await self._json(request), Unknown(self._gateway.strict)
+        raw, unknown = await self._json(request)
         asked = known(raw, ("model", "tokens"), {}, unknown)
         text = await self._gateway.text(asked.get("model"), asked.get("tokens"), request.scope[TENANT])
         return json_response({"prompt": text}, headers=self._left_out(unknown))
@@ -227,10 +223,11 @@ class Surface:
         return problem_response(problem_of(error), request.url.path)  # the gate hears of it and logs it
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, Unknown]:
-        unknown = Unknown(self._gateway.strict)
-        return parse(kind, await self._json(request), unknown), unknown
+        raw, unknown = await self._json(request)
+        return parse(kind, raw, unknown), unknown
 
-    async def _json(self, request: Request) -> dict[str, Any]:
+    async def _json(self, request: Request) -> tuple[dict[str, Any], Unknown]:
+        """A body, and what takes those of its fields that nobody knows."""
         data = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
@@ -241,7 +238,7 @@ class Surface:
         except TimeoutError:
             raise InvalidRequest("body", f"did not arrive within {BODY_S:g} s") from None
         await self._gateway.lanes.pause(len(data))
-        return read_body(data)
+        return read_body(data), Unknown(self._gateway.strict)
 
     async def _answer(self, request: Request, asked: Asked, reply_to: type[ChatReply | TextReply],
                       body: ChatBody | CompletionBody, unknown: Unknown) -> Response:
@@ -276,8 +273,7 @@ class Surface:
                           names: Mapping[str, str],
                           reply_to: Callable[[Told], Narrative]) -> Response:
         """An answer of a dialect that is a translation onto chat."""
-        unknown = Unknown(self._gateway.strict)
-        raw = await self._json(request)
+        raw, unknown = await self._json(request)
         with written_as(names):
             body = parse(ChatBody, chat_of(raw), unknown)
             asked = self._gateway.plan_chat(body)
