@@ -153,13 +153,13 @@ def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
     if len(use.schemas) < len(tools):
         raise InvalidRequest("tools", "two of them have the same name")
     if choice in (None, "auto", "none", "required"):
-        return ToolUse(use.tools, choice or "auto", False, use.parallel)
+        return replace(use, choice=choice or "auto")
     name = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = name.get("name") if isinstance(name, dict) else None
     if not isinstance(name, str) or name not in use.schemas:
         raise InvalidRequest("tool_choice", "must be 'none', 'auto', 'required', or a function among tools, as in "
                              '{"type": "function", "function": {"name": "..."}}')
-    return ToolUse(use.tools, name, True, use.parallel)
+    return replace(use, choice=name, named=True)
 
 
 def _check_tool(at: str, tool: Any) -> None:
