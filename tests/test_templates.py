@@ -120,10 +120,10 @@ def test_a_process_that_is_killed_is_replaced() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {}, ["<s>"])
     asked = [{"role": "user", "content": "a<s>\ud800"}]
     assert template.render(asked) == ["a", "<s>", "\ud800"]
-    os.kill(template.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, template.pid, os.WEXITED | os.WNOWAIT)
+    os.kill(template.process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, template.process.pid, os.WEXITED | os.WNOWAIT)
     assert template.render(asked)[1] == "<s>"
-    os.kill(template.pid, signal.SIGKILL)  # maybe with the question in its hands
+    os.kill(template.process.pid, signal.SIGKILL)  # maybe with the question in its hands
     try:
         assert rendered(template) == "x"
     except Unavailable:

@@ -151,7 +151,7 @@ class RouterPiece(Piece):
         """Processes of its own: one tries grammars, the other renders conversations."""
         gateway = self._service.gateway
         trial, template = gateway._trials._trial.child, gateway.codec._template
-        return [*([] if trial is None else [trial.pid]), *([] if template is None else [template.pid])]
+        return [*([] if trial is None else [trial.pid]), *([] if template is None else [template.process.pid])]
 
 
 class Calm:

@@ -69,7 +69,7 @@ ASSISTANT = Turn()
 class ChatTemplate:
     """The template of one model. Threads may share it; they render one after the other."""
 
-    __slots__ = ("_cpu_s", "_lock", "_opening", "_process")
+    __slots__ = ("_cpu_s", "_lock", "_opening", "process")
 
     def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str], cpu_s: float = CPU_S) -> None:
         """``named`` are the template's bos_token and its like, ``specials`` the texts of all special tokens.
@@ -79,7 +79,7 @@ class ChatTemplate:
         self._cpu_s = cpu_s
         self._opening = {"source": source, "named": dict(named), "specials": list(specials), "cpu_s": cpu_s}
         self._lock = threading.Lock()
-        self._process = self._started()
+        self.process = self._started()  # another one where it has ended
 
     def render(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT) -> list[str]:
         """The prompt in order: plain text, the text of a special token that must not become the token, plain text, and
@@ -87,11 +87,12 @@ class ChatTemplate:
         limits; blocks meanwhile."""
         asked = json.dumps([messages, turn.begun, turn.continued, turn.names]).encode()
         with self._lock:
-            if self._process.ended:
-                self._process = self._restarted()
-            reply = self._process.ask(asked)
+            if self.process.ended:
+                self.process = self._restarted()
+            process = self.process
+            reply = process.ask(asked)
         if reply is None:
-            if self._process.out_of_time:
+            if process.out_of_time:
                 raise InvalidRequest("messages", "the model's chat template does not end with them within "
                                      f"{self._cpu_s:g} s of the processor")
             raise Unavailable("the chat template's process has ended; try again")
@@ -103,12 +104,7 @@ class ChatTemplate:
 
     def close(self) -> None:
         """End the process, which would else end with this object."""
-        self._process.end()
-
-    @property
-    def pid(self) -> int:
-        """Of the process that renders; it changes where one has ended."""
-        return self._process.pid
+        self.process.end()
 
     def _restarted(self) -> Child:
         try:
