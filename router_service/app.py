@@ -42,7 +42,7 @@ from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody, TextReply
-from router_service.dialects.openai import Asked, Body, Chunks, Reply, Unknown, known, parse, read_body
+from router_service.dialects.openai import DECENT_ID, Asked, Body, Chunks, Reply, Unknown, known, parse, read_body
 from router_service.dialects.problems import Problem, http_problem, problem_of, written_as
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
@@ -74,7 +74,6 @@ ASKED_HEADERS = b"access-control-request-headers"
 DECENT_HEADERS = re.compile(rb"[A-Za-z0-9, _-]{1,2048}")
 REQUEST_ID = "slipstream.request_id"  # in the scope, for whoever logs
 TENANT = "slipstream.tenant"  # in the scope: who asks
-DECENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 Handler = Callable[[Request], Awaitable[Response]]
 Measured = Callable[[str], tuple[str, bytes]]  # what a scraper takes -> content type, page
@@ -83,8 +82,7 @@ Narrative = messages.MessagesReply | responses.ResponsesReply  # what is told of
 
 def create_app(gateway: Gateway, keys: ApiKeys | None, measured: Measured | None = None) -> ASGIApp:
     """The ASGI application around ``gateway``. measured: its page of metrics, where it is one of these."""
-    return Gate(Surface(gateway, measured), keys, lambda: gateway.leaving,
-                lambda: gateway.metrics.failed("authentication_error"))
+    return Gate(Surface(gateway, measured), keys, gateway)
 
 
 class Surface:
@@ -412,15 +410,13 @@ def _schema(kind: type[ChatBody | CompletionBody]) -> dict[str, Any]:
 
 
 class Gate:
-    """Wraps ``app``; ``keys`` say who may pass, None: whoever comes; ``stranger`` is called for each who may not. Once
-    ``leaving`` says so, each answer ends its connection."""
+    """Wraps ``app``; ``keys`` say who may pass, None: whoever comes. Once ``gateway`` is leaving, each answer ends its
+    connection."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None, leaving: Callable[[], bool],
-                 stranger: Callable[[], object]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None, gateway: Gateway) -> None:
         self._app = app
         self._keys = keys
-        self._leaving = leaving
-        self._stranger = stranger
+        self._gateway = gateway
         self._log = logger("http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -434,7 +430,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 started = True
                 ours = [(b"x-request-id", request_id), (b"request-id", request_id), *self._readers(headers),
-                        *([(b"connection", b"close")] if self._leaving() else [])]
+                        *([(b"connection", b"close")] if self._gateway.leaving else [])]
                 message = {**message, "headers": [*message.get("headers", ()), *ours]}
             await send(message)
 
@@ -443,7 +439,7 @@ class Gate:
             return
         tenant = scope[TENANT] = ANYONE if self._keys is None else self._keys.tenant(_key(headers))
         if tenant is None and scope["path"] not in OPEN_PATHS:
-            self._stranger()
+            self._gateway.metrics.failed("authentication_error")
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
@@ -482,7 +478,7 @@ def _methods(path: str) -> dict[str, str]:
 
 
 def _request_id(shown: bytes) -> bytes:
-    return shown if DECENT_ID.fullmatch(shown) else secrets.token_hex(16).encode()
+    return shown if DECENT_ID.fullmatch(shown.decode("latin-1")) else secrets.token_hex(16).encode()
 
 
 def _key(headers: dict[Any, Any]) -> str:
