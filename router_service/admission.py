@@ -37,6 +37,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -155,14 +156,13 @@ class Account:
             self._tokens -= tokens
 
 
+@dataclass(frozen=True, slots=True)
 class Place:
     """What a request that was let in holds until it leaves."""
 
-    __slots__ = ("_admission", "account", "answers", "since_s")
-
-    def __init__(self, admission: Admission, account: Account, answers: int, since_s: float) -> None:
-        self._admission = admission
-        self.account, self.answers, self.since_s = account, answers, since_s
+    account: Account
+    answers: int
+    since_s: float
 
     @property
     def tenant(self) -> Tenant:
@@ -171,10 +171,6 @@ class Place:
     def spend(self, tokens: int) -> None:
         """They were asked, or came of it."""
         self.account.spend(tokens)
-
-    def leave(self) -> None:
-        """Once."""
-        self._admission.leave(self)
 
 
 class Admission:
@@ -226,10 +222,10 @@ class Admission:
             await self._turn(account, Turn(next(self._numbers), answers))
         finally:
             self._forget_idle(account)
-        return Place(self, account, answers, self._clock())
+        return Place(account, answers, self._clock())
 
     def leave(self, place: Place) -> None:
-        """``Place.leave``."""
+        """Who held ``place`` leaves, once."""
         held_s = self._clock() - place.since_s
         self._held_s = FADE * self._held_s + place.answers * held_s
         self._held = FADE * self._held + place.answers

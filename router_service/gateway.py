@@ -183,7 +183,7 @@ class Gateway:
             self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
             return Run(self, job, place, arrived_s, arrived_s + self._section.request_timeout_s, trace)
         except BaseException:
-            place.leave()
+            self.admission.leave(place)
             raise
 
     async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
@@ -194,7 +194,7 @@ class Gateway:
             _check_ids("prompt", tokens, self._info().vocab_size)
             return list(tokens)
         finally:
-            place.leave()
+            self.admission.leave(place)
 
     async def text(self, model: Any, tokens: Any, tenant: Tenant) -> str:
         """What ``tokens`` spell, special ones included. It waits for room as an answer would. Raises as ``start``."""
@@ -207,7 +207,7 @@ class Gateway:
         try:
             return await self.lanes.run(len(tokens), partial(self.codec.text, tokens), tenant.id, True)
         finally:
-            place.leave()
+            self.admission.leave(place)
 
     def completion(self, job: Job, tenant: Tenant, request_id: str, number: int, trace: str) -> Completion:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
@@ -468,7 +468,7 @@ class Run:
         finally:
             used = self.usage()
             self.place.spend(self._generated())
-            self.place.leave()
+            self._gateway.admission.leave(self.place)
             self._count()
             if self._span is not None:
                 self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)

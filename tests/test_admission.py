@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from router_service.admission import Admission, Place
+from router_service.admission import Admission
 from router_service.tenants import ANYONE, Tenant
 from slipstream.base.errors import CapacityError, InvalidRequest, QuotaExceeded
 from slipstream.observe.metrics import RouterMetrics
@@ -54,7 +53,7 @@ class Office:
         self.running[name] -= answers
         self.totals.setdefault(name, []).append(self.now() - came_s)
         self.ended.append(self.now())
-        place.leave()
+        self.admission.leave(place)
 
     async def load(self, tenant: Tenant, a_second: float, seconds: float, mean_s: float = ANSWER_S) -> None:
         """An open loop: whatever becomes of them, others come."""
@@ -150,7 +149,7 @@ def test_a_quota_of_tokens_is_kept_and_who_comes_back_in_time_is_let_in() -> Non
             place.spend(50)
             await asyncio.sleep(0.5)
             place.spend(150)
-            place.leave()
+            office.admission.leave(place)
             spent += 200
         assert office.refused("a", "tokens") == len(told)
         return spent, told
@@ -175,7 +174,7 @@ def test_a_limit_that_comes_to_a_busy_tenant_is_of_what_it_takes_from_then_on() 
         freed = await admission.enter(A, 1)  # and the limit goes again
         for held in (before, place, freed):
             held.spend(1000)
-            held.leave()
+            admission.leave(held)
         assert await admission.enter(limited, 1)
 
     counted(reloaded())
@@ -212,19 +211,19 @@ async def test_who_gives_up_takes_nothing_and_several_answers_are_not_overtaken(
     inside = [await admission.enter(A, 1) for _ in range(4)]
     order: list[str] = []
 
-    async def enter(name: str, tenant: Tenant, answers: int, then: Callable[[Place], None]) -> None:
+    async def enter(name: str, tenant: Tenant, answers: int) -> None:
         place = await admission.enter(tenant, answers)
         order.append(name)
-        then(place)
+        admission.leave(place)
 
-    tasks = {name: asyncio.create_task(enter(name, tenant, answers, Place.leave))
+    tasks = {name: asyncio.create_task(enter(name, tenant, answers))
              for name, tenant, answers in (("three", A, 3), ("one", A, 1), ("gone", A, 1), ("other", B, 1))}
     await asyncio.sleep(0)
     assert admission.queued == 6
     tasks["gone"].cancel()
     await asyncio.sleep(0)
     for place in inside:
-        place.leave()
+        admission.leave(place)
         await asyncio.sleep(0)
     await asyncio.gather(*tasks.values(), return_exceptions=True)
     assert order == ["other", "three", "one"], "who has nothing goes first; within a tenant in order"

@@ -84,7 +84,7 @@ async def test_who_is_refused_for_want_of_room_has_not_been_tokenized(tiny_folde
             assert (await r.post(path, **asked)).status_code == 429
         assert (await r.post(COMPLETIONS, prompt=["x", "x"])).json()["error"]["param"] == "prompt"
         assert not codec.threads, "neither who was refused nor who waits"
-        place.leave()
+        gateway.admission.leave(place)
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
         own = [thread == threading.get_ident() for thread in codec.threads]
         assert sorted(own) == [False, True], "a conversation in a thread, and a word at once"
