@@ -1,7 +1,8 @@
 """Every field that a client may send, and what becomes of it: one table for OpenAI's, vLLM's and SGLang's names.
 
 Rule: a field is honoured; or inert, as it says nothing about the answer; or refused, unless with a value that asks for
-nothing. null asks for nothing. A refusal says what to do instead.
+nothing. null asks for nothing. A refusal says what to do instead. At the end: how dialects that are translations read
+fields of their own.
 
 It knows nothing about how a field is honoured; the pages about the API are printed from here.
 """
