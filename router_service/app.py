@@ -162,7 +162,7 @@ class Surface:
         if len(asked.prompts) > 1:
             raise InvalidRequest("prompt", "must be one")
         tokens = await self._gateway.tokens(asked, request.scope[TENANT])
-        return json_response({"count": len(tokens), "max_model_len": self._gateway.max_context, "tokens": tokens},
+        return json_response({"count": len(tokens), "max_model_len": self._gateway.info.max_context, "tokens": tokens},
                              headers=self._left_out(unknown))
 
     async def detokenize(self, request: Request) -> Response:
@@ -370,7 +370,7 @@ class Surface:
 
     def _model(self) -> dict[str, Any]:
         return {"id": self._gateway.model, "object": "model", "created": self._started_at, "owned_by": "slipstream",
-                "max_model_len": self._gateway.max_context, "slipstream": {"lossy": self._gateway.lossy}}
+                "max_model_len": self._gateway.info.max_context, "slipstream": {"lossy": self._gateway.info.lossy}}
 
 
 async def _taken(run: Run, client: Presence, take: Callable[[int, TextDelta], object]) -> None:

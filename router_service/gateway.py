@@ -83,7 +83,7 @@ class Gateway:
     @property
     def model(self) -> str:
         """The name that clients use. Raises Unavailable while no target has told its own."""
-        return self._section.model_name or self._info().model_id
+        return self._section.model_name or self.info.model_id
 
     def named(self, name: str | None) -> str:
         """The model that ``name`` means; None: the one here. Raises NotFound for another one, or Unavailable."""
@@ -94,13 +94,12 @@ class Gateway:
         return model
 
     @property
-    def lossy(self) -> bool:
-        """Whether the target's accept thresholds make sampled answers other than the model's own."""
-        return self._info().lossy
-
-    @property
-    def max_context(self) -> int:
-        return self._info().max_context
+    def info(self) -> TargetInfo:
+        """What a target says of itself. Raises Unavailable while none has."""
+        info = self._balancer.info
+        if info is None:
+            raise Unavailable("no target has answered yet; try again soon")
+        return info
 
     @property
     def strict(self) -> bool:
@@ -109,7 +108,7 @@ class Gateway:
 
     def repeats(self, options: Options) -> bool:
         """Whether a seed fixes the answer here."""
-        return options.sampling.temperature == 0 or not (self.lossy or "keyed_sampling" in self._info().without)
+        return options.sampling.temperature == 0 or not (self.info.lossy or "keyed_sampling" in self.info.without)
 
     def leave(self) -> None:
         """Say to whoever asks that the next request had better go elsewhere; this one is still answered."""
@@ -191,14 +190,14 @@ class Gateway:
         place = await self.admission.enter(tenant, 1)
         try:
             (tokens,) = await self.lanes.run(asked.size, partial(self._prompts, asked), tenant.id, not asked.messages)
-            _check_ids("prompt", tokens, self._info().vocab_size)
+            _check_ids("prompt", tokens, self.info.vocab_size)
             return list(tokens)
         finally:
             self.admission.leave(place)
 
     async def text(self, model: Any, tokens: Any, tenant: Tenant) -> str:
         """What ``tokens`` spell, special ones included. It waits for room as an answer would. Raises as ``start``."""
-        info = self._info()
+        info = self.info
         self.named(model)
         if not isinstance(tokens, list) or len(tokens) > info.max_context or not set(map(type, tokens)) <= {int}:
             raise InvalidRequest("tokens", f"must be a list of at most {info.max_context} token ids")
@@ -243,7 +242,7 @@ class Gateway:
         return self.codec.marks if options.told_apart(self.codec.style) else ()
 
     def _checked(self, asked: Asked) -> Asked:
-        info = self._info()
+        info = self.info
         if asked.options.n > MAX_N:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
         most = asked.most_tokens
@@ -281,7 +280,7 @@ class Gateway:
 
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""
-        info, prompts = self._info(), self._prompts(asked)
+        info, prompts = self.info, self._prompts(asked)
         param = "messages" if asked.messages else "prompt"
         limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
         if (most := asked.most_tokens) is not None:
@@ -296,7 +295,7 @@ class Gateway:
         return job if asked.begun is None else self._going_on(job, asked.begun)
 
     def _prompts(self, asked: Asked) -> list[Sequence[int]]:
-        info, last = self._info(), asked.options.truncate
+        info, last = self.info, asked.options.truncate
         room = info.max_context if last is None else None  # what is cut is read as a whole
         prompts: list[Sequence[int]] = [self.codec.chat(asked.messages, asked.turn, room)] if asked.messages else [
             self.codec.encode(prompt, room, asked.add_special_tokens) if isinstance(prompt, str) else prompt
@@ -325,12 +324,6 @@ class Gateway:
         if not set(tokens).isdisjoint(job.options.ends(self.codec.stop_token_ids, job.vocab_size)):
             raise InvalidRequest("begun.tokens", "one of them ends an answer")
         return replace(job, begun=tokens, identity=self._balancer.identity(begun.identity))
-
-    def _info(self) -> TargetInfo:
-        info = self._balancer.info
-        if info is None:
-            raise Unavailable("no target has answered yet; try again soon")
-        return info
 
 
 def _salted(namespace: str, salt: str) -> str:
