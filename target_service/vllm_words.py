@@ -1,8 +1,7 @@
 """What a request asks, in vLLM's words; and what vLLM tells of tokens, in ours.
 
 Rules:
-1. Each field of a request stands in ``FIELDS``: it becomes a parameter of vLLM, it goes another way, which is named, or
-   it is refused.
+1. Each field of a request becomes a parameter of vLLM, goes another way, or is refused.
 2. What has no way is refused by field (``barred``), before vLLM sees it. What vLLM itself refuses bears the
    field of ours that the parameter came from. What would take too much of it, or end its process, is refused here.
 3. A grammar is vLLM's structured output of the same kind, and means what it means to our own engine: JSON is written
@@ -20,7 +19,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,37 +28,10 @@ from slipstream.grammar.compiling import as_lark, json_options
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import NEEDS, PromptScores, Request, TokenLogprob
 
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """What becomes of a field: a parameter of vLLM's ``SamplingParams``, what ``goes`` says, or a refusal."""
-
-    parameter: str = ""
-    goes: str = ""
-    refused: bool = False  # where it asks for anything
-
-
-_SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-         "logit_bias", "min_tokens", "max_tokens", "stop_token_ids", "seed", "prompt_logprobs", "allowed_token_ids",
-         "bad_words")
-FIELDS: Mapping[str, Way] = MappingProxyType({  # of ``Request`` and of its ``Sampling``
-    **{name: Way(name) for name in _SAME},
-    "top_logprobs": Way("logprobs"),
-    "grammar": Way("structured_outputs"),
-    "logprobs_mode": Way(refused=True),
-    "request_id": Way(goes="the request's name"),
-    "tokens": Way(goes="the prompt"),
-    "answered": Way(goes="tokens of the prompt, less in max_tokens and min_tokens"),
-    "namespace": Way(goes="the prompt's cache_salt"),
-    "speculate": Way(goes="extra_args; a switch is told to the workers"),
-    "trace": Way(goes="extra_args, for the draft's span"),
-    "identity": Way(goes="compared before"),
-    "sampling": Way(goes="its fields stand here"),
-})
 TAKES = tuple(need for need in NEEDS if need != "logprobs_mode")  # grammars where the tokenizer is of use for them
 OWN_SEEDS = 1 << 63  # vLLM's second model runner ends with a larger one; it never draws where sampling is keyed
 SCORED_BYTES = 1 << 30  # of a prompt's log probabilities, which vLLM makes of all rows of a step at once
-_FIELD_OF = {way.parameter: field for field, way in FIELDS.items() if way.parameter}
+FIELD_OF: Mapping[str, str] = {"logprobs": "top_logprobs", "structured_outputs": "grammar"}  # whose names are others
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +53,7 @@ def field_of(parameter: str | None, request: Request) -> str:
     """Which field of ours vLLM refuses when it names ``parameter``; a structured output it does not name."""
     if parameter is None:
         return "request" if request.grammar is None else "grammar"
-    return _FIELD_OF.get(parameter, parameter)
+    return FIELD_OF.get(parameter, parameter)
 
 
 def resumes(request: Request, keyed: bool) -> bool:
