@@ -2,7 +2,7 @@
 
 Rules:
 1. Each field of a request becomes a parameter of vLLM, goes another way, or is refused.
-2. What has no way is refused by field (``barred``), before vLLM sees it. What vLLM itself refuses bears the
+2. What has no way is refused by field (``check``), before vLLM sees it. What vLLM itself refuses bears the
    field of ours that the parameter came from. What would take too much of it, or end its process, is refused here.
 3. A grammar is vLLM's structured output of the same kind, and means what it means to our own engine: JSON is written
    as there, for the backend that knows how (``vllm_start`` asks for it), EBNF is told as the Lark that we read in it.
@@ -65,14 +65,14 @@ def resumes(request: Request, keyed: bool) -> bool:
 
 def leaves(request: Request) -> bool:
     """Whether some of its allowed tokens may be chosen wherever its answer is."""
-    barred_ = {word[-1] for word in request.bad_words}
+    barred = {word[-1] for word in request.bad_words}
     if request.sampling.min_tokens:
-        barred_.update(request.sampling.stop_token_ids)
-    return not request.allowed_token_ids or not barred_.issuperset(request.allowed_token_ids)
+        barred.update(request.sampling.stop_token_ids)
+    return not request.allowed_token_ids or not barred.issuperset(request.allowed_token_ids)
 
 
-def barred(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> tuple[str, str] | None:
-    """The first field that has no way, and why."""
+def check(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> None:
+    """Raises InvalidRequest for the first field that has no way."""
     sampling, words = request.sampling, request.bad_words
     checks: tuple[tuple[str, bool, str], ...] = (
         ("answered", not request.answered or resumes(request, keyed),
@@ -92,13 +92,9 @@ def barred(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> tupl
         ("allowed_token_ids", leaves(request), "bad_words and min_tokens may leave none of them, and vLLM would choose "
          "another token there"),
     )
-    return next(((field, message) for field, holds, message in checks if not holds), None)
-
-
-def check(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> None:
-    """Raises InvalidRequest for what has no way."""
-    if (found := barred(request, drafted, keyed, bounds)) is not None:
-        raise InvalidRequest(*found, "unsupported_parameter")
+    for field, holds, message in checks:
+        if not holds:
+            raise InvalidRequest(field, message, "unsupported_parameter")
 
 
 def parameters(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> dict[str, Any]:
