@@ -6,8 +6,9 @@ A composition root: it joins the worker to drafts (``wire.link``) and to routers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from slipstream.base.config import Config
 from slipstream.base.errors import SlipstreamError
@@ -17,7 +18,6 @@ from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.vitals import Vitals, until
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Backend
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
@@ -26,24 +26,7 @@ from slipstream.wire.tls import dialling, export_end, tls_files
 
 if TYPE_CHECKING:
     from target_service.assembly import Target
-
-
-class Draining(Backend, Protocol):
-    """A backend that can be told to end."""
-
-    async def drain(self, grace_s: float) -> bool: ...
-
-
-class Hosted(Protocol):
-    """A target, whatever its engine."""
-
-    @property
-    def service(self) -> Draining: ...
-
-    @property
-    def metrics(self) -> TargetMetrics: ...
-
-    def end(self) -> None: ...
+    from target_service.vllm_start import VllmTarget
 
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
@@ -76,25 +59,16 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
     drafts = Drafts(connect, target.worker.following)
     known.append(drafts)
     await target.service.warm()
-    server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
-    up = asyncio.Event()
-    metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals)
-    try:
-        await server.start()
-        metrics.start()
+
+    @asynccontextmanager
+    async def beside() -> AsyncIterator[None]:
         target.worker.start()
         async with (drafts.dialled(config.target.drafts, config.wire.kubeconfig, target.metrics.drafts_expected,
                                    target.vitals.follow),
-                    kept_up(export_bytes([counts], target.metrics.wire_bytes),
-                            export_end(tls, target.metrics.registry.certificate_ends), vitals=target.vitals)):
-            await _serve_until(until(stop, target.vitals, show=server.set_ready), config, target, server, up, ready)
-    except SlipstreamError:
-        await server.drain(0.0)
-        raise
-    finally:
-        await asyncio.to_thread(target.end)  # also where a port is taken: its ranks are processes
-        await asyncio.to_thread(metrics.close)
-    logger("target").info("stopped")
+                    kept_up(export_bytes([counts], target.metrics.wire_bytes), vitals=target.vitals)):
+            yield
+
+    await _host(config, target, beside, stop, ready)
 
 
 async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
@@ -105,21 +79,36 @@ async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], N
         await _compute(config, stop, ready)
         return
     target = await asyncio.to_thread(build, config)
-    tls, up = tls_files(config.wire.tls), asyncio.Event()
+    await _host(config, target, lambda: kept_up(target.service.watch(), vitals=target.vitals), stop, ready)
+
+
+async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[], AbstractAsyncContextManager[None]],
+                stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
+    """Whatever its engine. ``beside``: what else is kept up meanwhile; begun when it listens."""
+    tls, vitals, up = tls_files(config.wire.tls), target.vitals, asyncio.Event()
     server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
+    metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, vitals)
     try:
         await server.start()
-        vitals = target.service.vitals
-        metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, vitals)
         metrics.start()
-        try:
-            async with kept_up(target.service.watch(), export_end(tls, target.metrics.registry.certificate_ends),
-                               vitals=vitals):
-                await _serve_until(until(stop, vitals, show=server.set_ready), config, target, server, up, ready)
-        finally:
-            await asyncio.to_thread(metrics.close)
+        async with beside(), kept_up(export_end(tls, target.metrics.registry.certificate_ends), vitals=vitals):
+            await server.set_ready(True)
+            up.set()
+            logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))
+            if ready is not None:
+                ready()
+            await until(stop, vitals, show=server.set_ready)
+            up.clear()
+            logger("target").info("draining")
+            await server.set_ready(False)
+            await target.service.drain(config.target.drain_s)
+            await server.drain(1.0)
+    except SlipstreamError:
+        await server.drain(0.0)
+        raise
     finally:
-        await asyncio.to_thread(target.end)
+        await asyncio.to_thread(target.end)  # also where a port is taken: its ranks are processes
+        await asyncio.to_thread(metrics.close)
     logger("target").info("stopped")
 
 
@@ -145,21 +134,6 @@ async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None
         await asyncio.to_thread(node.end)
         await asyncio.to_thread(metrics.close)
     logger("target").info("stopped")
-
-
-async def _serve_until(stopped: Awaitable[None], config: Config, target: Hosted, server: GrpcServer, up: asyncio.Event,
-                       ready: Callable[[], None] | None) -> None:
-    await server.set_ready(True)
-    up.set()
-    logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))
-    if ready is not None:
-        ready()
-    await stopped
-    up.clear()
-    logger("target").info("draining")
-    await server.set_ready(False)
-    await target.service.drain(config.target.drain_s)
-    await server.drain(1.0)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from slipstream.models.folder import resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
+from slipstream.observe.vitals import Vitals
 from slipstream.protocol.grammar import JSON_OBJECT
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Served
@@ -308,6 +309,10 @@ class VllmTarget:
 
     service: VllmService
     metrics: TargetMetrics
+
+    @property
+    def vitals(self) -> Vitals:
+        return self.service.vitals
 
     def end(self) -> None:
         self.service.end()
