@@ -21,15 +21,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import rmtree
 from typing import Any, Protocol
 
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.following.chains import PLAIN, SWITCH
+from slipstream.following.rounds import Told, ToldStep, decode
 from slipstream.grammar.trial import Trials
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -47,7 +51,6 @@ from slipstream.protocol.requests import (
     Without,
 )
 from target_service.drain import drained
-from target_service.rounds import Rounds
 from target_service.vllm_words import TAKES, Bounds, check, chosen, field_of, parameters, prompt, resumes, scores
 
 LOOK_S = 1.0  # between two looks at the gauges and at the engine's health
@@ -58,6 +61,7 @@ FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 # What ``slipstream_vllm.worker.Drafted`` adds to vLLM's workers.
 DRAFTS, ALLOW = "slipstream_drafts", "slipstream_allow"
 HEALTH = "check_health"  # what vLLM's own workers answer
+PER_READ = 64  # steps that are heard of in one go
 
 
 class Collected(Protocol):
@@ -89,6 +93,59 @@ class Fill:
     """How full vLLM's KV cache is, as its newest step said."""
 
     share: float = 0.0
+
+
+class Rounds:
+    """What vLLM's workers tell of their steps, over a datagram socket of this machine, until the pieces that belong to
+    it leave. What is late, or nobody's, is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        """path: of the socket that is made."""
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(str(path))
+        self._of: dict[str, dict[int, tuple[ToldStep, Told]]] = {}
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """While the block runs, on its event loop."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket, self._read)
+        try:
+            yield
+        finally:
+            loop.remove_reader(self._socket)
+
+    def follow(self, request: str) -> None:
+        self._of[request] = {}
+
+    def forget(self, request: str) -> None:
+        self._of.pop(request, None)
+
+    def take(self, request: str, length: int) -> tuple[ToldStep, Told] | None:
+        """Of the step behind which ``request`` had so many tokens; None: it has not come, or was lost."""
+        known = self._of.get(request, {})
+        taken = known.pop(length, None)
+        for passed in [other for other in known if other < length]:
+            del known[passed]
+        return taken
+
+    def close(self) -> None:
+        self._socket.close()
+        rmtree(self.path.parent, ignore_errors=True)
+
+    def _read(self) -> None:
+        for _ in range(PER_READ):
+            try:
+                step = decode(self._socket.recv(1 << 20))
+            except OSError:  # there is no more
+                return
+            if step is None:
+                continue
+            for told in step.requests:
+                if told.request in self._of:
+                    self._of[told.request][told.length] = step, told
 
 
 @dataclass(frozen=True, slots=True)

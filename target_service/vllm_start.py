@@ -34,8 +34,7 @@ from slipstream.observe.vitals import Vitals
 from slipstream.protocol.grammar import JSON_OBJECT
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Served
-from target_service.rounds import Rounds
-from target_service.vllm import Fill, Running, VllmService
+from target_service.vllm import Fill, Rounds, Running, VllmService
 from target_service.vllm_words import Bounds
 
 EXTENSION = "slipstream_vllm.worker.Drafted"

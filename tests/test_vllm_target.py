@@ -33,8 +33,7 @@ from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Reques
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service import vllm_words
-from target_service.rounds import Rounds
-from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Running, VllmService
+from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Rounds, Running, VllmService
 from target_service.vllm_start import arguments, trials_of
 from tests.loop import hurried, still
 from tests.test_following import PROMPT as SAID
