@@ -30,8 +30,8 @@ from typing import Any
 ROOT = Path(__file__).parent
 MODULES = (
     "slipstream/decision/beliefs.py", "slipstream/decision/decide.py", "slipstream/decision/policy.py",
-    "slipstream/drafting/tree.py", "slipstream/following/chains.py", "slipstream/following/changes.py",
-    "slipstream/following/followed.py", "slipstream/following/following.py", "slipstream/following/pool.py",
+    "slipstream/drafting/tree.py", "slipstream/following/chains.py", "slipstream/following/followed.py",
+    "slipstream/following/following.py", "slipstream/following/pool.py",
     "slipstream/protocol/messages.py", "slipstream/protocol/session.py", "slipstream/protocol/tree.py",
     "slipstream/wire/codec.py", "draft_service/worker.py", "target_service/loop.py",
     "target_service/sequence.py", "target_service/step.py")

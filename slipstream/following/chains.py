@@ -25,15 +25,15 @@ from typing import Any, Protocol, SupportsInt
 from slipstream.base.config import TargetSection
 from slipstream.base.value import value
 from slipstream.decision.beliefs import StepCosts
-from slipstream.following.changes import Changes
-from slipstream.following.followed import LOOKED_UP, Followed, Step, Verified
+from slipstream.decision.decide import SPECULATE, Transition, Why
+from slipstream.following.followed import LOOKED_UP, Followed, Step, Verified, logged
 from slipstream.following.following import Following, Inbox
 from slipstream.following.pool import no_rows
 from slipstream.following.rounds import Told, ToldStep
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import well_formed
-from slipstream.protocol.messages import FeatureSpec
+from slipstream.protocol.messages import FeatureSpec, Link
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import DraftTree
 
@@ -81,6 +81,34 @@ class States(Protocol):
     def since(self, request: str, start: int) -> tuple[int, int, bytes]:
         """What is known from ``start`` on: the first position, how many, and the rows."""
         ...
+
+
+class Changes:
+    """What becomes of the drafts of one engine, in one line each, for whoever reads its log: for each draft that begins
+    or ceases to be of use, not for each request, of which an engine has hundreds. The reason is that of the last
+    request that left it. Who only ended says nothing; drafts that come and go have their lines from the links."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+        self._used: set[str] = set()  # addresses of drafts
+        self._left: dict[str, str] = {}  # why requests left them, since the last look
+
+    def changed(self, session: int, change: Transition, why: Why, link: Link | None) -> None:
+        """See ``Following``."""
+        logged(self._log.debug, session, change, why, link)
+        if change.before is SPECULATE and link is not None:
+            self._left[link.address] = change.reason
+
+    def look(self, sessions: Iterable[Followed]) -> None:
+        """After a step: who drafts now."""
+        links = {one.link for one in sessions if one.decision.verify and one.policy.mode is SPECULATE}
+        used = {link.address for link in links if link is not None}
+        for address in sorted(used - self._used):
+            self._log.info("speculation begins", draft=address)
+        for address in sorted(set(self._left) & self._used - used):
+            self._log.info("speculation ends", draft=address, reason=self._left[address])
+        self._used = used | self._used - set(self._left)
+        self._left.clear()
 
 
 class Chains:
