@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from slipstream_vllm.ranks import speaks
+from slipstream_vllm.remote import speaks
 
 from slipstream.base.errors import ConfigError
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 from slipstream_vllm.options import Options
-from slipstream_vllm.remote import RemoteDrafter
-from slipstream_vllm.telling import Teller
+from slipstream_vllm.remote import RemoteDrafter, Teller
 from slipstream_vllm.worker import Drafted
 
 from slipstream.base.config import Config, TargetSection, load

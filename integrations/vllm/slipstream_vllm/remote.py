@@ -1,15 +1,25 @@
 """RemoteDrafter: what stands where vLLM expects a proposer, and asks draft services for chains.
 
-The sessions are ``Chains``; this puts them together with links, states and a page of metrics. It knows nothing of
-vLLM's batch: an adapter reads that.
+The sessions are ``Chains``; this puts them together with links, states and a page of metrics.
+
+Rules:
+1. vLLM's scheduler takes the proposals of one rank, the first of the last pipeline stage, and hands them to all ranks
+   with the next step. So that rank alone drafts, the others propose nothing, and nothing has to be broadcast.
+2. Where each rank has a scheduler of its own (``external_launcher``), drafts that come a moment later on one of them
+   would part them: that is refused.
+
+It knows nothing of vLLM's batch: an adapter reads that.
 """
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from typing import Any
 
 from slipstream.base.errors import ConfigError
 from slipstream.following.chains import Chains
+from slipstream.following.rounds import ToldStep, encode
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
@@ -18,8 +28,6 @@ from slipstream.wire.tls import tls_files
 from slipstream_vllm.lines import adopt
 from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
-from slipstream_vllm.ranks import speaks
-from slipstream_vllm.telling import Teller
 from slipstream_vllm.tokenizer import digest_of
 from slipstream_vllm.versions import adapt
 
@@ -68,3 +76,28 @@ class RemoteDrafter:
         """What a runner calls that no adapter stands in."""
         raise ConfigError("slipstream-vllm stands in vLLM's GPUModelRunner alone, and this is another one: leave out "
                           "what chooses it, or --speculative-config")
+
+
+def speaks(parallel: Any) -> bool:
+    """Whether the rank that ``parallel`` (vLLM's ``ParallelConfig``) describes is the one that drafts (rule 1). Stages
+    of a pipeline before the last have no proposer. Raises ConfigError."""
+    if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
+        raise ConfigError("distributed_executor_backend: external_launcher runs a scheduler in each rank, which remote "
+                          "drafts would part; use mp or ray")
+    last = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+    return bool(parallel.rank == parallel.world_size - last)
+
+
+class Teller:
+    """Tells a target what became of a step, where one serves the engine's answers (``target.engine: vllm``). It never
+    blocks and never raises: what cannot be told at once is not told."""
+
+    def __init__(self, path: str) -> None:
+        """path: of its socket."""
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+
+    def tell(self, step: ToldStep) -> None:
+        with suppress(OSError):
+            self._socket.sendto(encode(step), self._path)
