@@ -331,6 +331,7 @@ def test_workers_tell_of_each_step_and_need_nobody_who_listens(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"3", b"[]", b"[1, 2, [3]]", b"[-1, 2, []]", b"[1e999, 2, {}]",
+                                  b"[" * 100_000,
                                   b'[1, 2, [["r", 4, 1, 0.1, "angry", false]]]',
                                   b'[1, 2, [["r", 4, -1, 0.1, "plain", false]]]'])
 async def test_what_is_no_step_is_nothing(data: bytes) -> None:

@@ -51,7 +51,7 @@ def decode(data: bytes) -> ToldStep | None:
                           bool(late))
                      for request, length, drafted, waited_s, state, looked_up, late in requests)
         step = ToldStep(float(seconds), float(plain_s), told)
-    except (ValueError, TypeError, ArithmeticError):
+    except (ValueError, TypeError, ArithmeticError, RecursionError):
         return None
     times = (step.seconds, step.plain_s, *(one.waited_s for one in told))
     good = all(0.0 <= time_s < LONGEST_S for time_s in times) and all(
