@@ -379,10 +379,7 @@ class DraftWorker:
                 events.append(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
-            if events or goes_on:
-                self._round(events)
-            else:
-                self.sweep()
+            self._round(events)
             return True
         return False
 
@@ -392,7 +389,7 @@ class DraftWorker:
             event(round_)
         for peer, said in self._intake.take(len({peer for peer, _ in self._sessions})):
             self._hear(peer, said, round_)
-        if self._clock() >= self._next_sweep_s:  # a busy inbox is never empty; what came is a sign of life
+        if self._clock() >= self._next_sweep_s:  # behind what came, which is a sign of life
             self._expire(round_)
         try:
             began_s = self._clock()
@@ -408,13 +405,6 @@ class DraftWorker:
         if round_.sent and self._inbox.empty() and self._engine.is_alive():
             time.sleep(HAND_OVER_S)  # Python runs one thread at a time: the one that writes the frame goes first
         self._note(round_)
-
-    def sweep(self) -> None:
-        """Free the sessions whose lease is over, where nothing else is to be done."""
-        round_ = Round()
-        self._expire(round_)
-        self._drafter.close(round_.closes)
-        round_.send()
 
     def _expire(self, round_: Round) -> None:
         now_s = self._clock()

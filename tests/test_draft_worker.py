@@ -79,8 +79,14 @@ class Bench:
     def __init__(self, max_sessions: int = 8) -> None:
         self.now_s = 100.0
         self.drafter = FailingDrafter(max_sessions)
-        self.worker = DraftWorker(self.drafter, "hash", 30.0, DraftMetrics("ngram"), lambda: self.now_s)
+        self.metrics = DraftMetrics("ngram")
+        self.worker = DraftWorker(self.drafter, "hash", 30.0, self.metrics, lambda: self.now_s)
         self.peer = Listener()
+
+    @property
+    def open_sessions(self) -> float:
+        lines = self.metrics.registry.page("")[1].decode().splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith("slipstream_sessions_open{"))
 
     def deliver(self, *items: DraftBound, peer: Listener | None = None,
                 faults: Sequence[tuple[int, RemoteProtocolError]] = ()) -> list[TargetBound]:
@@ -165,8 +171,8 @@ def test_a_lease_ends_for_sessions_that_nobody_speaks_of() -> None:
     bench.now_s += 20
     bench.deliver(commit(10, 3, session=2))
     bench.now_s += 15
-    bench.worker.sweep()
-    assert bench.peer.take() == [Drop(1, "expired")]
+    bench.worker.turn(block=False)
+    assert bench.peer.take() == [Drop(1, "expired")] and bench.open_sessions == 1
     left, growth = bench.deliver(commit(10, 3), commit(11, 4, session=2))
     assert left == Drop(1, "unknown") and isinstance(growth, Growth)
 
