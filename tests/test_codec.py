@@ -14,6 +14,7 @@ from slipstream.base.config import DraftSection
 from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError, SlipstreamError
 from slipstream.protocol.chat import Begun, ChatOptions, Delta, Message, PromptToken, TextToken, Usage
 from slipstream.protocol.grammar import KINDS, MAX_SOURCE, Grammar
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import (
     FEATURE_DTYPES,
     Close,
@@ -30,12 +31,14 @@ from slipstream.protocol.requests import (
     MAX_ALLOWED,
     MAX_BAD_WORD,
     MAX_BAD_WORDS,
+    MAX_SCORES,
     NEEDS,
     DraftStatus,
     Piece,
     PromptScores,
     Request,
     Sampling,
+    Served,
     TargetInfo,
     TokenLogprob,
 )
@@ -75,6 +78,7 @@ from slipstream.wire.inference import (
 )
 
 VOCAB, CONTEXT, WIDTH = 1000, 500, 3
+SERVED = Served("tiny", VOCAB, CONTEXT, "abc", 4096, Identity("", "float32", "none", "cpu"))
 LIMITS = FrameLimits(VOCAB, CONTEXT, 63, WIDTH, "bfloat16")
 MAX_BYTES = 1 << 20
 INCARNATION = 7
@@ -395,7 +399,7 @@ def test_an_item_that_fits_no_frame_is_handed_back() -> None:
 
 
 @pytest.mark.parametrize(("request_", "field"), [
-    (replace(REQUEST, tokens=()), "tokens"),
+    (replace(REQUEST, tokens=()), "prompt"),
     (replace(REQUEST, tokens=(VOCAB,)), "tokens"),
     (replace(REQUEST, tokens=(1,) * (CONTEXT + 1)), "tokens"),
     (replace(REQUEST, max_tokens=1 << 31), "max_tokens"),
@@ -405,7 +409,8 @@ def test_an_item_that_fits_no_frame_is_handed_back() -> None:
     (replace(REQUEST, bad_words=((1, VOCAB),)), "bad_words"), (replace(REQUEST, bad_words=((),)), "bad_words"),
     (replace(REQUEST, bad_words=((1,) * (MAX_BAD_WORD + 1),)), "bad_words"),
     (replace(REQUEST, bad_words=((1,),) * (MAX_BAD_WORDS + 1)), "bad_words"),
-    (replace(REQUEST, top_logprobs=21), "top_logprobs"),
+    (replace(REQUEST, top_logprobs=21), "top_logprobs"), (replace(REQUEST, answered=3), "answered"),
+    (replace(REQUEST, tokens=(1, 2, 3), answered=2, max_tokens=2), "answered"),
     (replace(REQUEST, request_id="x" * 300), "request_id"),
     (replace(REQUEST, namespace="x" * 65), "namespace"),
     (replace(REQUEST, namespace="a b"), "namespace"),
@@ -413,9 +418,19 @@ def test_an_item_that_fits_no_frame_is_handed_back() -> None:
     (replace(REQUEST, sampling=Sampling(logit_bias=((VOCAB, 1.0),))), "logit_bias"),
 ])
 def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None:
+    """Be it found when it is read or, as all backends do, before anything is done for it."""
     with pytest.raises(InvalidRequest) as refused:
-        asked(encode_asked(3, request_))
+        [(_, found)] = asked(encode_asked(3, request_))
+        assert isinstance(found, Request)
+        SERVED.check(found, 2 * CONTEXT)
     assert refused.value.field == field
+
+
+def test_scores_of_a_prompt_are_so_many_at_most() -> None:
+    most = replace(REQUEST, tokens=(1,) * (MAX_SCORES // 21), prompt_logprobs=20)
+    SERVED.check(most, 1 << 20)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs"):
+        SERVED.check(replace(most, tokens=(1, *most.tokens)), 1 << 20)
 
 
 @pytest.mark.parametrize("wire", [

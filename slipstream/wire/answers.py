@@ -2,8 +2,9 @@
 
 Rules:
 1. An encoded item is a frame of one; frames joined are a frame of all their items.
-2. What a client asks is checked before use and refused as InvalidRequest naming the field. What a target answers is
-   checked too; an answer that is none raises RemoteProtocolError.
+2. How much a client asks, and that it is something, is checked here and refused as InvalidRequest naming the field;
+   what may be asked of a model is its target's to say (``requests.Served``). What a target answers is checked too; an
+   answer that is none raises RemoteProtocolError.
 3. What is wrong with an item's content is that answer's affair (its number comes with the error); bytes that are no
    frame raise RemoteProtocolError.
 4. Times travel as whole microseconds.
@@ -21,10 +22,7 @@ from slipstream.base.errors import InvalidRequest, RemoteProtocolError, Slipstre
 from slipstream.observe.spans import well_formed
 from slipstream.protocol.requests import (
     MAX_ALLOWED,
-    MAX_BAD_WORD,
     MAX_BAD_WORDS,
-    MAX_SCORES,
-    MAX_TOP_LOGPROBS,
     DraftStatus,
     Finish,
     Piece,
@@ -55,7 +53,6 @@ from slipstream.wire.fields import (
     name_of,
     parse,
     require,
-    require_ids,
     shared,
 )
 from slipstream.wire.status import Reported
@@ -150,12 +147,8 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
         name_of("request_id", wire.request_id)
         tokens = ints_of("tokens", wire.tokens, 0, vocab_size - 1, max_context).tolist()
         speculate = _speculates(wire.mode)
-        require(bool(tokens), "tokens", "must hold at least one token")
-        require(wire.max_tokens <= INT32_MAX, "max_tokens", f"must be at most {INT32_MAX}")
-        require(wire.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}")
-        require(not wire.answered or wire.answered < min(len(tokens), wire.max_tokens), "answered",
-                "must leave a prompt, and a token to answer with")
-        _check_asked(wire, len(tokens))
+        for field, most in (("allowed_token_ids", MAX_ALLOWED), ("bad_words", MAX_BAD_WORDS)):
+            require(len(getattr(wire, field)) <= most, field, f"has more than {most} entries")
         require(NAMESPACE.fullmatch(wire.namespace) is not None, "namespace",
                 "must be at most 64 characters of A-Z a-z 0-9 _ -")
         identity = decode_identity(wire.identity) if wire.HasField("identity") else None
@@ -164,25 +157,11 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
     top_logprobs = wire.top_logprobs if wire.HasField("top_logprobs") else None
     sampling = decode_sampling(wire.sampling, vocab_size)
     grammar = decode_grammar(wire.grammar) if wire.HasField("grammar") else None
-    require_ids("allowed_token_ids", wire.allowed_token_ids, vocab_size)
-    for word in wire.bad_words:
-        require_ids("bad_words", word.tokens, vocab_size)
     return made(Request, wire, tokens=tuple(tokens), sampling=sampling, top_logprobs=top_logprobs, speculate=speculate,
                 trace=trace, identity=identity, grammar=grammar,
                 prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
                 logprobs_mode=logprobs_mode_of(wire.logprobs_mode), allowed_token_ids=tuple(wire.allowed_token_ids),
                 bad_words=tuple(tuple(word.tokens) for word in wire.bad_words))
-
-
-def _check_asked(wire: target_pb2.GenerateStart, num_tokens: int) -> None:
-    """How much is asked, before anything is made of it. Raises RemoteProtocolError."""
-    scores = num_tokens * (1 + wire.prompt_logprobs) if wire.HasField("prompt_logprobs") else 0
-    require(wire.prompt_logprobs <= MAX_TOP_LOGPROBS, "prompt_logprobs", f"must be at most {MAX_TOP_LOGPROBS}")
-    require(scores <= MAX_SCORES, "prompt_logprobs", f"are {scores}; at most {MAX_SCORES} are told")
-    require(len(wire.allowed_token_ids) <= MAX_ALLOWED, "allowed_token_ids", f"has more than {MAX_ALLOWED} entries")
-    require(len(wire.bad_words) <= MAX_BAD_WORDS, "bad_words", f"has more than {MAX_BAD_WORDS} entries")
-    require(all(1 <= len(word.tokens) <= MAX_BAD_WORD for word in wire.bad_words), "bad_words",
-            f"must hold 1 to {MAX_BAD_WORD} tokens each")
 
 
 def _speculates(mode: int) -> bool:
