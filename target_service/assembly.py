@@ -69,7 +69,7 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     if config.target.vllm is not None:
         raise ConfigError("target.engine: vllm is a process of its own: start the services apart")
     folder = resolve(section.path)
-    torch.set_num_threads(threads(section.threads))
+    torch.set_num_threads(section.threads or cores())
     name = config.router.model_name or folder.name
     if section.tensor_parallel == 1:
         model = graphed(load_model(folder, section))
@@ -139,11 +139,6 @@ def _warn_if_lossy(config: TargetSection) -> bool:
                                  "repeatable", accept_threshold_single=thresholds.single,
                                  accept_threshold_acc=thresholds.acc)
     return thresholds.lossy
-
-
-def threads(wanted: int) -> int:
-    """Intra-op threads of one service: the cores, unless told otherwise (0)."""
-    return wanted or cores()
 
 
 def slots_for(config: TargetSection, model: CausalModel, max_context: int) -> int:

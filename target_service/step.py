@@ -434,7 +434,7 @@ def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows
 def _relaxed(tree: DraftTree, own: abc.Sequence[int], logits: torch.Tensor, session: ChoiceRows,
              thresholds: Thresholds) -> list[int]:
     device = logits.device
-    parents, tokens = (sent(of[1:], device, torch.int64) for of in (tree.parents, tree.tokens))
+    parents, tokens = (sent(of[1:], device, torch.int64) for of in (tree.parent_list, tree.token_list))
     chances = shares(logits, session)[parents, tokens].exp().tolist()
     return relaxed(tree, own, [1.0, *chances], coins(session), thresholds)
 

@@ -131,8 +131,8 @@ class Told:
     def stray(self, dice: Dice, matcher: Matcher, path: list[int]) -> list[int]:
         """``path``, and behind it what an answer could go on with."""
         for _ in range(STRAY):
-            ids = np.arange(len(path) + 1, dtype=np.int32)
-            chain = DraftTree(1, np.array([0, *path], np.int32), ids - 1, ids, -ids.astype(np.float32))
+            ids = range(len(path) + 1)
+            chain = DraftTree(1, [0, *path], [at - 1 for at in ids], [*ids], [-float(at) for at in ids])
             masks, known = matcher.masks(chain)
             open_ = np.flatnonzero(np.unpackbits(masks[-1].view(np.uint8), bitorder="little"))
             choices = open_[~np.isin(open_, self.stops)]

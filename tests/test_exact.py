@@ -68,7 +68,7 @@ def test_a_trees_rows_are_those_of_plain_steps(runner: ModelRunner) -> None:
         for node in (1, 11, 23):
             path, behind = tree.path(node), context
             for passed in path:
-                alone, behind = run(runner, [int(tree.tokens[passed])], behind)
+                alone, behind = run(runner, [tree.token_list[passed]], behind)
                 assert torch.equal(alone[0], logits[passed]), f"seed {seed}, node {passed}"
 
 
@@ -83,12 +83,11 @@ def test_a_prompts_rows_are_those_of_plain_steps(runner: ModelRunner) -> None:
 
 def test_a_chain_of_the_longest_word_is_like_plain_steps(runner: ModelRunner) -> None:
     context = run(runner, TEXT[:31])[1]
-    tokens = np.random.default_rng(5).integers(VOCAB, size=64).astype(np.int32)
-    chain = DraftTree(32, tokens, np.arange(-1, 63, dtype=np.int32), np.arange(64, dtype=np.int32),
-                      np.zeros(64, np.float32))
+    tokens = np.random.default_rng(5).integers(VOCAB, size=64).tolist()
+    chain = DraftTree(32, tokens, [*range(-1, 63)], [*range(64)], [0.0] * 64)
     logits, _ = run_tree(runner, chain, context)
     for node in range(64):
-        alone, context = run(runner, [int(tokens[node])], context)
+        alone, context = run(runner, [tokens[node]], context)
         assert torch.equal(alone[0], logits[node]), f"node {node}"
 
 

@@ -45,15 +45,15 @@ def wrong(config: Any, seed: int) -> float:
     tree = random_tree(dice, 12, base=len(text) + 1, vocab=vocab)
     with torch.inference_mode():
         whole = plain(torch.tensor([text]), use_cache=False).logits[0]
-        paths = [plain(torch.tensor([[*text, *tree.tokens[tree.path(node)].tolist()]]), use_cache=False).logits[0, -1]
-                 for node in range(len(tree))]
+        paths = [[tree.token_list[at] for at in tree.path(node)] for node in range(len(tree))]
+        ends = [plain(torch.tensor([[*text, *path]]), use_cache=False).logits[0, -1] for path in paths]
     runner = ModelRunner(HFModel(plain), 512)
     rows, slots = [], NOTHING
     cuts = [0, *sorted(dice.choice(np.arange(1, 199), 3, replace=False).tolist()), 199, 200]
     for start, end in pairwise(cuts):
         found, slots = run(runner, text[start:end], slots)
         rows.append(found)
-    far = (torch.cat([*rows, run_tree(runner, tree, slots)[0]]) - torch.cat([whole, torch.stack(paths)])).abs().max()
+    far = (torch.cat([*rows, run_tree(runner, tree, slots)[0]]) - torch.cat([whole, torch.stack(ends)])).abs().max()
     return float(far / whole.abs().max())
 
 

@@ -241,9 +241,8 @@ def test_one_answer_leaves_nothing_of_its_grammar_to_another(tiny_folder: Path) 
 
 def chain(base: int, tokens: Sequence[int]) -> DraftTree:
     """Of one draft, below the newest token."""
-    count = len(tokens) + 1
-    ids, parents = np.arange(count, dtype=np.int32), np.arange(-1, count - 1, dtype=np.int32)
-    return DraftTree(base, np.array([0, *tokens], np.int32), parents, ids, -np.float32(ids))
+    ids = range(len(tokens) + 1)
+    return DraftTree(base, [0, *tokens], [at - 1 for at in ids], [*ids], [-float(at) for at in ids])
 
 
 def allowed(mask: NDArray[np.uint32]) -> list[int]:
@@ -271,11 +270,11 @@ def drafted(dice: np.random.Generator, said: Said) -> DraftTree:
     tree = DraftTree.root_only(len(said.tokens) + 1, 0)
     for _ in range(int(dice.integers(8))):
         parent, kind = int(dice.integers(len(tree))), dice.random()
-        good = said.then(tree.tokens[tree.path(parent)[1:]].tolist())
+        good = said.then([tree.token_list[at] for at in tree.path(parent)[1:]])
         token = int(dice.choice(good)) if good and kind < 0.7 else EOS if kind < 0.85 else int(dice.integers(VOCAB))
-        if token not in tree.tokens[tree.parents == parent]:
-            tree = DraftTree(tree.base, *(np.append(part, np.array(value, part.dtype)) for part, value in (
-                (tree.tokens, token), (tree.parents, parent), (tree.ids, len(tree)), (tree.scores, 0))))
+        if tree.child(parent, token) is None:
+            tree = DraftTree(tree.base, [*tree.token_list, token], [*tree.parent_list, parent],
+                             [*tree.id_list, len(tree)], [*tree.score_list, 0.0])
     return tree
 
 
@@ -292,10 +291,10 @@ def test_masks_of_trees_are_those_of_matchers_that_saw_each_path_alone(tiny_fold
             tree = tree.select(matcher.kept(tree)) if dice.random() < 0.5 else tree
             masks, known = matcher.masks(tree)
             for node in range(len(tree)):
-                right = said.then(tree.tokens[tree.path(node)[1:]].tolist())
+                right = said.then([tree.token_list[at] for at in tree.path(node)[1:]])
                 assert (allowed(masks[node]) if node in known else []) == right, (grammar, said.tokens, tree)
             node = int(dice.choice(sorted(known)))
-            new = [*tree.tokens[tree.path(node)[1:]].tolist(), int(dice.choice(allowed(masks[node])))]
+            new = [*[tree.token_list[at] for at in tree.path(node)[1:]], int(dice.choice(allowed(masks[node])))]
             over = new[-1] in ends.tokens
             said.tokens += new[: matcher.commit(new[:-1] if over else new)]
             if over or matcher.ended:
@@ -397,12 +396,13 @@ def test_what_drafts_have_walked_changes_no_mask(answer: int) -> None:
     for _ in range(40):
         right = plain.masks(DraftTree.root_only(1, 0))[0][0]
         choices = allowed(right)
-        ids, tokens = np.arange(5, dtype=np.int32), [0, *dice.choice(choices, 2), *dice.integers(40, 60, 2)]
-        tree = DraftTree(1, np.array(tokens, np.int32), np.array([-1, 0, 0, 1, 2], np.int32), ids, -np.float32(ids))
+        tokens = [0, *dice.choice(choices, 2).tolist(), *dice.integers(40, 60, 2).tolist()]
+        tree = DraftTree(1, tokens, [-1, 0, 0, 1, 2], [0, 1, 2, 3, 4], [0.0, -1.0, -2.0, -3.0, -4.0])
         masks, known = drafted.masks(tree)
         assert (masks[0] == right).all()
         for node in known - {0}:
-            fresh = vocabulary.compile(Grammar("ebnf", recursive), ends, [*said, *tree.tokens[tree.path(node)[1:]]])
+            path = [tree.token_list[at] for at in tree.path(node)[1:]]
+            fresh = vocabulary.compile(Grammar("ebnf", recursive), ends, [*said, *path])
             assert (masks[node] == fresh.masks(DraftTree.root_only(1, 0))[0][0]).all()
         token = int(dice.choice([choice for choice in choices if choice != EOS]))
         assert drafted.commit([token]) == plain.commit([token]) == 1

@@ -108,7 +108,8 @@ def test_it_is_re_rooted_as_the_targets_is(seed: int) -> None:
         budget = rng.randrange(12)
         ledger.take(to_message(tree, budget), budget, vocab_size=50)
         assert tree.num_sent == len(ledger.tree) - 1, f"seed {seed}"
-        new = ledger.tree.tokens[ledger.tree.path(rng.randrange(len(ledger.tree)))[1:]].tolist() or [rng.randrange(50)]
+        path = ledger.tree.path(rng.randrange(len(ledger.tree)))[1:]
+        new = [ledger.tree.token_list[at] for at in path] or [rng.randrange(50)]
         ledger.commit(new)
         tree.commit(new, lasting=False)
         assert tree.num_sent == len(ledger.tree) - 1, f"seed {seed}"

@@ -66,7 +66,7 @@ def test_growth_that_crosses_a_commit_still_finds_its_parents() -> None:
     target.receive(growth(3, [(1, -3, 10), (2, 1, 11)]))
     target.commit([10])  # node 1 is the root now
     assert target.receive(growth(3, [(3, 2, 12), (4, 1, 13), (5, -3, 14)])) == 2
-    assert sorted(target.tree.tokens.tolist()) == [10, 11, 12, 13], "14 continued a branch that lost"
+    assert sorted(target.tree.token_list) == [10, 11, 12, 13], "14 continued a branch that lost"
     assert not target.heard, "what was drafted for an older base is no answer to this one"
 
 
@@ -76,7 +76,7 @@ def test_growth_drafted_before_several_commits_is_followed_along_the_committed_t
     target.commit([10])
     target.commit([11])
     assert target.receive(growth(3, [(1, -3, 10), (2, 1, 11), (3, 2, 12), (4, 1, 99)])) == 1
-    assert target.tree.tokens.tolist() == [11, 12]
+    assert target.tree.token_list == [11, 12]
 
 
 def test_a_drafter_that_names_the_committed_text_again_and_again_is_forgotten() -> None:
@@ -104,11 +104,11 @@ def test_what_the_text_foretells_too_is_the_drafters_node() -> None:
     target.attach()
     foretold(target, [10, 11])
     assert target.receive(growth(3, [(1, -3, 10), (2, 1, 11), (3, 2, 12), (4, 1, 13)])) == 2
-    assert sorted(target.tree.tokens.tolist()) == [7, 10, 11, 12, 13]
+    assert sorted(target.tree.token_list) == [7, 10, 11, 12, 13]
     target.commit([10])
     assert target.receive(growth(3, [(5, 3, 14), (6, 2, 15)])) == 2, "by the ids that its drafter knows"
     assert target.commit([11, 12]) is not None
-    assert target.tree.tokens.tolist() == [12, 14]
+    assert target.tree.token_list == [12, 14]
 
 
 def test_growth_of_an_earlier_opening_is_stale() -> None:
@@ -178,10 +178,10 @@ def test_whatever_the_wire_does_the_tree_continues_the_committed_tokens(seed: in
 
 
 def check_tree(tree: DraftTree, tokens: list[int], proposed: set[tuple[int, ...]], seed: int) -> None:
-    assert tree.base == len(tokens) and int(tree.tokens[0]) == tokens[-1], seed
-    assert int(tree.ids[0]) == -tree.base
+    assert tree.base == len(tokens) and tree.token_list[0] == tokens[-1], seed
+    assert tree.id_list[0] == -tree.base
     for node in range(1, len(tree)):
-        assert (*tokens, *(int(tree.tokens[n]) for n in tree.path(node)[1:])) in proposed, seed
+        assert (*tokens, *(tree.token_list[n] for n in tree.path(node)[1:])) in proposed, seed
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from slipstream_sglang import KNOWN, adapter_fits
 from slipstream_sglang.adapter_0_5_23 import NAME, NODES, adapt
@@ -168,8 +167,7 @@ def test_what_stands_for_pictures_is_told_as_a_token_of_the_model(known: dict[st
 
 
 def test_a_tree_is_laid_out_as_masks() -> None:
-    tree = DraftTree(5, np.array([7, 1, 2, 3], np.int32), np.array([-1, 0, 0, 1], np.int32),
-                     np.arange(4, dtype=np.int32), np.zeros(4, np.float32))
+    tree = DraftTree(5, [7, 1, 2, 3], [-1, 0, 0, 1], [0, 1, 2, 3], [0.0] * 4)
     tokens, mask = laid_out([7, 9], [tree, None], 5)
     assert tokens.tolist() == [7, 1, 2, 3, 0, 9, 0, 0, 0, 0]
     assert mask.reshape(2, 5, 5)[0].astype(int).tolist() == [

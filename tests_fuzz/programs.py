@@ -142,9 +142,8 @@ def _tree(base: int, tokens: list[int], rng: np.random.Generator) -> DraftTree:
         parent = int(rng.integers(len(nodes)))
         if (token, parent) not in nodes:
             nodes.append((token, parent))
-    numbers = np.array(nodes, np.int32)
-    return DraftTree(base, numbers[:, 0].copy(), numbers[:, 1].copy(), np.arange(len(nodes), dtype=np.int32),
-                     np.zeros(len(nodes), np.float32))
+    return DraftTree(base, [token for token, _ in nodes], [parent for _, parent in nodes], list(range(len(nodes))),
+                     [0.0] * len(nodes))
 
 
 def _check(asked: Grammar, written: bytes) -> None:

@@ -115,8 +115,8 @@ def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, tor
     # The lower half of a vocabulary may mean something, as padding does.
     tokens = dice.integers(vocab // 2, vocab, size=length + sum(part for _, part in SHARED)).tolist()
     text, other = tokens[:length], tokens[length:]
-    nodes = np.arange(len(PARENTS), dtype=np.int32)
-    tree = DraftTree(length + 1, vocab - 1 - nodes, np.array(PARENTS, np.int32), nodes, nodes * np.float32(-1))
+    nodes = list(range(len(PARENTS)))
+    tree = DraftTree(length + 1, [vocab - 1 - node for node in nodes], list(PARENTS), nodes, [-1.0 * n for n in nodes])
     right, right_other = _own(model, text), _own(model, other)
     paths = [tree.path(node) for node in range(len(tree))]
     branches = torch.cat([_own(model, [*text, *[tree.token_list[node] for node in path]])[-1:] for path in paths])

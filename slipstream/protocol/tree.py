@@ -49,7 +49,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,38 +64,17 @@ Floats = NDArray[np.float32]
 class DraftTree:
     """A rooted tree of draft tokens. Built through ``root_only`` and ``append``, which keep the rules; never changed.
 
-    Nodes are kept as lists: of a few, numpy makes more work than it saves. Arrays are made when they are asked for."""
+    Nodes are kept as lists: of a few, numpy makes more work than it saves."""
 
     __slots__ = ("base", "id_list", "parent_list", "score_list", "token_list")
 
-    def __init__(self, base: int, tokens: list[int] | Ints, parents: list[int] | Ints, ids: list[int] | Ints,
-                 scores: list[float] | Floats) -> None:
-        """Of [N] each. Lists are kept, not copied."""
+    def __init__(self, base: int, tokens: list[int], parents: list[int], ids: list[int], scores: list[float]) -> None:
+        """Of [N] each, which are kept, not copied."""
         self.base = base
-        self.token_list: list[int] = tokens if type(tokens) is list else _listed(tokens)
-        self.parent_list: list[int] = parents if type(parents) is list else _listed(parents)
-        self.id_list: list[int] = ids if type(ids) is list else _listed(ids)
-        self.score_list: list[float] = scores if type(scores) is list else _listed(scores)
-
-    @property
-    def tokens(self) -> Ints:
-        """int32 [N]"""
-        return np.array(self.token_list, np.int32)
-
-    @property
-    def parents(self) -> Ints:
-        """int32 [N]"""
-        return np.array(self.parent_list, np.int32)
-
-    @property
-    def ids(self) -> Ints:
-        """int32 [N]"""
-        return np.array(self.id_list, np.int32)
-
-    @property
-    def scores(self) -> Floats:
-        """float32 [N]"""
-        return np.array(self.score_list, np.float32)
+        self.token_list = tokens
+        self.parent_list = parents
+        self.id_list = ids
+        self.score_list = scores
 
     def __len__(self) -> int:
         return len(self.token_list)
@@ -127,7 +105,7 @@ class DraftTree:
             words.append(1 << node | words[parent])
         return words
 
-    def follow(self, tokens: Sequence[int] | Ints) -> list[int]:
+    def follow(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that carry ``tokens``, each below the one before and the first below the root, as far as there are
         any."""
         nodes: list[int] = []
@@ -220,9 +198,9 @@ class DraftTree:
         ids = range(first_id, first_id + len(tokens) - known)
         return self.append(ids, [self.id_list[node], *ids][: len(ids)], tokens[known:], scores[known:])
 
-    def select(self, nodes: Sequence[int] | Ints) -> DraftTree:
-        """The connected sub-tree of ``nodes`` (ascending, the root first). Scores stay relative to the old root."""
-        keep = nodes if type(nodes) is list else _listed(nodes)
+    def select(self, keep: Sequence[int]) -> DraftTree:
+        """The connected sub-tree of the nodes ``keep`` (ascending, the root first). Scores stay relative to the old
+        root."""
         places = {node: place for place, node in enumerate(keep)}
         places[-1] = -1
         found = [places.get(self.parent_list[node]) for node in keep]
@@ -245,16 +223,16 @@ class DraftTree:
         order = sorted(range(len(scores)), key=lambda node: -scores[node])
         return self.select(sorted(order[: max(1, num_nodes)]))
 
-    def reroot(self, tokens: Sequence[int] | Ints) -> DraftTree:
+    def reroot(self, tokens: Sequence[int]) -> DraftTree:
         """The tree after ``tokens`` were committed: the subtree below the last of them if this tree holds that path,
         else the new root alone. Scores become relative to the new root."""
         return self.below(self.follow(tokens), tokens)
 
-    def below(self, nodes: Sequence[int], tokens: Sequence[int] | Ints) -> DraftTree:
+    def below(self, nodes: Sequence[int], tokens: Sequence[int]) -> DraftTree:
         """As ``reroot``; nodes: what ``follow`` found of ``tokens``."""
         base = self.base + len(tokens)
         if len(nodes) < len(tokens):
-            return DraftTree.root_only(base, int(tokens[-1]))
+            return DraftTree.root_only(base, tokens[-1])
         all_parents, keep, parents = self.parent_list, [nodes[-1]], [-1]
         places = {nodes[-1]: 0}
         for node in range(nodes[-1] + 1, len(all_parents)):
@@ -263,18 +241,13 @@ class DraftTree:
                 keep.append(node)
                 parents.append(parent)
         if len(keep) == 1:
-            return DraftTree.root_only(base, int(tokens[-1]))
+            return DraftTree.root_only(base, tokens[-1])
         ids, all_tokens, scores = self.id_list, self.token_list, self.score_list
         root = scores[keep[0]]
         # Below what is impossible nothing is more so.
         relative = [scores[node] - root for node in keep] if root > -inf else [0.0] * len(keep)
         return DraftTree(base, [all_tokens[node] for node in keep], parents, [-base, *[ids[node] for node in keep[1:]]],
                          relative)
-
-
-def _listed(values: Any) -> list[Any]:
-    found: list[Any] = np.asarray(values).tolist()
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +263,7 @@ class Verdict:
         return len(self.tokens) - 1
 
 
-def walk(tree: DraftTree, choices: Sequence[int] | Ints) -> Verdict:
+def walk(tree: DraftTree, choices: Sequence[int]) -> Verdict:
     """Walk ``tree`` along ``choices`` (int [N], the target's token at each node). Always yields at least one token."""
     assert len(choices) == len(tree)
     # One pass over the nodes beats a search per level: a node is on the path exactly when its parent is the newest
@@ -301,7 +274,7 @@ def walk(tree: DraftTree, choices: Sequence[int] | Ints) -> Verdict:
     for node in range(1, len(tokens)):
         if parents[node] == path[-1] and tokens[node] == choices[path[-1]]:
             path.append(node)
-    return Verdict(tuple(path), tuple(int(choices[node]) for node in path))
+    return Verdict(tuple(path), tuple([choices[node] for node in path]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def laid_out(roots: Sequence[int], trees: Sequence[DraftTree | None], nodes: int
     for place, tree in enumerate(trees):
         if tree is None or tree.token_list[0] != roots[place]:
             continue
-        tokens[place, : len(tree)] = tree.tokens
+        tokens[place, : len(tree)] = tree.token_list
         for node in range(1, len(tree)):
             mask[place, node] |= mask[place, tree.parent_list[node]]
     return tokens.reshape(-1), mask.reshape(-1)
