@@ -30,7 +30,6 @@ from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.session import LEASE_S
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing
-from slipstream.wire.drafts import Drafts
 from slipstream.wire.local import LocalLink
 from slipstream.wire.target import TargetClient
 from target_service.__main__ import host as host_target
@@ -146,24 +145,21 @@ def draft(config: Config, timing: Timing, device: Device) -> Draft:
 async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, ready: Callable[[], None],
                        colocated: bool = False) -> None:
     """``colocated``: its drafter is here, and no other is known."""
-    known: list[Drafts] = []
-    local: list[LocalLink] = []
     device, loop = Device(), asyncio.get_running_loop()
-    target = await asyncio.to_thread(assemble_target, config, TimedModel(timing, device), "timed", "", loop,
-                                     lambda: [*(status for drafts in known for status in drafts.statuses()),
-                                              *(link.status() for link in local)])
+    target = await asyncio.to_thread(assemble_target, config, TimedModel(timing, device), "timed", "", loop)
     if not colocated:
-        await host_target(config, target, known, stop, ready)
+        await host_target(config, target, stop, ready)
         return
     beside = draft(config, timing, device)
     beside.worker.start()
-    local.append(LocalLink("local", target.hello, target.worker.following, beside.worker, check_pair))
+    link = LocalLink("local", target.hello, target.worker.following, beside.worker, check_pair)
 
     def up() -> None:
-        local[0].restore()
+        target.service.drafts = lambda: [link.status()]
+        link.restore()
         ready()
 
-    await host_target(config, target, known, stop, up)
+    await host_target(config, target, stop, up)
     await asyncio.to_thread(beside.worker.stop)
 
 

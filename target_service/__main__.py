@@ -41,15 +41,12 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     # Each engine needs what the other's environment may lack.
     from target_service.assembly import build
 
-    known: list[Drafts] = []
-    loop = asyncio.get_running_loop()
-    target = await asyncio.to_thread(build, config, loop, lambda: [s for drafts in known for s in drafts.statuses()])
-    await host(config, target, known, stop, ready)
+    target = await asyncio.to_thread(build, config, asyncio.get_running_loop())
+    await host(config, target, stop, ready)
 
 
-async def host(config: Config, target: Target, known: list[Drafts], stop: asyncio.Event,
-               ready: Callable[[], None] | None = None) -> None:
-    """The same for a target that is put together already; its drafts join ``known``."""
+async def host(config: Config, target: Target, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+    """The same for a target that is put together already."""
     tls, counts = tls_files(config.wire.tls), WireCounts()
 
     def connect(address: str, name: str) -> DraftLink:
@@ -57,7 +54,7 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
                          counts=counts)
 
     drafts = Drafts(connect, target.worker.following)
-    known.append(drafts)
+    target.service.drafts = drafts.statuses
     await target.service.warm()
 
     @asynccontextmanager

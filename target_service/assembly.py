@@ -6,7 +6,6 @@ It knows nothing about sockets; ``__main__`` gives the result to the network, an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from slipstream.observe.spans import spans_of
 from slipstream.observe.trace import Trace
 from slipstream.observe.vitals import Vitals
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
-from slipstream.protocol.requests import DraftStatus, Served
+from slipstream.protocol.requests import Served
 from slipstream.protocol.tree import MAX_NODES, Thresholds
 from target_service.loop import TargetWorker
 from target_service.service import LoopDispatch, TargetService
@@ -62,9 +61,9 @@ class Target:
             self.ranks.close()
 
 
-def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], Sequence[DraftStatus]]) -> Target:
+def build(config: Config, loop: asyncio.AbstractEventLoop) -> Target:
     """Load the model and measure its steps. Takes seconds; raises ModelError or ConfigError. ``loop`` is where answers
-    are read; ``drafts`` tells the state of the links."""
+    are read."""
     section = config.model
     if config.target.vllm is not None:
         raise ConfigError("target.engine: vllm is a process of its own: start the services apart")
@@ -76,18 +75,17 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
         if isinstance(model, NativeDecoder):
             # It has threads of its own. What is left to torch is small, and waking another thread for it costs more.
             torch.set_num_threads(1)
-        return assemble(config, model, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder),
+        return assemble(config, model, name, tokenizer_hash(folder), loop, weights_hash(folder),
                         grammars(folder, model.config.vocab_size))
     ranked = ranked_model(folder, section)
-    target = replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder),
+    target = replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, weights_hash(folder),
                               grammars(folder, ranked.config.vocab_size)), ranks=ranked)
     ranked.watch(partial(target.vitals.lost, "a rank"))
     return target
 
 
 def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: asyncio.AbstractEventLoop,
-             drafts: Callable[[], Sequence[DraftStatus]], weights: str = "",
-             grammars: Grammars | None = None) -> Target:
+             weights: str = "", grammars: Grammars | None = None) -> Target:
     """A target around any model, whose steps are measured. ``digest``: the hash of its tokenizer; ``weights``: that of
     its weights, "" where it has none. ``grammars``: None where answers are bound to none."""
     shape = model.config
@@ -108,7 +106,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
                           threads=model.threads if isinstance(model, NativeDecoder) else torch.get_num_threads(),
                           weights=identity.weights[:16], slots=served.num_slots, max_context=max_context,
                           step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
-    return Target(worker, TargetService(worker, served, config.target, drafts, grammars=grammars), hello, metrics)
+    return Target(worker, TargetService(worker, served, grammars), hello, metrics)
 
 
 def grammars(folder: Path, vocab_size: int) -> Grammars | None:

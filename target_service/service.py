@@ -15,7 +15,6 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
 from slipstream.choosing.permitted import Permitted
 from slipstream.grammar.matcher import Matcher
@@ -110,15 +109,12 @@ class TargetAnswer:
 class TargetService:
     """Takes requests for one target."""
 
-    def __init__(self, worker: TargetWorker, served: Served, config: TargetSection,
-                 drafts: Callable[[], Sequence[DraftStatus]],
-                 grammars: Grammars | None = None) -> None:
+    def __init__(self, worker: TargetWorker, served: Served, grammars: Grammars | None = None) -> None:
         """grammars: None where answers are bound to none."""
+        self.drafts: Callable[[], Sequence[DraftStatus]] = tuple  # how the links to them are, set by who makes links
         self._grammars = grammars
         self._worker = worker
         self._served = served
-        self._config = config
-        self._drafts = drafts
         self._numbers = itertools.count(1)
         self._draining = False
         self._preparing = 0  # answers whose grammar is not there yet
@@ -162,7 +158,7 @@ class TargetService:
         served, worker = self._served, self._worker
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           worker.num_running, self.num_waiting, served.num_slots, worker.num_free_slots,
-                          self._draining, tuple(map(worker.following.pool.with_problem, self._drafts())),
+                          self._draining, tuple(map(worker.following.pool.with_problem, self.drafts())),
                           served.lossy, identity=served.identity,
                           takes=tuple(need for need in NEEDS if need != "grammar" or self._grammars is not None))
 

@@ -152,7 +152,7 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
     worker.start()
     try:
         bound = bound or grammars(folder, shape.vocab_size)
-        service = TargetService(worker, served, config, tuple, grammars=bound)
+        service = TargetService(worker, served, bound)
         yield Rig(worker, service, hello, runner, metrics, bound)
     finally:
         await asyncio.to_thread(worker.stop)

@@ -37,7 +37,7 @@ async def timed_target(*settings: str) -> AsyncIterator[Target]:
     config = load(None, ("target.slots=8192", "target.drafts=[]", *settings))
     assert isinstance(config, Config)
     target = await asyncio.to_thread(assemble, config, TimedModel(QUICK, Device()), "timed", "",
-                                     asyncio.get_running_loop(), tuple)
+                                     asyncio.get_running_loop())
     target.worker.start()
     try:
         yield target

@@ -107,9 +107,9 @@ async def test_a_target_whose_port_is_taken_ends_whole(tiny_folder: Path, monkey
         config = Config.model_validate({"model": {"path": str(tiny_folder), "dtype": "float32"}, "target": {
             "listen": f"127.0.0.1:{taken.getsockname()[1]}", "metrics_listen": "127.0.0.1:0", "slots": 256}})
         loop = asyncio.get_running_loop()
-        target = await asyncio.to_thread(build_target, config, loop, list)  # taken while it loaded
+        target = await asyncio.to_thread(build_target, config, loop)  # taken while it loaded
         with pytest.raises(ConfigError, match="listen"):
-            await host_target(config, target, [], asyncio.Event())
+            await host_target(config, target, asyncio.Event())
     assert ended == [target]
 
 

@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 from structlog.testing import capture_logs
 
-from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, TargetSection
+from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection
 from slipstream.cli.doctor import checks
 from slipstream.cli.host import DRAFT_S, RIGHT_ENOUGH, draft_missing, pairing_problem
 from slipstream.drafting import Drafter, create
@@ -110,7 +110,8 @@ async def test_a_launch_asks_until_the_target_has_judged(kind: str, head: Path, 
                 local_link(rig, peers) as link):
         served = Served("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048,
                         IDENTITY)
-        service = TargetService(rig.worker, served, TargetSection(), lambda: [DraftStatus(link.address, True)])
+        service = TargetService(rig.worker, served)
+        service.drafts = lambda: [DraftStatus(link.address, True)]
         server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(service)])
         listen = f"127.0.0.1:{await server.start()}"
         problem = await pairing_problem(Config.model_validate({"model": {"path": str(tiny_folder)},
@@ -135,8 +136,9 @@ async def test_a_launch_waits_for_a_draft_until_the_target_says_why_not(
         monkeypatch.setattr("slipstream.cli.host.DRAFT_S", patience_s := 0.3)
     async with target(tiny_folder, STUBBORN) as rig:
         served = Served("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048, IDENTITY)
-        server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(
-            TargetService(rig.worker, served, TargetSection(), lambda: [draft]))])
+        service = TargetService(rig.worker, served)
+        service.drafts = lambda: [draft]
+        server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(service)])
         listen, began_s = f"127.0.0.1:{await server.start()}", monotonic()
         assert await draft_missing(Config.model_validate({"target": {"listen": listen}})) == told
         took_s = monotonic() - began_s

@@ -91,7 +91,7 @@ async def test_a_target_around_it_answers_by_the_law() -> None:
     device, loop = Device(), asyncio.get_running_loop()
     config = load(None, ("target.slots=1024", "target.drafts=[]", "target.policy.always=true"))
     assert isinstance(config, Config)
-    target = await asyncio.to_thread(assemble, config, TimedModel(QUICK, device), "timed", "", loop, tuple)
+    target = await asyncio.to_thread(assemble, config, TimedModel(QUICK, device), "timed", "", loop)
     target.worker.start()
     prompt, expected = (8, 8), text(QUICK, 8, 1, 60)
     rounds = {}

@@ -24,7 +24,6 @@ from slipstream.grammar.trial import Grammars, Trial
 from slipstream.protocol.requests import Backend
 from slipstream.protocol.session import LEASE_S
 from slipstream.simulate.timed import Device, Timing
-from slipstream.wire.drafts import Drafts
 from slipstream.wire.target import TargetClient
 from target_service.__main__ import host as host_target
 from target_service.assembly import Target, assemble
@@ -107,12 +106,10 @@ class TargetPiece(Piece):
     async def work(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         config = settings(f"target.listen=127.0.0.1:{self.port}", "target.metrics_listen=127.0.0.1:0",
                           f"target.drafts={[relay.address for relay in self._drafts]}")
-        known: list[Drafts] = []
         self.made = await asyncio.to_thread(
             assemble, config, WordyModel(self.timing, Device()), "timed", "", asyncio.get_running_loop(),
-            lambda: [status for drafts in known for status in drafts.statuses()], str(self.timing.seed),
-            Grammars(vocabulary(), self._trial))
-        await host_target(config, self.made, known, stop, ready)
+            str(self.timing.seed), Grammars(vocabulary(), self._trial))
+        await host_target(config, self.made, stop, ready)
 
     @property
     def children(self) -> list[int]:

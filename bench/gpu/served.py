@@ -56,19 +56,17 @@ Asked = list[tuple[str, float, float, list[Piece]]]
 
 async def _asked(given: Given, config: Config, count: int, prompt: int, answer: int) -> Asked:
     """For each way: its name, seconds, processor seconds, and all pieces."""
-    links = list[LocalLink]()
-    target = await asyncio.to_thread(assemble_target, config, graphed(given), "random", "", asyncio.get_running_loop(),
-                                     lambda: [link.status() for link in links])
+    target = await asyncio.to_thread(assemble_target, config, graphed(given), "random", "", asyncio.get_running_loop())
     network, levels = head_of(given, config.draft.growth, count * WINDOW)
     drafter = NeuralDrafter("eagle3", network, config.draft.growth, count, WINDOW // 2, levels)
     draft = assemble_draft(drafter, "", LEASE_S, device=given.device)
-    links.append(LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair))
+    link = LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair)
     draft.worker.start()
     target.worker.start()
     found: Asked = []
     try:
-        links[0].restore()
-        if problem := links[0].status().problem:
+        link.restore()
+        if problem := link.status().problem:
             raise RuntimeError(problem)
         for turn, (name, sampling) in enumerate(TURNS.items()):
             began_s, busy_s = time.perf_counter(), time.process_time()
@@ -79,6 +77,6 @@ async def _asked(given: Given, config: Config, count: int, prompt: int, answer: 
             found.append((name, time.perf_counter() - began_s, time.process_time() - busy_s, pieces))
         return found[1:]
     finally:
-        links[0].cut()
+        link.cut()
         await asyncio.to_thread(target.end)
         await asyncio.to_thread(draft.worker.stop)

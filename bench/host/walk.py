@@ -134,8 +134,9 @@ class Walked:
         self._stream, self._clients = [self._loops.enter_context(start_blocking_portal()) for _ in range(2)]
         self._streaming, self._serving = [loop.call(threading.get_ident) for loop in (self._stream, self._clients)]
         self._draft = build_draft(config)
-        self._target = build_target(config, self._clients.call(asyncio.get_running_loop), lambda: [self._link.status()])
+        self._target = build_target(config, self._clients.call(asyncio.get_running_loop))
         self._link = self._stream.call(self._joined, config.wire)
+        self._target.service.drafts = lambda: [self._link.status()]
         self._drafting, self._deciding = _started(self._draft.worker.start), _started(self._target.worker.start)
         self._router = self._clients.call(RouterService, config, {"local": self._target.service})
         self._clients.call(self._router.start)

@@ -29,12 +29,11 @@ from target_service.assembly import build as build_target
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin, PartLost when it cannot go on."""
-    config, loop = config.on_one_machine(), asyncio.get_running_loop()
-    links: list[LocalLink] = []
-    target = await asyncio.to_thread(build_target, config, loop, lambda: [link.status() for link in links])
+    config = config.on_one_machine()
+    target = await asyncio.to_thread(build_target, config, asyncio.get_running_loop())
     draft = await asyncio.to_thread(build_draft, config)
     link = LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair)
-    links.append(link)
+    target.service.drafts = lambda: [link.status()]
     up = asyncio.Event()
     pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals),
              MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set, draft.worker.vitals)]
