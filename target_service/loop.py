@@ -38,15 +38,11 @@ Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
 
 
 class Telling:
-    __slots__ = ("_costs", "_dispatch", "_metrics", "_pieces")
+    __slots__ = ("_dispatch", "_metrics", "_pieces")
 
-    def __init__(self, metrics: TargetMetrics, costs: StepCosts, dispatch: Dispatch) -> None:
-        self._metrics, self._costs, self._dispatch = metrics, costs, dispatch
+    def __init__(self, metrics: TargetMetrics, dispatch: Dispatch) -> None:
+        self._metrics, self._dispatch = metrics, dispatch
         self._pieces: list[tuple[Sink, Piece | Exception]] = []
-
-    def plain_s(self, step: Step, looked_up: int) -> float:
-        """What it would have taken without anybody's drafter. ``looked_up``: nodes of the texts' own chains."""
-        return step.seconds * self._costs.cost(step.rows - step.nodes + looked_up) / self._costs.cost(step.rows)
 
     def round(self, outcome: Outcome, verified: Verified, record: RoundRecord, step: Step, plain_s: float) -> None:
         """A round of one sequence is committed."""
@@ -124,7 +120,7 @@ class TargetWorker:
         self._spans = spans
         self._log = logger("target")
         self.following = Following(config, costs, metrics, self._kv.keep_rows, clock, self._trace)
-        self._telling = Telling(metrics, costs, dispatch)
+        self._telling = Telling(metrics, dispatch)
         self._dispatch = dispatch
         self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
         metrics.lossy(self._thresholds.lossy)
@@ -368,7 +364,7 @@ class TargetWorker:
         for one in done.prefilled:
             self._end_if_over(one)
         looked_up = sum(record.drafted for _, _, record in committed if record.outcome == LOOKED_UP)
-        plain_s = self._telling.plain_s(step, looked_up)
+        plain_s = step.plain_s(self._costs, looked_up)
         for outcome, verified, record in committed:
             self._telling.round(outcome, verified, record, step, plain_s)
             if verified.finish:

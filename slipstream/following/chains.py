@@ -271,8 +271,7 @@ class Chains:
         """What became of it, to the target that serves the answers, if one does."""
         told, self._told = self._told, []
         if self._tell_step is not None and told:
-            nodes = step.nodes - sum(one.drafted for one in told if one.looked_up)
-            plain_s = step.seconds * self._costs.cost(step.rows - nodes) / self._costs.cost(step.rows)
+            plain_s = step.plain_s(self._costs, sum(one.drafted for one in told if one.looked_up))
             self._tell_step(ToldStep(step.seconds, plain_s, tuple(told)))
 
     def _give_rows(self, row: Row, one: Followed) -> None:

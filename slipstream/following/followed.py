@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from slipstream.base.config import PolicySection
 from slipstream.base.value import value
-from slipstream.decision.beliefs import Beliefs
+from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import PLAIN, Decision, Reason, Round, Seen, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.pool import DraftPool
@@ -54,6 +54,10 @@ class Step:
     @property
     def ended_s(self) -> float:
         return self.began_s + self.seconds
+
+    def plain_s(self, costs: StepCosts, looked_up: int) -> float:
+        """What it would have taken without anybody's drafter. ``looked_up``: nodes of the texts' own chains."""
+        return self.seconds * costs.cost(self.rows - self.nodes + looked_up) / costs.cost(self.rows)
 
 
 @value
