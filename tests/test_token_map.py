@@ -130,6 +130,15 @@ def first_logits(folder: Path) -> Tensor:
     return model.logits(model.forward(builder.build(), pool)[0][-1:])[0]
 
 
+def test_a_map_of_padding_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, vocab=VOCAB + 60)
+    made = as_json(tmp_path, [65, *range(VOCAB, VOCAB + 8)])
+    section = DraftSection(drafter="standalone", model=str(folder), token_map=str(made),
+                           growth=GrowthSection(num_steps=2, topk=2, num_draft_tokens=4))
+    with pytest.raises(ModelError, match=r"draft\.token_map: 1 of its tokens"):
+        create(section, ModelSection(), 64)
+
+
 def test_settings_reach_the_drafters(tmp_path: Path, tiny_folder: Path) -> None:
     path = str(as_json(tmp_path))
     model = ModelSection(path=str(tiny_folder))

@@ -84,6 +84,9 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
     if vocabulary is None:
         return _drafter(section, StandaloneNetwork(runner, masks, known=known))
     vocabulary = vocabulary[vocabulary < (known or config.vocab_size)]
+    if len(vocabulary) < section.growth.topk:
+        raise ModelError(f"draft.token_map: {len(vocabulary)} of its tokens have a text, the others are padding of the "
+                         f"draft's vocabulary; expected at least {section.growth.topk} (draft.growth.topk)")
     return _drafter(section, StandaloneNetwork(runner, masks, vocabulary, Lender.of(folder).lm_head(vocabulary)))
 
 
