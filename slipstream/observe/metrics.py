@@ -397,13 +397,15 @@ class TargetMetrics:
         self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
         self._by_drafter = registry.counter("drafter_tokens_total", "Draft tokens verified and accepted, by who "
                                             "proposed them.", "drafter", "kind")
-        self.moved = registry.counter("drafter_moves_total",
-                                      "Answers whose drafter went and that another could take.").of().inc
+        self._moved = registry.counter("drafter_moves_total", "Answers whose drafter went and that another could take.")
         self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
         self._full = registry.counter("device_full_total", "Steps that the device had no memory for.")
         self._shedding = registry.gauge("shedding_level", "1 smaller trees, 2 plain, 3 no new answers; 0 all is well.")
         self.shedding(0)
         self.drafts_connected(0)  # one that never comes is missed too
+
+    def moved(self) -> None:
+        self._moved.of().inc()
 
     def request(self, outcome: str) -> None:
         """``outcome``: stop, length, cancelled, refused, handed_back or failed."""
