@@ -104,7 +104,8 @@ def test_eagle3_is_as_good_as_vllms_own_and_stays_so(vllm_python: Path, plain: d
         ask = beginning(drafted)
         fresh = ask(1)
         assert fresh.tokens == plain[1]
-        assert abs(fresh.length - own.length) <= 0.03 * own.length
+        # Of the same answers: vLLM's own counts as accepted what comes behind an answer's end, too.
+        assert abs(fresh.rounds - own.rounds) <= 0.03 * own.rounds
         again = ask(1)
         assert again.tokens == plain[1] and again.cached > fresh.cached
         assert again.length >= 0.9 * fresh.length, "prompts came out of the prefix cache"
