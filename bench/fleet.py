@@ -129,7 +129,7 @@ class Process:
 
 def service(role: str, name: str, folder: Path, settings: Sequence[str] = (), module: str = "",
             arguments: Sequence[str] = ()) -> Process:
-    """A draft or a target on free ports, with its log in ``folder``."""
+    """A draft, a target or a router on free ports, with its log in ``folder``."""
     listen, metrics = free_port(), free_port()
     own = (f"{role}.listen=127.0.0.1:{listen}", f"{role}.metrics_listen=127.0.0.1:{metrics}")
     return Process(module or f"{role}_service", (*own, *settings), metrics, folder / f"{name}.log", arguments,

@@ -83,29 +83,31 @@ async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[]
                 stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
     """Whatever its engine. ``beside``: what else is kept up meanwhile; begun when it listens."""
     tls, vitals, up = tls_files(config.wire.tls), target.vitals, asyncio.Event()
-    server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
-    metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, vitals)
     try:
-        await server.start()
-        metrics.start()
-        async with beside(), kept_up(export_end(tls, target.metrics.registry.certificate_ends), vitals=vitals):
-            await server.set_ready(True)
-            up.set()
-            logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))
-            if ready is not None:
-                ready()
-            await until(stop, vitals, show=server.set_ready)
-            up.clear()
-            logger("target").info("draining")
-            await server.set_ready(False)
-            await target.service.drain(config.target.drain_s)
-            await server.drain(1.0)
-    except SlipstreamError:
-        await server.drain(0.0)
-        raise
+        server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
+        metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, vitals)
+        try:
+            await server.start()
+            metrics.start()
+            async with beside(), kept_up(export_end(tls, target.metrics.registry.certificate_ends), vitals=vitals):
+                await server.set_ready(True)
+                up.set()
+                logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))
+                if ready is not None:
+                    ready()
+                await until(stop, vitals, show=server.set_ready)
+                up.clear()
+                logger("target").info("draining")
+                await server.set_ready(False)
+                await target.service.drain(config.target.drain_s)
+                await server.drain(1.0)
+        except SlipstreamError:
+            await server.drain(0.0)
+            raise
+        finally:
+            await asyncio.to_thread(metrics.close)
     finally:
         await asyncio.to_thread(target.end)  # also where a port is taken: its ranks are processes
-        await asyncio.to_thread(metrics.close)
     logger("target").info("stopped")
 
 

@@ -31,7 +31,9 @@ from slipstream.protocol.requests import (
     MAX_ALLOWED,
     MAX_BAD_WORD,
     MAX_BAD_WORDS,
+    MAX_BIASES,
     MAX_SCORES,
+    MAX_STOPS,
     NEEDS,
     DraftStatus,
     Piece,
@@ -424,6 +426,20 @@ def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None
         assert isinstance(found, Request)
         SERVED.check(found, 2 * CONTEXT)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(("field", "start"), [
+    ("bad_words", target_pb2.GenerateStart(bad_words=[common_pb2.TokenRun(tokens=[1] * (MAX_BAD_WORD + 1))])),
+    ("bad_words", target_pb2.GenerateStart(bad_words=[common_pb2.TokenRun(tokens=[1])] * (MAX_BAD_WORDS + 1))),
+    ("allowed_token_ids", target_pb2.GenerateStart(allowed_token_ids=[1] * (MAX_ALLOWED + 1))),
+    ("logit_bias", target_pb2.GenerateStart(sampling=common_pb2.Sampling(
+        logit_bias=[common_pb2.LogitBias(token_id=1)] * (MAX_BIASES + 1)))),
+    ("stop_token_ids", target_pb2.GenerateStart(sampling=common_pb2.Sampling(stop_token_ids=[1] * (MAX_STOPS + 1))))])
+def test_a_long_list_is_refused_before_anything_is_made_of_it(field: str, start: target_pb2.GenerateStart) -> None:
+    frame = target_pb2.GenerateManyRequest.FromString(encode_asked(3, REQUEST))
+    frame.items[0].start.MergeFrom(start)
+    [(number, error)] = decode_asked(frame.SerializeToString(), VOCAB, CONTEXT)
+    assert number == 3 and isinstance(error, InvalidRequest) and error.field == field
 
 
 def test_scores_of_a_prompt_are_so_many_at_most() -> None:

@@ -100,15 +100,18 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
     linking.cancel()
 
 
-async def test_a_target_whose_port_is_taken_ends_whole(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("taken_port", ["listen", "metrics_listen"])
+async def test_a_target_whose_port_is_taken_ends_whole(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       taken_port: str) -> None:
     ended = list[object]()
     monkeypatch.setattr(Ready, "end", lambda target: ended.append(target))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = Config.model_validate({"model": {"path": str(tiny_folder), "dtype": "float32"}, "target": {
-            "listen": f"127.0.0.1:{taken.getsockname()[1]}", "metrics_listen": "127.0.0.1:0", "slots": 256}})
+            "listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "slots": 256,
+            taken_port: f"127.0.0.1:{taken.getsockname()[1]}"}})
         loop = asyncio.get_running_loop()
         target = await asyncio.to_thread(build_target, config, loop)  # taken while it loaded
-        with pytest.raises(ConfigError, match="listen"):
+        with pytest.raises(ConfigError, match=taken_port):
             await host_target(config, target, asyncio.Event())
     assert ended == [target]
 

@@ -2,9 +2,9 @@
 
 Rules:
 1. An encoded item is a frame of one; frames joined are a frame of all their items.
-2. How much a client asks, and that it is something, is checked here and refused as InvalidRequest naming the field;
-   what may be asked of a model is its target's to say (``requests.Served``). What a target answers is checked too; an
-   answer that is none raises RemoteProtocolError.
+2. How long the lists of a client are is checked here, before anything is made of them, and refused as InvalidRequest
+   naming the field; what else may be asked is its target's to say (``requests.Served``). What a target answers is
+   checked too; an answer that is none raises RemoteProtocolError.
 3. What is wrong with an item's content is that answer's affair (its number comes with the error); bytes that are no
    frame raise RemoteProtocolError.
 4. Times travel as whole microseconds.
@@ -22,6 +22,7 @@ from slipstream.base.errors import InvalidRequest, RemoteProtocolError, Slipstre
 from slipstream.observe.spans import well_formed
 from slipstream.protocol.requests import (
     MAX_ALLOWED,
+    MAX_BAD_WORD,
     MAX_BAD_WORDS,
     DraftStatus,
     Finish,
@@ -149,6 +150,8 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
         speculate = _speculates(wire.mode)
         for field, most in (("allowed_token_ids", MAX_ALLOWED), ("bad_words", MAX_BAD_WORDS)):
             require(len(getattr(wire, field)) <= most, field, f"has more than {most} entries")
+        require(all(len(word.tokens) <= MAX_BAD_WORD for word in wire.bad_words), "bad_words",
+                f"must hold at most {MAX_BAD_WORD} tokens each")
         require(NAMESPACE.fullmatch(wire.namespace) is not None, "namespace",
                 "must be at most 64 characters of A-Z a-z 0-9 _ -")
         identity = decode_identity(wire.identity) if wire.HasField("identity") else None

@@ -21,7 +21,7 @@ from slipstream.base.errors import InvalidRequest, RemoteProtocolError
 from slipstream.protocol.grammar import KINDS, Grammar
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import FEATURE_DTYPES
-from slipstream.protocol.requests import LogprobsMode, Sampling
+from slipstream.protocol.requests import MAX_BIASES, MAX_STOPS, LogprobsMode, Sampling
 from slipstream.protocol.tree import Ints
 from slipstream.v1 import common_pb2
 
@@ -114,6 +114,9 @@ def encode_sampling(sampling: Sampling) -> common_pb2.Sampling:
 
 def decode_sampling(wire: common_pb2.Sampling, vocab_size: int) -> Sampling:
     """Raises InvalidRequest naming the field."""
+    for field, most in (("logit_bias", MAX_BIASES), ("stop_token_ids", MAX_STOPS)):
+        if len(getattr(wire, field)) > most:
+            raise InvalidRequest(field, f"has more than {most} entries")
     bias = tuple((entry.token_id, entry.bias) for entry in wire.logit_bias)
     require_ids("stop_token_ids", wire.stop_token_ids, vocab_size)
     require_ids("logit_bias", [token for token, _ in bias], vocab_size)
