@@ -24,7 +24,7 @@ from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, 
 from slipstream.protocol.session import DOUBT, Match, SuffixIndex
 from slipstream.protocol.tree import MAX_NODES
 
-# Nobody measured other values to be better.
+# Constants, as no measurement speaks for other values.
 ORDERS = (2, 4, 8, 16)  # suffixes that are looked up; below the shortest nothing is proposed
 LONGEST = 18  # tokens of a match that are counted, and the depth of a tree
 BREADTH = 4  # children of a node after the shortest match; after the longest there is one
