@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.protocol.messages import Growth
+from slipstream.wire.codec import FrameLimits, decode_draft_frame, encode_draft_frames
 from tests.growth_rules import GrowthLedger, best_paths, scored_paths
 
 
@@ -80,6 +81,16 @@ def test_a_score_above_zero_does_not_lift_a_child_over_its_parent() -> None:
     growth.expand([([4], [-0.5])])
     growth.expand([([5], [0.25])])
     assert growth.scores == [-0.5, -0.5] and to_message(growth, 1).tokens.tolist() == [4]
+
+
+def test_scores_stay_numbers_that_can_be_sent() -> None:
+    """A temperature that is all but zero tells siblings apart by numbers of nearly any size."""
+    growth = GrowingTree(10, 2)
+    for nodes in (1, 2, 2):
+        growth.expand([([7, 8], [0.0, -2e38])] * nodes)
+    frames, _ = encode_draft_frames(1, [to_message(growth, 10)], 1 << 20)
+    (sent,), faults = decode_draft_frame(frames[0], 1, FrameLimits(50, 64))
+    assert not faults and len(sent.ids) == 10 and np.isfinite(sent.scores).all()
 
 
 def test_the_kv_of_drafted_tokens_that_became_true_is_kept() -> None:

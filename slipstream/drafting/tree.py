@@ -56,6 +56,7 @@ from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 
 AHEAD, SENT = 8, 2  # nodes that are expanded at once at least; nodes sent for each
 BRIDGE = 256  # rows without a state
+WORST = float(np.finfo(np.float32).min)  # score that is sent
 ROOT = -1  # among nodes, which are counted from 0
 Indices = NDArray[np.int64]
 NO_SLOTS: Indices = np.zeros(0, np.int64)
@@ -193,7 +194,7 @@ class GrowingTree:
         above = [root if (parent := parents[node]) == ROOT else ids[parent] for node in nodes]
         return Growth(session, self.base, np.arange(first, self.next_id, dtype=np.int32), np.array(above, np.int32),
                       np.array([tokens[node] for node in nodes], np.int32),
-                      np.array([scores[node] for node in nodes], np.float32))
+                      np.array([max(scores[node], WORST) for node in nodes], np.float32))
 
     def promise(self, count: int) -> float:
         """Tokens that the ``count`` best nodes that the target has would give, were scores true logarithms of the
