@@ -93,6 +93,15 @@ def test_slow_but_right_costs_nothing_and_is_used_once_it_is_fast(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("deadline_s", [1.0, 2.0])
+def test_a_wait_that_costs_more_than_a_purse_holds_is_tried_rarely_not_never(deadline_s: float, seed: int) -> None:
+    world = World(exchange_s=steps((0.0, 0.002), (30.0, 3.0), (200.0, 0.002)))
+    simulation = played(world, 500.0, seed, PolicySection(deadline_max_s=deadline_s))
+    assert simulation.first(Mode.SPECULATE, 200.0) < 200.0
+    assert simulation.overhead(60.0, 200.0) < SETTLED
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("exchange_s", [0.0005, 0.001, 0.005])
 def test_rare_matches_are_used_and_empty_answers_are_not_punished(exchange_s: float, seed: int) -> None:
     world = World(acceptance=always(0.7), exchange_s=always(exchange_s), matches=always(0.1))

@@ -132,19 +132,20 @@ TOGETHER = 3  # tried waits in a row, on shared cores: one alone is not believed
 
 class Purse:
     """SHARE of the time of all rounds of one target or draft pool, of the last KEPT_S at most, for each wait of a
-    row."""
+    row. Once it is full it affords whatever is asked: what costs more than it holds is tried rarely, not never."""
 
-    __slots__ = ("_together", "left_s", "row")
+    __slots__ = ("_most_s", "_together", "left_s", "row")
 
     def __init__(self, together: int = 1) -> None:
         """``together``: tried waits in a row."""
-        self.left_s = 0.0
+        self.left_s, self._most_s = 0.0, math.inf
         self.row = self._together = together  # that are still to be made before the next row is saved for
 
     def earn(self, seconds: float, sessions: int = 1) -> None:
         """A round took so long, beside as many others as ``sessions`` says with it."""
         # For a whole row of the longest waits, too, or after a slow hour none would ever be tried again.
         left_s, most_s = self.left_s, SHARE * KEPT_S * self._together * (sessions or 1)
+        self._most_s = most_s
         if left_s < most_s:
             left_s += SHARE * seconds
             self.left_s = left_s if left_s < most_s else most_s
@@ -153,9 +154,13 @@ class Purse:
         """What was lost, or (below 0) given back."""
         self.left_s -= seconds
 
+    def affords(self, seconds: float) -> bool:
+        """Whether what loses ``seconds`` can be paid."""
+        return self.left_s >= min(seconds, self._most_s)
+
     def affords_wait(self, seconds: float) -> bool:
         """Whether a tried wait that loses ``seconds`` can be paid, and those that are left of its row."""
-        return self.left_s >= self.row * seconds
+        return self.affords(self.row * seconds)
 
     def pay_wait(self, seconds: float) -> None:
         """A tried wait is made. Behind a whole row the next one is saved for anew: what a quiet hour left would all go

@@ -283,7 +283,7 @@ def _wait(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None) -> Wai
         return TRIED if standing.trying else GRANTED
     if _worth_s(turn, rules) >= (mean_s or 0.0) + toll_s:
         return GRANTED
-    loses_s = latency.least_s(usual_wait_s(beliefs, rules)) + toll_s  # if nothing comes of it
+    loses_s = min(latency.least_s(inf), usual_wait_s(beliefs, rules)) + toll_s  # if nothing comes of it
     affords = beliefs.purse.affords_wait(loses_s)
     return Wait(affords, affords, loses_s if affords else 0.0)
 

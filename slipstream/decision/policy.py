@@ -44,6 +44,7 @@ from slipstream.decision.decide import (
     Standing,
     Transition,
     decide_all,
+    exchange_s,
     held,
     overloaded,
     too_slow,
@@ -357,7 +358,7 @@ class SpeculationPolicy:
     def _due(self, now_s: float) -> bool:
         # None begins before one exchange is affordable, and under overload it would only confirm what is known.
         if (not self._at.allowed or now_s < self._next_probe_s
-                or self._beliefs.purse.left_s < min(self._beliefs.latency.mean_s or 0.0, self._rules.deadline_max_s)):
+                or not self._beliefs.purse.affords(exchange_s(self._beliefs, self._rules))):
             return False
         if overloaded(self._prices(), self._beliefs, self._at, self._rules):
             self._next_probe_s = now_s + OVERLOAD_S
