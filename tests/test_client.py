@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 
-from slipstream.base.errors import InvalidRequest
+from slipstream.base.errors import InvalidRequest, Unavailable
 from slipstream.client import AsyncClient, Client
-from slipstream.protocol.chat import Delta, TextToken, Usage
+from slipstream.protocol.chat import Delta, PromptToken, TextToken, Usage
+from slipstream.wire import client as wire_client
 from slipstream.wire.channel import INFERENCE_SERVICE
 from slipstream.wire.inference import encode_delta
 
@@ -42,14 +44,14 @@ def test_an_unknown_option_is_named(client: Client) -> None:
     assert caught.value.field == "max_token" and "max_tokens" in str(caught.value)
 
 
-async def test_an_answer_that_is_whole_is_not_asked_for_again() -> None:
-    """Its router dies between the last delta and the end of the call."""
-    asked = 0
+@asynccontextmanager
+async def lost_behind(delta: Delta) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A router that says so much of each answer and is gone: its address, and what it is asked."""
+    asked = list[bytes]()
 
     async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
-        nonlocal asked
-        asked += 1
-        yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16))
+        asked.append(request)
+        yield encode_delta(delta)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
     server = grpc.aio.server()
@@ -58,10 +60,37 @@ async def test_an_answer_that_is_whole_is_not_asked_for_again() -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
+        yield address, asked
+    finally:
+        await server.stop(None)
+
+
+async def test_an_answer_that_is_whole_is_not_asked_for_again() -> None:
+    """Its router dies between the last delta and the end of the call."""
+    last = Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16)
+    async with lost_behind(last) as (address, asked):
         async with AsyncClient(address) as client:
             assert [delta.text async for delta in client.complete("x", max_tokens=1)] == ["hi"]
         with Client(address) as blocking:
             found = await asyncio.to_thread(lambda: [delta.text for delta in blocking.complete("x", max_tokens=1)])
-    finally:
-        await server.stop(None)
-    assert found == ["hi"] and asked == 2
+    assert found == ["hi"] and len(asked) == 2
+
+
+@pytest.mark.parametrize("told", [Delta(prompt=(PromptToken(120, "x"),)), Delta("x", identity="ab" * 16)], ids=str)
+async def test_a_prompt_that_was_told_is_not_told_again(told: Delta) -> None:
+    """Its router dies between the prompt and the first token."""
+    seen = list[Delta]()
+    async with lost_behind(told) as (address, asked), AsyncClient(address) as client:
+        with pytest.raises(Unavailable):
+            async for delta in client.complete("x", max_tokens=1, echo=True):
+                seen.append(delta)
+    assert seen == [told] and len(asked) == 1
+
+
+async def test_calls_that_bring_no_token_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_client, "PAUSE_S", 0.01)
+    async with lost_behind(Delta(identity="ab" * 16)) as (address, asked), AsyncClient(address) as client:
+        with pytest.raises(Unavailable):
+            async with asyncio.timeout(20):
+                _ = [delta async for delta in client.complete("x", max_tokens=1)]
+    assert len(asked) == wire_client.TRIES

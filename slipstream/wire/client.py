@@ -10,7 +10,7 @@ Rules:
 3. Leaving the loop early ends the answer on the server.
 4. An answer whose router is lost or leaves is asked for again, and goes on where it stopped: from the tokens that came,
    with the seed that was sent, at a target that is the one that began it. The loop sees a pause. It ends with the error
-   when ``TRIES`` in a row brought nothing, or when what began it is no longer served.
+   when ``TRIES`` in a row brought no token, or when what began it is no longer served.
 5. Of several addresses one is used until it fails, then the next.
 
 It knows nothing about tokenizers or models.
@@ -35,7 +35,7 @@ from slipstream.wire.status import translated
 from slipstream.wire.tls import TlsFiles
 
 INFO_S = 10.0  # for the short calls
-TRIES = 6  # without a delta; with the pauses between them they last eight seconds
+TRIES = 6  # without a token; with the pauses between them they last eight seconds
 PAUSE_S = 0.25  # doubles with each try in a row
 TEXTS = ("tool_call_id", "reasoning_content", "name")  # of a message, besides
 MESSAGE = f"must have role and content, both text, and else nothing but tool_calls, {', '.join(TEXTS)}"
@@ -58,20 +58,25 @@ class Asked:
         self._tokens = list(options.begun.tokens) if options.begun is not None else []
         self._came: list[Delta] = []  # of the present call
         self._rounds = self._accepted = 0  # of those before
-        self._failed = 0  # calls in a row that brought nothing
+        self._failed = 0  # calls in a row that brought no token
+        self._answered = False  # some of it came
         self.over = False  # all is here, whatever becomes of the call
         self.request()
 
     def request(self) -> bytes:
         """What is left to ask."""
+        options = self._options
+        if self._answered:  # what is told of the prompt was told before the first token
+            options = replace(options, echo=None, prompt_logprobs=None)
         begun = Begun(self._identity, tuple(self._tokens)) if self._tokens else None
-        return self._encode(replace(self._options, begun=begun))
+        return self._encode(replace(options, begun=begun))
 
     def take(self, delta: Delta) -> Delta:
         """A delta that came, as it is for its reader."""
         self._came.append(delta)
         self.over = delta.finish != ""
         self._tokens += [token.id for token in delta.tokens]
+        self._answered = self._answered or bool(delta.tokens)
         self._identity = delta.identity or self._identity
         if (usage := delta.usage) is None or not self._rounds:
             return delta
@@ -81,8 +86,9 @@ class Asked:
 
     def again(self, error: SlipstreamError) -> float:
         """The call broke off: how long to wait before the next. Raises ``error`` where there is none to make."""
-        self._failed = 1 if self._came else self._failed + 1
-        if self._failed >= TRIES or (self._tokens and not self._identity):
+        self._failed = 1 if any(delta.tokens for delta in self._came) else self._failed + 1
+        told = not self._answered and any(delta.prompt or delta.text for delta in self._came)
+        if self._failed >= TRIES or (self._tokens and not self._identity) or told:  # the prompt would be told twice
             raise error
         self._rounds += len(self._came)
         self._accepted += sum(token.drafted for delta in self._came for token in delta.tokens)
