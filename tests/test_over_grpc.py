@@ -11,9 +11,9 @@ import pytest
 
 from router_service.dialects.fields import HONOURED, OTHERWISE_OVER_GRPC
 from router_service.dialects.openai import MAX_CONTAINERS
-from slipstream.base.errors import InvalidRequest
+from slipstream.base.errors import DeadlineExceeded, InvalidRequest, TooLarge
 from slipstream.client import AsyncClient, Client, Function, Grammar, Message, ToolCall, whole
-from slipstream.protocol.chat import MAX_CALLS, MAX_ITEMS, MAX_TOOLS, Begun, ChatOptions, Delta
+from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_CALLS, MAX_ITEMS, MAX_TOOLS, Begun, ChatOptions, Delta
 from slipstream.wire.inference import decode_chat, decode_delta, encode_chat, encode_delta
 from tests.echo import EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
@@ -240,3 +240,13 @@ def test_pieces_of_calls_are_joined_by_their_index() -> None:
     found = whole([Delta(tool_calls=(piece,)) for piece in pieces])
     assert found.message.tool_calls == (ToolCall("a", "{}", "1", 0), ToolCall("b", "{}", "2", 1))
     assert json.loads(found.message.tool_calls[0].arguments) == {}
+
+
+async def test_an_answer_that_takes_too_long_is_told_so_and_not_asked_for_again(tiny_folder: Path) -> None:
+    target = EchoTarget(stall_after=5)
+    async with routing(tiny_folder, target, request_timeout_s=0.3) as router, client_of(router) as client:
+        with pytest.raises(DeadlineExceeded, match="ask for fewer tokens"):
+            await told(client, HELLO)
+        with pytest.raises(TooLarge):
+            await told(client, "a" * (MAX_BODY_BYTES + 1))
+    assert len(target.requests) == 1
