@@ -93,6 +93,16 @@ def test_a_drafter_that_names_the_committed_text_again_and_again_is_forgotten() 
     assert 0 < max(kept) <= MAX_HELD + MAX_NODES, kept
 
 
+def test_what_the_text_foretold_is_not_remembered_for_a_drafter_that_cannot_name_it() -> None:
+    """A text that repeats itself asks its drafter for nothing, so nothing comes that would end what is remembered."""
+    target = side()
+    target.attach()
+    for _ in range(1000):
+        foretold(target, [1, 2, 3])
+        target.commit([1, 2, 3, 4])
+    assert target.num_passed == 0
+
+
 def foretold(target: TargetSide, chain: list[int]) -> None:
     """As ``add_foretold`` does with what a text foretells."""
     scores = [-0.1 * at for at in range(len(chain))]

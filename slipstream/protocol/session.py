@@ -259,7 +259,8 @@ class TargetSide:
         if nodes:
             gained, ids = self.tree.score_list[nodes[-1]], self.tree.id_list
             for position, node in enumerate(nodes, start=base):
-                self._passed[ids[node]] = position
+                if ids[node] < FORETOLD:  # no drafter names what it has not proposed
+                    self._passed[ids[node]] = position
             if isfinite(gained):
                 known += gained
         self._root_scores[base + len(tokens)] = known
