@@ -18,7 +18,9 @@ from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import Known, sampling_of
 
 from slipstream.choosing.sampling import ChoiceRows, choose, shares
+from slipstream.protocol.messages import Open
 from slipstream.protocol.requests import Sampling
+from slipstream.wire.codec import FrameLimits, decode_target_frame, encode_target_frames
 
 VOCAB, PROMPT, CHAIN = 40, [3, 1, 4, 1, 5], 4
 # Texts so far, and what the session of each says -> a chain for each.
@@ -171,7 +173,7 @@ patch_sampling(Runner)
 def answers(asked: Sequence[Params], tokens: int, draft: Draft | None = None, prompt: Sequence[int] = PROMPT,
             mode: str = "raw_logprobs") -> tuple[list[list[int]], int]:
     """Texts without the prompt, and how many draft tokens were accepted."""
-    runner, known, accepted = Runner(asked, prompt, mode), Known(0), 0
+    runner, known, accepted = Runner(asked, prompt, mode), Known(0, VOCAB), 0
     while min(map(len, runner.texts)) < len(prompt) + tokens:
         chains = [list[int]() for _ in asked]
         if draft is not None:
@@ -220,7 +222,7 @@ def nines(texts: Sequence[list[int]], samplings: Sequence[Sampling]) -> list[lis
 @pytest.mark.parametrize("params", KINDS, ids=range(len(KINDS)))
 def test_a_token_is_the_one_that_the_engine_chooses(params: Params) -> None:
     (text,), _ = answers([params], 60)
-    sampling = sampling_of(params, "request-0", 0)
+    sampling = sampling_of(params, "request-0", 0, VOCAB)
     filters = replace(sampling, presence_penalty=0.0)
     for at, token in enumerate(text):
         scores = penalised(logits_after([*PROMPT, *text[:at]]), params.presence_penalty, text[:at])
@@ -256,7 +258,7 @@ def test_the_law_is_that_of_the_model(params: Params, draft: Draft | None) -> No
     assert draft is None or accepted > draws / 2, "it was hardly ever chosen under verification"
     first = max(range(VOCAB), key=[text[0] for text in texts].count)
     seen = np.bincount([text[at] for text in texts if text[0] == first], minlength=VOCAB)
-    session = row(sampling_of(params, "", 0), len(PROMPT) + at)
+    session = row(sampling_of(params, "", 0, VOCAB), len(PROMPT) + at)
     law = shares(logits_after([*PROMPT, first])[None], session)[0].exp().numpy()
     assert not seen[law == 0.0].any()
     likely = law * seen.sum() >= 5
@@ -268,16 +270,24 @@ def test_the_law_is_that_of_the_model(params: Params, draft: Draft | None) -> No
 
 def test_without_a_seed_one_follows_from_the_request() -> None:
     params = Params(seed=None)
-    assert sampling_of(params, "a", 0) == sampling_of(params, "a", 0), "all ranks of an engine"
-    assert len({sampling_of(params, request, seed).seed for request in "abc" for seed in (0, 1)}) == 6
-    assert sampling_of(Params(seed=-1 << 63), "a", 0).seed == 1 << 63
+    assert sampling_of(params, "a", 0, VOCAB) == sampling_of(params, "a", 0, VOCAB), "all ranks of an engine"
+    assert len({sampling_of(params, request, seed, VOCAB).seed for request in "abc" for seed in (0, 1)}) == 6
+    assert sampling_of(Params(seed=-1 << 63), "a", 0, VOCAB).seed == 1 << 63
 
 
 def test_what_a_request_may_hold_is_never_refused() -> None:
     wild = Params(temperature=1e9, repetition_penalty=1e9, top_k=-1, all_stop_token_ids=frozenset(range(500)),
                   ignore_eos=False, min_tokens=1 << 40)
-    assert math.isclose(sampling_of(wild, "a", None).temperature, 100.0)
-    assert sampling_of(replace(wild, top_k=1 << 31), "a", None).top_k > 1 << 29, "as good as none"
+    assert math.isclose(sampling_of(wild, "a", None, VOCAB).temperature, 100.0)
+    assert sampling_of(replace(wild, top_k=1 << 31), "a", None, VOCAB).top_k > 1 << 29, "as good as none"
+
+
+@pytest.mark.parametrize("stop", [-1, VOCAB, 1 << 31])
+def test_a_stop_that_is_no_token_of_the_model_costs_no_draft(stop: int) -> None:
+    sampling = sampling_of(Params(stop_token_ids=(stop, 7)), "a", 0, VOCAB)
+    frames, _ = encode_target_frames(1, [Open(1, np.array(PROMPT, np.int32), len(PROMPT), sampling)], 1 << 20)
+    (opened,), faults = decode_target_frame(frames[0], 1, FrameLimits(VOCAB, 64))
+    assert isinstance(opened, Open) and not faults and opened.sampling.stop_token_ids == (7,)
 
 
 def test_drafts_rank_with_what_is_known_of_the_request_and_only_where_they_help() -> None:
@@ -288,7 +298,7 @@ def test_drafts_rank_with_what_is_known_of_the_request_and_only_where_they_help(
         batch.token_ids_cpu = np.zeros((1, 8), np.int32)
         (row,) = rows_of(runner, SimpleNamespace(scheduled_spec_decode_tokens={}), [[1]])
         assert row.drafts is keyed
-        assert row.sampling == (sampling_of(Params(temperature=0.8), "request-0", 0) if keyed else Sampling())
+        assert row.sampling == (sampling_of(Params(temperature=0.8), "request-0", 0, VOCAB) if keyed else Sampling())
 
 
 def test_where_it_is_off_vllm_chooses() -> None:

@@ -185,7 +185,8 @@ def keyed_of(runner: Any) -> KeyedSampling | None:
             drafter.keyed = False
             logger("vllm").warning("sampling is not keyed", why=why)
             return None
-        drafter.chooser = KeyedSampling(runner.sampler, runner.rejection_sampler, runner.model_config.seed)
+        drafter.chooser = KeyedSampling(runner.sampler, runner.rejection_sampler, runner.model_config.seed,
+                                        runner.input_batch.vocab_size)
     chooser: KeyedSampling = drafter.chooser
     return chooser
 

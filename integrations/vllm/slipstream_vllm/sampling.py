@@ -40,17 +40,19 @@ def refusal(vllm_config: Any) -> str:
     return ""
 
 
-def sampling_of(params: Any, request: str, engine_seed: int | None) -> Sampling:
-    """What ``params`` (vLLM's ``SamplingParams``) ask for."""
+def sampling_of(params: Any, request: str, engine_seed: int | None, vocab_size: int) -> Sampling:
+    """What ``params`` (vLLM's ``SamplingParams``) ask for. A stop token may be any number there: what is no token ends
+    nothing, and a draft refuses it."""
     seed = params.seed
     if seed is None:
         seed = int.from_bytes(hashlib.blake2b(f"{engine_seed} {request}".encode(), digest_size=8).digest(), "little")
-    stops = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
+    given = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
+    stops = sorted(stop for stop in given or () if 0 <= stop < vocab_size)
     return Sampling(
         temperature=min(float(params.temperature), HOTTEST), top_k=min(max(0, params.top_k), MOST), top_p=params.top_p,
         min_p=params.min_p, presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
         repetition_penalty=min(params.repetition_penalty, HOTTEST), min_tokens=min(params.min_tokens, MOST),
-        stop_token_ids=tuple(sorted(stops or ())[:STOPS]), seed=seed % SEEDS)
+        stop_token_ids=tuple(stops[:STOPS]), seed=seed % SEEDS)
 
 
 def filters(sampling: Sampling) -> Sampling:
@@ -75,15 +77,15 @@ class Asked:
 class Known:
     """What each request of the batch asks for, made once."""
 
-    def __init__(self, engine_seed: int | None) -> None:
-        self._seed = engine_seed
+    def __init__(self, engine_seed: int | None, vocab_size: int) -> None:
+        self._seed, self._vocab_size = engine_seed, vocab_size
         self._of: dict[str, tuple[Any, Sampling, Sampling]] = {}
 
     def of(self, request: str, params: Any) -> tuple[Sampling, Sampling]:
         """All of it, and its filters alone."""
         known = self._of.get(request)
         if known is None or known[0] is not params:
-            asked = sampling_of(params, request, self._seed)
+            asked = sampling_of(params, request, self._seed, self._vocab_size)
             known = self._of[request] = (params, asked, filters(asked))
         return known[1], known[2]
 
@@ -97,8 +99,8 @@ class Known:
 class KeyedSampling:
     """Stands inside a sampler and a rejection sampler of vLLM from now on; chooses while a ``step`` is on."""
 
-    def __init__(self, sampler: Any, verifier: Any, engine_seed: int | None) -> None:
-        self.known = Known(engine_seed)
+    def __init__(self, sampler: Any, verifier: Any, engine_seed: int | None, vocab_size: int) -> None:
+        self.known = Known(engine_seed, vocab_size)
         self._sampler = sampler
         self._sample, self._process, self._verify = sampler.sample, verifier.apply_logits_processors, verifier.forward
         self._asked: Sequence[Asked] = ()
