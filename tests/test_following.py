@@ -38,6 +38,7 @@ from slipstream.protocol.messages import (
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.session import PromptLookup
 from slipstream.protocol.tree import DraftTree, walk
+from slipstream.wire.link import MAX_BYTES
 from tests.pair import STUBBORN, local_link_to
 
 PROMPT = list(b"one two three one two three")
@@ -239,6 +240,37 @@ def test_rows_are_asked_for_and_sent_in_order() -> None:
     assert features.rows == states[:count].tobytes()
     assert isinstance(commit, Commit) and commit.features is not None
     assert (commit.features.start, commit.features.rows) == (commit.base - 1, newest)
+
+
+def test_rows_of_all_texts_at_once_do_not_end_the_stream() -> None:
+    """A draft that comes back to a full house is told all texts in one frame: what is too much is left out."""
+    target, link, wide = following(lambda _: True), Heard(), FeatureSpec((1,), 1 << 18, "float32")
+    target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", wide, 0, 4096, 16, 64))
+    target.inbox.drain()
+    ones = [target.open(number, PROMPT, len(PROMPT), Sampling(), 100) for number in range(16)]
+    target.begin(ones, 0.0)
+    count = len(PROMPT) - 1
+    rows = bytes(count << 20)
+    for one in ones:
+        one.give_rows(0, count, rows)
+        assert one.wants_rows() == (wide, count), "they are not asked for again"
+    target.flush()
+    told = [len(item.rows) for item in link.items if isinstance(item, Features)]
+    assert MAX_BYTES / 4 < sum(told) <= MAX_BYTES / 2
+    assert sum(isinstance(item, Open) for item in link.items) == len(ones)
+    ones[0].give_rows(0, count, rows)
+    target.flush()
+    assert isinstance(link.items[-1], Features), "the next frame has room again"
+
+
+def test_of_a_long_text_the_newest_rows_are_told() -> None:
+    target, link, wide = following(lambda _: True), Heard(), FeatureSpec((1,), 1 << 18, "float32")
+    target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", wide, 0, 4096, 16, 8))
+    target.inbox.drain()
+    one = target.open(1, [5] * 1000, 1000, Sampling(), 1100)
+    target.begin([one], 0.0)
+    wanted = one.wants_rows()
+    assert wanted is not None and 1000 - (MAX_BYTES >> 20) / 2 <= wanted[1] < 1000 - (MAX_BYTES >> 20) / 4
 
 
 def test_an_engine_without_rows_refuses_a_drafter_that_reads_them() -> None:

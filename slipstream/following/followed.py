@@ -27,6 +27,7 @@ from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.pool import DraftPool
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import (
+    FEATURE_DTYPES,
     Close,
     DraftBound,
     Drop,
@@ -190,6 +191,7 @@ class Waiting:
 
 
 ROWS = 256  # feature rows of one item: well below the message limit for any known model
+MOST_ROWS = 128 << 20  # bytes of them that a link is told at once: half of what may wait for it
 RETRY_S = 1.0  # after a drafter gave the session up for lack of room
 LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
 
@@ -440,7 +442,9 @@ class Followed:
         message = self.side.attach(self.decision.want, self.decision.ahead)
         self._shared.say(self.link, message)
         self.waiting.attached()
-        self._rows_from = max(0, self.side.base - hello.max_context)
+        if (reads := hello.features) is not None:
+            most = MOST_ROWS // (reads.width * FEATURE_DTYPES[reads.dtype])
+            self._rows_from = max(0, self.side.base - min(hello.max_context, most))
         if not self.decision.lookup:
             self.decision = self._decide(now_s, others)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
@@ -26,13 +27,13 @@ from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import Rules, Seen
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.following.followed import Changed, Followed, RoundRecord, Shared, Step, Verified, logged
+from slipstream.following.followed import MOST_ROWS, Changed, Followed, RoundRecord, Shared, Step, Verified, logged
 from slipstream.following.pool import DraftPool, GiveRows, no_rows
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.protocol.conduct import FaultRate
-from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Growth, Link, TargetBound
+from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Features, Growth, Link, TargetBound
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.session import Doubt, TargetSide
 from slipstream.protocol.tree import DraftTree
@@ -109,13 +110,15 @@ class Lane:
 
 
 class Post:
-    """What sessions have to say to links that are up. Who stands aside is told as well that its sessions are over."""
+    """What sessions have to say to links that are up. Who stands aside is told as well that its sessions are over. Of
+    rows no more is said at once than a link holds: a drafter bridges what is left out."""
 
-    __slots__ = ("_due", "_said")
+    __slots__ = ("_due", "_rows", "_said")
 
     def __init__(self) -> None:
         self._said: dict[Link, list[DraftBound]] = {}
         self._due: dict[Link, None] = {}  # whose items leave with the next flush, in order
+        self._rows = Counter[Link]()  # bytes of feature rows among them, but for those of commits
 
     def link_up(self, link: Link) -> None:
         self._said[link] = []
@@ -128,6 +131,10 @@ class Post:
         """With the next flush."""
         if link is None or item is None or (said := self._said.get(link)) is None:
             return
+        if isinstance(item, Features):
+            self._rows[link] += len(item.rows)
+            if self._rows[link] > MOST_ROWS:
+                return
         said.append(item)
         if not isinstance(item, Commit) or item.wanted or len(said) >= HELD:
             self._due[link] = None
@@ -135,6 +142,7 @@ class Post:
     def flush(self) -> bool:
         """Returns whether anything left."""
         due, self._due = self._due, {}
+        self._rows.clear()
         for link in due:
             items, self._said[link] = self._said[link], []
             link.send(items)
