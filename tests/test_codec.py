@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -398,6 +399,18 @@ def test_an_item_that_fits_no_frame_is_handed_back() -> None:
     frames, left = encode_target_frames(INCARNATION, [Close(1), big, Close(2)], 1000)
     decoded = [item for frame in frames for item in decode_target_frame(frame, INCARNATION, LIMITS)[0]]
     assert left == [big] and decoded == [Close(1), Close(2)]
+
+
+def test_rows_of_many_frames_are_not_copied_again_and_again() -> None:
+    """What the texts of a full house have is written while the event loop stands still."""
+    rows, most = bytes(1 << 18), 1 << 20
+    items = [Features(1, 0, rows, 4, "float32")] * 64
+    tracemalloc.start()
+    frames, left = encode_target_frames(INCARNATION, items, most)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not left and sum(map(len, frames)) > 64 * len(rows)
+    assert peak < 1.5 * 64 * len(rows), peak
 
 
 @pytest.mark.parametrize(("request_", "field"), [

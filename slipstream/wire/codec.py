@@ -121,7 +121,7 @@ def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
     message = kind()
     frame = message.frame
     frame.incarnation = incarnation
-    if len(items) <= FRAME_ITEMS:
+    if len(items) <= FRAME_ITEMS and rows_bytes(items) <= max_bytes:  # else they would be copied for nothing
         for item in items:
             _write(frame.items.add(), item)
         data = message.SerializeToString()
@@ -133,6 +133,12 @@ def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
     frames, left = _encoded(kind, incarnation, first, max_bytes)
     more_frames, more_left = _encoded(kind, incarnation, second, max_bytes)
     return frames + more_frames, left + more_left
+
+
+def rows_bytes(items: Sequence[Any]) -> int:
+    """Of feature rows among ``items``."""
+    features = [item.features if isinstance(item, Commit) else item for item in items]
+    return sum([len(one.rows) for one in features if isinstance(one, Features)])
 
 
 def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
