@@ -44,6 +44,16 @@ def test_an_unknown_option_is_named(client: Client) -> None:
     assert caught.value.field == "max_token" and "max_tokens" in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    ("logit_bias", {"abc": 1.0}), ("logit_bias", {5: "x"}), ("logit_bias", 5), ("logit_bias", {1 << 40: 1.0}),
+    ("logprobs_mode", "loud"), ("logprobs_mode", ["raw"]), ("begun", 5), ("grammar", "x"), ("temperature", "hot"),
+    ("stop", [5]), ("seed", 1 << 70)], ids=str)
+def test_an_option_that_cannot_be_is_refused_by_name(client: Client, name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        client.chat("x", **{name: value})
+    assert caught.value.field == name
+
+
 @asynccontextmanager
 async def lost_behind(delta: Delta) -> AsyncIterator[tuple[str, list[bytes]]]:
     """A router that says so much of each answer and is gone: its address, and what it is asked."""

@@ -50,6 +50,7 @@ class Asked:
 
     def __init__(self, name: str, encode: Callable[[ChatOptions], bytes], options: ChatOptions) -> None:
         """name: of the call. Raises InvalidRequest for options that cannot be sent."""
+        encode(options)  # before they are read here
         self.name = name
         self._encode = encode
         # The server's choice of a seed would be lost with it.
@@ -61,7 +62,6 @@ class Asked:
         self._failed = 0  # calls in a row that brought no token
         self._answered = False  # some of it came
         self.over = False  # all is here, whatever becomes of the call
-        self.request()
 
     def request(self) -> bytes:
         """What is left to ask."""
@@ -293,6 +293,13 @@ def _json(where: str, value: object) -> str:
         raise InvalidRequest(where, "cannot be written as JSON") from error
 
 
+def _biases(given: Mapping[Any, Any]) -> tuple[tuple[int, float], ...]:
+    try:
+        return tuple(sorted((int(token), bias) for token, bias in given.items()))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest("logit_bias", "must have a number for each of some token ids") from error
+
+
 def _options(options: dict[str, Any]) -> ChatOptions:
     """OpenAI's ways to write an option are taken, too."""
     known = ChatOptions.__dataclass_fields__
@@ -302,7 +309,7 @@ def _options(options: dict[str, Any]) -> ChatOptions:
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
     if isinstance(given.get("logit_bias"), Mapping):
-        given["logit_bias"] = tuple(sorted((int(token), bias) for token, bias in given["logit_bias"].items()))
+        given["logit_bias"] = _biases(given["logit_bias"])
     if given.get("tools"):
         given["tools"] = _each("tools", given["tools"], _tool)
     if isinstance(given.get("tool_choice"), Mapping):

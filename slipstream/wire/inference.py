@@ -130,27 +130,28 @@ def _at_most(field: str, items: Sized, most: int) -> None:
 def _options(options: ChatOptions) -> inference_pb2.Options:
     tools = [inference_pb2.Function(**shared(function)) for function in options.tools]
     wire = inference_pb2.Options(tools=tools)
-    if options.logprobs_mode is not None:
-        wire.logprobs_mode = LOGPROBS_MODE_NUMBERS[options.logprobs_mode]
     for name in SCALARS:
         value = getattr(options, name)
         if value is not None:
             _set(name, value, partial(setattr, wire, name))
     for name in LISTS:
         _set(name, getattr(options, name), getattr(wire, name).extend)
-    for token, bias in options.logit_bias:
-        wire.logit_bias[token] = bias
+    _set("logit_bias", options.logit_bias, lambda biases: wire.logit_bias.update(dict(biases)))
+    if options.logprobs_mode is not None:
+        _set("logprobs_mode", options.logprobs_mode,
+             lambda mode: setattr(wire, "logprobs_mode", LOGPROBS_MODE_NUMBERS[mode]))
     if options.begun is not None:
-        wire.begun.CopyFrom(inference_pb2.Begun(identity=options.begun.identity, tokens=options.begun.tokens))
+        _set("begun", options.begun, lambda begun: wire.begun.MergeFrom(
+            inference_pb2.Begun(identity=begun.identity, tokens=begun.tokens)))
     if options.grammar is not None:
-        wire.grammar.CopyFrom(encode_grammar(options.grammar))
+        _set("grammar", options.grammar, lambda grammar: wire.grammar.MergeFrom(encode_grammar(grammar)))
     return wire
 
 
 def _set(name: str, value: Any, set_: Callable[[Any], None]) -> None:
     try:
         set_(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidRequest(name, f"{value!r} is not a value of this option") from error
 
 
