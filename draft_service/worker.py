@@ -256,6 +256,8 @@ class Round:
     opens: list[Open] = field(default_factory=list)
     features: list[Features] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
+    committed: set[int] = field(default_factory=set)  # whose they are
+    behind: list[Features] = field(default_factory=list)  # them, in the same session
     closes: list[int] = field(default_factory=list)
     answers: dict[Peer, list[TargetBound]] = field(default_factory=partial(defaultdict, list))
     came: list[tuple[int, int, float]] = field(default_factory=list)  # commits: a target's session, base, and when
@@ -271,6 +273,8 @@ class Round:
         self.opens = [o for o in self.opens if o.session != number]
         self.features = [f for f in self.features if f.session != number]
         self.commits = [c for c in self.commits if c.session != number]
+        self.committed.discard(number)
+        self.behind = [f for f in self.behind if f.session != number]
 
 
 def commit_of(item: Commit, number: int) -> Commit:
@@ -451,9 +455,11 @@ class DraftWorker:
                 round_.opens.append(replace(item, session=number))
                 drafted.told(item, self._run_ahead)
             case DraftEvent.FEATURES, Features():
-                round_.features.append(replace(item, session=number))
+                states = round_.behind if number in round_.committed else round_.features
+                states.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
                 round_.commits.append(commit_of(item, number))
+                round_.committed.add(number)
                 round_.came.append((item.session, item.base, now_s))
                 drafted.told(item, self._run_ahead)
             case DraftEvent.GAP, _:
@@ -495,6 +501,8 @@ class DraftWorker:
             self._drafter.absorb(round_.features)
         if round_.commits:
             self._drafter.commit(round_.commits)
+        if round_.behind:
+            self._drafter.absorb(round_.behind)
 
     def _grow(self, round_: Round) -> None:
         """Whatever is stale or hungry, those that starve first; each has a growth then, be it empty."""

@@ -133,6 +133,25 @@ def test_states_of_a_commit_belong_to_its_session() -> None:
     assert drafter.read == [(1, 1), (2, 2)]
 
 
+def test_states_that_come_behind_their_commit_are_told_behind_it() -> None:
+    """A drafter has no place for states of tokens that it does not know."""
+    told = list[str]()
+
+    class Listening(NgramDrafter):
+        def absorb(self, features: Sequence[Features]) -> None:
+            told.extend(f"states {one.start}" for one in features)
+
+        def commit(self, commits: Sequence[Commit]) -> None:
+            told.extend(f"commit {one.base}" for one in commits)
+            super().commit(commits)
+
+    worker = DraftWorker(Listening(8), "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0)
+    before, behind = (Features(1, start, bytes(8), 1, "float64") for start in (0, 9))
+    worker.received(Listener(), [opened(), before, commit(10, 3), behind], ())
+    worker.turn(block=False)
+    assert told == ["states 0", "commit 10", "states 9"]
+
+
 def test_nothing_to_propose_is_said() -> None:
     bench = Bench()
     (growth,) = bench.deliver(Open(1, np.array([5, 6, 7], np.int32), 3, Sampling()))
