@@ -76,8 +76,8 @@ def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
     how = (f"Training-time test over {recipe.unroll} unrolled steps; cross-entropy with the target's distribution over "
            "the draft vocabulary, which turns to what the two do not share (after arXiv 2602.23881), estimated from "
            "some of its tokens" if recipe.kind == "eagle3" else
-           "Blocks at random anchors, half of them without the newest 1 to 3 states; 0.1 of cross-entropy, 0.9 of the "
-           "distance to the target's distribution over the draft vocabulary, and the confidence head")
+           "Blocks at random anchors; 0.1 of cross-entropy, 0.9 of the distance to the target's distribution over the "
+           "draft vocabulary, and the confidence head")
     last = "last layer" if recipe.kind == "eagle3" and recipe.layers == 1 else "last layers"
     began = f"the target's {last} and `lm_head`" if recipe.begin is None else f"the head {recipe.begin.name}"
     return (
