@@ -369,6 +369,8 @@ def test_a_short_run_learns_to_draft_blocks(simple_folder: Path, tmp_path: Path)
     assert made_for(job.out) == weights_hash(simple_folder)
     text = (job.out / "README.md").read_text()
     assert "draft.drafter=block --set draft.model=THIS_FOLDER --set model.path=TARGET_FOLDER\n" in text
+    assert json.loads((job.out / "config.json").read_text())["aux_hidden_state_layer_ids"][-1] == 2
+    assert "layer id 2 is the state behind the final norm" in text, "another server takes the one before it"
     assert "# A DSpark head for simple" in text and f"| tree of 16 | {tree.length:.2f} |" in text
     again = Silent()
     make_head(replace(job, recipe=replace(recipe, steps=104, generate=False)), again)

@@ -37,7 +37,8 @@ def _top(target: str, head: Head) -> tuple[str, ...]:
             f"It drafts for {target} and for no other model: blocks of {BLOCK} tokens in one pass. "
             f"{head.num_parameters / 1e6:.1f} million parameters; it reads what enters the target's layers "
             f"{', '.join(map(str, head.taps[:-1]))} and the final state. The layout is that of vLLM's speculators "
-            "(`dspark`, `sample_from_anchor` true). The embedding is the target's.", "",
+            f"(`dspark`, `sample_from_anchor` true), but layer id {head.target_layers} is the state behind the final "
+            "norm, for vLLM the one before it. The embedding is the target's.", "",
             f"    slipstream run --set draft.drafter=block --set {pair}", "")
     return (
         f"# An EAGLE-3 head for {target}", "",
