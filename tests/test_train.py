@@ -904,3 +904,19 @@ def kill_when(command: list[str], folder: Path, pattern: str) -> None:
 
 def newest_step(work: Path) -> int:
     return max(int(path.name.removeprefix("step-")) for path in (work / "checkpoints").glob("step-*[0-9]"))
+
+
+def test_time_that_other_folders_took_is_not_taken_from_a_training(simple_folder: Path, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """What talking leaves of a run's minutes is for training, however long ``--data`` took."""
+    recipe = Recipe(minutes=0, tokens=100, batch=4, limits=Limits(max_question=8, max_answer=8), dtype="float32",
+                    draft_vocab=100, train=False)
+    first = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
+    make_head(first, Silent())
+    for index in first.work.glob("shard-*/index.json"):
+        index.write_text(json.dumps(json.loads(index.read_text()) | {"seconds": 3600.0}))
+    told = list[float]()
+    monkeypatch.setattr(Training, "run", lambda self, seconds, report: told.append(seconds))
+    made = replace(first, work=tmp_path / "own", data=(first.work,), recipe=replace(recipe, minutes=60.0, train=True))
+    make_head(made, Silent())
+    assert told[0] > 0.9 * 3600, told
