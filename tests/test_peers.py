@@ -34,7 +34,7 @@ from bench.peers.__main__ import (
     verdicts,
 )
 from bench.peers.generating import Clock
-from bench.peers.systems import System, in_bfloat16, llama_server, peer, slipstream, vllm
+from bench.peers.systems import System, in_bfloat16, llama_server, llamacpp, peer, slipstream, vllm
 from slipstream.base.errors import ConfigError, Unavailable
 
 
@@ -271,3 +271,18 @@ def test_tokens_that_come_with_the_first_are_not_counted_as_decoded(monkeypatch:
     assert (answer.tokens, answer.first_s, answer.total_s) == (9, 2.0, 4.0)
     assert answer.tokens_per_s == 1.5 and answer.end_to_end == 9 / 4
     assert Answered(5, 1.0, 2.0).tokens_per_s == 4.0 and Answered(6, 1.0, 1.0, first=6).tokens_per_s == 0.0
+
+
+def test_a_peer_is_asked_as_its_user_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own defaults: Slipstream keeps what prompts begin with, and so does llama.cpp."""
+    told = list[Mapping[str, Any]]()
+
+    async def ask(self: Server, prompt: Sequence[int], max_tokens: int, extra: Mapping[str, Any]) -> Answered:
+        told.append(extra)
+        return Answered(1, 0.1, 0.1)
+
+    monkeypatch.setattr(Server, "ask", ask)
+    here = Path("llama-server"), Path("model.gguf")
+    for system in (slipstream("plain", tmp_path, "tiny", "bfloat16"), llamacpp("plain", tmp_path, *here)):
+        asyncio.run(system.ask([1, 2], 8))
+    assert told == [{}, {}]
