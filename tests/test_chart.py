@@ -483,11 +483,11 @@ def test_a_target_may_be_several_pods(tmp_path: Path) -> None:
     objects = rendered("deepseek-v3", "--set", "target.nodes=2", "--set", "config.model.tensor_parallel=16", "--set",
                        "target.autoscaling.hpa.enabled=true")
     assert "r-slipstream-target" not in deployments(objects)
-    group = only(objects, "LeaderWorkerSet", "r-slipstream-target")["spec"]["leaderWorkerTemplate"]
+    group = only(objects, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
     assert group["size"] == 2 and only(objects, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["kind"] == (
         "LeaderWorkerSet")
     (container,) = group["workerTemplate"]["spec"]["containers"]
-    own = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "r-slipstream-target-0.r-slipstream-target"}
+    own = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "r-slipstream-targets-0.r-slipstream-targets"}
     overrides = tuple(word.removeprefix("--set=").replace("$(", "{").replace(")", "}").format(**own)
                       for word in container["args"] if word.startswith("--set=target.engine"))
     file = tmp_path / "slipstream.yaml"
@@ -503,6 +503,21 @@ def test_a_target_may_be_several_pods(tmp_path: Path) -> None:
     (policy,) = (o["spec"] for o in objects if o["kind"] == "NetworkPolicy" and "target" in o["metadata"]["name"])
     among = {"podSelector": {"matchLabels": labels}}
     assert {"from": [among]} in policy["ingress"] and {"to": [among]} in policy["egress"]
+
+
+def test_pods_of_a_group_find_the_first_before_it_is_ready() -> None:
+    """LeaderWorkerSet makes a Service of its own name that publishes pods that are not ready, unless one of that name
+    is there: the one that routers read publishes none, and no pod of a group is ready before all have met."""
+    objects = rendered("vllm", "--set", "target.nodes=2", "--set", "config.model.tensor_parallel=2", "--set",
+                       "target.autoscaling.keda.enabled=true", "--set",
+                       "target.autoscaling.keda.serverAddress=http://p:9090", "--set", f"fullnameOverride={'n' * 40}")
+    group = only(objects, "LeaderWorkerSet")["metadata"]["name"]
+    assert group not in {o["metadata"]["name"] for o in objects if o["kind"] == "Service"}
+    scaled = only(objects, "ScaledObject")["spec"]
+    assert scaled["scaleTargetRef"]["name"] == group
+    assert all(f'pod=~"{group}-.*"' in trigger["metadata"]["query"] for trigger in scaled["triggers"])
+    # A group's StatefulSet has its number behind that, and its pods a hash of ten letters behind it, in a label.
+    assert len(f"{group}-99-") + 10 <= 63
 
 
 def test_without_drafts_vllm_has_its_own_way() -> None:

@@ -32,7 +32,7 @@ spec:
 apiVersion: leaderworkerset.x-k8s.io/v1
 kind: LeaderWorkerSet
 metadata:
-  {{- include "slipstream.metadata" . | nindent 2 }}
+  {{- include "slipstream.metadata" (dict "root" .root "name" (include "slipstream.groupName" .root)) | nindent 2 }}
     app.kubernetes.io/component: {{ .role }}
 spec:
   {{- if ne (toString .replicas) "" }}
