@@ -23,7 +23,7 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -445,9 +445,12 @@ class VllmService:
         finally:
             asked.cancel()
         self._idle = not self._ran
-        if not asked.exception() and drafted:
-            self._drafts = statuses(asked.result()) or self._drafts
-            self._metrics.drafts_expected(len(self._drafts))
+        if asked.exception() or not drafted:
+            return
+        # Of all workers one talks to them; where it is on another machine, nobody may tell.
+        for expected, known in filter(None, asked.result()):
+            self._drafts = tuple(DraftStatus(*draft) for draft in known)
+            self._metrics.drafts_expected(expected)
             self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))
 
     async def _answered(self, asked: asyncio.Future[Any]) -> None:
@@ -476,8 +479,3 @@ class VllmService:
         self._running.engine.shutdown()
         self._running.rounds.close()
         self.vitals.end()
-
-
-def statuses(told: Sequence[Any]) -> tuple[DraftStatus, ...]:
-    """Of what each worker told of its drafts: that of the one that talks to them."""
-    return next((tuple(DraftStatus(*draft) for draft in worker) for worker in told if worker), ())

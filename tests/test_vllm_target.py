@@ -82,6 +82,8 @@ class FakeEngine:
     rounds: Rounds | None = None
     errored: bool = False
     stuck: bool = False  # nothing comes from it any more
+    expected: int = 1
+    drafts: Sequence[tuple[str, bool, str, str]] = (DRAFT,)
     asked: list[dict[str, Any]] = field(default_factory=list)
     salts: list[str | None] = field(default_factory=list)  # of their prompts
     aborted: list[str] = field(default_factory=list)
@@ -138,7 +140,7 @@ class FakeEngine:
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any:
         self.said.append((method, args))
         await self._goes_on()
-        return [[], [DRAFT]] if method == DRAFTS else [None, None]
+        return [None, (self.expected, list(self.drafts))] if method == DRAFTS else [None, None]
 
     async def _goes_on(self) -> None:
         while self.stuck:
@@ -191,13 +193,14 @@ class Tried:
 
 @asynccontextmanager
 async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, spans: Spans | None = None,
-                 tries: bool = True, **settings: Any) -> AsyncIterator[VllmService]:
+                 tries: bool = True, metrics: TargetMetrics | None = None,
+                 **settings: Any) -> AsyncIterator[VllmService]:
     engine.rounds = Rounds(Path(tempfile.mkdtemp()) / "rounds")
     served = Served("function", 260, 512, "", 1024, IDENTITY)
     running = Running(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
                       Fill(0.25), engine.rounds, Trials(Tried()) if tries else None)
     loop = asyncio.get_running_loop()
-    service = VllmService(running, TargetSection(**settings), TargetMetrics("function"), spans,
+    service = VllmService(running, TargetSection(**settings), metrics or TargetMetrics("function"), spans,
                           lambda: loop.time())
     with engine.rounds.heard():
         yield service
@@ -299,7 +302,7 @@ def test_a_request_is_barred_in_mid_answer_and_allowed_again() -> None:
         assert play(runner, chains, 10) == 0
     assert chosen_all(runner)
     worker.model_runner = SimpleNamespace(drafter=None)
-    assert worker.slipstream_drafts() == []
+    assert worker.slipstream_drafts() is None
     worker.slipstream_allow("a", True)  # nobody is here to hear of it
 
 
@@ -526,6 +529,19 @@ async def test_what_it_says_of_itself() -> None:
     assert info.drafts == (DraftStatus(*DRAFT),)
     assert (info.sessions_running, info.sessions_waiting, info.slots_total, info.slots_free) == (1, 1, 1024, 768)
     assert info.engine == "vllm 0.32.0"
+
+
+async def test_drafts_that_are_gone_are_not_told_as_they_were() -> None:
+    """With discovery a draft that went is forgotten, and none may be left. Their Deployment still lists two."""
+    engine, metrics = FakeEngine(expected=2), TargetMetrics("function")
+    async with served(engine, metrics=metrics, drafts=["kubernetes:///draft.llm:50052"]) as service:
+        await service.ask()
+        engine.drafts = ()
+        await service.ask()
+        assert (await service.info()).drafts == ()
+    page = metrics.registry.page("")[1].decode()
+    assert 'slipstream_drafts_connected{model="function",service="target"} 0.0' in page
+    assert 'slipstream_drafts_expected{model="function",service="target"} 2.0' in page
 
 
 async def test_a_drain_waits_for_running_answers_and_hands_back_the_rest() -> None:

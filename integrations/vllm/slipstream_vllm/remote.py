@@ -62,8 +62,13 @@ class RemoteDrafter:
             self._page = MetricsServer(options.metrics_listen, metrics.registry, self._ready)
             self._page.start()
 
+    @property
+    def expected(self) -> int:
+        """Drafts that there should be."""
+        return self._links.expected
+
     def statuses(self) -> list[DraftStatus]:
-        """Of all drafts, with what was found out about them."""
+        """Of all drafts that are known, with what was found out about them."""
         return [self.chains.following.pool.with_problem(status) for status in self._links.statuses()]
 
     def _ready(self) -> bool:
