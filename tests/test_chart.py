@@ -444,6 +444,19 @@ def test_threads_follow_the_cpus_unless_they_are_set() -> None:
     assert not [a for a in arguments("--set", "config.model.threads=3") if "threads" in a]
 
 
+def test_a_quantity_of_a_profile_may_be_taken_back() -> None:
+    """As where a GPU is cut into parts that have names of their own. Null is what Helm has for it."""
+    changes = (r"requests.nvidia\.com/gpu=null", r"limits.nvidia\.com/gpu=null", "limits.cpu=null",
+               r"limits.nvidia\.com/mig-3g\.40gb=1")
+    objects = rendered("h100", *(word for one in changes for word in ("--set", f"target.resources.{one}")))
+    spec = deployments(objects)["r-slipstream-target"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["resources"] == {"limits": {"memory": "64Gi", "nvidia.com/mig-3g.40gb": "1"},
+                                      "requests": {"cpu": "8", "memory": "32Gi"}}
+    (cpus,) = [env["valueFrom"]["resourceFieldRef"] for env in container["env"] if env["name"] == "CPUS"]
+    assert cpus["resource"] == "requests.cpu"
+
+
 def test_only_a_target_whose_model_is_shared_out_has_shared_memory() -> None:
     def shared(profile: str) -> set[str]:
         return {name for name, spec in deployments(rendered(profile)).items()
