@@ -72,6 +72,8 @@ WRONG = {
     "a model for ngram": (("draft.pools[0].name=a", "draft.pools[0].model=m", "config.draft.drafter=ngram"),
                           "its drafter is ngram"),
     "a model for auto": (("draft.pools[0].name=a", "draft.pools[0].model=m"), "say for which one with config.drafter"),
+    "a head without a volume": (("draft.pools[0].name=a", "draft.pools[0].model=m", "config.draft.drafter=eagle3"),
+                                'pool "a" has the model "m" but no claim holds it'),
     "a map for what": (("config.draft.token_map=ids.json",), "say for which one with config.drafter"),
     "pools of one name": (("draft.pools[0].name=a", "draft.pools[1].name=a"), 'the name "a" is there twice'),
     "a name that is too long": ((f"fullnameOverride={'n' * 40}", f"draft.pools[0].name={'p' * 17}"),
