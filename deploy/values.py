@@ -214,8 +214,8 @@ class NetworkPolicyValues(Section):
     clients: Blobs = Field([{"podSelector": {}}], description="who may reach the router; default: this namespace")
     prometheus: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
                               description="who may scrape")
-    dns: Blobs = Field([{"namespaceSelector": {}}], description="who answers port 53; a cache of the node's is no pod: "
-                                                                "add its address, as in {ipBlock: {cidr: "
+    dns: Blobs = Field([{"namespaceSelector": {}}], description="who answers port 53, or 5353; a cache of the node's "
+                                                                "is no pod: add its address, as in {ipBlock: {cidr: "
                                                                 "169.254.20.10/32}}")
     apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}, {"ipBlock": {"cidr": "::/0"}}],
                              description="where the Kubernetes API is; discovery only")

@@ -311,6 +311,14 @@ def test_a_list_of_nobody_denies(value: str, port: int) -> None:
     assert port not in opened("--set-json", f"networkPolicy.{value}=[]")
 
 
+def test_names_are_asked_of_the_port_that_pods_have() -> None:
+    """A policy sees a pod's port, not its Service's: OpenShift's, which answer port 53, listen on 5353."""
+    for role in ("router", "target"):
+        rules = only(rendered("cpu"), "NetworkPolicy", f"r-slipstream-{role}")["spec"]["egress"]
+        asked = [rule["ports"] for rule in rules if {"protocol": "UDP", "port": 53} in rule["ports"]]
+        assert asked == [[{"protocol": kind, "port": port} for kind in ("UDP", "TCP") for port in (53, 5353)]]
+
+
 def test_an_api_server_is_reached_over_ipv6_too() -> None:
     """Where pods have such addresses only, discovery finds nobody otherwise."""
     objects = rendered("h100", "--set", "bindAddress=[::]")
