@@ -57,7 +57,8 @@ class ClaimValues(Section):
     create: bool = Field(False, description="make one; it goes when the release goes")
     size: str = "2Gi"
     storageClass: str = ""
-    accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany"]] = Field(["ReadWriteMany"])
+    accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany"]] = Field(["ReadWriteMany"],
+                                                                                         min_length=1)
 
 
 class ModelValues(Section):
