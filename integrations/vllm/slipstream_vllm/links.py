@@ -44,6 +44,11 @@ class Links:
         """From any thread."""
         return self._vitals.ready
 
+    @property
+    def ready(self) -> bool:
+        """Whether a draft is connected. From any thread."""
+        return self.alive and any(status.connected for status in self.statuses())
+
     def statuses(self) -> list[DraftStatus]:
         """From any thread."""
         return self._drafts.statuses()

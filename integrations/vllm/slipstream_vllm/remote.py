@@ -59,7 +59,7 @@ class RemoteDrafter:
         self._links = Links(options.drafts if self.speaks else (), hello, self.chains.following, metrics, taps.check,
                             tls_files(options.tls), options.kubeconfig)
         if options.metrics_listen is not None and self.speaks:
-            self._page = MetricsServer(options.metrics_listen, metrics.registry, self._ready)
+            self._page = MetricsServer(options.metrics_listen, metrics.registry, lambda: self._links.ready)
             self._page.start()
 
     @property
@@ -70,9 +70,6 @@ class RemoteDrafter:
     def statuses(self) -> list[DraftStatus]:
         """Of all drafts that are known, with what was found out about them."""
         return [self.chains.following.pool.with_problem(status) for status in self._links.statuses()]
-
-    def _ready(self) -> bool:
-        return self._links.alive and any(status.connected for status in self._links.statuses())
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """vLLM calls it; the model is elsewhere."""
