@@ -723,6 +723,8 @@ def test_settings_become_vllms_arguments() -> None:
     (("target.engine={vllm: {gpu_memory_utilisation: 0.8}}",), "did you mean gpu_memory_utilization"),
     (("target.engine={vllm: {model: x}}",), "model.path says it"),
     (("target.engine={vllm: {structured_outputs_config: x}}",), "structured_outputs_config: must be a table"),
+    (("target.engine={vllm: {additional_config: '{}'}}",), "additional_config: must be a table"),  # as vLLM's flag is
+    (("target.engine={vllm: {additional_config: {slipstream: [2]}}}",), "additional_config: must be a table"),
     (("target.engine={vllm: {speculative_config: {}}}",), "target.drafts"),
     (("target.engine={vllm: {logprobs_mode: raw_logits}}",), "logprobs_mode: raw_logits is not"),
 ])
