@@ -448,10 +448,11 @@ class VllmService:
         if asked.exception() or not drafted:
             return
         # Of all workers one talks to them; where it is on another machine, nobody may tell.
-        for expected, known in filter(None, asked.result()):
+        for expected, known, counts in filter(None, asked.result()):
             self._drafts = tuple(DraftStatus(*draft) for draft in known)
             self._metrics.drafts_expected(expected)
             self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))
+            self._metrics.hear(counts)
 
     async def _answered(self, asked: asyncio.Future[Any]) -> None:
         """Looks are counted, not seconds: those in which this process was stopped say nothing about the engine."""

@@ -84,6 +84,7 @@ class FakeEngine:
     stuck: bool = False  # nothing comes from it any more
     expected: int = 1
     drafts: Sequence[tuple[str, bool, str, str]] = (DRAFT,)
+    counts: TargetMetrics = field(default_factory=lambda: TargetMetrics("of its worker"))
     asked: list[dict[str, Any]] = field(default_factory=list)
     salts: list[str | None] = field(default_factory=list)  # of their prompts
     aborted: list[str] = field(default_factory=list)
@@ -140,7 +141,8 @@ class FakeEngine:
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any:
         self.said.append((method, args))
         await self._goes_on()
-        return [None, (self.expected, list(self.drafts))] if method == DRAFTS else [None, None]
+        told = self.expected, list(self.drafts), self.counts.tell()
+        return [None, told] if method == DRAFTS else [None, None]
 
     async def _goes_on(self) -> None:
         while self.stuck:
@@ -542,6 +544,29 @@ async def test_drafts_that_are_gone_are_not_told_as_they_were() -> None:
     page = metrics.registry.page("")[1].decode()
     assert 'slipstream_drafts_connected{model="function",service="target"} 0.0' in page
     assert 'slipstream_drafts_expected{model="function",service="target"} 2.0' in page
+
+
+async def test_what_workers_count_of_drafts_is_on_the_targets_page() -> None:
+    """Alerts and boards read it there: the workers are processes that nobody scrapes."""
+    engine, metrics = FakeEngine(), TargetMetrics("function")
+    engine.counts.invalid_growth()
+    engine.counts.wire_bytes("in", 7)
+    engine.counts.step(3, 0.1, 0.2, 0.3)
+    engine.counts.judged("eagle3", 4, 2)
+    engine.counts.rounds([(4, 2, "used")])  # which the target counts itself, of its answers
+    async with served(engine, metrics=metrics) as service:
+        await service.ask()
+        page = metrics.registry.page("")[1].decode().splitlines()
+        engine.counts.invalid_growth()
+        await service.ask()
+        later = metrics.registry.page("")[1].decode().splitlines()
+    of = 'model="function",service="target"'
+    assert f"slipstream_invalid_growths_total{{{of}}} 1.0" in page
+    assert f"slipstream_invalid_growths_total{{{of}}} 2.0" in later
+    assert f'slipstream_wire_bytes_total{{direction="in",{of}}} 7.0' in page
+    assert 'slipstream_step_seconds_sum{model="function",phase="verify",service="target"} 0.2' in page
+    assert f'slipstream_drafter_tokens_total{{drafter="eagle3",kind="accepted",{of}}} 2.0' in page
+    assert f"slipstream_drafts_total{{{of}}} 0.0" in page and not [line for line in page if "of its worker" in line]
 
 
 async def test_a_drain_waits_for_running_answers_and_hands_back_the_rest() -> None:

@@ -48,7 +48,7 @@ class RemoteDrafter:
         hello = TargetHello(PROTOCOL_VERSION, 0, str(model.model), model.get_vocab_size(),
                             digest_of(str(model.tokenizer), getattr(model, "tokenizer_revision", None)),
                             text.hidden_size, text.num_hidden_layers, model.max_model_len)
-        metrics = TargetMetrics(str(model.model))
+        self.metrics = metrics = TargetMetrics(str(model.model))
         # Only here: who imports this package needs no torch.
         from slipstream_vllm.features import States, Taps
 

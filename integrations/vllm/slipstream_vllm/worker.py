@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
+from slipstream.observe.metrics import Counts
 from slipstream_vllm.remote import RemoteDrafter
 
 
@@ -18,13 +19,13 @@ class Drafted:
 
     model_runner: Any
 
-    def slipstream_drafts(self) -> tuple[int, list[tuple[str, bool, str, str]]] | None:
+    def slipstream_drafts(self) -> tuple[int, list[tuple[str, bool, str, str]], Counts] | None:
         """How many drafts there should be. Of each that is known: address, whether it is connected, its drafter, and
-        what is wrong."""
+        what is wrong. What is counted of them."""
         drafter = getattr(self.model_runner, "drafter", None)
         if not isinstance(drafter, RemoteDrafter) or not drafter.speaks:
             return None
-        return drafter.expected, [astuple(status) for status in drafter.statuses()]
+        return drafter.expected, [astuple(status) for status in drafter.statuses()], drafter.metrics.tell()
 
     def slipstream_allow(self, request: str, allowed: bool) -> None:
         """``request`` may be drafted for from now on, or may not."""
