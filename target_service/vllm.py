@@ -90,9 +90,10 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class Fill:
-    """How full vLLM's KV cache is, as its newest step said."""
+    """How full vLLM's KV cache is, as its newest step said, and how many requests lost theirs to others so far."""
 
     share: float = 0.0
+    preempted: int = 0
 
 
 class Rounds:
@@ -370,6 +371,7 @@ class VllmService:
         self._lost: Unavailable | None = None
         self._ran = True  # an answer ran since the engine was asked
         self._idle = False  # none has run since it was asked what it answered
+        self._preempted = 0  # as it was counted
 
     def submit(self, request: Request) -> VllmAnswer:
         """Begin an answer. Raises InvalidRequest, CapacityError, Draining or Unavailable."""
@@ -475,6 +477,8 @@ class VllmService:
         running, total = len(self._answers), self._running.served.num_slots
         self._metrics.sessions(min(running, self._config.max_sessions), max(0, running - self._config.max_sessions))
         self._metrics.slots(total, self._free, 0)  # vLLM counts what it keeps as free
+        preempted, self._preempted = self._preempted, self._running.fill.preempted
+        self._metrics.preempted(self._preempted - preempted)
 
     def end(self) -> None:
         self._running.engine.shutdown()

@@ -157,6 +157,8 @@ def start(config: Config) -> Running:
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is not None:
                 fill.share = scheduler_stats.kv_cache_usage
+            if iteration_stats is not None:
+                fill.preempted += iteration_stats.num_preempted_reqs
 
         def log_engine_initialized(self) -> None: ...
 

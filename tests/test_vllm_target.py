@@ -195,12 +195,12 @@ class Tried:
 
 @asynccontextmanager
 async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, spans: Spans | None = None,
-                 tries: bool = True, metrics: TargetMetrics | None = None,
+                 tries: bool = True, metrics: TargetMetrics | None = None, fill: Fill | None = None,
                  **settings: Any) -> AsyncIterator[VllmService]:
     engine.rounds = Rounds(Path(tempfile.mkdtemp()) / "rounds")
     served = Served("function", 260, 512, "", 1024, IDENTITY)
     running = Running(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
-                      Fill(0.25), engine.rounds, Trials(Tried()) if tries else None)
+                      fill or Fill(0.25), engine.rounds, Trials(Tried()) if tries else None)
     loop = asyncio.get_running_loop()
     service = VllmService(running, TargetSection(**settings), metrics or TargetMetrics("function"), spans,
                           lambda: loop.time())
@@ -567,6 +567,20 @@ async def test_what_workers_count_of_drafts_is_on_the_targets_page() -> None:
     assert 'slipstream_step_seconds_sum{model="function",phase="verify",service="target"} 0.2' in page
     assert f'slipstream_drafter_tokens_total{{drafter="eagle3",kind="accepted",{of}}} 2.0' in page
     assert f"slipstream_drafts_total{{{of}}} 0.0" in page and not [line for line in page if "of its worker" in line]
+
+
+async def test_answers_that_vllm_puts_back_for_others_are_counted() -> None:
+    engine, metrics, fill = FakeEngine(), TargetMetrics("function"), Fill(0.25, 3)
+    async with served(engine, metrics=metrics, fill=fill) as service:
+        watch = asyncio.create_task(service.watch())
+        with still() as passes:
+            await pass_by(passes, 2.0)
+            before = metrics.registry.page("")[1].decode()
+            fill.preempted = 5
+            await pass_by(passes, 2.0)
+        watch.cancel()
+    found = 'slipstream_preemptions_total{model="function",service="target"}'
+    assert f"{found} 3.0" in before and f"{found} 5.0" in metrics.registry.page("")[1].decode()
 
 
 async def test_a_drain_waits_for_running_answers_and_hands_back_the_rest() -> None:
