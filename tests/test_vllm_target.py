@@ -6,6 +6,7 @@ import asyncio
 import math
 import socket
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,8 @@ from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Request, Sampling, Served, TokenLogprob
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
-from target_service import vllm_words
+from target_service import vllm_start, vllm_words
+from target_service.__main__ import serve
 from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Rounds, Running, VllmService
 from target_service.vllm_start import arguments, trials_of
 from tests.loop import hurried, still
@@ -567,6 +569,36 @@ async def test_what_workers_count_of_drafts_is_on_the_targets_page() -> None:
     assert 'slipstream_step_seconds_sum{model="function",phase="verify",service="target"} 0.2' in page
     assert f'slipstream_drafter_tokens_total{{drafter="eagle3",kind="accepted",{of}}} 2.0' in page
     assert f"slipstream_drafts_total{{{of}}} 0.0" in page and not [line for line in page if "of its worker" in line]
+
+
+async def test_a_machine_that_is_told_to_end_computes_until_the_first_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its node is drained: the pods of a group end together, and the first has answers to finish."""
+    first_ended = threading.Event()
+
+    class Part:
+        """As Node."""
+
+        def __init__(self, config: Config) -> None: ...
+
+        def run(self, begun: Callable[[], object]) -> None:
+            begun()
+            first_ended.wait(60)
+            raise Unavailable("another machine has ended")
+
+        def end(self) -> None:
+            first_ended.set()
+
+    monkeypatch.setattr(vllm_start, "Node", Part)
+    config = load(overrides=("target.engine={vllm: {nnodes: 2, node_rank: 1}}", "target.listen=127.0.0.1:0",
+                             "target.metrics_listen=127.0.0.1:0"))
+    stop, ready = asyncio.Event(), asyncio.Event()
+    serving = asyncio.create_task(serve(config, stop, ready.set))
+    await asyncio.wait({serving, asyncio.create_task(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    stop.set()
+    await asyncio.wait({serving}, timeout=2.0)
+    assert not serving.done() and not first_ended.is_set()
+    first_ended.set()
+    await serving
 
 
 async def test_answers_that_vllm_puts_back_for_others_are_counted() -> None:
