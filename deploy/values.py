@@ -111,7 +111,8 @@ class ServiceValues(Section):
 
 class ApiKeysValues(Section):
     existingSecret: str = Field("", description="empty: whoever reaches the router may ask")
-    key: str = Field("api-keys", description="its entry: one key a line, then whose it is, as in name=alice")
+    key: str = Field("api-keys", min_length=1, description="its entry: one key a line, then whose it is, as in "
+                                                           "name=alice")
 
 
 class RouterValues(PodValues):
@@ -263,6 +264,6 @@ class Values(Section):
     tls: TlsValues = TlsValues()
     networkPolicy: NetworkPolicyValues = NetworkPolicyValues()
     monitoring: MonitoringValues = MonitoringValues()
-    bindAddress: str = Field("0.0.0.0", description="[::] where pods have IPv6 addresses only")
+    bindAddress: str = Field("0.0.0.0", min_length=1, description="[::] where pods have IPv6 addresses only")
     runAsUser: int = Field(65532, ge=1, description="not root; also the group, and the owner of volumes")
     extraObjects: list[Blob | str] = Field([], description="rendered with the release")
