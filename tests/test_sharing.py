@@ -152,11 +152,13 @@ def test_a_step_that_fails_with_the_end_of_a_prompt_ends_that_answer_alone(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_gpu_that_is_lost_ends_the_target(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each further step would fail as well, while the target looked well and took requests."""
-    def lost(*_: object) -> None:
+    def lost(*_: object, **__: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    assert computes(torch.device("cpu")) and not computes(torch.device("cuda"))
+    assert computes(torch.device("cpu"))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "zeros", lost)
+        assert not computes(torch.device("cpu"))
     worker, told = target(tiny_folder), [Told(), Told()]
     monkeypatch.setattr("target_service.step.greatest", lost)
     monkeypatch.setattr("target_service.loop.computes", lambda _device: False)

@@ -98,8 +98,9 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 def computes(device: torch.device) -> bool:
     """Whether it still does: a kernel that reads what is not there ends a process's use of a GPU for good."""
     try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()
+    except torch.OutOfMemoryError:
+        return True
     except RuntimeError:
         return False
     return True
