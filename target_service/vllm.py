@@ -274,6 +274,10 @@ class VllmAnswer:
         except SlipstreamError:
             self._outcome = "refused"
             raise
+        except asyncio.CancelledError:  # it may be there already, and has not said what it calls it
+            with suppress(Exception):
+                await self._engine.abort(self._name)
+            raise
         self._known = collected.request_id
         self._rounds.follow(self._known)
         # Each step's output alone: vLLM joins those that its reader is behind with, and what was drafted is lost.

@@ -135,10 +135,9 @@ class FakeEngine:
             await asyncio.sleep(3600 if self.hold else 0)
 
     async def abort(self, request_id: str, internal: bool = False) -> None:
-        assert internal
         if self.errored:
             raise RuntimeError("it has ended")
-        self.aborted.append(request_id)
+        self.aborted.append(request_id if internal else f"{request_id}-0a1b2c3d")
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any:
         self.said.append((method, args))
@@ -501,6 +500,21 @@ async def test_an_answer_that_is_left_is_aborted() -> None:
         never_read = service.submit(request())
         await never_read.aclose()
         assert (await service.info()).sessions_running == 0
+
+
+async def test_an_answer_that_is_left_while_vllm_takes_it_is_aborted() -> None:
+    """It ran to its end for nobody: its name was not known yet."""
+    engine = FakeEngine(hold=True)
+    async with served(engine) as service:
+        reading = asyncio.create_task(taken(service.submit(request())))
+        while not engine.asked:
+            await asyncio.sleep(0)
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert engine.aborted == ["r-1-0a1b2c3d"] and (await service.info()).sessions_running == 0
 
 
 async def test_speculation_is_switched_in_mid_answer() -> None:
