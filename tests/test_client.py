@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -11,7 +12,7 @@ import pytest
 
 from slipstream.base.errors import InvalidRequest
 from slipstream.client import AsyncClient, Client
-from slipstream.protocol.chat import Delta, TextToken, Usage
+from slipstream.protocol.chat import Delta, PromptToken, TextToken, Usage
 from slipstream.wire.channel import INFERENCE_SERVICE
 from slipstream.wire.inference import encode_delta
 
@@ -42,6 +43,20 @@ def test_an_unknown_option_is_named(client: Client) -> None:
     assert caught.value.field == "max_token" and "max_tokens" in str(caught.value)
 
 
+@asynccontextmanager
+async def served(complete: Any) -> AsyncIterator[str]:
+    """The address of a server that answers by ``complete``."""
+    server = grpc.aio.server()
+    handlers: Any = {"Complete": grpc.unary_stream_rpc_method_handler(complete)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)
+
+
 async def test_an_answer_that_is_whole_is_not_asked_for_again() -> None:
     """Its router dies between the last delta and the end of the call."""
     asked = 0
@@ -52,16 +67,28 @@ async def test_an_answer_that_is_whole_is_not_asked_for_again() -> None:
         yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16))
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
-    server = grpc.aio.server()
-    handlers = {"Complete": grpc.unary_stream_rpc_method_handler(complete)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
+    async with served(complete) as address:
         async with AsyncClient(address) as client:
             assert [delta.text async for delta in client.complete("x", max_tokens=1)] == ["hi"]
         with Client(address) as blocking:
             found = await asyncio.to_thread(lambda: [delta.text for delta in blocking.complete("x", max_tokens=1)])
-    finally:
-        await server.stop(None)
     assert found == ["hi"] and asked == 2
+
+
+async def test_a_prompt_whose_scores_break_off_is_told_once() -> None:
+    prompt = [PromptToken(number, str(number), None if number == 0 else -1.0, 1) for number in range(5)]
+    asked = 0
+
+    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        nonlocal asked
+        asked += 1
+        for part in (prompt[:2], prompt[2:3]):
+            yield encode_delta(Delta(prompt=tuple(part)))
+        if asked < 3:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        yield encode_delta(Delta(prompt=tuple(prompt[3:])))
+        yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16))
+
+    async with served(complete) as address, AsyncClient(address) as client:
+        deltas = [delta async for delta in client.complete("x", max_tokens=1, prompt_logprobs=0)]
+    assert [token.id for delta in deltas for token in delta.prompt] == [0, 1, 2, 3, 4] and asked == 3

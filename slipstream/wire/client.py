@@ -58,6 +58,7 @@ class Asked:
         self._tokens = list(options.begun.tokens) if options.begun is not None else []
         self._came: list[Delta] = []  # of the present call
         self._rounds = self._accepted = 0  # of those before
+        self._scored = self._behind = 0  # tokens of the prompt that were told, and that will be once more
         self._failed = 0  # calls in a row that brought nothing
         self.over = False  # all is here, whatever becomes of the call
         self.request()
@@ -70,6 +71,11 @@ class Asked:
     def take(self, delta: Delta) -> Delta:
         """A delta that came, as it is for its reader."""
         self._came.append(delta)
+        if delta.prompt:
+            again = min(self._behind, len(delta.prompt))
+            delta = delta._replace(prompt=delta.prompt[again:])
+            self._behind -= again
+            self._scored += len(delta.prompt)
         self.over = delta.finish != ""
         self._tokens += [token.id for token in delta.tokens]
         self._identity = delta.identity or self._identity
@@ -84,6 +90,9 @@ class Asked:
         self._failed = 1 if self._came else self._failed + 1
         if self._failed >= TRIES or (self._tokens and not self._identity):
             raise error
+        if any(delta.tokens for delta in self._came):  # then all of the prompt was told, too
+            self._options = replace(self._options, echo=None, prompt_logprobs=None)
+        self._behind = self._scored
         self._rounds += len(self._came)
         self._accepted += sum(token.drafted for delta in self._came for token in delta.tokens)
         self._came = []
