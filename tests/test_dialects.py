@@ -392,6 +392,20 @@ async def test_what_their_answers_do_not_tell_is_refused(tiny_folder: Path, path
         assert (await r.post(path, **body, **quiet)).status_code == 200
 
 
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_what_a_chat_is_asked_of_how_it_is_told_counts_here_too(thinking_folder: Path, path: str) -> None:
+    body: Any = {"messages": HELLO, "max_tokens": 40} if path == MESSAGES else {"input": "hello"}
+    target = EchoTarget()
+    target.says = "~</think>So."
+    async with routing(thinking_folder, target) as r:
+        for quiet in (False, True):
+            whole, events = await both(r, path, **body, request_id="mine", include_reasoning=not quiet)
+            assert whole["id"].endswith("_mine")
+            assert "So." in json.dumps(whole)
+            for told in (json.dumps(whole), json.dumps(events)):
+                assert ("~" not in told) == quiet
+
+
 BAD = {"type": "json_schema", "name": "bad", "schema": {"type": "array", "uniqueItems": True}}
 
 

@@ -149,7 +149,7 @@ class MessagesReply:
     def __init__(self, told: Told) -> None:
         self._head: Json = {"id": f"msg_{told.answer_id}", "type": "message", "role": "assistant", "model": told.model}
         self._prompt_tokens = told.prompt_tokens
-        self._blocks = Blocks(told.answer_id, told.markup)
+        self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
 
     def opening(self) -> bytes:
         """The events before any token."""
