@@ -754,8 +754,11 @@ async def test_async_client() -> None:
 
 async def test_a_client_that_reads_nothing_keeps_no_answer() -> None:
     class Endless(Parrot):
+        begun = 0
+
         async def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions
                        ) -> AsyncGenerator[Delta, None]:
+            self.begun += 1
             try:
                 while True:
                     yield Delta("x" * 100_000)
@@ -768,6 +771,9 @@ async def test_a_client_that_reads_nothing_keeps_no_answer() -> None:
         stream = client.chat("a")
         await anext(stream)
         await eventually(lambda: endless.closed == 1)
+        while endless.begun == 1:
+            await anext(stream)  # who reads on sees a pause
+        await stream.aclose()
     await server.drain(0)
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVarTuple
 
 import grpc
 
-from slipstream.base.errors import DeadlineExceeded, InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
 from slipstream.protocol.chat import (
     MAX_BEGUN,
     MAX_BIASES,
@@ -281,7 +281,7 @@ class InferenceServicer:
             async with asyncio.timeout(self._stall_s):
                 await context.write(data)
         except TimeoutError:
-            raise DeadlineExceeded(f"the client took nothing of its answer for {self._stall_s:g} s") from None
+            raise Unavailable(f"the client took nothing of its answer for {self._stall_s:g} s") from None
         except grpc.aio.InternalError as error:  # the call is over
             raise Unavailable("the client is gone") from error
 
