@@ -287,6 +287,21 @@ def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
     assert chat["response_format"] == {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
+def test_turns_of_one_role_are_one_as_that_api_has_it() -> None:
+    """Many templates refuse two."""
+    words = [("user", "one"), ("user", "two"), ("assistant", "three"), ("assistant", "four"), ("user", "five")]
+    given = [{"role": role, "content": content} for role, content in words]
+    assert messages.chat_of({"system": "Brief.", "messages": given})["messages"] == [
+        {"role": "system", "content": "Brief."}, {"role": "user", "content": "one\ntwo"},
+        {"role": "assistant", "content": "three\nfour"}, {"role": "user", "content": "five"}]
+    use = {"type": "tool_use", "id": "t1", "name": "now", "input": {}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}
+    told = messages.chat_of({"messages": [*given[:3], {"role": "assistant", "content": [use]}, result, *given[:2]]})
+    assert [(message["role"], message["content"]) for message in told["messages"]] == [
+        ("user", "one\ntwo"), ("assistant", "three"), ("tool", ""), ("user", "one\ntwo")]
+    assert [call["id"] for call in told["messages"][1]["tool_calls"]] == ["t1"]
+
+
 def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> None:
     """Left out, a model that calls one tool after the other forgot why, and its prompt was computed anew each time."""
     def thinks(text: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Rules:
 1. A request becomes a body of a chat, and is checked as one. Refusals name this API's fields; those within messages
    and tools may have the chat's names.
 2. Content comes in blocks: thinking, text, calls, in the order in which the model wrote them.
-3. An answer continues the last message where that is the assistant's.
+3. Turns of one role are one. An answer continues the last where that is the assistant's.
 4. Tools are functions; of blocks only text, calls, their results and thinking are known.
 
 It knows nothing about models, routes or the network.
@@ -54,7 +54,7 @@ def chat_of(raw: Json) -> Json:
         raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} items, and blocks in all")
     for i, message in enumerate(given):
         messages += _messages(f"messages[{i}]", message)
-    chat["messages"] = messages
+    chat["messages"] = messages = _turns(messages)
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools") or raw.get("tool_choice"):
@@ -118,6 +118,20 @@ def _messages(at: str, message: Any) -> Iterator[Json]:
     if texts or calls or thoughts:
         yield {"role": message["role"], "content": "\n".join(texts), **({"tool_calls": calls} if calls else {}),
                **({"reasoning_content": "\n".join(thoughts)} if thoughts else {})}
+
+
+def _turns(messages: list[Json]) -> list[Json]:
+    """With those of one role that follow one another as one, as far as what they hold keeps its order."""
+    turns: list[list[Json]] = []
+    for message in messages:
+        last = turns[-1][-1] if turns else {}
+        alike = message["role"] != "tool" and message["role"] == last.get("role")
+        if alike and "tool_calls" not in last and "reasoning_content" not in message:
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [{**turn[-1], **turn[0], "content": "\n".join([each["content"] for each in turn if each["content"]])}
+            for turn in turns]
 
 
 def _tools(tools: Any, choice: Any) -> Json:
