@@ -10,11 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from slipstream.base.errors import InvalidRequest
+from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from slipstream.client import AsyncClient, Client
 from slipstream.protocol.chat import Delta, PromptToken, TextToken, Usage
 from slipstream.wire.channel import INFERENCE_SERVICE
 from slipstream.wire.inference import encode_delta
+from slipstream.wire.status import abort
 
 
 @pytest.fixture
@@ -92,3 +93,25 @@ async def test_a_prompt_whose_scores_break_off_is_told_once() -> None:
     async with served(complete) as address, AsyncClient(address) as client:
         deltas = [delta async for delta in client.complete("x", max_tokens=1, prompt_logprobs=0)]
     assert [token.id for delta in deltas for token in delta.prompt] == [0, 1, 2, 3, 4] and asked == 3
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_who_has_a_part_of_an_answer_waits_for_room_for_the_rest(begun: bool) -> None:
+    """Whose router dies has others before him at the next one; who has nothing yet is told."""
+    told = iter([*([Unavailable("gone")] if begun else []), CapacityError("busy", 0.01), CapacityError("busy", 0.01)])
+
+    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        error = next(told, None)
+        if not isinstance(error, CapacityError):
+            yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "" if error else "length",
+                                     None if error else Usage(1, 2), "ab" * 16))
+        if error is not None:
+            await abort(context, error)
+
+    async with served(complete) as address, AsyncClient(address) as client:
+        deltas = client.complete("x", max_tokens=2)
+        if begun:
+            assert [delta.text async for delta in deltas] == ["hi", "hi"]
+        else:
+            with pytest.raises(CapacityError):
+                await anext(aiter(deltas))

@@ -10,7 +10,8 @@ Rules:
 3. Leaving the loop early ends the answer on the server.
 4. An answer whose router is lost or leaves is asked for again, and goes on where it stopped: from the tokens that came,
    with the seed that was sent, at a target that is the one that began it. The loop sees a pause. It ends with the error
-   when ``TRIES`` in a row brought nothing, or when what began it is no longer served.
+   when ``TRIES`` in a row brought nothing, or when what began it is no longer served. Who has a part of it waits where
+   there is no room; who has nothing is told.
 5. Of several addresses one is used until it fails, then the next.
 
 It knows nothing about tokenizers or models.
@@ -27,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from slipstream.base.errors import Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.protocol.chat import Begun, ChatOptions, Delta, Function, Message, ToolCall
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel, open_sync_channel
 from slipstream.wire.inference import decode_delta, decode_models, encode_chat, encode_complete
@@ -88,7 +89,8 @@ class Asked:
     def again(self, error: SlipstreamError) -> float:
         """The call broke off: how long to wait before the next. Raises ``error`` where there is none to make."""
         self._failed = 1 if self._came else self._failed + 1
-        if self._failed >= TRIES or (self._tokens and not self._identity):
+        busy = isinstance(error, CapacityError)
+        if self._failed >= TRIES or (self._tokens and not self._identity) or (busy and not self._tokens):
             raise error
         if any(delta.tokens for delta in self._came):  # then all of the prompt was told, too
             self._options = replace(self._options, echo=None, prompt_logprobs=None)
@@ -96,7 +98,8 @@ class Asked:
         self._rounds += len(self._came)
         self._accepted += sum(token.drafted for delta in self._came for token in delta.tokens)
         self._came = []
-        return PAUSE_S * 2.0 ** (self._failed - 1)
+        pause_s = PAUSE_S * 2.0 ** (self._failed - 1)
+        return max(pause_s, error.retry_after_s) if isinstance(error, CapacityError) else pause_s
 
 
 class Caller(Generic[Deltas]):
@@ -185,7 +188,7 @@ class Client(Caller[Iterator[Delta]]):
                     for data in call:
                         yield asked.take(decode_delta(data))
                 return
-            except (Unavailable, Draining) as error:
+            except (Unavailable, Draining, CapacityError) as error:
                 if asked.over:
                     return
                 pause_s = asked.again(error)
@@ -226,7 +229,7 @@ class AsyncClient(Caller[AsyncIterator[Delta]]):
                     async for data in call:
                         yield asked.take(decode_delta(data))
                 return
-            except (Unavailable, Draining) as error:
+            except (Unavailable, Draining, CapacityError) as error:
                 if asked.over:
                     return
                 pause_s = asked.again(error)
