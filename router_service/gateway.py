@@ -222,11 +222,11 @@ class Gateway:
         routed = self._balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
-                          options.keep_stop, self._shown(options), options.echo, options.tells_all)
+                          options.keep_stop, self._shown(options), self._within(job, prompt), options.tells_all)
 
     def begun(self, job: Job) -> Iterator[str]:
         """The text that a client shows that it has of its answer, as far as its characters are whole, as it came."""
-        return map(Detokenizer(self.codec, self._shown(job.options)).push, job.begun)
+        return map(Detokenizer(self.codec, self._shown(job.options), self._within(job, 0)).push, job.begun)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
@@ -240,6 +240,10 @@ class Gateway:
         if options.show_specials:
             return self.codec.specials
         return self.codec.marks if options.told_apart(self.codec.style) else ()
+
+    def _within(self, job: Job, prompt: int) -> bool:
+        """Whether the answers to a prompt go on from a text."""
+        return job.continues and any(token not in self.codec.specials for token in job.prompts[prompt])
 
     def _checked(self, asked: Asked) -> Asked:
         info = self.info
@@ -288,7 +292,8 @@ class Gateway:
         shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
         words = [run for i, word in enumerate(asked.options.bad_words) for run in self._spelt(i, word)]
         job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
-                  info.vocab_size, shown=shown, bad_words=tuple(dict.fromkeys(words)))
+                  info.vocab_size, not asked.messages or asked.turn.continued, shown=shown,
+                  bad_words=tuple(dict.fromkeys(words)))
         if job.num_scores > MAX_SCORES:
             raise InvalidRequest(asked.options.asked_by["prompt_logprobs"], f"asks for {job.num_scores} log "
                                  f"probabilities; at most {MAX_SCORES} are told: send fewer prompts or alternatives")

@@ -516,6 +516,7 @@ class Job:
     max_tokens: tuple[int, ...]  # one a prompt
     options: Options
     vocab_size: int
+    continues: bool = False  # the answers go on from the prompts, not a turn of their own
     begun: tuple[int, ...] = field(default=(), repr=False)  # tokens of the only answer that its client has
     identity: Identity | None = None  # whose answer it is to be; None: anybody's
     shown: tuple[str, ...] = field(default=(), repr=False)  # the prompts as texts, where they are echoed
