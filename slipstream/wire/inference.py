@@ -294,9 +294,10 @@ class InferenceServicer:
             await abort(context, error)
 
     async def _admit(self, context: Context) -> Front:
-        shown = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
-        key = str(shown[0]).removeprefix("Bearer ") if shown else ""
-        front = self._front_of(key)
+        found = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
+        shown = str(found[0]).strip() if found else ""
+        scheme, _, key = shown.partition(" ")
+        front = self._front_of(key.strip() if scheme.lower() == "bearer" else shown)
         if front is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send a valid key as 'authorization: Bearer <key>'")
             raise PermissionError  # abort has raised
