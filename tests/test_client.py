@@ -10,12 +10,13 @@ from typing import Any
 import grpc
 import pytest
 
-from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
+from slipstream import client as client_module
+from slipstream.base.errors import CapacityError, InvalidRequest, RemoteProtocolError, Unavailable
 from slipstream.client import AsyncClient, Client
 from slipstream.protocol.chat import Delta, PromptToken, TextToken, Usage
 from slipstream.wire.channel import INFERENCE_SERVICE
 from slipstream.wire.inference import encode_delta
-from slipstream.wire.status import abort
+from slipstream.wire.status import KINDS, abort
 
 
 @pytest.fixture
@@ -74,6 +75,11 @@ async def test_an_answer_that_is_whole_is_not_asked_for_again() -> None:
         with Client(address) as blocking:
             found = await asyncio.to_thread(lambda: [delta.text for delta in blocking.complete("x", max_tokens=1)])
     assert found == ["hi"] and asked == 2
+
+
+def test_the_errors_of_a_call_come_with_the_client() -> None:
+    told = {name for name, kind in KINDS.items() if not issubclass(kind, RemoteProtocolError)}
+    assert told <= set(client_module.__all__)
 
 
 async def test_a_prompt_whose_scores_break_off_is_told_once() -> None:
