@@ -251,8 +251,9 @@ class Gateway:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
         most = asked.most_tokens
         if most is not None and (asked.options.max_tokens or 0) > most:
-            raise InvalidRequest("max_tokens", f"must be at most {most} with these log probabilities, so that no more "
-                                 f"than {MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or alternatives")
+            raise InvalidRequest(asked.options.limited_by, f"must be at most {most} with these log probabilities, so "
+                                 f"that no more than {MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or "
+                                 "alternatives")
         for need, name in asked.options.asked_by.items():
             if need not in info.takes:
                 raise InvalidRequest(name, "the engine that serves this model does not honour it; leave it out",
@@ -286,7 +287,7 @@ class Gateway:
         """With the tokens of what is asked: seconds of work for a long text."""
         info, prompts = self.info, self._prompts(asked)
         param = "messages" if asked.messages else "prompt"
-        limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
+        limits = tuple(_room(param, prompt, asked.options, info) for prompt in prompts)
         if (most := asked.most_tokens) is not None:
             limits = tuple(min(limit, most) for limit in limits)
         shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
@@ -347,7 +348,7 @@ def _check_ids(param: str, tokens: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(param, f"a token id is outside the vocabulary of {vocab_size}")
 
 
-def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: TargetInfo) -> int:
+def _room(param: str, prompt: Sequence[int], options: Options, info: TargetInfo) -> int:
     """The tokens that the answer to ``prompt`` may have."""
     if not prompt:
         raise InvalidRequest(param, "is empty")
@@ -355,13 +356,13 @@ def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: Targe
     if left < 0:
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
     _check_ids(param, prompt, info.vocab_size)
-    wanted = 1 if max_tokens is None else max_tokens
+    wanted = 1 if options.max_tokens is None else options.max_tokens
     if wanted > left:
         raise InvalidRequest(
-            param if left < 1 else "max_tokens",
+            param if left < 1 else options.limited_by,
             f"the context holds {info.max_context} tokens, but the prompt has {len(prompt)} and the answer may have "
             f"{wanted}; shorten one of them", "context_length_exceeded")
-    return left if max_tokens is None else max_tokens
+    return left if options.max_tokens is None else options.max_tokens
 
 
 class Run:

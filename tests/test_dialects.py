@@ -428,6 +428,8 @@ BAD = {"type": "json_schema", "name": "bad", "schema": {"type": "array", "unique
     (MESSAGES, {"stop_sequences": 1}, "stop_sequences"),
     (MESSAGES, {"output_config": {"format": BAD | {"schema": 1}}}, "output_config.format.schema"),
     (RESPONSES, {"max_output_tokens": "x"}, "max_output_tokens"),
+    (RESPONSES, {"max_output_tokens": 100_000}, "max_output_tokens"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
     (RESPONSES, {"text": {"format": BAD | {"schema": 1}}}, "text.format.schema"),
     (RESPONSES, {"text": {"format": BAD}}, "text.format"),
     (RESPONSES, {"reasoning": {"effort": 7}}, "reasoning.effort"),
