@@ -38,6 +38,7 @@ from slipstream.wire.tls import TlsFiles
 INFO_S = 10.0  # for the short calls
 TRIES = 6  # without a delta; with the pauses between them they last eight seconds
 PAUSE_S = 0.25  # doubles with each try in a row
+BUSY_S = 8.0  # for so long at most a router that is busy is believed that it stays so
 TEXTS = ("tool_call_id", "reasoning_content", "name")  # of a message, besides
 MESSAGE = f"must have role and content, both text, and else nothing but tool_calls, {', '.join(TEXTS)}"
 
@@ -99,7 +100,7 @@ class Asked:
         self._accepted += sum(token.drafted for delta in self._came for token in delta.tokens)
         self._came = []
         pause_s = PAUSE_S * 2.0 ** (self._failed - 1)
-        return max(pause_s, error.retry_after_s) if isinstance(error, CapacityError) else pause_s
+        return max(pause_s, min(error.retry_after_s, BUSY_S)) if isinstance(error, CapacityError) else pause_s
 
 
 class Caller(Generic[Deltas]):
