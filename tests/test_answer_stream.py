@@ -16,10 +16,14 @@ from grpc import aio
 from slipstream.base.config import WireSection
 from slipstream.base.errors import (
     CapacityError,
+    DeadlineExceeded,
+    DeviceFull,
     Draining,
     InvalidRequest,
+    RanksLost,
     RemoteProtocolError,
     SlipstreamError,
+    TooLarge,
     Unavailable,
 )
 from slipstream.protocol.requests import Finish, Piece, Request, Sampling, TargetInfo, TokenLogprob
@@ -267,10 +271,18 @@ def test_items_cross_and_join() -> None:
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("top_p", "no", "big"), Draining("going"), Unavailable("not now"),
-                                   RemoteProtocolError("frame", "none"), CapacityError("full", 7.5)])
+                                   RemoteProtocolError("frame", "none"), CapacityError("full", 7.5),
+                                   TooLarge("request", "no", "big"), DeadlineExceeded("late")])
 def test_an_error_keeps_its_class(error: SlipstreamError) -> None:
     again = Reported.of(error).error()
     assert type(again) is type(error) and str(again) == str(error)
+
+
+def test_an_error_that_no_caller_knows_is_of_the_class_above_it() -> None:
+    """A full device is no target that is gone: nobody is to be kept from it for that."""
+    for error, kind in ((DeviceFull("full", 2.5), CapacityError), (RanksLost("gone"), Unavailable)):
+        again = Reported.of(error).error()
+        assert type(again) is kind and str(again) == str(error)
 
 
 def test_frames_are_as_few_as_fit() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from router_service.dialects.fields import HONOURED, OTHERWISE_OVER_GRPC
 from router_service.dialects.openai import MAX_CONTAINERS
-from slipstream.base.errors import InvalidRequest
+from slipstream.base.errors import DeadlineExceeded, InvalidRequest, SlipstreamError, TooLarge
 from slipstream.client import AsyncClient, Client, Function, Grammar, Message, ToolCall, whole
-from slipstream.protocol.chat import MAX_CALLS, MAX_ITEMS, MAX_TOOLS, Begun, ChatOptions, Delta
+from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_CALLS, MAX_ITEMS, MAX_TOOLS, Begun, ChatOptions, Delta
 from slipstream.wire.inference import decode_chat, decode_delta, encode_chat, encode_delta
 from tests.echo import EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
@@ -146,6 +146,17 @@ async def test_what_is_wrong_is_refused_by_name(tiny_folder: Path, options: dict
         with pytest.raises(InvalidRequest) as caught:
             await told(client, "hello", **options)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("prompt", "kind"), [("hello", DeadlineExceeded), ("x" * MAX_BODY_BYTES, TooLarge)], ids=short)
+async def test_what_the_server_will_not_do_is_asked_once(tiny_folder: Path, prompt: str,
+                                                         kind: type[SlipstreamError]) -> None:
+    """Longer than it allows, or larger: a client that took it for a server that is not there asked again and again."""
+    target = EchoTarget(hang=True)
+    async with routing(tiny_folder, target, request_timeout_s=0.2) as r, client_of(r) as client:
+        with pytest.raises(kind):
+            await told(client, prompt)
+    assert len(target.requests) == (1 if kind is DeadlineExceeded else 0)
 
 
 async def test_options_that_are_none_take_the_servers_defaults(tiny_folder: Path) -> None:

@@ -110,7 +110,8 @@ async def answered(client: AsyncClient, prompt: str, **options: Any) -> list[Del
     return [delta async for delta in client.complete(prompt, max_tokens=60, **options)]
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.0, "stop": "w9"}, {"seed": 7, "top_logprobs": 0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0, "stop": "w9"}, {"seed": 7, "top_logprobs": 0},
+                                     {"echo": True}], ids=str)
 async def test_a_router_that_goes_away_is_not_missed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch,
                                                      options: dict[str, Any]) -> None:
     fast(monkeypatch)
