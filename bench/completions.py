@@ -26,11 +26,12 @@ class Answered:
     first_s: float
     total_s: float
     rounds: int = 0
+    first: int = 1  # tokens that came at ``first_s``
 
     @property
     def tokens_per_s(self) -> float:
-        """Of decoding: the first token and what came before it are not counted. 0: too short to say."""
-        return (self.tokens - 1) / (self.total_s - self.first_s) if self.tokens > 1 else 0.0
+        """Of decoding: what came first, and before it, is not counted. 0: too short to say."""
+        return (self.tokens - self.first) / (self.total_s - self.first_s) if self.tokens > self.first else 0.0
 
     @property
     def end_to_end(self) -> float:

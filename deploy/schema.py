@@ -34,10 +34,12 @@ def schema_json() -> str:
 def _require(section: BaseModel, schema: dict[str, Any], kinds: dict[str, Any]) -> None:
     """What ``values.yaml`` has is there: a value that is set to null is taken out by Helm. Without a section templates
     would end in its midst; a switch would be off, a number 0 and a name nothing, and nobody told. Where the default is
-    that, and with lists and maps, null says the same. schema: of the section's kind, of which others may be, too, with
-    defaults of their own; kinds: those of all sections."""
+    that, and with maps and lists that may be empty, null says the same. schema: of the section's kind, of which others
+    may be, too, with defaults of their own; kinds: those of all sections."""
     inner = {name: value for name, value in section if isinstance(value, BaseModel)}
-    wanted = {name for name, value in section if name in inner or (isinstance(value, str | int | float) and value)}
+    told = schema["properties"]
+    wanted = {name for name, value in section if name in inner or (isinstance(value, str | int | float) and value)
+              or "minItems" in told[name]}
     schema["required"] = sorted(wanted & set(schema.get("required", wanted)))
     for value in inner.values():
         if not isinstance(value, Config):

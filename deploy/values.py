@@ -57,7 +57,8 @@ class ClaimValues(Section):
     create: bool = Field(False, description="make one; it goes when the release goes")
     size: str = "2Gi"
     storageClass: str = ""
-    accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany"]] = Field(["ReadWriteMany"])
+    accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany"]] = Field(["ReadWriteMany"],
+                                                                                         min_length=1)
 
 
 class ModelValues(Section):
@@ -110,7 +111,8 @@ class ServiceValues(Section):
 
 class ApiKeysValues(Section):
     existingSecret: str = Field("", description="empty: whoever reaches the router may ask")
-    key: str = Field("api-keys", description="its entry: one key a line, then whose it is, as in name=alice")
+    key: str = Field("api-keys", min_length=1, description="its entry: one key a line, then whose it is, as in "
+                                                           "name=alice")
 
 
 class RouterValues(PodValues):
@@ -214,8 +216,8 @@ class NetworkPolicyValues(Section):
     clients: Blobs = Field([{"podSelector": {}}], description="who may reach the router; default: this namespace")
     prometheus: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
                               description="who may scrape")
-    dns: Blobs = Field([{"namespaceSelector": {}}], description="who answers port 53; a cache of the node's is no pod: "
-                                                                "add its address, as in {ipBlock: {cidr: "
+    dns: Blobs = Field([{"namespaceSelector": {}}], description="who answers port 53, or 5353; a cache of the node's "
+                                                                "is no pod: add its address, as in {ipBlock: {cidr: "
                                                                 "169.254.20.10/32}}")
     apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}, {"ipBlock": {"cidr": "::/0"}}],
                              description="where the Kubernetes API is; discovery only")
@@ -262,6 +264,6 @@ class Values(Section):
     tls: TlsValues = TlsValues()
     networkPolicy: NetworkPolicyValues = NetworkPolicyValues()
     monitoring: MonitoringValues = MonitoringValues()
-    bindAddress: str = Field("0.0.0.0", description="[::] where pods have IPv6 addresses only")
+    bindAddress: str = Field("0.0.0.0", min_length=1, description="[::] where pods have IPv6 addresses only")
     runAsUser: int = Field(65532, ge=1, description="not root; also the group, and the owner of volumes")
     extraObjects: list[Blob | str] = Field([], description="rendered with the release")

@@ -288,7 +288,8 @@ class Surface:
             client, run = await self._begun(request, asked)
         prompt = run.job.prompts[0]
         markups = run.job.markups(self._gateway.codec)
-        reply = reply_to(Told(run.id, run.created, asked.model, len(prompt), markups[0] if markups else None, raw))
+        reply = reply_to(Told(options.answer_id or run.id, run.created, asked.model, len(prompt),
+                              markups[0] if markups else None, raw, options.tell_reasoning))
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
             return EventStream(self._narrated(run, reply, request.scope[REQUEST_ID]), client, run.aclose, headers)

@@ -222,11 +222,11 @@ class Gateway:
         routed = self._balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
-                          options.keep_stop, self._shown(options), options.echo, options.tells_all)
+                          options.keep_stop, self._shown(options), self._within(job, prompt), options.tells_all)
 
     def begun(self, job: Job) -> Iterator[str]:
         """The text that a client shows that it has of its answer, as far as its characters are whole, as it came."""
-        return map(Detokenizer(self.codec, self._shown(job.options)).push, job.begun)
+        return map(Detokenizer(self.codec, self._shown(job.options), self._within(job, 0)).push, job.begun)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
@@ -241,14 +241,19 @@ class Gateway:
             return self.codec.specials
         return self.codec.marks if options.told_apart(self.codec.style) else ()
 
+    def _within(self, job: Job, prompt: int) -> bool:
+        """Whether the answers to a prompt go on from a text."""
+        return job.continues and any(token not in self.codec.specials for token in job.prompts[prompt])
+
     def _checked(self, asked: Asked) -> Asked:
         info = self.info
         if asked.options.n > MAX_N:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
         most = asked.most_tokens
         if most is not None and (asked.options.max_tokens or 0) > most:
-            raise InvalidRequest("max_tokens", f"must be at most {most} with these log probabilities, so that no more "
-                                 f"than {MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or alternatives")
+            raise InvalidRequest(asked.options.limited_by, f"must be at most {most} with these log probabilities, so "
+                                 f"that no more than {MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or "
+                                 "alternatives")
         for need, name in asked.options.asked_by.items():
             if need not in info.takes:
                 raise InvalidRequest(name, "the engine that serves this model does not honour it; leave it out",
@@ -282,13 +287,14 @@ class Gateway:
         """With the tokens of what is asked: seconds of work for a long text."""
         info, prompts = self.info, self._prompts(asked)
         param = "messages" if asked.messages else "prompt"
-        limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
+        limits = tuple(_room(param, prompt, asked.options, info) for prompt in prompts)
         if (most := asked.most_tokens) is not None:
             limits = tuple(min(limit, most) for limit in limits)
         shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
         words = [run for i, word in enumerate(asked.options.bad_words) for run in self._spelt(i, word)]
         job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
-                  info.vocab_size, shown=shown, bad_words=tuple(dict.fromkeys(words)))
+                  info.vocab_size, not asked.messages or asked.turn.continued, shown=shown,
+                  bad_words=tuple(dict.fromkeys(words)))
         if job.num_scores > MAX_SCORES:
             raise InvalidRequest(asked.options.asked_by["prompt_logprobs"], f"asks for {job.num_scores} log "
                                  f"probabilities; at most {MAX_SCORES} are told: send fewer prompts or alternatives")
@@ -342,7 +348,7 @@ def _check_ids(param: str, tokens: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(param, f"a token id is outside the vocabulary of {vocab_size}")
 
 
-def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: TargetInfo) -> int:
+def _room(param: str, prompt: Sequence[int], options: Options, info: TargetInfo) -> int:
     """The tokens that the answer to ``prompt`` may have."""
     if not prompt:
         raise InvalidRequest(param, "is empty")
@@ -350,13 +356,13 @@ def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: Targe
     if left < 0:
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
     _check_ids(param, prompt, info.vocab_size)
-    wanted = 1 if max_tokens is None else max_tokens
+    wanted = 1 if options.max_tokens is None else options.max_tokens
     if wanted > left:
         raise InvalidRequest(
-            param if left < 1 else "max_tokens",
+            param if left < 1 else options.limited_by,
             f"the context holds {info.max_context} tokens, but the prompt has {len(prompt)} and the answer may have "
             f"{wanted}; shorten one of them", "context_length_exceeded")
-    return left if max_tokens is None else max_tokens
+    return left if options.max_tokens is None else options.max_tokens
 
 
 class Run:

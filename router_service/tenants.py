@@ -102,7 +102,7 @@ class ApiKeys:
 
 def _read(file: Path) -> dict[bytes, Tenant]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"router.api_keys_file: cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from slipstream.base.config import Config
-from slipstream.base.errors import SlipstreamError
+from slipstream.base.errors import SlipstreamError, Unavailable
 from slipstream.cli.process import kept_up, main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -112,10 +112,12 @@ async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[]
 
 
 async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
-    """On a machine that computes a part of vLLM's model and serves nobody: its page alone."""
+    """On a machine that computes a part of vLLM's model and serves nobody: its page alone. Told to stop, it goes on
+    until the first machine has ended, whose answers need it."""
     from target_service.vllm_start import Node
 
-    node, vitals, up, loop = Node(config), Vitals("target"), asyncio.Event(), asyncio.get_running_loop()
+    node, vitals, loop = Node(config), Vitals("target"), asyncio.get_running_loop()
+    up, ended = asyncio.Event(), asyncio.Event()
 
     def begun() -> None:
         up.set()
@@ -123,15 +125,29 @@ async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None
         if ready is not None:
             ready()
 
+    def compute() -> None:
+        try:
+            node.run(lambda: loop.call_soon_threadsafe(begun))
+        except Unavailable:
+            if not stop.is_set():
+                raise
+        finally:
+            with suppress(RuntimeError):  # nobody waits any more
+                loop.call_soon_threadsafe(ended.set)
+
     metrics = MetricsServer(config.target.metrics_listen, TargetMetrics(config.router.model_name).registry, up.is_set,
                             vitals)
     metrics.start()
-    vitals.thread("vllm-node", lambda: node.run(lambda: loop.call_soon_threadsafe(begun))).start()
+    vitals.thread("vllm-node", compute).start()
     try:
         await until(stop, vitals)
+        up.clear()
+        logger("target").info("draining: the first machine may have answers to finish")
+        await until(ended, vitals)
     finally:
         await asyncio.to_thread(node.end)
         await asyncio.to_thread(metrics.close)
+        vitals.end()
     logger("target").info("stopped")
 
 

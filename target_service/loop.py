@@ -6,6 +6,7 @@ Rules:
    they are waited for.
 3. Whatever a drafter does (nothing, nonsense, death), the turn goes on with smaller trees.
 4. An error in one answer ends that answer. An error of a step ends the answers that were in it, with their slots freed.
+   One behind which the device does nothing any more ends the thread, and with it the service.
 5. Pieces leave in one go (``Telling.deliver``): when the next step computes, or when none comes.
 
 It knows nothing about text, HTTP or how frames travel.
@@ -19,9 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from slipstream.base.config import TargetSection
-from slipstream.base.errors import DeviceFull, Draining, InvalidRequest, RanksLost
+from slipstream.base.errors import DeviceFull, Draining, InvalidRequest, RanksLost, Unavailable, in_a_line
 from slipstream.decision.beliefs import StepCosts
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import ModelRunner, computes
 from slipstream.following.followed import LOOKED_UP, RoundRecord, Step, Verified
 from slipstream.following.following import Following
 from slipstream.observe.log import logger
@@ -317,6 +318,8 @@ class TargetWorker:
                 return None  # nobody was in it yet: the next turn asks for less
             if isinstance(error, RanksLost):  # there will be no other step
                 raise
+            if not computes(self._runner.model.device):  # nor here
+                raise Unavailable(f"the device is lost, the service has to start again: {in_a_line(error)}") from error
             self._log.exception("step failed", rows=rows)
             for one in dict.fromkeys(one for one, _ in [*prefill, *trees]):  # a prompt that ends is in both
                 self._fail(one, error)

@@ -173,7 +173,7 @@ class Sequence:
 
     def take(self, rows: int) -> DraftTree:
         """What to verify in so many rows, at most ``followed.nodes``: nothing that its rule forbids."""
-        tree = self.followed.side.tree
+        tree = self.followed.tree
         if self.rule is not None:  # it looks at each node, and a target may hold many times as many as it verifies
             tree = tree.best(MAX_NODES)
             tree = tree.select(self.rule.kept(tree))

@@ -23,7 +23,7 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,9 +90,10 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class Fill:
-    """How full vLLM's KV cache is, as its newest step said."""
+    """How full vLLM's KV cache is, as its newest step said, and how many requests lost theirs to others so far."""
 
     share: float = 0.0
+    preempted: int = 0
 
 
 class Rounds:
@@ -273,6 +274,10 @@ class VllmAnswer:
         except SlipstreamError:
             self._outcome = "refused"
             raise
+        except asyncio.CancelledError:  # it may be there already, and has not said what it calls it
+            with suppress(Exception):
+                await self._engine.abort(self._name)
+            raise
         self._known = collected.request_id
         self._rounds.follow(self._known)
         # Each step's output alone: vLLM joins those that its reader is behind with, and what was drafted is lost.
@@ -370,6 +375,7 @@ class VllmService:
         self._lost: Unavailable | None = None
         self._ran = True  # an answer ran since the engine was asked
         self._idle = False  # none has run since it was asked what it answered
+        self._preempted = 0  # as it was counted
 
     def submit(self, request: Request) -> VllmAnswer:
         """Begin an answer. Raises InvalidRequest, CapacityError, Draining or Unavailable."""
@@ -445,10 +451,14 @@ class VllmService:
         finally:
             asked.cancel()
         self._idle = not self._ran
-        if not asked.exception() and drafted:
-            self._drafts = statuses(asked.result()) or self._drafts
-            self._metrics.drafts_expected(len(self._drafts))
+        if asked.exception() or not drafted:
+            return
+        # Of all workers one talks to them; where it is on another machine, nobody may tell.
+        for expected, known, counts in filter(None, asked.result()):
+            self._drafts = tuple(DraftStatus(*draft) for draft in known)
+            self._metrics.drafts_expected(expected)
             self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))
+            self._metrics.hear(counts)
 
     async def _answered(self, asked: asyncio.Future[Any]) -> None:
         """Looks are counted, not seconds: those in which this process was stopped say nothing about the engine."""
@@ -471,13 +481,10 @@ class VllmService:
         running, total = len(self._answers), self._running.served.num_slots
         self._metrics.sessions(min(running, self._config.max_sessions), max(0, running - self._config.max_sessions))
         self._metrics.slots(total, self._free, 0)  # vLLM counts what it keeps as free
+        preempted, self._preempted = self._preempted, self._running.fill.preempted
+        self._metrics.preempted(self._preempted - preempted)
 
     def end(self) -> None:
         self._running.engine.shutdown()
         self._running.rounds.close()
         self.vitals.end()
-
-
-def statuses(told: Sequence[Any]) -> tuple[DraftStatus, ...]:
-    """Of what each worker told of its drafts: that of the one that talks to them."""
-    return next((tuple(DraftStatus(*draft) for draft in worker) for worker in told if worker), ())

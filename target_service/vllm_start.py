@@ -98,11 +98,13 @@ def _drafting(config: Config, given: dict[str, Any], rounds: Path) -> dict[str, 
         if key in given:
             raise ConfigError(f"target.engine.vllm.{key}: drafts of target.drafts need it; set target.drafts to [] for "
                               "vLLM's own")
-    more = dict(given.pop("additional_config", {}))
+    more = given.pop("additional_config", {})
+    if not isinstance(more, Mapping) or not isinstance(own := more.get("slipstream", {}), Mapping):
+        raise ConfigError("target.engine.vllm.additional_config: must be a table, as {slipstream: {layers: [2]}}")
     options = {"drafts": list(target.drafts), "deadline_s": policy.deadline_max_s,
                "prompt_lookup": target.prompt_lookup, "always": policy.always, "rounds": str(rounds),
                "tls": config.wire.tls.model_dump(mode="json"), "kubeconfig": config.wire.kubeconfig,
-               **more.pop("slipstream", {})}
+               **own}
     return {"speculative_config": {"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
                                    "num_speculative_tokens": policy.max_nodes},
             "additional_config": {**more, "slipstream": options},
@@ -155,6 +157,8 @@ def start(config: Config) -> Running:
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is not None:
                 fill.share = scheduler_stats.kv_cache_usage
+            if iteration_stats is not None:
+                fill.preempted += iteration_stats.num_preempted_reqs
 
         def log_engine_initialized(self) -> None: ...
 

@@ -72,6 +72,8 @@ WRONG = {
     "a model for ngram": (("draft.pools[0].name=a", "draft.pools[0].model=m", "config.draft.drafter=ngram"),
                           "its drafter is ngram"),
     "a model for auto": (("draft.pools[0].name=a", "draft.pools[0].model=m"), "say for which one with config.drafter"),
+    "a head without a volume": (("draft.pools[0].name=a", "draft.pools[0].model=m", "config.draft.drafter=eagle3"),
+                                'pool "a" has the model "m" but no claim holds it'),
     "a map for what": (("config.draft.token_map=ids.json",), "say for which one with config.drafter"),
     "pools of one name": (("draft.pools[0].name=a", "draft.pools[1].name=a"), 'the name "a" is there twice'),
     "a name that is too long": ((f"fullnameOverride={'n' * 40}", f"draft.pools[0].name={'p' * 17}"),
@@ -96,6 +98,10 @@ WRONG = {
     "a switch that is null": (("networkPolicy.enabled=null",), "missing property 'enabled'"),
     "a number that is null": (("target.startupSeconds=null",), "missing property 'startupSeconds'"),
     "a name that is null": (("images.engine.variant=null",), "missing property 'variant'"),
+    "ports that are null": (("networkPolicy.apiServerPorts=null",), "missing property 'apiServerPorts'"),
+    "modes of a claim that are null": (("model.claim.accessModes=null",), "missing property 'accessModes'"),
+    "nothing to listen on": (("bindAddress=",), "at '/bindAddress': minLength"),
+    "keys in no entry": (("router.apiKeys.key=",), "at '/router/apiKeys/key': minLength"),
     "settings that are null": (("config=null",), "missing property 'config'"),
     "unknown value": (("target.replica=2",), "'replica' not allowed"),
     "unknown setting": (("config.target.policy.max_node=2",), "'max_node' not allowed"),
@@ -309,6 +315,14 @@ def test_a_list_of_nobody_denies(value: str, port: int) -> None:
     assert port not in opened("--set-json", f"networkPolicy.{value}=[]")
 
 
+def test_names_are_asked_of_the_port_that_pods_have() -> None:
+    """A policy sees a pod's port, not its Service's: OpenShift's, which answer port 53, listen on 5353."""
+    for role in ("router", "target"):
+        rules = only(rendered("cpu"), "NetworkPolicy", f"r-slipstream-{role}")["spec"]["egress"]
+        asked = [rule["ports"] for rule in rules if {"protocol": "UDP", "port": 53} in rule["ports"]]
+        assert asked == [[{"protocol": kind, "port": port} for kind in ("UDP", "TCP") for port in (53, 5353)]]
+
+
 def test_an_api_server_is_reached_over_ipv6_too() -> None:
     """Where pods have such addresses only, discovery finds nobody otherwise."""
     objects = rendered("h100", "--set", "bindAddress=[::]")
@@ -444,6 +458,19 @@ def test_threads_follow_the_cpus_unless_they_are_set() -> None:
     assert not [a for a in arguments("--set", "config.model.threads=3") if "threads" in a]
 
 
+def test_a_quantity_of_a_profile_may_be_taken_back() -> None:
+    """As where a GPU is cut into parts that have names of their own. Null is what Helm has for it."""
+    changes = (r"requests.nvidia\.com/gpu=null", r"limits.nvidia\.com/gpu=null", "limits.cpu=null",
+               r"limits.nvidia\.com/mig-3g\.40gb=1")
+    objects = rendered("h100", *(word for one in changes for word in ("--set", f"target.resources.{one}")))
+    spec = deployments(objects)["r-slipstream-target"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["resources"] == {"limits": {"memory": "64Gi", "nvidia.com/mig-3g.40gb": "1"},
+                                      "requests": {"cpu": "8", "memory": "32Gi"}}
+    (cpus,) = [env["valueFrom"]["resourceFieldRef"] for env in container["env"] if env["name"] == "CPUS"]
+    assert cpus["resource"] == "requests.cpu"
+
+
 def test_only_a_target_whose_model_is_shared_out_has_shared_memory() -> None:
     def shared(profile: str) -> set[str]:
         return {name for name, spec in deployments(rendered(profile)).items()
@@ -483,11 +510,11 @@ def test_a_target_may_be_several_pods(tmp_path: Path) -> None:
     objects = rendered("deepseek-v3", "--set", "target.nodes=2", "--set", "config.model.tensor_parallel=16", "--set",
                        "target.autoscaling.hpa.enabled=true")
     assert "r-slipstream-target" not in deployments(objects)
-    group = only(objects, "LeaderWorkerSet", "r-slipstream-target")["spec"]["leaderWorkerTemplate"]
+    group = only(objects, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
     assert group["size"] == 2 and only(objects, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["kind"] == (
         "LeaderWorkerSet")
     (container,) = group["workerTemplate"]["spec"]["containers"]
-    own = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "r-slipstream-target-0.r-slipstream-target"}
+    own = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "r-slipstream-targets-0.r-slipstream-targets"}
     overrides = tuple(word.removeprefix("--set=").replace("$(", "{").replace(")", "}").format(**own)
                       for word in container["args"] if word.startswith("--set=target.engine"))
     file = tmp_path / "slipstream.yaml"
@@ -503,6 +530,21 @@ def test_a_target_may_be_several_pods(tmp_path: Path) -> None:
     (policy,) = (o["spec"] for o in objects if o["kind"] == "NetworkPolicy" and "target" in o["metadata"]["name"])
     among = {"podSelector": {"matchLabels": labels}}
     assert {"from": [among]} in policy["ingress"] and {"to": [among]} in policy["egress"]
+
+
+def test_pods_of_a_group_find_the_first_before_it_is_ready() -> None:
+    """LeaderWorkerSet makes a Service of its own name that publishes pods that are not ready, unless one of that name
+    is there: the one that routers read publishes none, and no pod of a group is ready before all have met."""
+    objects = rendered("vllm", "--set", "target.nodes=2", "--set", "config.model.tensor_parallel=2", "--set",
+                       "target.autoscaling.keda.enabled=true", "--set",
+                       "target.autoscaling.keda.serverAddress=http://p:9090", "--set", f"fullnameOverride={'n' * 40}")
+    group = only(objects, "LeaderWorkerSet")["metadata"]["name"]
+    assert group not in {o["metadata"]["name"] for o in objects if o["kind"] == "Service"}
+    scaled = only(objects, "ScaledObject")["spec"]
+    assert scaled["scaleTargetRef"]["name"] == group
+    assert all(f'pod=~"{group}-.*"' in trigger["metadata"]["query"] for trigger in scaled["triggers"])
+    # A group's StatefulSet has its number behind that, and its pods a hash of ten letters behind it, in a label.
+    assert len(f"{group}-99-") + 10 <= 63
 
 
 def test_without_drafts_vllm_has_its_own_way() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
-from slipstream.base.errors import InvalidRequest, Unavailable
+from slipstream import client as client_module
+from slipstream.base.errors import CapacityError, InvalidRequest, RemoteProtocolError, Unavailable
 from slipstream.client import AsyncClient, Client
 from slipstream.protocol.chat import Delta, PromptToken, TextToken, Usage
 from slipstream.wire import client as wire_client
 from slipstream.wire.channel import INFERENCE_SERVICE
 from slipstream.wire.inference import encode_delta
+from slipstream.wire.status import KINDS, abort
 
 
 @pytest.fixture
@@ -55,52 +57,97 @@ def test_an_option_that_cannot_be_is_refused_by_name(client: Client, name: str, 
 
 
 @asynccontextmanager
-async def lost_behind(delta: Delta) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A router that says so much of each answer and is gone: its address, and what it is asked."""
-    asked = list[bytes]()
-
-    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
-        asked.append(request)
-        yield encode_delta(delta)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
-
+async def served(complete: Any) -> AsyncIterator[str]:
+    """The address of a server that answers by ``complete``."""
     server = grpc.aio.server()
-    handlers = {"Complete": grpc.unary_stream_rpc_method_handler(complete)}
+    handlers: Any = {"Complete": grpc.unary_stream_rpc_method_handler(complete)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
-        yield address, asked
+        yield address
     finally:
         await server.stop(None)
 
 
 async def test_an_answer_that_is_whole_is_not_asked_for_again() -> None:
     """Its router dies between the last delta and the end of the call."""
-    last = Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16)
-    async with lost_behind(last) as (address, asked):
+    asked = 0
+
+    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        nonlocal asked
+        asked += 1
+        yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    async with served(complete) as address:
         async with AsyncClient(address) as client:
             assert [delta.text async for delta in client.complete("x", max_tokens=1)] == ["hi"]
         with Client(address) as blocking:
             found = await asyncio.to_thread(lambda: [delta.text for delta in blocking.complete("x", max_tokens=1)])
-    assert found == ["hi"] and len(asked) == 2
+    assert found == ["hi"] and asked == 2
 
 
-@pytest.mark.parametrize("told", [Delta(prompt=(PromptToken(120, "x"),)), Delta("x", identity="ab" * 16)], ids=str)
-async def test_a_prompt_that_was_told_is_not_told_again(told: Delta) -> None:
-    """Its router dies between the prompt and the first token."""
-    seen = list[Delta]()
-    async with lost_behind(told) as (address, asked), AsyncClient(address) as client:
-        with pytest.raises(Unavailable):
-            async for delta in client.complete("x", max_tokens=1, echo=True):
-                seen.append(delta)
-    assert seen == [told] and len(asked) == 1
+def test_the_errors_of_a_call_come_with_the_client() -> None:
+    told = {name for name, kind in KINDS.items() if not issubclass(kind, RemoteProtocolError)}
+    assert told <= set(client_module.__all__)
 
 
-async def test_calls_that_bring_no_token_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_whose_scores_break_off_is_told_once() -> None:
+    prompt = [PromptToken(number, str(number), None if number == 0 else -1.0, 1) for number in range(5)]
+    asked = 0
+
+    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        nonlocal asked
+        asked += 1
+        for part in (prompt[:2], prompt[2:3]):
+            yield encode_delta(Delta(prompt=tuple(part)))
+        if asked < 3:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        yield encode_delta(Delta(prompt=tuple(prompt[3:])))
+        yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16))
+
+    async with served(complete) as address, AsyncClient(address) as client:
+        deltas = [delta async for delta in client.complete("x", max_tokens=1, prompt_logprobs=0)]
+    assert [token.id for delta in deltas for token in delta.prompt] == [0, 1, 2, 3, 4] and asked == 3
+
+
+@pytest.mark.parametrize(("told", "tries"), [(Delta(identity="ab" * 16), wire_client.TRIES), (Delta("x"), 1)], ids=str)
+async def test_calls_that_bring_no_token_are_counted(monkeypatch: pytest.MonkeyPatch, told: Delta, tries: int) -> None:
+    """A prompt's text that was echoed is not told again."""
     monkeypatch.setattr(wire_client, "PAUSE_S", 0.01)
-    async with lost_behind(Delta(identity="ab" * 16)) as (address, asked), AsyncClient(address) as client:
+    asked = 0
+
+    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        nonlocal asked
+        asked += 1
+        yield encode_delta(told)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    async with served(complete) as address, AsyncClient(address) as client:
         with pytest.raises(Unavailable):
             async with asyncio.timeout(20):
                 _ = [delta async for delta in client.complete("x", max_tokens=1)]
-    assert len(asked) == wire_client.TRIES
+    assert asked == tries
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_who_has_a_part_of_an_answer_waits_for_room_for_the_rest(begun: bool) -> None:
+    """Whose router dies has others before him at the next one; who has nothing yet is told."""
+    told = iter([*([Unavailable("gone")] if begun else []), CapacityError("busy", 0.01), CapacityError("busy", 0.01)])
+
+    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        error = next(told, None)
+        if not isinstance(error, CapacityError):
+            yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "" if error else "length",
+                                     None if error else Usage(1, 2), "ab" * 16))
+        if error is not None:
+            await abort(context, error)
+
+    async with served(complete) as address, AsyncClient(address) as client:
+        deltas = client.complete("x", max_tokens=2)
+        if begun:
+            assert [delta.text async for delta in deltas] == ["hi", "hi"]
+        else:
+            with pytest.raises(CapacityError):
+                await anext(aiter(deltas))

@@ -287,6 +287,21 @@ def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
     assert chat["response_format"] == {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
+def test_turns_of_one_role_are_one_as_that_api_has_it() -> None:
+    """Many templates refuse two."""
+    words = [("user", "one"), ("user", "two"), ("assistant", "three"), ("assistant", "four"), ("user", "five")]
+    given = [{"role": role, "content": content} for role, content in words]
+    assert messages.chat_of({"system": "Brief.", "messages": given})["messages"] == [
+        {"role": "system", "content": "Brief."}, {"role": "user", "content": "one\ntwo"},
+        {"role": "assistant", "content": "three\nfour"}, {"role": "user", "content": "five"}]
+    use = {"type": "tool_use", "id": "t1", "name": "now", "input": {}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}
+    told = messages.chat_of({"messages": [*given[:3], {"role": "assistant", "content": [use]}, result, *given[:2]]})
+    assert [(message["role"], message["content"]) for message in told["messages"]] == [
+        ("user", "one\ntwo"), ("assistant", "three"), ("tool", ""), ("user", "one\ntwo")]
+    assert [call["id"] for call in told["messages"][1]["tool_calls"]] == ["t1"]
+
+
 def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> None:
     """Left out, a model that calls one tool after the other forgot why, and its prompt was computed anew each time."""
     def thinks(text: str) -> dict[str, Any]:
@@ -392,6 +407,20 @@ async def test_what_their_answers_do_not_tell_is_refused(tiny_folder: Path, path
         assert (await r.post(path, **body, **quiet)).status_code == 200
 
 
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_what_a_chat_is_asked_of_how_it_is_told_counts_here_too(thinking_folder: Path, path: str) -> None:
+    body: Any = {"messages": HELLO, "max_tokens": 40} if path == MESSAGES else {"input": "hello"}
+    target = EchoTarget()
+    target.says = "~</think>So."
+    async with routing(thinking_folder, target) as r:
+        for quiet in (False, True):
+            whole, events = await both(r, path, **body, request_id="mine", include_reasoning=not quiet)
+            assert whole["id"].endswith("_mine")
+            assert "So." in json.dumps(whole)
+            for told in (json.dumps(whole), json.dumps(events)):
+                assert ("~" not in told) == quiet
+
+
 BAD = {"type": "json_schema", "name": "bad", "schema": {"type": "array", "uniqueItems": True}}
 
 
@@ -399,6 +428,8 @@ BAD = {"type": "json_schema", "name": "bad", "schema": {"type": "array", "unique
     (MESSAGES, {"stop_sequences": 1}, "stop_sequences"),
     (MESSAGES, {"output_config": {"format": BAD | {"schema": 1}}}, "output_config.format.schema"),
     (RESPONSES, {"max_output_tokens": "x"}, "max_output_tokens"),
+    (RESPONSES, {"max_output_tokens": 100_000}, "max_output_tokens"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
     (RESPONSES, {"text": {"format": BAD | {"schema": 1}}}, "text.format.schema"),
     (RESPONSES, {"text": {"format": BAD}}, "text.format"),
     (RESPONSES, {"reasoning": {"effort": 7}}, "reasoning.effort"),

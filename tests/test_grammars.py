@@ -369,6 +369,14 @@ def test_a_token_that_a_model_lacks_is_neither_allowed_nor_forced() -> None:
     assert allowed(matcher.masks(DraftTree.root_only(3, 0))[0][0]) == [EOS], "nothing else is left"
 
 
+def test_a_draft_of_what_a_tokenizer_lacks_breaks_nothing() -> None:
+    """A model mostly has more tokens, which are padding: a draft, or a prompt, may hold them."""
+    matcher = Vocabulary(tiny_tokenizer(), VOCAB + 60).compile(Grammar("regex", "[a-z]{9}"), Ends((EOS,)))
+    for token in range(VOCAB, VOCAB + 60):
+        tree = DraftTree(3, [0, token, 97, 98], [-1, 0, 0, 2], [0, 1, 2, 3], [0.0, -1.0, -2.0, -3.0])
+        assert matcher.kept(tree) == [0, 2, 3] and matcher.masks(tree)[1] == {0, 2, 3}, token
+
+
 @pytest.mark.parametrize(("grammar", "said"), [
     (Grammar("choice", '["a<|im_end|>b"]'), list(b"a<|im_end|>b")),
     (Grammar("json_schema", '{"const": "<|pad|>"}'), list(b'"<|pad|>"')),

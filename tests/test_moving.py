@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from bench.fleet import free_port
 from router_service.balance import Balancer, BalanceRules, Targets
 from slipstream.base.config import WireSection
-from slipstream.base.errors import CapacityError, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Request, Sampling
 from slipstream.simulate.timed import SYMBOLS
 from slipstream.wire.server import GrpcServer
@@ -25,6 +27,7 @@ from tests.echo import EchoTarget, answer_bytes
 from tests.loop import eventually
 from tests.test_fleet import QUICK, timed_target
 from tests.test_timed import text
+from tests_chaos.relay import Relay
 
 TOKENS = 200
 
@@ -155,3 +158,35 @@ async def test_what_no_other_target_can_go_on_with_is_lost_and_not_the_client_s_
     with pytest.raises(Unavailable, match="lost before the answer's end"):
         await read(balancer.submit(echo_request()))
     assert len(other.requests) == 1
+
+
+async def test_a_target_that_drains_is_left_for_another_behind_its_name() -> None:
+    """Without discovery a name stands for the one pod of a service: while an old one drains, the new one is there. One
+    of another identity is waited for: begun answers may have to come back to the old one."""
+    old, new = EchoTarget(end=30), EchoTarget(end=30)
+    whole = answer_bytes(echo_request())[:30]
+    new.identity = Identity("other", "float32", "none", "echo")
+    old.go.clear()
+    servers = [GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(one)]) for one in (old, new)]
+    ports, relay = [await server.start() for server in servers], Relay(free_port())
+    relay.to = ports[0]
+    await relay.start()
+    client = TargetClient(f"localhost:{relay.port}")
+    balancer = await balanced(client)
+    begun = asyncio.create_task(read(balancer.submit(echo_request())))
+    await eventually(lambda: bool(old.running))
+    old.draining = True
+    for port in ports:
+        relay.to = port
+        await balancer.poll()
+        with pytest.raises(Draining):
+            await read(balancer.submit(echo_request()))
+    new.identity = old.identity
+    await balancer.poll()
+    assert await read(balancer.submit(echo_request())) == whole and len(new.requests) == 1
+    old.go.set()
+    assert await begun == whole and len(new.requests) == 1
+    await client.aclose()
+    await relay.close()
+    for server in servers:
+        await server.drain(0.0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.asking import read
 from bench.completions import Answered, Server
@@ -32,7 +33,8 @@ from bench.peers.__main__ import (
     row_of,
     verdicts,
 )
-from bench.peers.systems import System, in_bfloat16, llama_server, peer, slipstream, vllm
+from bench.peers.generating import Clock
+from bench.peers.systems import System, in_bfloat16, llama_server, llamacpp, peer, slipstream, vllm
 from slipstream.base.errors import ConfigError, Unavailable
 
 
@@ -256,3 +258,31 @@ def test_the_work_of_a_process_is_told_and_of_none_is_zero() -> None:
 
 def test_names_are_families_that_can_be_built() -> None:
     assert {name.split("-")[0] for name in NAMES} == {"slipstream", "transformers", "llamacpp", "vllm"}
+
+
+def test_tokens_that_come_with_the_first_are_not_counted_as_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' assisted decoding gives what is accepted in one go, behind the prompt too."""
+    now = iter((0.0, 2.0, 3.0, 4.0))
+    monkeypatch.setattr("bench.peers.generating.time.perf_counter", lambda: next(now))
+    clock = Clock()
+    for tokens in ([7] * 30, [1] * 6, [1] * 2, [1]):
+        clock.put(torch.tensor([tokens]))
+    answer = Answered(**clock.said(9))
+    assert (answer.tokens, answer.first_s, answer.total_s) == (9, 2.0, 4.0)
+    assert answer.tokens_per_s == 1.5 and answer.end_to_end == 9 / 4
+    assert Answered(5, 1.0, 2.0).tokens_per_s == 4.0 and Answered(6, 1.0, 1.0, first=6).tokens_per_s == 0.0
+
+
+def test_a_peer_is_asked_as_its_user_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own defaults: Slipstream keeps what prompts begin with, and so does llama.cpp."""
+    told = list[Mapping[str, Any]]()
+
+    async def ask(self: Server, prompt: Sequence[int], max_tokens: int, extra: Mapping[str, Any]) -> Answered:
+        told.append(extra)
+        return Answered(1, 0.1, 0.1)
+
+    monkeypatch.setattr(Server, "ask", ask)
+    here = Path("llama-server"), Path("model.gguf")
+    for system in (slipstream("plain", tmp_path, "tiny", "bfloat16"), llamacpp("plain", tmp_path, *here)):
+        asyncio.run(system.ask([1, 2], 8))
+    assert told == [{}, {}]

@@ -398,9 +398,10 @@ async def test_in_vllm_links_find_pods_and_know_them_by_their_services_name(tmp_
                                     kubeconfig(tmp_path, api))
     a = await pods.start("a", DraftServicer(Echo()))
     await eventually(lambda: [s.address for s in links.statuses() if s.connected] == [a])
+    assert links.expected == 1
     await pods.list("a", ready=False, terminating=True)
     await pods.kill("a")
-    await eventually(lambda: not links.statuses())
+    await eventually(lambda: not links.statuses() and not links.expected)
     metrics.over = True
     await eventually(lambda: not links.alive)
     await api.stop()

@@ -106,10 +106,15 @@ class Threads:
         return found
 
 
-@pytest.mark.parametrize(("kind", "ranks", "tied"), [("llama", 2, False), ("qwen2", 2, True), ("mistral", 4, True),
-                                                      ("qwen3", 4, False)])
-def test_every_family_cut_in_parts_is_whole(tmp_path: Path, kind: str, ranks: int, tied: bool) -> None:
-    written_to = write_tiny_model(tmp_path, kind, num_key_value_heads=ranks, tie_word_embeddings=tied)
+@pytest.mark.parametrize(("kind", "ranks", "tied", "changes"), [
+    ("llama", 2, False, {}), ("qwen2", 2, True, {}), ("mistral", 4, True, {}), ("qwen3", 4, False, {}),
+    ("llama", 4, False, {"hidden_size": 50, "attention_bias": True, "mlp_bias": True})])
+def test_every_family_cut_in_parts_is_whole(tmp_path: Path, kind: str, ranks: int, tied: bool,
+                                            changes: dict[str, int]) -> None:
+    """Also where the width, which no rank has a part of, does not divide: biases behind a sum were added by each."""
+    written_to = write_tiny_model(tmp_path, kind, num_key_value_heads=ranks, tie_word_embeddings=tied, **changes)
+    if changes:
+        with_biases(written_to)
     whole = load_model(written_to, ModelSection(dtype="float64"))
     table, barrier = [torch.empty(0)] * ranks, threading.Barrier(ranks)
 
@@ -124,6 +129,18 @@ def test_every_family_cut_in_parts_is_whole(tmp_path: Path, kind: str, ranks: in
     with ThreadPoolExecutor(ranks) as pool:
         for found in pool.map(run, range(ranks)):
             assert float((found - right).abs().max()) < 1e-12
+
+
+def test_a_tensor_that_nothing_reads_is_no_matter_for_ranks_either(tmp_path: Path) -> None:
+    """Of one device it is a warning, whatever its name looks like."""
+    folder = write_tiny_model(tmp_path)
+    tensors = load_tensors(folder) | {"spare": torch.zeros(3), "o_proj": torch.zeros(())}
+    config = load_model(folder, ModelSection(dtype="float64")).config
+    group = Threads(0, 2, [torch.empty(0)] * 2, threading.Barrier(1))
+    assert sharded_decoder(config, tensors, group, torch.float64, CPU).config == part_config(config, 2)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    with pytest.raises(ModelError, match=name):
+        sharded_decoder(config, tensors | {name: torch.zeros(48)}, group, torch.float64, CPU)
 
 
 def test_two_processes_give_the_logits_and_states_of_one(folder: Path, cut: RankedModel) -> None:

@@ -213,6 +213,8 @@ async def test_every_field_that_binds_an_answer_becomes_one_grammar(tiny_folder:
 REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"model": "other"}, 404, "model", "model_not_found"),
     (CHAT, {"model": 1}, 400, "model", "invalid_value"),
+    (CHAT, {"max_completion_tokens": 9999}, 400, "max_completion_tokens", "context_length_exceeded"),
+    (CHAT, {"max_completion_tokens": 0}, 400, "max_completion_tokens", "unsupported_parameter"),
     (CHAT, {"messages": []}, 400, "messages", "invalid_value"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content", "missing_required_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, 400,

@@ -292,6 +292,19 @@ async def test_clients_get_prompts_and_scores_in_the_shapes_they_know(routed: Ro
     assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
+async def test_a_streamed_prompt_is_told_whole_where_a_stop_string_may_begin_the_answer(routed: Routing) -> None:
+    asked = {"prompt": TEXT, "echo": True, "logprobs": 0, "max_tokens": 4, "temperature": 0, "prompt_logprobs": 0}
+    free = (await routed.post(COMPLETIONS, **asked)).json()["choices"][0]
+    stop = free["text"].removeprefix(TEXT)[0] + "\x00"
+    streamed = [chunk["choices"][0] for chunk in events(
+        (await routed.post(COMPLETIONS, **asked, stop=stop, stream=True)).text)]
+    assert "".join(choice["text"] for choice in streamed) == free["text"]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        told = [value for choice in streamed for value in choice["logprobs"][name]]
+        assert len(told) == len(free["logprobs"][name]), name
+    assert len(streamed[0]["prompt_logprobs"]) == len(TEXT)
+
+
 async def test_what_is_asked_of_choices_is_heard_over_http_and_grpc(routed: Routing) -> None:
     said = (await routed.post(COMPLETIONS, prompt=TEXT, allowed_token_ids=[97, 98], max_tokens=9)).json()
     assert set(said["choices"][0]["text"]) <= {"a", "b"}

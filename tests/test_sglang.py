@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from slipstream_sglang import KNOWN, adapter_fits
 from slipstream_sglang.adapter_0_5_23 import NAME, NODES, adapt
 from slipstream_sglang.trees import laid_out
 
+from bench.fleet import free_port
 from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
@@ -114,6 +116,23 @@ def test_answers_are_the_engines_own_and_drafts_are_used(known: dict[str, Custom
         assert play(worker, requests, 45) > 40
     for request in requests:
         assert list(request.output_ids) == plain(len(request.output_ids))
+
+
+@pytest.mark.parametrize(("option", "words"), [
+    ({"tls": {"folder": "/nowhere"}}, "tls: cannot read /nowhere/tls.crt"),
+    ({"drafts": ["kubernetes:///draft.llm:50052"], "kubeconfig": "/nowhere.yaml"}, "Invalid kube-config file")])
+def test_drafts_are_dialled_as_the_options_say(known: dict[str, CustomSpecAlgo], folder: Path, option: dict[str, Any],
+                                               words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        worker_of(known, arguments(folder, {"drafts": ["127.0.0.1:1"], **option}))
+
+
+def test_it_has_a_page_of_metrics(known: dict[str, CustomSpecAlgo], folder: Path) -> None:
+    page = f"127.0.0.1:{free_port()}"
+    worker = worker_of(known, arguments(folder, {"drafts": ["127.0.0.1:1"], "metrics_listen": page}))
+    with urllib.request.urlopen(f"http://{page}/metrics", timeout=60) as reply:
+        assert b"slipstream_drafts_connected" in reply.read()
+    worker.page.close()
 
 
 def test_without_a_draft_each_step_gives_a_token(known: dict[str, CustomSpecAlgo], folder: Path) -> None:

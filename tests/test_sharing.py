@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from slipstream.base.config import ModelSection, TargetSection
+from slipstream.base.errors import Unavailable
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import ModelRunner, computes
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
@@ -146,6 +147,27 @@ def test_a_step_that_fails_with_the_end_of_a_prompt_ends_that_answer_alone(
     finished(worker)
     assert said(follows) == alone(tiny_folder, LONG, 4)
     assert sum(piece.cached_tokens for piece in follows if isinstance(piece, Piece)) == 0, "of a step that failed"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_gpu_that_is_lost_ends_the_target(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each further step would fail as well, while the target looked well and took requests."""
+    def lost(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    assert computes(torch.device("cpu"))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "zeros", lost)
+        assert not computes(torch.device("cpu"))
+    worker, told = target(tiny_folder), [Told(), Told()]
+    monkeypatch.setattr("target_service.step.greatest", lost)
+    monkeypatch.setattr("target_service.loop.computes", lambda _device: False)
+    for number, pieces in enumerate(told):
+        worker.ask(number, Request(str(number), (number, 1, 2), Sampling(), 4), pieces.append)
+    worker.start()
+    worker.stop()
+    assert [[type(error) for error in pieces] for pieces in told] == [[Unavailable], [Unavailable]]
+    assert "illegal memory access" in str(told[0][0]) and not worker.alive and not worker.vitals.ready
 
 
 def test_feature_rows_that_find_no_memory_on_their_way_are_not_there(tiny_folder: Path,

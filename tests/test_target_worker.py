@@ -8,17 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.base.config import ModelSection, PolicySection, TargetSection
 from slipstream.base.errors import Draining
 from slipstream.decision.beliefs import StepCosts
+from slipstream.engine.hf import HFModel
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello
+from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Growth, Open
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
 from target_service.sequence import Sink
@@ -203,3 +206,39 @@ async def test_an_answer_that_waits_for_its_grammar_begins_as_it_was_switched() 
     left = asyncio.get_running_loop().create_future()
     await TargetAnswer(cast(TargetWorker, Posted()), 1, Request("one", (1,), Sampling(), 3), left).aclose()
     assert left.cancelled(), "nobody compiles a grammar for who is gone"
+
+
+class Deep(Heard):
+    """A draft that answers with one deep chain each time."""
+
+    worker: TargetWorker | None = None
+    _ids = 1
+
+    def send(self, items: Sequence[DraftBound]) -> None:
+        assert self.worker is not None
+        for item in items:
+            if not isinstance(item, Open | Commit):
+                continue
+            base = len(item.tokens) + (item.base if isinstance(item, Commit) else 0)
+            ids = np.arange(self._ids, self._ids + 12, dtype=np.int32)
+            parents = np.array([-base, *ids[:-1]], np.int32)
+            self._ids += 12
+            growth = Growth(item.session, base, ids, parents, np.full(12, 7, np.int32), np.zeros(12, np.float32))
+            self.worker.following.received(self, [growth], [])
+
+
+def test_no_draft_reaches_beyond_the_positions_that_a_model_has() -> None:
+    """One that learned its positions has a table of them: a row behind its end ended the step for all."""
+    auto: Any = AutoModelForCausalLM
+    small = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    runner, told, link = ModelRunner(HFModel(auto.from_config(small).eval()), 512), list[Piece | Exception](), Deep()
+    worker = TargetWorker(runner, TargetSection(policy=PolicySection(always=True, deadline_max_s=1.0), slots=512),
+                          StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), link.dispatch)
+    link.worker = worker
+    worker.following.link_up(link, HELLO)
+    worker.ask(1, Request("one", tuple(range(54)), Sampling(), 10), told.append)
+    while worker.poll() is not None:
+        pass
+    assert [piece for piece in told if isinstance(piece, Exception)] == []
+    assert sum(len(piece.tokens) for piece in told if isinstance(piece, Piece)) == 10
+    assert any(piece.drafted for piece in told if isinstance(piece, Piece))

@@ -21,6 +21,7 @@ from slipstream.base.errors import (
     SlipstreamError,
     Unavailable,
 )
+from slipstream.cli.host import first_key
 from slipstream.client import AsyncClient
 from slipstream.protocol.chat import Begun
 from slipstream.protocol.requests import Request, Sampling
@@ -136,6 +137,15 @@ def test_a_file_says_whose_keys_are_and_what_they_may_have(tmp_path: Path) -> No
     assert len({tenant.namespace for tenant in of.values()}) == 3 and of["three"].namespace == of["one"].namespace
     assert all(word not in repr([keys, *of.values()]) for word in ("plain", "other", "two", "three"))
     assert ANYONE.namespace == "" and ANYONE.id == ""
+
+
+def test_what_an_editor_puts_before_a_file_is_no_part_of_its_first_key(tmp_path: Path) -> None:
+    """Those of Windows put a byte order mark there, which nobody sees."""
+    file = tmp_path / "keys"
+    file.write_text("first name=alice\nsecond\n", encoding="utf-8-sig")
+    keys = ApiKeys(file)
+    assert keys.tenant("first") is not None and keys.tenant("second") is not None
+    assert first_key(file) == "first"
 
 
 def test_a_namespace_is_the_same_for_all_routers_and_follows_from_no_name(tmp_path: Path) -> None:

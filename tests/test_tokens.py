@@ -15,6 +15,9 @@ from tokenizers.trainers import BpeTrainer
 from router_service.text.template import MAX_RENDERED
 from router_service.text.tokens import ChatTemplate, Detokenizer, TextCodec, Turn
 from slipstream.base.errors import InvalidRequest, ModelError
+from tests.echo import EchoTarget
+from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing
+from tests.tiny import write_tiny_model
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<s>"]
 SPACE = "\u2581"
@@ -279,3 +282,29 @@ def test_unknown_decoder_is_refused(tmp_path: Path) -> None:
     tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(ModelError, match="decoder: WordPiece"):
         TextCodec(write_folder(tmp_path, tokenizer))
+
+
+async def test_an_answer_that_goes_on_from_a_text_keeps_the_space_between(tmp_path: Path,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tokens are SentencePiece's: joined to what it continues, an answer is not to grow together with it."""
+    monkeypatch.setattr("tests.echo.VOCAB", 300)
+    target = EchoTarget()
+    target.says = "".join(chr(byte + 3) for byte in b" the")  # tokens of bytes
+    begun = [*HELLO, {"role": "assistant", "content": "I am"}]
+    async with routing(write_folder(write_tiny_model(tmp_path / "target"), byte_fallback()), target) as r:
+        async def said(path: str, **body: Any) -> str:
+            streamed = events((await r.post(path, max_tokens=4, stream=True, **body)).text)
+            choice = (await r.post(path, max_tokens=4, **body)).json()["choices"][0]
+            whole = str(choice["text"] if path == COMPLETIONS else choice["message"]["content"])
+            parts = [chunk["choices"][0].get("text") or chunk["choices"][0].get("delta", {}).get("content") or ""
+                     for chunk in streamed]
+            assert "".join(parts) == whole
+            return whole
+
+        assert await said(COMPLETIONS, prompt="the") == " the"
+        assert await said(COMPLETIONS, prompt="the", echo=True) == "the the"
+        assert await said(COMPLETIONS, prompt="<s>") == "the", "nothing stands before it"
+        assert await said(CHAT, messages=HELLO) == "the"
+        assert await said(CHAT, messages=begun, continue_final_message=True, add_generation_prompt=False) == " the"
+        message = (await r.post("/v1/messages", messages=begun, max_tokens=4)).json()
+        assert message["content"] == [{"type": "text", "text": " the"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,23 @@ def test_what_a_template_without_tools_is_told() -> None:
     first = told([{"role": "system", "content": "Be brief."}, *HELLO], use)[0]
     assert first["content"].startswith("Be brief.\n\n") and '{"type":"function","function":{"name":"now"}}' in (
         first["content"])
+
+
+async def test_results_are_one_turn_where_turns_alternate(tmp_path: Path, tiny_folder: Path) -> None:
+    """As Gemma's and older templates of Mistral's insist on. Those of several calls, and what a user says with them."""
+    folder = tmp_path / "alternates"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
+    past = [*PAST, {"role": "tool", "tool_call_id": "c2", "content": "noon"}]
+    results = "<tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+    async with routing(folder, target := EchoTarget()) as r:
+        for more, wanted in (([], results), (HELLO, f"{results}\nhello")):
+            answer = await r.post(CHAT, messages=[*past, *more])
+            assert answer.status_code == 200, answer.text
+            prompt = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
+            assert prompt.endswith(f"[user: {wanted}]")
 
 
 @pytest.mark.parametrize(("fields", "param"), [

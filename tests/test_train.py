@@ -139,7 +139,7 @@ def drafted(network: EagleNetwork, head: Head, talk: Conversation, root: int, st
 
 
 def test_trained_blocks_are_what_the_served_head_drafts(tiny_folder: Path, tmp_path: Path) -> None:
-    """Where no states are hidden; where some are, it is something else."""
+    """At every anchor: a block sees all states that it has when it drafts."""
     config = ModelConfig.from_folder(tiny_folder)
     vocabulary = torch.arange(3, 3 + DRAFT_VOCAB)
     head = warm_block_head(config, load_tensors(tiny_folder), vocabulary, 259, 0, DIRECT)
@@ -149,10 +149,8 @@ def test_trained_blocks_are_what_the_served_head_drafts(tiny_folder: Path, tmp_p
     network = BlockNetwork(read_block_head(tmp_path / "head", tiny_folder), "float32", DIRECT, 64)
     talks = [conversation(config, length, seed) for seed, length in enumerate((17, 9, 23))]
     blocks = blocks_of(talks, head, 20, (ANSWER,), random.Random(1))
-    assert (blocks.seen < blocks.places).any(), "no state was hidden"
-    whole = replace(blocks, seen=blocks.places)
     with torch.no_grad():
-        trained, hidden = block_states(head, whole), block_states(head, blocks)
+        trained = block_states(head, blocks)
     for number, talk in enumerate(talks):
         for anchor in range(*blocks.owners[number : number + 2]):
             place = int(blocks.places[anchor])
@@ -164,7 +162,6 @@ def test_trained_blocks_are_what_the_served_head_drafts(tiny_folder: Path, tmp_p
             block = network.forward(builder.build(features=rows)).block
             assert block is not None and block.states is not None
             assert torch.allclose(block.states[0], trained[anchor], atol=1e-4), (number, place)
-            assert torch.equal(hidden[anchor], trained[anchor]) == bool(blocks.seen[anchor] == place)
             network.slots.free(slots)
 
 
@@ -372,6 +369,8 @@ def test_a_short_run_learns_to_draft_blocks(simple_folder: Path, tmp_path: Path)
     assert made_for(job.out) == weights_hash(simple_folder)
     text = (job.out / "README.md").read_text()
     assert "draft.drafter=block --set draft.model=THIS_FOLDER --set model.path=TARGET_FOLDER\n" in text
+    assert json.loads((job.out / "config.json").read_text())["aux_hidden_state_layer_ids"][-1] == 2
+    assert "layer id 2 is the state behind the final norm" in text, "another server takes the one before it"
     assert "# A DSpark head for simple" in text and f"| tree of 16 | {tree.length:.2f} |" in text
     again = Silent()
     make_head(replace(job, recipe=replace(recipe, steps=104, generate=False)), again)
@@ -905,3 +904,19 @@ def kill_when(command: list[str], folder: Path, pattern: str) -> None:
 
 def newest_step(work: Path) -> int:
     return max(int(path.name.removeprefix("step-")) for path in (work / "checkpoints").glob("step-*[0-9]"))
+
+
+def test_time_that_other_folders_took_is_not_taken_from_a_training(simple_folder: Path, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """What talking leaves of a run's minutes is for training, however long ``--data`` took."""
+    recipe = Recipe(minutes=0, tokens=100, batch=4, limits=Limits(max_question=8, max_answer=8), dtype="float32",
+                    draft_vocab=100, train=False)
+    first = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
+    make_head(first, Silent())
+    for index in first.work.glob("shard-*/index.json"):
+        index.write_text(json.dumps(json.loads(index.read_text()) | {"seconds": 3600.0}))
+    told = list[float]()
+    monkeypatch.setattr(Training, "run", lambda self, seconds, report: told.append(seconds))
+    made = replace(first, work=tmp_path / "own", data=(first.work,), recipe=replace(recipe, minutes=60.0, train=True))
+    make_head(made, Silent())
+    assert told[0] > 0.9 * 3600, told

@@ -74,6 +74,19 @@ def test_rounds_answer_as_plain_decoding_does(kind: str, tiny_folder: Path, tiny
     assert target.slots.num_free == target.slots.num_slots and made.slots.num_free == made.slots.num_slots
 
 
+def test_an_answer_that_ends_in_its_tree_has_no_token_behind_its_end(tiny_folder: Path, tiny_draft_folder: Path,
+                                                                      tmp_path: Path) -> None:
+    (plain,) = Rounds(runner(tiny_folder), None, 32).answer(PROMPTS[:1], 0, Tally())
+    end = next(i for i in range(16, 32) if plain[i] not in plain[:i])
+    folder, tally = tmp_path / "target", Tally()
+    shutil.copytree(tiny_folder, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": plain[end]}))
+    made = drafter(folder, tiny_draft_folder, GrowthSection(num_steps=6, topk=2, num_draft_tokens=12))
+    Rounds(runner(folder), made, 32).answer(PROMPTS[:1], 12, tally)
+    assert sum(tally.acceptance.reached) + tally.acceptance.rounds == end + 1, "the end was not drafted"
+    assert tally.acceptance.length == pytest.approx(end / tally.acceptance.rounds)  # the first came with the prompt
+
+
 def test_shapes_are_chains_and_trees_that_can_be() -> None:
     found = [(g.num_steps, g.topk, g.num_draft_tokens) for g in shapes([2, 5], [1, 2], [4, 8, 63])]
     assert found == [(2, 1, 2), (5, 1, 5), (2, 2, 4), (5, 2, 8)]

@@ -6,6 +6,7 @@ import asyncio
 import math
 import socket
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,8 @@ from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Request, Sampling, Served, TokenLogprob
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
-from target_service import vllm_words
+from target_service import vllm_start, vllm_words
+from target_service.__main__ import serve
 from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Rounds, Running, VllmService
 from target_service.vllm_start import arguments, trials_of
 from tests.loop import hurried, still
@@ -82,6 +84,9 @@ class FakeEngine:
     rounds: Rounds | None = None
     errored: bool = False
     stuck: bool = False  # nothing comes from it any more
+    expected: int = 1
+    drafts: Sequence[tuple[str, bool, str, str]] = (DRAFT,)
+    counts: TargetMetrics = field(default_factory=lambda: TargetMetrics("of its worker"))
     asked: list[dict[str, Any]] = field(default_factory=list)
     salts: list[str | None] = field(default_factory=list)  # of their prompts
     aborted: list[str] = field(default_factory=list)
@@ -130,15 +135,15 @@ class FakeEngine:
             await asyncio.sleep(3600 if self.hold else 0)
 
     async def abort(self, request_id: str, internal: bool = False) -> None:
-        assert internal
         if self.errored:
             raise RuntimeError("it has ended")
-        self.aborted.append(request_id)
+        self.aborted.append(request_id if internal else f"{request_id}-0a1b2c3d")
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any:
         self.said.append((method, args))
         await self._goes_on()
-        return [[], [DRAFT]] if method == DRAFTS else [None, None]
+        told = self.expected, list(self.drafts), self.counts.tell()
+        return [None, told] if method == DRAFTS else [None, None]
 
     async def _goes_on(self) -> None:
         while self.stuck:
@@ -191,13 +196,14 @@ class Tried:
 
 @asynccontextmanager
 async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, spans: Spans | None = None,
-                 tries: bool = True, **settings: Any) -> AsyncIterator[VllmService]:
+                 tries: bool = True, metrics: TargetMetrics | None = None, fill: Fill | None = None,
+                 **settings: Any) -> AsyncIterator[VllmService]:
     engine.rounds = Rounds(Path(tempfile.mkdtemp()) / "rounds")
     served = Served("function", 260, 512, "", 1024, IDENTITY)
     running = Running(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
-                      Fill(0.25), engine.rounds, Trials(Tried()) if tries else None)
+                      fill or Fill(0.25), engine.rounds, Trials(Tried()) if tries else None)
     loop = asyncio.get_running_loop()
-    service = VllmService(running, TargetSection(**settings), TargetMetrics("function"), spans,
+    service = VllmService(running, TargetSection(**settings), metrics or TargetMetrics("function"), spans,
                           lambda: loop.time())
     with engine.rounds.heard():
         yield service
@@ -299,7 +305,7 @@ def test_a_request_is_barred_in_mid_answer_and_allowed_again() -> None:
         assert play(runner, chains, 10) == 0
     assert chosen_all(runner)
     worker.model_runner = SimpleNamespace(drafter=None)
-    assert worker.slipstream_drafts() == []
+    assert worker.slipstream_drafts() is None
     worker.slipstream_allow("a", True)  # nobody is here to hear of it
 
 
@@ -496,6 +502,21 @@ async def test_an_answer_that_is_left_is_aborted() -> None:
         assert (await service.info()).sessions_running == 0
 
 
+async def test_an_answer_that_is_left_while_vllm_takes_it_is_aborted() -> None:
+    """It ran to its end for nobody: its name was not known yet."""
+    engine = FakeEngine(hold=True)
+    async with served(engine) as service:
+        reading = asyncio.create_task(taken(service.submit(request())))
+        while not engine.asked:
+            await asyncio.sleep(0)
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert engine.aborted == ["r-1-0a1b2c3d"] and (await service.info()).sessions_running == 0
+
+
 async def test_speculation_is_switched_in_mid_answer() -> None:
     engine = FakeEngine(hold=True)
     async with served(engine) as service:
@@ -526,6 +547,86 @@ async def test_what_it_says_of_itself() -> None:
     assert info.drafts == (DraftStatus(*DRAFT),)
     assert (info.sessions_running, info.sessions_waiting, info.slots_total, info.slots_free) == (1, 1, 1024, 768)
     assert info.engine == "vllm 0.32.0"
+
+
+async def test_drafts_that_are_gone_are_not_told_as_they_were() -> None:
+    """With discovery a draft that went is forgotten, and none may be left. Their Deployment still lists two."""
+    engine, metrics = FakeEngine(expected=2), TargetMetrics("function")
+    async with served(engine, metrics=metrics, drafts=["kubernetes:///draft.llm:50052"]) as service:
+        await service.ask()
+        engine.drafts = ()
+        await service.ask()
+        assert (await service.info()).drafts == ()
+    page = metrics.registry.page("")[1].decode()
+    assert 'slipstream_drafts_connected{model="function",service="target"} 0.0' in page
+    assert 'slipstream_drafts_expected{model="function",service="target"} 2.0' in page
+
+
+async def test_what_workers_count_of_drafts_is_on_the_targets_page() -> None:
+    """Alerts and boards read it there: the workers are processes that nobody scrapes."""
+    engine, metrics = FakeEngine(), TargetMetrics("function")
+    engine.counts.invalid_growth()
+    engine.counts.wire_bytes("in", 7)
+    engine.counts.step(3, 0.1, 0.2, 0.3)
+    engine.counts.judged("eagle3", 4, 2)
+    engine.counts.rounds([(4, 2, "used")])  # which the target counts itself, of its answers
+    async with served(engine, metrics=metrics) as service:
+        await service.ask()
+        page = metrics.registry.page("")[1].decode().splitlines()
+        engine.counts.invalid_growth()
+        await service.ask()
+        later = metrics.registry.page("")[1].decode().splitlines()
+    of = 'model="function",service="target"'
+    assert f"slipstream_invalid_growths_total{{{of}}} 1.0" in page
+    assert f"slipstream_invalid_growths_total{{{of}}} 2.0" in later
+    assert f'slipstream_wire_bytes_total{{direction="in",{of}}} 7.0' in page
+    assert 'slipstream_step_seconds_sum{model="function",phase="verify",service="target"} 0.2' in page
+    assert f'slipstream_drafter_tokens_total{{drafter="eagle3",kind="accepted",{of}}} 2.0' in page
+    assert f"slipstream_drafts_total{{{of}}} 0.0" in page and not [line for line in page if "of its worker" in line]
+
+
+async def test_a_machine_that_is_told_to_end_computes_until_the_first_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its node is drained: the pods of a group end together, and the first has answers to finish."""
+    first_ended = threading.Event()
+
+    class Part:
+        """As Node."""
+
+        def __init__(self, config: Config) -> None: ...
+
+        def run(self, begun: Callable[[], object]) -> None:
+            begun()
+            first_ended.wait(60)
+            raise Unavailable("another machine has ended")
+
+        def end(self) -> None:
+            first_ended.set()
+
+    monkeypatch.setattr(vllm_start, "Node", Part)
+    config = load(overrides=("target.engine={vllm: {nnodes: 2, node_rank: 1}}", "target.listen=127.0.0.1:0",
+                             "target.metrics_listen=127.0.0.1:0"))
+    stop, ready = asyncio.Event(), asyncio.Event()
+    serving = asyncio.create_task(serve(config, stop, ready.set))
+    await asyncio.wait({serving, asyncio.create_task(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    stop.set()
+    await asyncio.wait({serving}, timeout=2.0)
+    assert not serving.done() and not first_ended.is_set()
+    first_ended.set()
+    await serving
+
+
+async def test_answers_that_vllm_puts_back_for_others_are_counted() -> None:
+    engine, metrics, fill = FakeEngine(), TargetMetrics("function"), Fill(0.25, 3)
+    async with served(engine, metrics=metrics, fill=fill) as service:
+        watch = asyncio.create_task(service.watch())
+        with still() as passes:
+            await pass_by(passes, 2.0)
+            before = metrics.registry.page("")[1].decode()
+            fill.preempted = 5
+            await pass_by(passes, 2.0)
+        watch.cancel()
+    found = 'slipstream_preemptions_total{model="function",service="target"}'
+    assert f"{found} 3.0" in before and f"{found} 5.0" in metrics.registry.page("")[1].decode()
 
 
 async def test_a_drain_waits_for_running_answers_and_hands_back_the_rest() -> None:
@@ -707,6 +808,8 @@ def test_settings_become_vllms_arguments() -> None:
     (("target.engine={vllm: {gpu_memory_utilisation: 0.8}}",), "did you mean gpu_memory_utilization"),
     (("target.engine={vllm: {model: x}}",), "model.path says it"),
     (("target.engine={vllm: {structured_outputs_config: x}}",), "structured_outputs_config: must be a table"),
+    (("target.engine={vllm: {additional_config: '{}'}}",), "additional_config: must be a table"),  # as vLLM's flag is
+    (("target.engine={vllm: {additional_config: {slipstream: [2]}}}",), "additional_config: must be a table"),
     (("target.engine={vllm: {speculative_config: {}}}",), "target.drafts"),
     (("target.engine={vllm: {logprobs_mode: raw_logits}}",), "logprobs_mode: raw_logits is not"),
 ])

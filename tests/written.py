@@ -158,7 +158,8 @@ class WrittenBlock:
         return self.norms.norm(x, self.weight[f"{name}.weight"])
 
     def slots(self, anchor: int, states: Tensor, first: int = 0) -> list[Tensor]:
-        """What the slots of a block end as, behind the target's states [n, taps * H] of positions first ..."""
+        """What the slots of a block end as, behind the target's states [n, taps * H] of positions first ...; those of
+        NaN never came."""
         context = [self.norm(self.weight["fc.weight"] @ state, "hidden_norm") for state in states]
         at = first + len(context)
         xs = [self.embedding[token] for token in [anchor] + [self.mask] * (self.size - 1)]
@@ -176,7 +177,8 @@ class WrittenBlock:
             return written.rotated(written.norm(rows, self.weight[f"{name}.self_attn.{part}_norm.weight"]), position)
 
         inputs = [written.norm(x, written.of("input_layernorm")) for x in xs]
-        seen = [(c, first + i) for i, c in enumerate(context)] + [(x, at + i) for i, x in enumerate(inputs)]
+        seen = [(c, first + i) for i, c in enumerate(context) if not c.isnan().any()]
+        seen += [(x, at + i) for i, x in enumerate(inputs)]
         keys, values = ([heads(part, x, position) for x, position in seen] for part in "kv")
         outs = []
         for place, (x, read) in enumerate(zip(xs, inputs, strict=True)):

@@ -1,8 +1,9 @@
 """transformers' ``generate`` as a process, a peer of ``make bench``: ``python -m bench.peers.generating FOLDER KIND …``
 
 A line in is a JSON object with ``prompt`` (token ids) and ``max_tokens``; a line out is one with ``tokens`` (how many),
-``first_s`` and ``total_s``. The first line out is {"ready": true}. KIND: plain, lookup (prompt lookup of 10 tokens, as
-its documentation has it) or assisted (the model assists itself, as no smaller one with its vocabulary is at hand).
+``first`` (how many of them came first, in one go), ``first_s`` and ``total_s``. The first line out is {"ready": true}.
+KIND: plain, lookup (prompt lookup of 10 tokens, as its documentation has it) or assisted (the model assists itself, as
+no smaller one with its vocabulary is at hand).
 
 It imports nothing of Slipstream.
 """
@@ -22,23 +23,28 @@ KINDS = ("plain", "lookup", "assisted")
 
 
 class Clock:
-    """A streamer of transformers: it notes when the first and the last token came, and how many."""
+    """A streamer of transformers: it notes when the first and the last tokens came, and how many came first: what is
+    assisted gives all that was accepted at once."""
 
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
         self.first_s = self.last_s = 0.0
-        self.tokens = -1  # the first call brings the prompt
+        self.first = -1  # the first call brings the prompt
 
     def put(self, tokens: torch.Tensor) -> None:
-        if self.tokens < 0:
-            self.tokens = 0
+        if self.first < 0:
+            self.first = 0
             return
         self.last_s = time.perf_counter() - self.began_s
         self.first_s = self.first_s or self.last_s
-        self.tokens += tokens.numel()
+        self.first = self.first or tokens.numel()
 
     def end(self) -> None:
         """Nothing is left to do."""
+
+    def said(self, tokens: int) -> dict[str, Any]:
+        """The line out of an answer of so many tokens."""
+        return {"tokens": tokens, "first": self.first, "first_s": self.first_s, "total_s": self.last_s}
 
 
 def main() -> None:
@@ -67,8 +73,7 @@ def main() -> None:
         with torch.inference_mode():
             made = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, streamer=clock,
                                   max_new_tokens=asked["max_tokens"], **extra)
-        print(json.dumps({"tokens": made.shape[1] - prompt.shape[1], "first_s": clock.first_s,
-                          "total_s": clock.last_s}), flush=True)
+        print(json.dumps(clock.said(made.shape[1] - prompt.shape[1])), flush=True)
 
 
 if __name__ == "__main__":

@@ -50,12 +50,11 @@ LLAMACPP: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class Serving:
-    """Processes, of which one serves OpenAI's completions. ``usual``: fields of each request."""
+    """Processes, of which one serves OpenAI's completions."""
 
     name: str
     processes: dict[str, Process]
     server: Server
-    usual: Mapping[str, Any]
 
     async def start(self) -> None:
         """One after the other: a target measures its steps while it starts. Raises Unavailable."""
@@ -65,7 +64,7 @@ class Serving:
 
     async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> Answered:
         """how: fields of one of Slipstream's requests."""
-        return await self.server.ask(list(prompt), max_tokens, {**self.usual, **how})
+        return await self.server.ask(list(prompt), max_tokens, how)
 
     def memory(self) -> dict[str, float]:
         """MiB resident, of each process."""
@@ -91,22 +90,22 @@ def slipstream(kind: str, folder: Path, model: str, dtype: str) -> Serving:
     if kind == "colocated":
         every = [setting for process in processes.values() for setting in process.settings]
         processes = {"all": replace(router, module="slipstream", settings=every, arguments=("serve", "--colocated"))}
-    return Serving(name, processes, Server(int(router.address.rpartition(":")[2]), Path(model).name), GREEDY)
+    return Serving(name, processes, Server(int(router.address.rpartition(":")[2]), Path(model).name))
 
 
-def peer(name: str, folder: Path, command: Sequence[str], usual: Mapping[str, Any] = GREEDY) -> Serving:
+def peer(name: str, folder: Path, command: Sequence[str]) -> Serving:
     """A server that is none of ours. ``command``: without its port, which follows."""
     port = free_port()
     process = Process("", (), port, folder / f"{name}.log", (*command, "--host", "127.0.0.1", "--port", str(port)),
                       page="/health", ready_s=PEER_START_S)
-    return Serving(name, {"server": process}, Server(port, PEER_MODEL), usual)
+    return Serving(name, {"server": process}, Server(port, PEER_MODEL))
 
 
 def llamacpp(kind: str, folder: Path, binary: Path, file: Path) -> Serving:
     """llama.cpp's own server, with a model file of the same weights."""
     threads = str(os.cpu_count() or 1)
     command = [str(binary), "-m", str(file), "-t", threads, "-tb", threads, "-np", "1", "-c", "4096", *LLAMACPP[kind]]
-    return peer(f"llamacpp-{kind}", folder, command, {"cache_prompt": False})
+    return peer(f"llamacpp-{kind}", folder, command)
 
 
 def vllm(folder: Path, environment: Path, model: Path, dtype: str) -> Serving:

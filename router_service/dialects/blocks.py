@@ -40,7 +40,7 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class Told:
     """What an answer is headed with. ``markup`` tells calls and reasoning apart; None: all is text. ``asked``: the body
-    that asks for it, checked."""
+    that asks for it, checked. ``tell_reasoning``: whether it is told at all."""
 
     answer_id: str
     created: int
@@ -48,6 +48,7 @@ class Told:
     prompt_tokens: int
     markup: Markup | Named | None
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    tell_reasoning: bool = True
 
 
 def as_written(given: Any, prefix: str) -> Any:
@@ -62,20 +63,22 @@ def event_of(name: str, fields: Mapping[str, Any]) -> bytes:
 
 
 class Blocks:
-    """Those of one answer. ``finish``: why it ended."""
+    """Those of one answer. ``finish``: why it ended. ``tell_reasoning``: whether that is told at all."""
 
-    def __init__(self, answer_id: str, markup: Markup | Named | None) -> None:
+    def __init__(self, answer_id: str, markup: Markup | Named | None, tell_reasoning: bool = True) -> None:
         self.finish = ""
         self.all: list[Block] = []
         self._answer_id = answer_id
         self._markup = markup
+        self._tell_reasoning = tell_reasoning
         self._open = False
 
     def take(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
         """What happens to which block with ``delta``; the text is what is added."""
         for part in self._parts(delta):
             if isinstance(part, Said):
-                yield from self._more(part.kind, part.text)
+                if part.kind != "reasoning" or self._tell_reasoning:
+                    yield from self._more(part.kind, part.text)
                 continue
             if part.name:
                 yield from self._begin("call", part.name)

@@ -120,9 +120,9 @@ class ChatBody(Generation):
         use = None
         if self.tools is not None or self.tool_choice is not None:
             use = use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        wanted = self.wanted(most, (self.top_logprobs or 0) if self.logprobs else None)
-        return replace(wanted, parsed=True, mixed=self.separate_reasoning is False, use=use,
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        wanted = self.wanted(getattr(self, name), (self.top_logprobs or 0) if self.logprobs else None)
+        return replace(wanted, limited_by=name, parsed=True, mixed=self.separate_reasoning is False, use=use,
                        tell_reasoning=self.include_reasoning is not False, **_bound(wanted, use))
 
     def names(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class TextReply:
         return None
 
     def chunk(self, number: int, delta: TextDelta) -> Json | None:
-        if not (delta.text or delta.finish or (self.detailed and delta.tokens)):
+        if not (delta.text or delta.finish or delta.prompt or (self.detailed and delta.tokens)):
             return None
         return {**self._head, "choices": [self._choice(number, [delta])]}
 

@@ -4,7 +4,7 @@ Rules:
 1. A request becomes a body of a chat, and is checked as one. Refusals name this API's fields; those within messages
    and tools may have the chat's names.
 2. Content comes in blocks: thinking, text, calls, in the order in which the model wrote them.
-3. An answer continues the last message where that is the assistant's.
+3. Turns of one role are one. An answer continues the last where that is the assistant's.
 4. Tools are functions; of blocks only text, calls, their results and thinking are known.
 
 It knows nothing about models, routes or the network.
@@ -54,7 +54,7 @@ def chat_of(raw: Json) -> Json:
         raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} items, and blocks in all")
     for i, message in enumerate(given):
         messages += _messages(f"messages[{i}]", message)
-    chat["messages"] = messages
+    chat["messages"] = messages = _turns(messages)
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools") or raw.get("tool_choice"):
@@ -120,6 +120,20 @@ def _messages(at: str, message: Any) -> Iterator[Json]:
                **({"reasoning_content": "\n".join(thoughts)} if thoughts else {})}
 
 
+def _turns(messages: list[Json]) -> list[Json]:
+    """With those of one role that follow one another as one, as far as what they hold keeps its order."""
+    turns: list[list[Json]] = []
+    for message in messages:
+        last = turns[-1][-1] if turns else {}
+        alike = message["role"] != "tool" and message["role"] == last.get("role")
+        if alike and "tool_calls" not in last and "reasoning_content" not in message:
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [{**turn[-1], **turn[0], "content": "\n".join([each["content"] for each in turn if each["content"]])}
+            for turn in turns]
+
+
 def _tools(tools: Any, choice: Any) -> Json:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequest("tools", "must be a list of tools")
@@ -149,7 +163,7 @@ class MessagesReply:
     def __init__(self, told: Told) -> None:
         self._head: Json = {"id": f"msg_{told.answer_id}", "type": "message", "role": "assistant", "model": told.model}
         self._prompt_tokens = told.prompt_tokens
-        self._blocks = Blocks(told.answer_id, told.markup)
+        self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
 
     def opening(self) -> bytes:
         """The events before any token."""

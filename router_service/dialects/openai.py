@@ -82,6 +82,7 @@ class Options:
 
     sampling: Sampling
     max_tokens: int | None = None  # None: what the context leaves
+    limited_by: str = "max_tokens"  # the field that says so
     n: int = 1
     stop: tuple[str, ...] = field(default=(), repr=False)
     keep_stop: bool = False  # in the text
@@ -147,7 +148,7 @@ class Options:
     def asked_by(self) -> dict[Need, str]:
         """What a target must know how to honour, and the field that asks for it."""
         fields: dict[Need, str] = {
-            "grammar": self.bound_by, "no_tokens": "max_tokens",
+            "grammar": self.bound_by, "no_tokens": self.limited_by,
             "prompt_logprobs": "prompt_logprobs" if self.prompt_logprobs is not None else "echo"}
         return {need: fields.get(need, need) for need in needs_of(
             self.grammar, self.scored, self.logprobs_mode, self.allowed_token_ids, self.bad_words, self.max_tokens)}
@@ -259,7 +260,7 @@ class Generation(Strict):
         binding = {name: value for name in READERS if (value := getattr(self, name)) is not None}
         bound_by, grammar = (grammar_of(binding) if binding else None) or ("", None)
         return Options(
-            sampling, max_tokens, self.n or 1, tuple(filter(None, self.stop or ())),
+            sampling, max_tokens, n=self.n or 1, stop=tuple(filter(None, self.stop or ())),
             keep_stop=bool(self.include_stop_str_in_output), show_specials=self.skip_special_tokens is False,
             top_logprobs=top_logprobs, token_ids=bool(self.return_token_ids), ignore_eos=bool(self.ignore_eos),
             truncate=self.truncate_prompt_tokens, salt=self.cache_salt or "", answer_id=self.request_id or "",
@@ -516,6 +517,7 @@ class Job:
     max_tokens: tuple[int, ...]  # one a prompt
     options: Options
     vocab_size: int
+    continues: bool = False  # the answers go on from the prompts, not a turn of their own
     begun: tuple[int, ...] = field(default=(), repr=False)  # tokens of the only answer that its client has
     identity: Identity | None = None  # whose answer it is to be; None: anybody's
     shown: tuple[str, ...] = field(default=(), repr=False)  # the prompts as texts, where they are echoed

@@ -144,7 +144,7 @@ class ResponsesReply:
             "id": f"resp_{told.answer_id}", "object": "response", "created_at": told.created, "model": told.model,
             "error": None, "incomplete_details": None, "store": False,
             **_told_again(told.asked)}
-        self._blocks = Blocks(told.answer_id, told.markup)
+        self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
         self._sent = 0
 
     def opening(self) -> bytes:

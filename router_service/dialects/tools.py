@@ -3,7 +3,7 @@
 Rules:
 1. Only functions are known. Their schemas are bounded with the body that brings them, their number here.
 2. A template that takes no tools is told of them in the system's message, and of calls and results in the words of
-   ``<tool_call>`` and ``<tool_response>``.
+   ``<tool_call>`` and ``<tool_response>``. Results are one turn of the user, with what he says behind them.
 3. A call that has to be made binds the answer to a grammar: the arguments of the one that is named, else a list of
    calls, also where a JSON schema says what text would be. Where the answer is bound to one and may call, it is either
    one call or what the schema says.
@@ -179,7 +179,13 @@ def _check_tool(at: str, tool: Any) -> None:
 
 def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Json]:
     """``messages`` for a template that knows neither tools nor calls."""
-    plain = [_plain(message) for message in messages]
+    turns: list[list[Json]] = []  # results are words of the user, and many templates want turns to alternate
+    for i, message in enumerate(messages):
+        if i and messages[i - 1]["role"] == "tool" and message["role"] in ("tool", "user"):
+            turns[-1].append(_plain(message))
+        else:
+            turns.append([_plain(message)])
+    plain = [{**turn[0], "content": "\n".join([part["content"] for part in turn])} for turn in turns]
     if use is not None and use.offered:
         words = TOLD.format(tools="\n".join(_written(tool) for tool in use.tools))
         if plain and plain[0]["role"] == "system":

@@ -321,9 +321,9 @@ class Completion:
 
     def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
                  identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
-                 shown: Collection[int] = (), echo: bool = False, all_told: bool = False) -> None:
+                 shown: Collection[int] = (), within: bool = False, all_told: bool = False) -> None:
         """``keep_stop``: the stop string that ends it is part of its text. ``shown``: so are these special tokens.
-        ``echo``: its text follows its prompt's. ``all_told``: tokens that are no part of its text, as they end it, are
+        ``within``: it goes on from its prompt's. ``all_told``: tokens that are no part of its text, as they end it, are
         told with none."""
         self.identity = identity
         self.tally = Tally()
@@ -332,7 +332,7 @@ class Completion:
         self._pieces = aiter(answer)
         self._silent = frozenset(request.sampling.stop_token_ids)
         self._vocab_size = vocab_size
-        self._detokenizer = Detokenizer(codec, shown, echo)
+        self._detokenizer = Detokenizer(codec, shown, within)
         self._all_told = all_told
         self._prompt = len(request.tokens) - request.answered
         self._scores: list[PromptScores] = []

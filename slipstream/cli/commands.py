@@ -244,7 +244,8 @@ Work = Annotated[Path | None, typer.Option(
     metavar="FOLDER", help="What is made on the way, to go on from; else in the user's cache folder.")]
 Data = Annotated[list[Path] | None, typer.Option(
     metavar="FOLDER", help="Conversations of this target from another --work, to train on too; may be repeated.")]
-Tokens = Annotated[int, typer.Option(min=0, help="Tokens to generate, in all runs; 0: as time allows.")]
+Tokens = Annotated[int, typer.Option(min=0, help="Tokens of conversations to make, given text included, in all runs; "
+                                     "0: as time allows.")]
 Steps = Annotated[int, typer.Option(min=0, help="Training steps, in all runs; 0: as time allows.")]
 Generate = Annotated[bool, typer.Option(help="Have conversations first.")]
 Train = Annotated[bool, typer.Option(help="Train a head on them.")]

@@ -95,7 +95,7 @@ def client_of(config: Config) -> Client:
 def first_key(file: Path) -> str:
     """Of a file of keys: one a line, each with its tenant's fields behind it. Raises ConfigError."""
     try:
-        lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [line.split() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read a key from {file}: {error}") from error
     for words in lines:

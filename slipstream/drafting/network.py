@@ -35,6 +35,7 @@ class Network(Protocol):
     """A draft model or head on one device."""
 
     lag: int
+    bridged: bool  # whether rows whose states never come stand in their places: their tokens tell something
     vocab_size: int  # of the target
     hidden_size: int  # of the target; 0: any
     features: FeatureSpec | None  # None with lag 0

@@ -43,18 +43,20 @@ class Acceptance:
 
     rounds: int = 0
     reached: list[int] = field(default_factory=list)
+    ended: int = 0  # rounds with no token behind their draft tokens, as the last of them ended the answer
 
-    def add(self, accepted: int) -> None:
+    def add(self, accepted: int, ended: bool = False) -> None:
         """One round more, with so many accepted draft tokens."""
         self.rounds += 1
+        self.ended += ended
         self.reached.extend([0] * (accepted - len(self.reached)))
         for depth in range(accepted):
             self.reached[depth] += 1
 
     @property
     def length(self) -> float:
-        """Accepted draft tokens a round, plus one."""
-        return 1 + sum(self.reached) / max(1, self.rounds)
+        """Tokens a round: accepted draft tokens, and the target's own behind them."""
+        return 1 + (sum(self.reached) - self.ended) / max(1, self.rounds)
 
     @property
     def by_depth(self) -> list[float]:
@@ -165,7 +167,7 @@ class Rounds:
             path = slots[list(verdict.path)]
             self._runner.slots.free(np.setdiff1d(slots, path))
             end = next((i + 1 for i, token in enumerate(verdict.tokens) if token in self._eos), len(verdict.tokens))
-            acceptance.add(min(verdict.num_accepted, end))
+            acceptance.add(min(verdict.num_accepted, end), end <= verdict.num_accepted)
             commits.append(Commit(answering.session, tree.base, np.array(verdict.tokens, np.int32),
                                   self._features(answering.session, tree.base - 1, path), len(tree) - 1))
             answering.slots = np.concatenate([answering.slots, path])

@@ -34,6 +34,7 @@ class StandaloneNetwork:
     """A ``neural.Network`` over a whole causal model."""
 
     lag = 0
+    bridged = True
     hidden_size = 0
     features: FeatureSpec | None = None
 

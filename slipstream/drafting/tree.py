@@ -27,7 +27,8 @@ Rules of a context:
 3. With features (lag 1) a row can be computed only when the target's state before it is here. States that are known
    already are passed over. A gap is bridged by states of zeros, as a row's token alone tells something (the default
    head without states of a short prompt: acceptance length 1.86, beginning anew 1.77, with all states 1.97); before
-   states behind a gap of more than ``BRIDGE`` rows the context begins anew, so many rows earlier.
+   states behind a gap of more than ``BRIDGE`` rows the context begins anew, so many rows earlier. Rows that read no
+   token (a block's) tell nothing then and are not there; what is computed before the gap stays.
 4. A commit keeps the KV of drafted tokens that became true (lag 0), and none with features: those rows were computed
    from guessed states and are pending again, with the target's. The newest token stays pending, because its row gives
    the logits to grow from; unless it was drafted, and the tree goes on below it (``tree.GrowingTree``).
@@ -287,9 +288,10 @@ class DraftContext:
     history: TokenHistory | None
     window: int
     lag: int
+    bridged: bool = True  # whether rows without a state tell something; lag 1 only
     plain: bool = False  # its logits are ranked, under noise or not, as they are
     drawn: Sampling | None = None  # the noise that they are ranked under
-    start: int = 0  # position of the oldest row
+    start: int = 0  # position of the oldest row, if none between was left out
     origin: int = 0  # taken from positions before they are rotated
     slots: Indices = field(default_factory=lambda: NO_SLOTS)  # [C] KV of rows start .. start + C - 1
     inputs: list[torch.Tensor] = field(default_factory=list)  # [_, W] states for the first pending rows; lag 1 only
@@ -357,6 +359,10 @@ class DraftContext:
         if start <= expected:
             self.inputs.append(rows[expected - start : end - start])
             self.num_inputs += end - expected
+            return NO_SLOTS
+        if not self.bridged:
+            self.start = start + 1 - len(self.slots)  # rows before stay where they were turned to
+            self.inputs, self.num_inputs = [rows[: end - start]], end - start
             return NO_SLOTS
         freed, gap, most = NO_SLOTS, start - expected, min(BRIDGE, self.window // 2)
         bridge = rows.new_zeros(min(gap, most), *rows.shape[1:])  # first: memory may run out there

@@ -133,12 +133,16 @@ def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
 
 def part_of_tensor(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """A rank's part of one of a checkpoint's tensors."""
-    *_, module, kind = name.split(".")
-    if module not in ALONG or tensor.shape[ALONG[module] if kind == "weight" else 0] % ranks:
-        return tensor  # whole, or of a wrong shape, which the decoder names
+    module, _, kind = name.rpartition(".")
+    module = module.rpartition(".")[2]
+    if module not in ALONG:
+        return tensor
     if kind == "bias" and ALONG[module] == 1:
         return tensor if rank == 0 else torch.zeros_like(tensor)
-    return tensor.chunk(ranks, ALONG[module] if kind == "weight" else 0)[rank]
+    along = ALONG[module] if kind == "weight" else 0
+    if tensor.dim() <= along or tensor.shape[along] % ranks:
+        return tensor  # of a wrong shape, which the decoder names
+    return tensor.chunk(ranks, along)[rank]
 
 
 def part_head(config: ModelConfig, tensors: Tensors, rank: int, ranks: int) -> torch.Tensor:

@@ -95,6 +95,17 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     return free, total
 
 
+def computes(device: torch.device) -> bool:
+    """Whether it still does: a kernel that reads what is not there ends a process's use of a GPU for good."""
+    try:
+        torch.zeros(1, device=device).item()
+    except torch.OutOfMemoryError:
+        return True
+    except RuntimeError:
+        return False
+    return True
+
+
 def stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
     """In it this thread's work on a GPU does not stand in line behind what other threads give it from now on."""
     if device.type != "cuda":

@@ -238,9 +238,18 @@ class Followed:
         held, most = len(self.side.tree.token_list) - 1, self.decision.lookup or self.decision.verify
         return 1 if not held or self.left == 1 else 1 + (held if held < most else most)
 
+    @property
+    def tree(self) -> DraftTree:
+        """What it holds, without nodes that could only stand behind the last token that may be committed: a model may
+        have no position for them."""
+        tree, left = self.side.tree, self.left
+        if left >= len(tree.token_list):
+            return tree
+        return tree.select([node for node, level in enumerate(tree.levels()) if not level or level < left])
+
     def take(self, rows: int) -> DraftTree:
         """The best of its tree in at most so many rows, root included."""
-        return self.side.tree.best(min(rows, self.nodes))
+        return self.tree.best(min(rows, self.nodes))
 
     def chain(self, most: int) -> list[int]:
         """The best path below the newest token, at most so many tokens: for an engine that verifies no trees."""

@@ -16,7 +16,8 @@ Rules:
    mask computed before.
 6. What is forced can be long, and asking for it takes as long: it is asked for again when all of it has come, and never
    again once ``UNSAID`` tokens of it were spelt otherwise.
-7. A tokenizer may have more tokens than its model: those are neither allowed nor told.
+7. A tokenizer may have more tokens than its model: those are neither allowed nor told. A model may have more than its
+   tokenizer: llguidance breaks at one of those, so no tree is followed there.
 8. The text of a special token, where a grammar leaves no choice but that, is spelt as text: llguidance would force the
    token itself, by which the grammar does not go on. A grammar that names the token has it.
 
@@ -52,8 +53,8 @@ class Ends:
 class Matcher:
     """Of one answer, which has no token yet. It belongs to one thread at a time."""
 
-    __slots__ = ("_begun", "_broken", "_coming", "_ends", "_marked", "_marks", "_matcher", "_restarts", "_rolls",
-                 "_row", "_row_at", "_sayable", "_size", "_tokens", "_unsaid", "_visited", "_width")
+    __slots__ = ("_begun", "_broken", "_coming", "_end", "_ends", "_marked", "_marks", "_matcher", "_restarts",
+                 "_rolls", "_row", "_row_at", "_sayable", "_size", "_tokens", "_unsaid", "_visited", "_width")
 
     def __init__(self, begun: Callable[[], LLMatcher], words: int, end: int, vocab_size: int, ends: Ends,
                  marks: Mapping[int, int]) -> None:
@@ -61,7 +62,7 @@ class Matcher:
         tokens, and the first of those that spell the text of each."""
         self._begun = begun
         self._matcher = begun()
-        self._ends = ends
+        self._end, self._ends = end, ends
         self._size, self._width = vocab_size, (vocab_size + 31) // 32
         can = np.arange(32 * words) < vocab_size
         can[end] = False
@@ -156,6 +157,8 @@ class Matcher:
             if tokens[node] in self._ends.tokens:
                 if above.is_accepting():
                     yield node, level
+                continue
+            if tokens[node] >= self._end:  # the newest token: none that is known lies behind it
                 continue
             self._matcher = here = above.deep_copy()
             if here.try_consume_tokens([tokens[node]]):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections import Counter as Counted
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import mul
@@ -29,12 +29,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from slipstream import __version__
 from slipstream.base.errors import STATUS
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 Told = TypeVar("Told")
+Counts = list[tuple[str, list[tuple[str, dict[str, str], float]]]]  # families: their samples' names, labels, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,24 @@ class Tally(Collector):
         yield family
 
 
+class Families(CollectorRegistry):
+    """Metrics, of which some are shown as another process counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: Mapping[str, list[Sample]] = {}  # of families, by name
+
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            family.samples = self.told.get(family.name, family.samples)
+            yield family
+
+
 class Registry:
     """The metrics of one service and model."""
 
     def __init__(self, service: str, model: str) -> None:
-        self._collectors = CollectorRegistry()
+        self._collectors = Families()
         self._fixed = (service, model)
         self.settle: Callable[[], None] = lambda: None  # what is not counted yet; called before all is read
         ProcessCollector(registry=self._collectors)
@@ -137,6 +152,18 @@ class Registry:
         metric = Tally(f"slipstream_{name}", text, buckets, dict(zip(self._labels(()), self._fixed, strict=True)))
         self._collectors.register(metric)
         return metric
+
+    def tell(self, families: Collection[str]) -> Counts:
+        """What is counted of ``families``, for another process of the same service (``hear``)."""
+        self.settle()
+        return [(family.name, [(sample.name, sample.labels, sample.value) for sample in family.samples])
+                for family in self._collectors.collect() if family.name in families]
+
+    def hear(self, told: Counts) -> None:
+        """Show what another process counts in place of our own."""
+        fixed = dict(zip(self._labels(()), self._fixed, strict=True))
+        self._collectors.told = {family: [Sample(name, {**labels, **fixed}, value) for name, labels, value in samples]
+                                 for family, samples in told}
 
     def certificate_ends(self, at_s: float) -> None:
         self._certificate.of().set(at_s)
@@ -341,6 +368,10 @@ class RouterMetrics:
         self._breaker.drop(peer)
 
 
+# What is counted beside an engine that is a process of its own, and shown by the one that serves its answers.
+BESIDE_ENGINE = frozenset(f"slipstream_{name}" for name in (
+    "step_seconds", "step_rows", "mode_transitions", "wire_bytes", "drafter_lost", "invalid_growths", "stale_growths",
+    "pairing_suspect", "drafter_tokens", "drafter_moves"))
 DRAFTERS = 32  # names that drafters give themselves and that have series of their own
 TOGETHER = 64  # times that something was told, which are counted at once
 
@@ -403,6 +434,13 @@ class TargetMetrics:
         self._shedding = registry.gauge("shedding_level", "1 smaller trees, 2 plain, 3 no new answers; 0 all is well.")
         self.shedding(0)
         self.drafts_connected(0)  # one that never comes is missed too
+
+    def tell(self) -> Counts:
+        """What is counted beside an engine; see ``Registry``."""
+        return self.registry.tell(BESIDE_ENGINE)
+
+    def hear(self, told: Counts) -> None:
+        self.registry.hear(told)
 
     def moved(self) -> None:
         self._moved.of().inc()

@@ -3,8 +3,7 @@
 Rules:
 1. An anchor is a token of a conversation. Its block is (anchor, mask, …) at the anchor's position and on; slot k learns
    what the target says after token anchor + k, given the true tokens between.
-2. A block sees the target's states before its anchor, and itself, not causally. From half of the anchors the newest
-   1 to ``HIDDEN`` states are hidden, so that a head can draft before the newest states have come.
+2. A block sees the target's states before its anchor, and itself, not causally. All of these: a draft waits for them.
 3. A slot's loss is 0.1 · cross-entropy with the token that followed + 0.9 · the L1 distance to the target's
    distribution over the draft vocabulary + the binary cross-entropy of its confidence with 1 - L1 / 2, weighted with
    e^(-k / 4). Slots whose token is outside the draft vocabulary are left out of the cross-entropy; in the agreement
@@ -33,7 +32,6 @@ from slipstream.train.shards import Conversation
 from slipstream.train.unroll import Unrolled, norm, rotated
 
 ROWS_OF_AN_ANCHOR = 8  # tokens of a conversation for each of its anchors
-HIDDEN = 3
 DECAY = 4.0
 CE, L1, CONFIDENCE = 0.1, 0.9, 1.0
 
@@ -46,8 +44,7 @@ class Blocks:
     positions: torch.Tensor  # int64 [R]
     bounds: tuple[int, ...]  # rows of conversation i: bounds[i] : bounds[i + 1]
     owners: tuple[int, ...]  # anchors of conversation i: owners[i] : owners[i + 1]
-    places: torch.Tensor  # int64 [A] anchors' positions
-    seen: torch.Tensor  # int64 [A] states that a block sees: those of positions below
+    places: torch.Tensor  # int64 [A] anchors' positions; a block sees the states of those below
     before: torch.Tensor  # int64 [A, S] tokens from the anchor on
     after: torch.Tensor  # int64 [A, S] the draft id of the token after each; -1: none
     best: torch.Tensor  # int64 [A, S] the target's likeliest token there, as a draft id; -1: none
@@ -69,7 +66,7 @@ def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, 
     hidden, device = head.config.hidden_size, head.vocabulary.device
     draft_ids = np.full(head.config.vocab_size + 1, -1, np.int64)  # the last one: of no token
     draft_ids[head.vocabulary.cpu().numpy()] = np.arange(len(head.vocabulary))
-    found: dict[str, list[np.ndarray]] = {name: [] for name in ("places", "seen", "before", "after", "best", "counted")}
+    found: dict[str, list[np.ndarray]] = {name: [] for name in ("places", "before", "after", "best", "counted")}
     states, finals, positions, bounds, owners = [], [], list[np.ndarray](), [0], [0]
     for c in conversations:
         count = min(len(c.tokens) - 1, max_rows)
@@ -80,10 +77,8 @@ def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, 
         places = np.array(anchors)
         slots = places[:, None] + np.arange(BLOCK)  # [a, S]
         inside = np.minimum(slots, count - 1)
-        missing = [dice.randrange(1, HIDDEN + 1) if dice.random() < 0.5 else 0 for _ in anchors]
         bits = torch.from_numpy(np.array(c.states[:count])).view(torch.bfloat16)
         found["places"].append(places)
-        found["seen"].append(np.maximum(places - missing, 0))
         found["before"].append(np.asarray(c.tokens[inside], np.int64))
         found["after"].append(draft_ids[c.tokens[inside + 1]])
         found["best"].append(draft_ids[c.greedy[inside]])
@@ -99,9 +94,8 @@ def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, 
 
     none = torch.zeros(0, len(head.taps) * hidden, dtype=torch.bfloat16)
     return Blocks(torch.cat(states or [none]).to(device), placed(positions), tuple(bounds), tuple(owners),
-                  placed(found["places"]), placed(found["seen"]), placed(found["before"]), placed(found["after"]),
-                  placed(found["best"]), torch.cat(finals or [none[:, None, :hidden]]).to(device),
-                  placed(found["counted"]).bool())
+                  placed(found["places"]), placed(found["before"]), placed(found["after"]), placed(found["best"]),
+                  torch.cat(finals or [none[:, None, :hidden]]).to(device), placed(found["counted"]).bool())
 
 
 def learn(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32, drawn: int = 0) -> Unrolled:
@@ -206,7 +200,7 @@ def _attend(q: torch.Tensor, own: Turn, context: Turn, blocks: Blocks) -> torch.
         rows = slice(blocks.bounds[number], blocks.bounds[number + 1])
         some = slice(blocks.owners[number], blocks.owners[number + 1])
         theirs = torch.einsum("asghd,tgd->asght", q[some], context[0][rows]).float()
-        unseen = torch.arange(theirs.shape[-1], device=q.device) >= blocks.seen[some, None]  # [a, T]
+        unseen = torch.arange(theirs.shape[-1], device=q.device) >= blocks.places[some, None]  # [a, T]
         theirs = theirs.masked_fill(unseen[:, None, None, None], float("-inf"))
         shares = torch.cat((theirs, mine[some].float()), -1).softmax(-1)
         cut = theirs.shape[-1]

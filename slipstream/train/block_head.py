@@ -4,7 +4,8 @@ Rules:
 1. Tensors by the names of the published layout (``layers.i.*``, ``fc``, ``hidden_norm``, ``norm``, ``lm_head``,
    ``markov_head``, ``confidence_head``), in float32; exporting is writing them down, in the layout of speculators'
    ``dspark`` (DeepSpec's own has no draft vocabulary), with ``sample_from_anchor`` true.
-2. It reads all states that shards hold: those that enter layers 2, n // 2 and n - 3, and the final one.
+2. It reads all states that shards hold: those that enter layers 2, n // 2 and n - 3, and the final one. Its id, n, is
+   the state behind the final norm here, the one before it in vLLM: a head made here is not for vLLM's own drafting.
 3. Warm start: the layers are the target's last ones, ``lm_head`` and ``norm`` the target's; ``fc`` passes the state
    that enters layer n - 3 through and adds a little of the others. ``W2`` and the confidence head begin at zero.
 4. The mask is a token of the target that its answers do not use: the last one of those.

@@ -37,7 +37,8 @@ def _top(target: str, head: Head) -> tuple[str, ...]:
             f"It drafts for {target} and for no other model: blocks of {BLOCK} tokens in one pass. "
             f"{head.num_parameters / 1e6:.1f} million parameters; it reads what enters the target's layers "
             f"{', '.join(map(str, head.taps[:-1]))} and the final state. The layout is that of vLLM's speculators "
-            "(`dspark`, `sample_from_anchor` true). The embedding is the target's.", "",
+            f"(`dspark`, `sample_from_anchor` true), but layer id {head.target_layers} is the state behind the final "
+            "norm, for vLLM the one before it. The embedding is the target's.", "",
             f"    slipstream run --set draft.drafter=block --set {pair}", "")
     return (
         f"# An EAGLE-3 head for {target}", "",
@@ -76,8 +77,8 @@ def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
     how = (f"Training-time test over {recipe.unroll} unrolled steps; cross-entropy with the target's distribution over "
            "the draft vocabulary, which turns to what the two do not share (after arXiv 2602.23881), estimated from "
            "some of its tokens" if recipe.kind == "eagle3" else
-           "Blocks at random anchors, half of them without the newest 1 to 3 states; 0.1 of cross-entropy, 0.9 of the "
-           "distance to the target's distribution over the draft vocabulary, and the confidence head")
+           "Blocks at random anchors; 0.1 of cross-entropy, 0.9 of the distance to the target's distribution over the "
+           "draft vocabulary, and the confidence head")
     last = "last layer" if recipe.kind == "eagle3" and recipe.layers == 1 else "last layers"
     began = f"the target's {last} and `lm_head`" if recipe.begin is None else f"the head {recipe.begin.name}"
     return (

@@ -27,7 +27,7 @@ class Recipe:
     False leave a stage out."""
 
     minutes: float = 10.0
-    tokens: int = 0  # answer and question tokens to generate, in all
+    tokens: int = 0  # of conversations to make, given text included
     steps: int = 0  # of the optimiser
     generate: bool = True
     train: bool = True

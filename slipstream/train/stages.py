@@ -173,7 +173,8 @@ def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Sha
         if begun is not None:
             training.resume(begun)
             watcher.say(f"going on at step {training.progress.step}")
-        training.run(recipe.train_seconds(shards.totals().seconds), watcher.training)
+        talked_s = Shards([job.work], target).totals().seconds  # what --data took was another run's
+        training.run(recipe.train_seconds(talked_s), watcher.training)
     return head, covered, training
 
 

@@ -8,6 +8,7 @@ Rules:
 3. A channel takes no proxy from the environment and shares no connection with another channel.
 4. A Connection follows its certificates: a call keeps the channel that it began on, and one that was replaced closes
    when its last call ends. The files are looked at no more than once a second; such as cannot be read change nothing.
+   Another may have come behind its name: who has met him on a ``fresh`` line may ``take`` that one.
 
 It knows nothing about what is sent.
 """
@@ -15,15 +16,18 @@ It knows nothing about what is sent.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
 import structlog
 from grpc import aio
 
+from slipstream.base.address import host_port
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.wire.tls import TlsFiles, channel_credentials
 
@@ -164,6 +168,24 @@ class Connection:
             self._replaced.discard(line)
             self._close(line)
 
+    def fresh(self) -> Lane | None:
+        """A line to whoever stands behind the name now, to be taken or closed; None: an address has no other, or
+        certificates are being replaced."""
+        try:
+            ipaddress.ip_address(host_port(self._address)[0])
+        except ValueError:
+            with suppress(ConfigError):
+                return Lane(open_channel(self._address, self._tls))
+        return None
+
+    def take(self, fresh: Lane) -> None:
+        """Calls that begin now go there."""
+        old, self._line = self._line, fresh
+        if old.calls == 0:
+            self._close(old)
+        else:
+            self._replaced.add(old)
+
     async def aclose(self) -> None:
         for line in (self._line, *self._replaced):
             await line.channel.close()
@@ -180,12 +202,9 @@ class Connection:
             fresh = Lane(open_channel(self._address, self._tls))
         except ConfigError:
             return  # in the middle of being replaced
-        self._stamp, old, self._line = found, self._line, fresh
-        self._log.info("certificates replaced: new calls take a new connection", running=old.calls)
-        if old.calls == 0:
-            self._close(old)
-        else:
-            self._replaced.add(old)
+        self._stamp = found
+        self._log.info("certificates replaced: new calls take a new connection", running=self._line.calls)
+        self.take(fresh)
 
     def _close(self, line: Lane) -> None:
         task = asyncio.get_running_loop().create_task(line.channel.close())

@@ -10,7 +10,8 @@ Rules:
 3. Leaving the loop early ends the answer on the server.
 4. An answer whose router is lost or leaves is asked for again, and goes on where it stopped: from the tokens that came,
    with the seed that was sent, at a target that is the one that began it. The loop sees a pause. It ends with the error
-   when ``TRIES`` in a row brought no token, or when what began it is no longer served.
+   when ``TRIES`` in a row brought no token, or when what began it is no longer served. Who has a part of it waits where
+   there is no room; who has nothing is told.
 5. Of several addresses one is used until it fails, then the next.
 
 It knows nothing about tokenizers or models.
@@ -27,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from slipstream.base.errors import Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.protocol.chat import Begun, ChatOptions, Delta, Function, Message, ToolCall
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel, open_sync_channel
 from slipstream.wire.inference import decode_delta, decode_models, encode_chat, encode_complete
@@ -37,6 +38,7 @@ from slipstream.wire.tls import TlsFiles
 INFO_S = 10.0  # for the short calls
 TRIES = 6  # without a token; with the pauses between them they last eight seconds
 PAUSE_S = 0.25  # doubles with each try in a row
+BUSY_S = 8.0  # for so long at most a router that is busy is believed that it stays so
 TEXTS = ("tool_call_id", "reasoning_content", "name")  # of a message, besides
 MESSAGE = f"must have role and content, both text, and else nothing but tool_calls, {', '.join(TEXTS)}"
 
@@ -59,24 +61,25 @@ class Asked:
         self._tokens = list(options.begun.tokens) if options.begun is not None else []
         self._came: list[Delta] = []  # of the present call
         self._rounds = self._accepted = 0  # of those before
+        self._scored = self._behind = 0  # tokens of the prompt that were told, and that will be once more
         self._failed = 0  # calls in a row that brought no token
-        self._answered = False  # some of it came
         self.over = False  # all is here, whatever becomes of the call
 
     def request(self) -> bytes:
         """What is left to ask."""
-        options = self._options
-        if self._answered:  # what is told of the prompt was told before the first token
-            options = replace(options, echo=None, prompt_logprobs=None)
         begun = Begun(self._identity, tuple(self._tokens)) if self._tokens else None
-        return self._encode(replace(options, begun=begun))
+        return self._encode(replace(self._options, begun=begun))
 
     def take(self, delta: Delta) -> Delta:
         """A delta that came, as it is for its reader."""
         self._came.append(delta)
+        if delta.prompt:
+            again = min(self._behind, len(delta.prompt))
+            delta = delta._replace(prompt=delta.prompt[again:])
+            self._behind -= again
+            self._scored += len(delta.prompt)
         self.over = delta.finish != ""
         self._tokens += [token.id for token in delta.tokens]
-        self._answered = self._answered or bool(delta.tokens)
         self._identity = delta.identity or self._identity
         if (usage := delta.usage) is None or not self._rounds:
             return delta
@@ -86,14 +89,20 @@ class Asked:
 
     def again(self, error: SlipstreamError) -> float:
         """The call broke off: how long to wait before the next. Raises ``error`` where there is none to make."""
-        self._failed = 1 if any(delta.tokens for delta in self._came) else self._failed + 1
-        told = not self._answered and any(delta.prompt or delta.text for delta in self._came)
-        if self._failed >= TRIES or (self._tokens and not self._identity) or told:  # the prompt would be told twice
+        answered = any(delta.tokens for delta in self._came)
+        self._failed = 1 if answered else self._failed + 1
+        busy = isinstance(error, CapacityError)
+        echoed = not self._tokens and any(delta.text for delta in self._came)  # and would be once more
+        if self._failed >= TRIES or (self._tokens and not self._identity) or (busy and not self._tokens) or echoed:
             raise error
+        if answered:  # then all of the prompt was told, too
+            self._options = replace(self._options, echo=None, prompt_logprobs=None)
+        self._behind = self._scored
         self._rounds += len(self._came)
         self._accepted += sum(token.drafted for delta in self._came for token in delta.tokens)
         self._came = []
-        return PAUSE_S * 2.0 ** (self._failed - 1)
+        pause_s = PAUSE_S * 2.0 ** (self._failed - 1)
+        return max(pause_s, min(error.retry_after_s, BUSY_S)) if isinstance(error, CapacityError) else pause_s
 
 
 class Caller(Generic[Deltas]):
@@ -182,7 +191,7 @@ class Client(Caller[Iterator[Delta]]):
                     for data in call:
                         yield asked.take(decode_delta(data))
                 return
-            except (Unavailable, Draining) as error:
+            except (Unavailable, Draining, CapacityError) as error:
                 if asked.over:
                     return
                 pause_s = asked.again(error)
@@ -223,7 +232,7 @@ class AsyncClient(Caller[AsyncIterator[Delta]]):
                     async for data in call:
                         yield asked.take(decode_delta(data))
                 return
-            except (Unavailable, Draining) as error:
+            except (Unavailable, Draining, CapacityError) as error:
                 if asked.over:
                     return
                 pause_s = asked.again(error)

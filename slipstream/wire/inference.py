@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVarTuple
 
 import grpc
 
-from slipstream.base.errors import DeadlineExceeded, InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
 from slipstream.protocol.chat import (
     MAX_BEGUN,
     MAX_BIASES,
@@ -282,7 +282,7 @@ class InferenceServicer:
             async with asyncio.timeout(self._stall_s):
                 await context.write(data)
         except TimeoutError:
-            raise DeadlineExceeded(f"the client took nothing of its answer for {self._stall_s:g} s") from None
+            raise Unavailable(f"the client took nothing of its answer for {self._stall_s:g} s") from None
         except grpc.aio.InternalError as error:  # the call is over
             raise Unavailable("the client is gone") from error
 
@@ -295,9 +295,10 @@ class InferenceServicer:
             await abort(context, error)
 
     async def _admit(self, context: Context) -> Front:
-        shown = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
-        key = str(shown[0]).removeprefix("Bearer ") if shown else ""
-        front = self._front_of(key)
+        found = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
+        shown = str(found[0]).strip() if found else ""
+        scheme, _, key = shown.partition(" ")
+        front = self._front_of(key.strip() if scheme.lower() == "bearer" else shown)
         if front is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send a valid key as 'authorization: Bearer <key>'")
             raise PermissionError  # abort has raised

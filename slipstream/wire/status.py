@@ -2,8 +2,7 @@
 
 Rules:
 1. The status code comes from ``errors.status_of``; class, field and time to wait travel as trailing metadata, in the
-   message that tells one answer's error, too (``AnswerError``). A class that callers do not know goes as the next one
-   above it that they know.
+   message that tells one answer's error, too (``AnswerError``). A class that no caller knows is told as one above it.
 2. An error that is not ours becomes INTERNAL without its text: it may hold anything.
 3. Whatever the transport itself reports (refused, reset, too late) is Unavailable.
 
@@ -49,7 +48,7 @@ OVERWRITTEN = "Internal error from Core"
 CODES = {code.name: code for code in grpc.StatusCode}
 KINDS: dict[str, type[SlipstreamError]] = {kind.__name__: kind for kind in (
     InvalidRequest, NotFound, TooLarge, PairingError, RemoteProtocolError, CapacityError, QuotaExceeded, Draining,
-    ModelChanged, Unavailable, DeadlineExceeded)}
+    ModelChanged, DeadlineExceeded, Unavailable)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,8 @@ class Reported:
     def of(cls, error: Exception) -> Reported:
         if not isinstance(error, SlipstreamError):
             return cls("", "internal error")
-        names = [kind.__name__ for kind in type(error).__mro__]
-        kind = next((name for name in names if name in KINDS), names[0])
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        kind = next((kind for kind in kinds if kind in KINDS), kinds[0])
         if isinstance(error, InvalidRequest | RemoteProtocolError):
             code = error.code if isinstance(error, InvalidRequest) else ""
             return cls(kind, error.message, error.field, code)

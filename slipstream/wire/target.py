@@ -16,6 +16,7 @@ The caller's end, a Backend that is a target elsewhere:
    unless the call has failed), and keepalive ends the calls to one that falls silent.
 4. Leaving an answer frees it there; what still comes for it is dropped.
 5. A call that ended takes its answers with it; the next answer begins a new call.
+6. One that drains is left for another of its identity that stands behind the same name by now; its answers stay.
 
 It knows nothing about engines or text. Format: ``GenerateMany`` in ``proto/slipstream/v1/target.proto``.
 """
@@ -26,6 +27,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -47,7 +49,7 @@ from slipstream.wire.answers import (
     encode_told,
     joined,
 )
-from slipstream.wire.channel import RULES, TARGET_SERVICE, Connection
+from slipstream.wire.channel import RULES, TARGET_SERVICE, Connection, Lane
 from slipstream.wire.link import Line, first_end
 from slipstream.wire.status import Context, Reported, abort, log_bug, translated
 from slipstream.wire.tls import TlsFiles
@@ -56,6 +58,7 @@ MAX_BYTES = 1 << 20  # of a frame, unless a single item is longer
 MAX_WAITING = 1 << 20
 HOLD_AT, RESUME_AT = 256, 64  # pieces of one answer that nobody has read
 CONNECT_S = 5.0
+LOOK_S = 1.0  # for who may stand behind the name of a target that drains
 
 
 class TargetServicer:
@@ -263,14 +266,34 @@ class TargetClient:
         """Raises Unavailable within ``connect_s`` seconds."""
         line = self._connection.begin()
         try:
-            method: Any = line.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
-            with translated(self.address):
-                found = decode_info(await method(b"", timeout=self._connect_s))
+            found = await self._asked(line, self._connect_s)
+            if found.draining:
+                found = await self._successor(found)
             if self._stream is not None and not self._stream.takes:
                 self._stream = None
             return found
         finally:
             self._connection.end(line)
+
+    async def _asked(self, line: Lane, within_s: float) -> TargetInfo:
+        method: Any = line.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
+        with translated(self.address):
+            return decode_info(await method(b"", timeout=within_s))
+
+    async def _successor(self, draining: TargetInfo) -> TargetInfo:
+        """Who stands behind the name by now in the place of a target that drains, and begins answers; ``draining`` if
+        nobody does, or one who could not go on with what it may have to hand back."""
+        fresh = self._connection.fresh()
+        if fresh is None:
+            return draining
+        found = draining
+        with suppress(SlipstreamError):
+            found = await self._asked(fresh, LOOK_S)
+        if found.draining or found.identity != draining.identity:
+            await fresh.channel.close()
+            return draining
+        self._connection.take(fresh)
+        return found
 
     async def aclose(self) -> None:
         if self._stream is not None:

@@ -31,6 +31,7 @@ class Links:
         cannot be read, and where an address names a service and no cluster can be found."""
         self._addresses, self._hello, self._following, self._metrics = addresses, hello, following, metrics
         self._check, self._tls, self._kubeconfig = check, tls, kubeconfig
+        self.expected = 0  # drafts that there should be
         if tls is not None:
             tls.read()
         self._counts, begun = WireCounts(), Future[Drafts]()
@@ -43,15 +44,23 @@ class Links:
         """From any thread."""
         return self._vitals.ready
 
+    @property
+    def ready(self) -> bool:
+        """Whether a draft is connected. From any thread."""
+        return self.alive and any(status.connected for status in self.statuses())
+
     def statuses(self) -> list[DraftStatus]:
         """From any thread."""
         return self._drafts.statuses()
 
+    def _expect(self, drafts: int) -> None:
+        self.expected = drafts
+        self._metrics.drafts_expected(drafts)
+
     async def _run(self, begun: Future[Drafts]) -> None:
         try:
             drafts = Drafts(self._connect, self._following)
-            async with drafts.dialled(self._addresses, self._kubeconfig, self._metrics.drafts_expected,
-                                      self._vitals.follow):
+            async with drafts.dialled(self._addresses, self._kubeconfig, self._expect, self._vitals.follow):
                 begun.set_result(drafts)
                 await export_bytes([self._counts], self._metrics.wire_bytes)
         except BaseException as error:

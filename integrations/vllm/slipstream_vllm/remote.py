@@ -48,7 +48,7 @@ class RemoteDrafter:
         hello = TargetHello(PROTOCOL_VERSION, 0, str(model.model), model.get_vocab_size(),
                             digest_of(str(model.tokenizer), getattr(model, "tokenizer_revision", None)),
                             text.hidden_size, text.num_hidden_layers, model.max_model_len)
-        metrics = TargetMetrics(str(model.model))
+        self.metrics = metrics = TargetMetrics(str(model.model))
         # Only here: who imports this package needs no torch.
         from slipstream_vllm.features import States, Taps
 
@@ -59,15 +59,17 @@ class RemoteDrafter:
         self._links = Links(options.drafts if self.speaks else (), hello, self.chains.following, metrics, taps.check,
                             tls_files(options.tls), options.kubeconfig)
         if options.metrics_listen is not None and self.speaks:
-            self._page = MetricsServer(options.metrics_listen, metrics.registry, self._ready)
+            self._page = MetricsServer(options.metrics_listen, metrics.registry, lambda: self._links.ready)
             self._page.start()
 
-    def statuses(self) -> list[DraftStatus]:
-        """Of all drafts, with what was found out about them."""
-        return [self.chains.following.pool.with_problem(status) for status in self._links.statuses()]
+    @property
+    def expected(self) -> int:
+        """Drafts that there should be."""
+        return self._links.expected
 
-    def _ready(self) -> bool:
-        return self._links.alive and any(status.connected for status in self._links.statuses())
+    def statuses(self) -> list[DraftStatus]:
+        """Of all drafts that are known, with what was found out about them."""
+        return [self.chains.following.pool.with_problem(status) for status in self._links.statuses()]
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """vLLM calls it; the model is elsewhere."""

@@ -56,6 +56,7 @@ class BlockNetwork:
     """A ``neural.Network`` over a block head."""
 
     lag = 1
+    bridged = False
 
     def __init__(self, head: BlockHead, dtype: str, device: torch.device, num_slots: int, project: bool = False,
                  ops: LayerOps = TORCH, kernels: str = "torch") -> None:

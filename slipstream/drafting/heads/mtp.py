@@ -98,6 +98,7 @@ class MtpNetwork:
     """A ``neural.Network`` over the layers of a head."""
 
     lag = 1
+    bridged = True
     race: Race | None = None
 
     def __init__(self, head: MtpHead, blocks: Blocks, dtype: str, num_slots: int,

@@ -138,6 +138,10 @@
 {{- if and (not (has $drafter (list "auto" "ngram" "mtp"))) (not .model) -}}
 {{- fail (printf "draft.pools: pool %q has the drafter %q but no model: set model to a folder of the volume" .name $drafter) -}}
 {{- end -}}
+{{- $claim := $.Values.model.claim -}}
+{{- if and .model (ne .model $.Values.model.path) (not $claim.existing) (not $claim.create) -}}
+{{- fail (printf "draft.pools: pool %q has the model %q but no claim holds it, and without one a pod has %s alone: set model.claim.existing to a claim with a folder for each" .name .model $.Values.model.path) -}}
+{{- end -}}
 {{- end -}}
 {{- if gt (int $shares) 99 -}}
 {{- fail (printf "draft.pools: the shares add up to %d per cent; leave some for a pool without a share" (int $shares)) -}}

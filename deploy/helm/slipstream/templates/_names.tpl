@@ -79,6 +79,12 @@ kubernetes:///{{ .name }}.{{ .root.Release.Namespace }}:{{ .port }}
 {{- end -}}
 {{- end -}}
 
+{{/* Of targets of several pods. Not the name of their Service: a LeaderWorkerSet has one of its own name, in which pods
+     find each other before they are ready, and makes none where one is there. */}}
+{{- define "slipstream.groupName" -}}
+{{ include "slipstream.fullname" . }}-targets
+{{- end -}}
+
 {{/* The drafts that a pool runs; takes root and pool. Shares first, at least one pod each; the others split the rest. */}}
 {{- define "slipstream.poolReplicas" -}}
 {{- $total := int .root.Values.draft.replicas -}}

@@ -32,7 +32,7 @@ spec:
 apiVersion: leaderworkerset.x-k8s.io/v1
 kind: LeaderWorkerSet
 metadata:
-  {{- include "slipstream.metadata" . | nindent 2 }}
+  {{- include "slipstream.metadata" (dict "root" .root "name" (include "slipstream.groupName" .root)) | nindent 2 }}
     app.kubernetes.io/component: {{ .role }}
 spec:
   {{- if ne (toString .replicas) "" }}
@@ -211,12 +211,17 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
-{{- /* Quantities as text: Kubernetes 1.20 does not apply numbers. Input: a container's resources. */ -}}
+{{- /* Quantities as text: Kubernetes 1.20 does not apply numbers. One that is null was taken back. Input: a container's
+resources. */ -}}
 {{- define "slipstream.resources" -}}
 {{- $found := deepCopy (default dict .) -}}
 {{- range $kind := list "limits" "requests" -}}
 {{- range $name, $quantity := default dict (get $found $kind) -}}
+{{- if kindIs "invalid" $quantity -}}
+{{- $_ := unset (get $found $kind) $name -}}
+{{- else -}}
 {{- $_ := set (get $found $kind) $name (toString $quantity) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $found -}}
@@ -283,9 +288,9 @@ true
 {{- define "slipstream.cpuField" -}}
 {{- if and .threads (or (ne .role "target") (not (default dict .root.Values.config.model).threads)) -}}
 {{- $resources := default dict .pod.resources -}}
-{{- if hasKey (default dict $resources.limits) "cpu" -}}
+{{- if (default dict $resources.limits).cpu -}}
 limits.cpu
-{{- else if hasKey (default dict $resources.requests) "cpu" -}}
+{{- else if (default dict $resources.requests).cpu -}}
 requests.cpu
 {{- end -}}
 {{- end -}}
