@@ -307,7 +307,7 @@ class TargetWorker:
         by_number = {one.number: one for one in self._queues.running}
         prefill = [(by_number[number], rows) for number, rows in plan.prefill]
         trees = [(by_number[number], by_number[number].take(rows)) for number, rows in plan.verify]
-        nodes = sum(len(tree.token_list) - 1 for _, tree in trees)
+        nodes = sum(len(tree.tokens) - 1 for _, tree in trees)
         rows = sum(rows for _, rows in prefill) + len(trees) + nodes
         self._kv.make_room(rows)
         began_s = self._clock()

@@ -303,7 +303,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
     """
     builder = BatchBuilder()
     scoring = [part for one, rows in prefill if (part := _add_prefill(builder, runner, one, rows)) is not None]
-    slots = runner.slots.alloc_behind([(len(tree.token_list), one.newest_slot) for one, tree in trees])  # of all nodes
+    slots = runner.slots.alloc_behind([(len(tree.tokens), one.newest_slot) for one, tree in trees])  # of all nodes
     levels = builder.add_trees([(tree, one.row, one.computed) for one, tree in trees if one.row is not None], slots)
     draws = _draws(trees, levels, thresholds)
     try:
@@ -434,7 +434,7 @@ def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows
 def _relaxed(tree: DraftTree, own: abc.Sequence[int], logits: torch.Tensor, session: ChoiceRows,
              thresholds: Thresholds) -> list[int]:
     device = logits.device
-    parents, tokens = (sent(of[1:], device, torch.int64) for of in (tree.parent_list, tree.token_list))
+    parents, tokens = (sent(of[1:], device, torch.int64) for of in (tree.parents, tree.tokens))
     chances = shares(logits, session)[parents, tokens].exp().tolist()
     return relaxed(tree, own, [1.0, *chances], coins(session), thresholds)
 
@@ -442,7 +442,7 @@ def _relaxed(tree: DraftTree, own: abc.Sequence[int], logits: torch.Tensor, sess
 def _choice_rows(one: Sequence, tree: DraftTree, levels: list[int], first: int) -> ChoiceRows:
     sampling = one.request.sampling
     # Paths cost Python time; only penalties look at them.
-    paths = ([[tree.token_list[above] for above in tree.path(node)[1:]] for node in range(len(tree))]
+    paths = ([[tree.tokens[above] for above in tree.path(node)[1:]] for node in range(len(tree))]
              if sampling.path_dependent else [[]] * len(tree))
     base, output = tree.base, one.followed.side.num_output
     return ChoiceRows(sampling, range(first, first + len(tree)), [base + level for level in levels],

@@ -97,8 +97,8 @@ class Watched:
         for token in tokens:
             right = self._other.masks(ROOT_ONLY)[0][0]
             self.wrong += node in known and bool((masks[node] != right).any())
-            node = next((child for child, parent in enumerate(self._tree.parent_list)
-                         if parent == node and self._tree.token_list[child] == token), -1)
+            node = next((child for child, parent in enumerate(self._tree.parents)
+                         if parent == node and self._tree.tokens[child] == token), -1)
             self._other.commit([token])
         return self._walked.commit(tokens)
 

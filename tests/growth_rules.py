@@ -29,9 +29,9 @@ class GrowthLedger:
         assert growth.base == len(self.tokens), (growth.base, len(self.tokens))
         assert len(growth.ids) <= budget, f"{len(growth.ids)} nodes for a budget of {budget}"
         assert {len(growth.parents), len(growth.tokens), len(growth.scores)} == {len(growth.ids)}
-        known = set(self.tree.id_list)
-        edges = {(self.tree.id_list[p], t)
-                 for p, t in zip(self.tree.parent_list[1:], self.tree.token_list[1:], strict=True)}
+        known = set(self.tree.ids)
+        edges = {(self.tree.ids[p], t)
+                 for p, t in zip(self.tree.parents[1:], self.tree.tokens[1:], strict=True)}
         rows = zip(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(), growth.scores.tolist(),
                    strict=True)
         for node, parent, token, score in rows:
@@ -50,7 +50,7 @@ class GrowthLedger:
                                      growth.scores.tolist())
         assert len(self.tree) == len(known), "the target's tree leaves nodes out"
         best = self.tree.best(1 + len(self.tree) // 2)
-        assert min(best.parent_list[1:], default=0) >= 0, "the best nodes are not connected"
+        assert min(best.parents[1:], default=0) >= 0, "the best nodes are not connected"
 
 
 def scored_paths(growth: Growth) -> dict[tuple[int, ...], float]:

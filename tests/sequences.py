@@ -27,6 +27,6 @@ def run_tree(runner: ModelRunner, tree: DraftTree, context: np.ndarray) -> tuple
     """Verify a whole tree: logits [N, V] and the slots of its nodes. ``context`` ends before the root."""
     slots = runner.slots.alloc(len(tree))
     builder = BatchBuilder()
-    builder.add(tree.token_list, [tree.base - 1 + level for level in tree.levels()], slots.tolist(), context,
+    builder.add(tree.tokens, [tree.base - 1 + level for level in tree.levels()], slots.tolist(), context,
                 tree.ancestors(), len(tree))
     return runner.forward(builder.build()), slots

@@ -55,7 +55,7 @@ def test_every_path_of_a_tree_gives_what_it_gives_alone(runner: ModelRunner) -> 
         runner.slots.free(slots)
         for node in range(len(tree)):
             path = tree.path(node)
-            alone, behind = run(runner, [tree.token_list[at] for at in path], context)
+            alone, behind = run(runner, [tree.tokens[at] for at in path], context)
             assert far(logits[path], alone) < 1e-12, f"seed {seed} node {node}"
             runner.slots.free(behind[len(context):])
 
@@ -66,7 +66,7 @@ def test_an_accepted_path_is_context_without_moving(runner: ModelRunner) -> None
     slots = run_tree(runner, tree, context)[1]
     path = tree.path(len(tree) - 1)
     after, _ = run(runner, [65, 66], np.concatenate([context, slots[path]]))
-    expected, _ = run(runner, [*TEXT[:-1], *[tree.token_list[at] for at in path], 65, 66])
+    expected, _ = run(runner, [*TEXT[:-1], *[tree.tokens[at] for at in path], 65, 66])
     assert far(after, expected[-2:]) < 1e-12
 
 

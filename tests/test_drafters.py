@@ -89,7 +89,7 @@ class Population:
         for session in self.chosen():
             ledger = self.ledgers[session]
             nodes = self.rng.randrange(len(ledger.tree))
-            new = [*[ledger.tree.token_list[at] for at in ledger.tree.path(nodes)[1:]], self.rng.randrange(4)]
+            new = [*[ledger.tree.tokens[at] for at in ledger.tree.path(nodes)[1:]], self.rng.randrange(4)]
             base = len(ledger.tokens)
             states = self.states(session, base - 1, len(new)) if self.rng.random() < 0.95 else None
             commits.append(Commit(session, base, np.array(new, np.int32), states))

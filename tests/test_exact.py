@@ -68,7 +68,7 @@ def test_a_trees_rows_are_those_of_plain_steps(runner: ModelRunner) -> None:
         for node in (1, 11, 23):
             path, behind = tree.path(node), context
             for passed in path:
-                alone, behind = run(runner, [tree.token_list[passed]], behind)
+                alone, behind = run(runner, [tree.tokens[passed]], behind)
                 assert torch.equal(alone[0], logits[passed]), f"seed {seed}, node {passed}"
 
 

@@ -45,7 +45,7 @@ def wrong(config: Any, seed: int) -> float:
     tree = random_tree(dice, 12, base=len(text) + 1, vocab=vocab)
     with torch.inference_mode():
         whole = plain(torch.tensor([text]), use_cache=False).logits[0]
-        paths = [[tree.token_list[at] for at in tree.path(node)] for node in range(len(tree))]
+        paths = [[tree.tokens[at] for at in tree.path(node)] for node in range(len(tree))]
         ends = [plain(torch.tensor([[*text, *path]]), use_cache=False).logits[0, -1] for path in paths]
     runner = ModelRunner(HFModel(plain), 512)
     rows, slots = [], NOTHING

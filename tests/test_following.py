@@ -63,7 +63,7 @@ def plain(count: int) -> list[int]:
 
 def by_tree(one: Followed, tree: DraftTree) -> Verified:
     tokens = one.side.tokens
-    choices = [chosen([*tokens, *[tree.token_list[at] for at in tree.path(node)[1:]]]) for node in range(len(tree))]
+    choices = [chosen([*tokens, *[tree.tokens[at] for at in tree.path(node)[1:]]]) for node in range(len(tree))]
     verdict = walk(tree, choices)
     return Verified(one.session, verdict.tokens, len(tree) - 1, verdict.num_accepted, max(tree.levels()))
 

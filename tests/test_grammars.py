@@ -270,11 +270,11 @@ def drafted(dice: np.random.Generator, said: Said) -> DraftTree:
     tree = DraftTree.root_only(len(said.tokens) + 1, 0)
     for _ in range(int(dice.integers(8))):
         parent, kind = int(dice.integers(len(tree))), dice.random()
-        good = said.then([tree.token_list[at] for at in tree.path(parent)[1:]])
+        good = said.then([tree.tokens[at] for at in tree.path(parent)[1:]])
         token = int(dice.choice(good)) if good and kind < 0.7 else EOS if kind < 0.85 else int(dice.integers(VOCAB))
         if tree.child(parent, token) is None:
-            tree = DraftTree(tree.base, [*tree.token_list, token], [*tree.parent_list, parent],
-                             [*tree.id_list, len(tree)], [*tree.score_list, 0.0])
+            tree = DraftTree(tree.base, [*tree.tokens, token], [*tree.parents, parent],
+                             [*tree.ids, len(tree)], [*tree.scores, 0.0])
     return tree
 
 
@@ -291,10 +291,10 @@ def test_masks_of_trees_are_those_of_matchers_that_saw_each_path_alone(tiny_fold
             tree = tree.select(matcher.kept(tree)) if dice.random() < 0.5 else tree
             masks, known = matcher.masks(tree)
             for node in range(len(tree)):
-                right = said.then([tree.token_list[at] for at in tree.path(node)[1:]])
+                right = said.then([tree.tokens[at] for at in tree.path(node)[1:]])
                 assert (allowed(masks[node]) if node in known else []) == right, (grammar, said.tokens, tree)
             node = int(dice.choice(sorted(known)))
-            new = [*[tree.token_list[at] for at in tree.path(node)[1:]], int(dice.choice(allowed(masks[node])))]
+            new = [*[tree.tokens[at] for at in tree.path(node)[1:]], int(dice.choice(allowed(masks[node])))]
             over = new[-1] in ends.tokens
             said.tokens += new[: matcher.commit(new[:-1] if over else new)]
             if over or matcher.ended:
@@ -409,7 +409,7 @@ def test_what_drafts_have_walked_changes_no_mask(answer: int) -> None:
         masks, known = drafted.masks(tree)
         assert (masks[0] == right).all()
         for node in known - {0}:
-            path = [tree.token_list[at] for at in tree.path(node)[1:]]
+            path = [tree.tokens[at] for at in tree.path(node)[1:]]
             fresh = vocabulary.compile(Grammar("ebnf", recursive), ends, [*said, *path])
             assert (masks[node] == fresh.masks(DraftTree.root_only(1, 0))[0][0]).all()
         token = int(dice.choice([choice for choice in choices if choice != EOS]))

@@ -120,7 +120,7 @@ def test_it_is_re_rooted_as_the_targets_is(seed: int) -> None:
         ledger.take(to_message(tree, budget), budget, vocab_size=50)
         assert tree.num_sent == len(ledger.tree) - 1, f"seed {seed}"
         path = ledger.tree.path(rng.randrange(len(ledger.tree)))[1:]
-        new = [ledger.tree.token_list[at] for at in path] or [rng.randrange(50)]
+        new = [ledger.tree.tokens[at] for at in path] or [rng.randrange(50)]
         ledger.commit(new)
         tree.commit(new, lasting=False)
         assert tree.num_sent == len(ledger.tree) - 1, f"seed {seed}"

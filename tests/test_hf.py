@@ -110,7 +110,7 @@ def test_the_breadth_path_serves_other_families(kind: str, changes: dict[str, An
     path = tree.path(len(tree) - 1)
     runner.slots.free(nodes)
     assert far(after, expected[40:80]) < 1e-4
-    assert far(verified[path], run(runner, [tree.token_list[at] for at in path], slots)[0]) < 1e-4
+    assert far(verified[path], run(runner, [tree.tokens[at] for at in path], slots)[0]) < 1e-4
 
 
 @pytest.mark.parametrize(("kind", "changes", "message"), [

@@ -159,7 +159,7 @@ def test_scored_says_what_forward_and_logits_say_bit_for_bit(runners: dict[str, 
         builder, own = BatchBuilder(), runner.slots.alloc(64)
         held.append(own)
         tree = random_tree(np.random.default_rng(seed), min(most, 30), base=len(TEXT) + 1, vocab=VOCAB)
-        builder.add(tree.token_list, [tree.base - 1 + level for level in tree.levels()],
+        builder.add(tree.tokens, [tree.base - 1 + level for level in tree.levels()],
                     own[: len(tree)].tolist(), context, tree.ancestors(), len(tree))
         if most > 30:  # prompts beside it, one with a last row that counts and more rows than buffers have
             more = runner.slots.alloc(90)

@@ -195,12 +195,12 @@ def test_masks_of_a_tree_are_those_of_its_paths() -> None:
         permitted = Permitted(allowed, words, (5,), 3, said, 40)
         tree = DraftTree.root_only(9, 0)
         for node in range(1, 8):
-            parent = -9 if len(tree) == 1 else tree.id_list[dice.integers(len(tree))]
+            parent = -9 if len(tree) == 1 else tree.ids[dice.integers(len(tree))]
             tree = tree.append([node], [parent], [int(dice.integers(6))], [-1.0])
         masks, known = permitted.masks(tree)
         assert known == frozenset(range(len(tree)))
         for node in range(len(tree)):
-            text = [*said, *[tree.token_list[at] for at in tree.path(node)[1:]]]
+            text = [*said, *[tree.tokens[at] for at in tree.path(node)[1:]]]
             open_ = {token for token in allowed if not any(
                 tuple([*text, token][-len(word) :]) == word for word in words)}
             open_ -= {5} if len(text) < 3 else set()
@@ -208,9 +208,9 @@ def test_masks_of_a_tree_are_those_of_its_paths() -> None:
             assert set(np.flatnonzero(bits).tolist()) == (open_ or {5}), (words, allowed, text)
         kept = permitted.kept(tree)
         for node in range(1, len(tree)):
-            parent = tree.parent_list[node]
+            parent = tree.parents[node]
             bits = np.unpackbits(masks[parent].view(np.uint8), bitorder="little")
-            assert (node in kept) == (parent in kept and bool(bits[tree.token_list[node]]))
+            assert (node in kept) == (parent in kept and bool(bits[tree.tokens[node]]))
 
 
 def test_a_rule_is_asked_about_no_more_nodes_than_can_be_verified(monkeypatch: pytest.MonkeyPatch) -> None:

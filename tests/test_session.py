@@ -66,7 +66,7 @@ def test_growth_that_crosses_a_commit_still_finds_its_parents() -> None:
     target.receive(growth(3, [(1, -3, 10), (2, 1, 11)]))
     target.commit([10])  # node 1 is the root now
     assert target.receive(growth(3, [(3, 2, 12), (4, 1, 13), (5, -3, 14)])) == 2
-    assert sorted(target.tree.token_list) == [10, 11, 12, 13], "14 continued a branch that lost"
+    assert sorted(target.tree.tokens) == [10, 11, 12, 13], "14 continued a branch that lost"
     assert not target.heard, "what was drafted for an older base is no answer to this one"
 
 
@@ -76,7 +76,7 @@ def test_growth_drafted_before_several_commits_is_followed_along_the_committed_t
     target.commit([10])
     target.commit([11])
     assert target.receive(growth(3, [(1, -3, 10), (2, 1, 11), (3, 2, 12), (4, 1, 99)])) == 1
-    assert target.tree.token_list == [11, 12]
+    assert target.tree.tokens == [11, 12]
 
 
 def test_a_drafter_that_names_the_committed_text_again_and_again_is_forgotten() -> None:
@@ -114,11 +114,11 @@ def test_what_the_text_foretells_too_is_the_drafters_node() -> None:
     target.attach()
     foretold(target, [10, 11])
     assert target.receive(growth(3, [(1, -3, 10), (2, 1, 11), (3, 2, 12), (4, 1, 13)])) == 2
-    assert sorted(target.tree.token_list) == [7, 10, 11, 12, 13]
+    assert sorted(target.tree.tokens) == [7, 10, 11, 12, 13]
     target.commit([10])
     assert target.receive(growth(3, [(5, 3, 14), (6, 2, 15)])) == 2, "by the ids that its drafter knows"
     assert target.commit([11, 12]) is not None
-    assert target.tree.token_list == [12, 14]
+    assert target.tree.tokens == [12, 14]
 
 
 def test_growth_of_an_earlier_opening_is_stale() -> None:
@@ -188,10 +188,10 @@ def test_whatever_the_wire_does_the_tree_continues_the_committed_tokens(seed: in
 
 
 def check_tree(tree: DraftTree, tokens: list[int], proposed: set[tuple[int, ...]], seed: int) -> None:
-    assert tree.base == len(tokens) and tree.token_list[0] == tokens[-1], seed
-    assert tree.id_list[0] == -tree.base
+    assert tree.base == len(tokens) and tree.tokens[0] == tokens[-1], seed
+    assert tree.ids[0] == -tree.base
     for node in range(1, len(tree)):
-        assert (*tokens, *(tree.token_list[n] for n in tree.path(node)[1:])) in proposed, seed
+        assert (*tokens, *(tree.tokens[n] for n in tree.path(node)[1:])) in proposed, seed
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -219,7 +219,7 @@ def test_when_all_has_come_a_target_holds_what_its_draft_believes(seed: int) -> 
         match rng.integers(6):
             case 0 | 1:
                 path = target.tree.path(int(rng.integers(len(target.tree))))[1:]
-                there.append([*(target.tree.token_list[node] for node in path), int(rng.integers(3))])
+                there.append([*(target.tree.tokens[node] for node in path), int(rng.integers(3))])
                 target.commit(there[-1])
                 if rng.random() < 0.4:
                     foretold(target, draws())
@@ -235,7 +235,7 @@ def test_when_all_has_come_a_target_holds_what_its_draft_believes(seed: int) -> 
             come()
             sent = [node for node, number in enumerate(tree.ids) if number]
             found = [target.tree.follow(tree.path(node)) for node in sent]
-            assert [target.tree.id_list[nodes[-1]] for nodes in found] == [tree.ids[node] for node in sent], seed
+            assert [target.tree.ids[nodes[-1]] for nodes in found] == [tree.ids[node] for node in sent], seed
             assert list(map(len, found)) == [len(tree.path(node)) for node in sent], seed
 
 

@@ -133,14 +133,14 @@ def test_growth_ahead_is_kept_below_a_commit(tiny_draft_folder: Path) -> None:
             free = of.slots.num_free
         assert len(ledger.tree) > 140, "64 computed nodes have no more than 129 children and a root"
         for node in (3, len(ledger.tree) // 2, len(ledger.tree) - 1):
-            path = [ledger.tree.token_list[at] for at in ledger.tree.path(node)[1:]]
+            path = [ledger.tree.tokens[at] for at in ledger.tree.path(node)[1:]]
             score = 0.0
             for depth, token in enumerate(path):
                 ids, scores = plain.children(tuple(path[:depth]), tokens, 2, Sampling())
                 score += scores[ids.index(token)]
-            assert ledger.tree.score_list[node] == pytest.approx(score, abs=1e-5), (turn, node)
+            assert ledger.tree.scores[node] == pytest.approx(score, abs=1e-5), (turn, node)
         best = ledger.tree.best(3)
-        new = [best.token_list[at] for at in best.path(len(best) - 1)[1:]]
+        new = [best.tokens[at] for at in best.path(len(best) - 1)[1:]]
         of.commit([commit(1, len(tokens), new)])
         ledger.commit(new)
         tokens += new
@@ -160,12 +160,12 @@ def test_growing_on_at_the_same_base(tiny_draft_folder: Path) -> None:
     deepest = max(range(len(ledger.tree)), key=lambda n: len(ledger.tree.path(n)))
     assert len(ledger.tree.path(deepest)) - 1 > 4
     plain = Plain(tiny_draft_folder)
-    path = [ledger.tree.token_list[at] for at in ledger.tree.path(deepest)[1:]]
+    path = [ledger.tree.tokens[at] for at in ledger.tree.path(deepest)[1:]]
     score = 0.0
     for depth, token in enumerate(path):
         ids, scores = plain.children(tuple(path[:depth]), tokens, 2, Sampling())
         score += scores[ids.index(token)]
-    assert ledger.tree.score_list[deepest] == pytest.approx(score, abs=1e-5)
+    assert ledger.tree.scores[deepest] == pytest.approx(score, abs=1e-5)
 
 
 def test_sessions_of_a_batch_do_not_touch_each_other(tiny_draft_folder: Path) -> None:

@@ -76,8 +76,8 @@ class Population:
             own, words = self.runner.slots.alloc(rows).tolist(), tree.ancestors() if rows > 2 else None
             depths = tree.levels() if words else list(range(rows))
             positions, masked = [start + depth for depth in depths], rows if words else 0
-            by_list.add(tree.token_list, positions, own, np.array(session.slots, np.int64), words, masked)
-            by_row.add_row(tree.token_list, positions, own, session.row, start, words, masked)
+            by_list.add(tree.tokens, positions, own, np.array(session.slots, np.int64), words, masked)
+            by_row.add_row(tree.tokens, positions, own, session.row, start, words, masked)
             kept = tree.path(int(self.dice.integers(rows))) if words else list(range(rows))
             self.accept.append((session, own, kept))
         return by_list.build(), by_row.build()
@@ -102,7 +102,7 @@ def test_trees_of_a_step_are_segments_added_one_by_one() -> None:
         for (tree, row, length), depths in zip(trees, levels, strict=True):
             plain, own = len(tree) == 1, slots[first : first + len(tree)]
             assert depths == tree.levels()
-            right.add_row(tree.token_list, [tree.base - 1 + depth for depth in depths], own, row, length,
+            right.add_row(tree.tokens, [tree.base - 1 + depth for depth in depths], own, row, length,
                           None if plain else tree.ancestors(), 0 if plain else len(tree))
             first += len(tree)
         same(right.build(), found.build(), 0)

@@ -11,7 +11,7 @@ from tests.trees import random_tree
 
 def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
     """Every node as its token path below the root, with its score: what a tree means, whatever its numbering."""
-    return {tuple(tree.token_list[n] for n in tree.path(node)[1:]): tree.score_list[node]
+    return {tuple(tree.tokens[n] for n in tree.path(node)[1:]): tree.scores[node]
             for node in range(len(tree))}
 
 
@@ -35,8 +35,8 @@ def test_rerooting_twice_equals_rerooting_once(seed: int) -> None:
     twice = tree.reroot(tokens[:2]).reroot(tokens[2:])
     assert paths_of(once).keys() == paths_of(twice).keys()
     assert once.base == twice.base == tree.base + 4
-    assert once.id_list[0] == -once.base
-    np.testing.assert_allclose(sorted(once.score_list), sorted(twice.score_list), atol=1e-5)
+    assert once.ids[0] == -once.base
+    np.testing.assert_allclose(sorted(once.scores), sorted(twice.scores), atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -44,7 +44,7 @@ def test_reroot_keeps_exactly_what_continues_the_committed_tokens(seed: int) -> 
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, 30, vocab=3)
     node = int(rng.integers(len(tree)))
-    tokens = [tree.token_list[n] for n in tree.path(node)[1:]] or [99]
+    tokens = [tree.tokens[n] for n in tree.path(node)[1:]] or [99]
     kept = paths_of(tree.reroot(tokens))
     expected = {path[len(tokens):] for path in paths_of(tree) if path[: len(tokens)] == tuple(tokens)} or {()}
     assert kept.keys() == expected, seed
@@ -70,7 +70,7 @@ def test_follow_goes_as_far_as_children_carry_the_tokens(seed: int) -> None:
 def test_reroot_outside_the_tree_is_plain_decoding() -> None:
     tree = DraftTree.root_only(3, 1).append([1, 2], [-3, 1], [5, 6], [-0.1, -0.2])
     plain = tree.reroot([7])
-    assert len(plain) == 1 and plain.base == 4 and plain.token_list == [7] and plain.id_list == [-4]
+    assert len(plain) == 1 and plain.base == 4 and plain.tokens == [7] and plain.ids == [-4]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -81,16 +81,16 @@ def test_best_is_connected_and_takes_the_highest_scores(seed: int) -> None:
         best = tree.best(size)
         assert len(best) == min(size, len(tree))
         assert paths_of(best).items() <= paths_of(tree).items()
-        assert all(0 <= parent < node for node, parent in enumerate(best.parent_list) if node)
-        assert sorted(best.score_list) == sorted(tree.score_list)[-len(best) :]
+        assert all(0 <= parent < node for node, parent in enumerate(best.parents) if node)
+        assert sorted(best.scores) == sorted(tree.scores)[-len(best) :]
 
 
 def test_append_leaves_out_what_does_not_fit() -> None:
     tree = DraftTree.root_only(3, 1)
     tree = tree.append([1, 2, 3, 1, 4, 5], [-3, 1, 77, -3, -3, 1], [10, 11, 12, 13, 10, 14],
                        [-1.0, -0.5, -1.0, -1.0, -1.0, float("nan")])
-    assert tree.id_list == [-3, 1, 2, 5], "an unknown parent, a used id and a used sibling's token are left out"
-    assert tree.score_list == [0.0, -1.0, -1.0, -np.inf], "scores never rise, and nonsense counts as the worst"
+    assert tree.ids == [-3, 1, 2, 5], "an unknown parent, a used id and a used sibling's token are left out"
+    assert tree.scores == [0.0, -1.0, -1.0, -np.inf], "scores never rise, and nonsense counts as the worst"
 
 
 def test_append_stops_at_what_may_be_held_and_a_selection_fits_the_words() -> None:
@@ -106,7 +106,7 @@ def test_a_chain_is_grafted_below_what_is_here() -> None:
     tree = DraftTree.root_only(5, 9).append([1, 2], [-5, 1], [10, 11], [-0.1, -0.2])
     grafted = tree.graft([10, 11, 12, 13], [-0.5, -0.6, -0.7, -0.8], 100)
     assert paths_of(grafted).keys() == {(), (10,), (10, 11), (10, 11, 12), (10, 11, 12, 13)}
-    assert grafted.id_list == [-5, 1, 2, 100, 101]
+    assert grafted.ids == [-5, 1, 2, 100, 101]
     assert paths_of(tree.graft([20], [-0.5], 100)).keys() == {(), (10,), (10, 11), (20,)}
     assert tree.graft([10, 11], [-0.5, -0.6], 100) is tree and tree.graft([], [], 100) is tree
 

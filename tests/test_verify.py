@@ -20,7 +20,7 @@ def plain_choice(prefix: tuple[int, ...], seed: int) -> int:
 def test_walk_emits_a_prefix_of_plain_decoding_and_as_long_a_one_as_the_tree_allows(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, int(rng.integers(1, 40)), vocab=VOCAB)
-    paths = [tuple(tree.token_list[n] for n in tree.path(node)[1:]) for node in range(len(tree))]
+    paths = [tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(len(tree))]
     verdict = walk(tree, [plain_choice(path, seed) for path in paths])
 
     plain: tuple[int, ...] = ()

@@ -14,6 +14,6 @@ def random_tree(rng: np.random.Generator, nodes: int, base: int = 7, vocab: int 
         if len(tree) >= nodes:
             break
         parent = int(rng.integers(len(tree)))
-        score = tree.score_list[parent] - float(rng.exponential())
-        tree = tree.append([node_id], [tree.id_list[parent]], [int(rng.integers(vocab))], [score])
+        score = tree.scores[parent] - float(rng.exponential())
+        tree = tree.append([node_id], [tree.ids[parent]], [int(rng.integers(vocab))], [score])
     return tree

@@ -69,7 +69,7 @@ class Permitted:
     def kept(self, tree: DraftTree) -> list[int]:
         """The nodes of ``tree`` (ascending) that could be chosen: nothing below another one could."""
         masks, _ = self.masks(tree)
-        kept, tokens, parents = {0}, tree.token_list, tree.parent_list
+        kept, tokens, parents = {0}, tree.tokens, tree.parents
         for node in range(1, len(tree)):  # a parent stands before its children
             token, parent = tokens[node], parents[node]
             if parent in kept and int(masks[parent, token >> 5]) >> (token & 31) & 1:
@@ -79,8 +79,8 @@ class Permitted:
     def masks(self, tree: DraftTree) -> tuple[Masks, frozenset[int]]:
         """What may be chosen at each node of ``tree``, and at which nodes that is known: at all."""
         paths: list[list[int]] = [[]]
-        tokens = tree.token_list
-        for node, parent in enumerate(tree.parent_list[1:], start=1):
+        tokens = tree.tokens
+        for node, parent in enumerate(tree.parents[1:], start=1):
             paths.append([*paths[parent], tokens[node]])
         return np.stack([self._mask(path) for path in paths]), frozenset(range(len(tree)))
 

@@ -153,7 +153,7 @@ class Rounds:
         for answering, tree in zip(running, trees, strict=True):
             slots = self._runner.slots.alloc(len(tree))
             plain = len(tree) == 1
-            rows = builder.add(tree.token_list, [tree.base - 1 + level for level in tree.levels()], slots.tolist(),
+            rows = builder.add(tree.tokens, [tree.base - 1 + level for level in tree.levels()], slots.tolist(),
                                answering.slots, None if plain else tree.ancestors(),
                                0 if plain else len(tree))
             placed.append((rows, slots))

@@ -180,10 +180,10 @@ class BatchBuilder:
         first, begin, seen, found = rows[-1], rows[-1], entries[-1], list[list[int]]()
         for tree, row, length in trees:
             root, levels, own = tree.base - 1, [0], [1]
-            tokens += tree.token_list
-            count = len(tree.token_list)
+            tokens += tree.tokens
+            count = len(tree.tokens)
             if count > 1:
-                for node, parent in enumerate(tree.parent_list):
+                for node, parent in enumerate(tree.parents):
                     if node:
                         levels.append(levels[parent] + 1)
                         own.append(1 << node | own[parent])

@@ -147,4 +147,4 @@ def passes_trial(model: CausalModel) -> bool:
     if not torch.equal(prompt[-1:], sessions.run({plain: context[-1:]})):
         return False
     rows, longest = sessions.run_tree(beside, tree), max(map(tree.path, range(ROWS)), key=len)
-    return all(torch.equal(sessions.run({plain: [tree.token_list[node]]})[0], rows[node]) for node in longest)
+    return all(torch.equal(sessions.run({plain: [tree.tokens[node]]})[0], rows[node]) for node in longest)

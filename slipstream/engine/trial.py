@@ -119,7 +119,7 @@ def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, tor
     tree = DraftTree(length + 1, [vocab - 1 - node for node in nodes], list(PARENTS), nodes, [-1.0 * n for n in nodes])
     right, right_other = _own(model, text), _own(model, other)
     paths = [tree.path(node) for node in range(len(tree))]
-    branches = torch.cat([_own(model, [*text, *[tree.token_list[node] for node in path]])[-1:] for path in paths])
+    branches = torch.cat([_own(model, [*text, *[tree.tokens[node] for node in path]])[-1:] for path in paths])
 
     sessions, rest = Sessions(serve(model)), iter(text)
     parts = [list(islice(rest, rows)) for rows in CHUNKS]
@@ -159,7 +159,7 @@ class Sessions:
     def run_tree(self, session: int, tree: DraftTree) -> torch.Tensor:
         """Logits [N, V] of the nodes."""
         builder, behind, own = BatchBuilder(), self._slots[session], [self._free.pop() for _ in range(len(tree))]
-        builder.add(tree.token_list, [len(behind) + level for level in tree.levels()], own, np.array(behind, np.int64),
+        builder.add(tree.tokens, [len(behind) + level for level in tree.levels()], own, np.array(behind, np.int64),
                     tree.ancestors(), len(tree))
         return self._logits(builder)
 

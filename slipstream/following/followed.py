@@ -235,7 +235,7 @@ class Followed:
     @property
     def nodes(self) -> int:
         """Rows to verify now, root included."""
-        held, most = len(self.side.tree.token_list) - 1, self.decision.lookup or self.decision.verify
+        held, most = len(self.side.tree.tokens) - 1, self.decision.lookup or self.decision.verify
         return 1 if not held or self.left == 1 else 1 + (held if held < most else most)
 
     @property
@@ -243,7 +243,7 @@ class Followed:
         """What it holds, without nodes that could only stand behind the last token that may be committed: a model may
         have no position for them."""
         tree, left = self.side.tree, self.left
-        if left >= len(tree.token_list):
+        if left >= len(tree.tokens):
             return tree
         return tree.select([node for node, level in enumerate(tree.levels()) if not level or level < left])
 
@@ -254,19 +254,19 @@ class Followed:
     def chain(self, most: int) -> list[int]:
         """The best path below the newest token, at most so many tokens: for an engine that verifies no trees."""
         tree = self.side.tree
-        if len(tree.token_list) == 1 or (rows := self.nodes) == 1:
+        if len(tree.tokens) == 1 or (rows := self.nodes) == 1:
             return []
         if not tree.is_chain:  # of one, the best nodes are the first
             tree = tree.best(rows)
             tree = tree.select(tree.best_path())
-        return tree.token_list[1 : min(rows, 1 + most, self.left)]
+        return tree.tokens[1 : min(rows, 1 + most, self.left)]
 
     def waits(self, now_s: float) -> bool:
         """Whether the step should leave it out for a while, because growth may still come in time."""
         if self.link is None or self.side.heard or now_s >= self.waiting.until_s:
             return False
         tree = self.side.tree
-        return len(tree.token_list) == 1 or tree.promise(self.decision.verify) < self.decision.enough
+        return len(tree.tokens) == 1 or tree.promise(self.decision.verify) < self.decision.enough
 
     def stands(self, now_s: float) -> None:
         """The step leaves it out, as it ``waits``."""
@@ -470,7 +470,7 @@ class Followed:
 
     def _await(self, now_s: float) -> None:
         """Its drafter hears of its newest token now; from here on it may wait."""
-        tells = self.link is not None and self.decision.want and len(self.side.tree.token_list) == 1
+        tells = self.link is not None and self.decision.want and len(self.side.tree.tokens) == 1
         waits = self.link is not None and (not self.waiting.first or self._shared.policy.always)
         self.waiting.begin(now_s, self.decision.wait_s if waits else 0.0, self.side.base if tells else None)
 

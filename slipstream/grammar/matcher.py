@@ -139,7 +139,7 @@ class Matcher:
         known = set[int]()
         if self._fill(masks[0], 0) or (self._restart() and self._fill(masks[0], 0)):
             known.add(0)
-            tokens = tree.token_list
+            tokens = tree.tokens
             known.update(node for node, level in self._visit(tree)
                          if tokens[node] not in self._ends.tokens and self._fill(masks[node], level))
         return masks, frozenset(known)
@@ -150,7 +150,7 @@ class Matcher:
         if len(tree) == 1 or self._broken == RESTARTS or not self._rolls:
             return
         self._visited = True
-        tokens, below, own = tree.token_list, _children(tree), self._matcher
+        tokens, below, own = tree.tokens, _children(tree), self._matcher
         waiting = [(node, 1, own) for node in below.get(0, ())]
         while waiting and not self._matcher.is_error():
             node, level, above = waiting.pop()
@@ -232,6 +232,6 @@ class Matcher:
 
 def _children(tree: DraftTree) -> dict[int, list[int]]:
     below: dict[int, list[int]] = {}
-    for node, parent in enumerate(tree.parent_list):
+    for node, parent in enumerate(tree.parents):
         below.setdefault(parent, []).append(node)
     return below

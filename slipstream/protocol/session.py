@@ -202,9 +202,9 @@ class TargetSide:
             raise RemoteProtocolError("growth.base", f"{message.base} is ahead of the {self.base} committed tokens")
         if message.base == self.base:
             self.heard = True
-        before = len(self.tree.token_list)
+        before = len(self.tree.tokens)
         self._append(message)
-        return len(self.tree.token_list) - before
+        return len(self.tree.tokens) - before
 
     def foretell(self, tokens: Sequence[int], most: int, forced: Sequence[int]) -> list[float]:
         """Look up what should come behind ``tokens``, which are to be committed next: at most so many. Returns for each
@@ -257,7 +257,7 @@ class TargetSide:
         base = self.base
         known = self._root_scores.get(base, 0.0)
         if nodes:
-            gained, ids = self.tree.score_list[nodes[-1]], self.tree.id_list
+            gained, ids = self.tree.scores[nodes[-1]], self.tree.ids
             for position, node in enumerate(nodes, start=base):
                 if ids[node] < FORETOLD:  # no drafter names what it has not proposed
                     self._passed[ids[node]] = position

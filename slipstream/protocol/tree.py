@@ -66,21 +66,21 @@ class DraftTree:
 
     Nodes are kept as lists: of a few, numpy makes more work than it saves."""
 
-    __slots__ = ("base", "id_list", "parent_list", "score_list", "token_list")
+    __slots__ = ("base", "ids", "parents", "scores", "tokens")
 
     def __init__(self, base: int, tokens: list[int], parents: list[int], ids: list[int], scores: list[float]) -> None:
         """Of [N] each, which are kept, not copied."""
         self.base = base
-        self.token_list = tokens
-        self.parent_list = parents
-        self.id_list = ids
-        self.score_list = scores
+        self.tokens = tokens
+        self.parents = parents
+        self.ids = ids
+        self.scores = scores
 
     def __len__(self) -> int:
-        return len(self.token_list)
+        return len(self.tokens)
 
     def __repr__(self) -> str:
-        return f"DraftTree({self.base}, {self.token_list}, {self.parent_list}, {self.id_list}, {self.score_list})"
+        return f"DraftTree({self.base}, {self.tokens}, {self.parents}, {self.ids}, {self.scores})"
 
     @staticmethod
     def root_only(base: int, token: int) -> DraftTree:
@@ -89,19 +89,19 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        return self.parent_list == list(range(-1, len(self.token_list) - 1))
+        return self.parents == list(range(-1, len(self.tokens) - 1))
 
     def levels(self) -> list[int]:
         """[N]: edges between each node and the root. A node's position is ``base - 1 + level``."""
         levels = [0]
-        for parent in self.parent_list[1:]:
+        for parent in self.parents[1:]:
             levels.append(levels[parent] + 1)
         return levels
 
     def ancestors(self) -> list[int]:
         """[N]: bit j of word i is set when node j is node i or one of its ancestors. N is at most MAX_NODES."""
         words = [1]
-        for node, parent in enumerate(self.parent_list[1:], start=1):
+        for node, parent in enumerate(self.parents[1:], start=1):
             words.append(1 << node | words[parent])
         return words
 
@@ -109,7 +109,7 @@ class DraftTree:
         """The nodes that carry ``tokens``, each below the one before and the first below the root, as far as there are
         any."""
         nodes: list[int] = []
-        own, parents = self.token_list, self.parent_list
+        own, parents = self.tokens, self.parents
         if len(own) == 1:  # as most are where nothing is drafted
             return nodes
         above, node, count = 0, 1, len(own)
@@ -127,22 +127,22 @@ class DraftTree:
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root to ``node``, both included."""
-        nodes, parents = [node], self.parent_list
+        nodes, parents = [node], self.parents
         while (node := parents[node]) >= 0:
             nodes.append(node)
         return nodes[::-1]
 
     def best_path(self) -> list[int]:
         """Nodes from the root down, at each the child of the highest score."""
-        nodes, scores, parents = [0], self.score_list, self.parent_list
+        nodes, scores, parents = [0], self.scores, self.parents
         while children := [node for node in range(nodes[-1] + 1, len(parents)) if parents[node] == nodes[-1]]:
             nodes.append(max(children, key=scores.__getitem__))
         return nodes
 
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that carries ``token``, or None."""
-        for below in range(node + 1, len(self.token_list)):
-            if self.token_list[below] == token and self.parent_list[below] == node:
+        for below in range(node + 1, len(self.tokens)):
+            if self.tokens[below] == token and self.parents[below] == node:
                 return below
         return None
 
@@ -151,16 +151,16 @@ class DraftTree:
         """This tree with further nodes, whose ``parents`` are ids. What does not fit is left out, never an error:
         a node whose parent is not here, an id or a sibling's token that is here already, nodes beyond MAX_HELD.
         A score above its parent's is lowered to it (rule 5 of trees); one that is not a number counts as the worst."""
-        root, count = self.id_list[0], len(ids)
-        if (len(self.id_list) == 1 and parents == [root, *ids[:-1]]
+        root, count = self.ids[0], len(ids)
+        if (len(self.ids) == 1 and parents == [root, *ids[:-1]]
                 and len({root, *ids}) - 1 == count == len(tokens) == len(scores) < MAX_HELD):  # a chain below the root
-            known = [most := self.score_list[0]]
+            known = [most := self.scores[0]]
             for score in scores:
                 most = -inf if score != score else score if score < most else most
                 known.append(most)
-            return DraftTree(self.base, [self.token_list[0], *tokens], [*range(-1, count)], [root, *ids], known)
-        held_tokens, held_parents, held_ids = [*self.token_list], [*self.parent_list], [*self.id_list]
-        known = [*self.score_list]
+            return DraftTree(self.base, [self.tokens[0], *tokens], [*range(-1, count)], [root, *ids], known)
+        held_tokens, held_parents, held_ids = [*self.tokens], [*self.parents], [*self.ids]
+        known = [*self.scores]
         count = held = len(known)
         where = {known_id: node for node, known_id in enumerate(held_ids)}
         # Edges, and the nodes below them.
@@ -196,28 +196,28 @@ class DraftTree:
         while known < len(tokens) and (child := self.child(node, tokens[known])) is not None:
             node, known = child, known + 1
         ids = range(first_id, first_id + len(tokens) - known)
-        return self.append(ids, [self.id_list[node], *ids][: len(ids)], tokens[known:], scores[known:])
+        return self.append(ids, [self.ids[node], *ids][: len(ids)], tokens[known:], scores[known:])
 
     def select(self, keep: Sequence[int]) -> DraftTree:
         """The connected sub-tree of the nodes ``keep`` (ascending, the root first). Scores stay relative to the old
         root."""
         places = {node: place for place, node in enumerate(keep)}
         places[-1] = -1
-        found = [places.get(self.parent_list[node]) for node in keep]
+        found = [places.get(self.parents[node]) for node in keep]
         parents = [parent for parent in found if parent is not None]
         assert keep[0] == 0 and len(parents) == len(keep), "not connected"
-        tokens, ids, scores = self.token_list, self.id_list, self.score_list
+        tokens, ids, scores = self.tokens, self.ids, self.scores
         return DraftTree(self.base, [tokens[node] for node in keep], parents, [ids[node] for node in keep],
                          [scores[node] for node in keep])
 
     def promise(self, num_nodes: int) -> float:
         """Tokens that the ``num_nodes`` best nodes, root not counted, would give if scores were true logarithms of the
         chance of being accepted."""
-        return sum(map(exp, sorted(self.score_list[1:], reverse=True)[:num_nodes]))
+        return sum(map(exp, sorted(self.scores[1:], reverse=True)[:num_nodes]))
 
     def best(self, num_nodes: int) -> DraftTree:
         """The ``num_nodes`` best-scored nodes, root included; connected by rule 5 of trees and a stable sort."""
-        scores = self.score_list
+        scores = self.scores
         if num_nodes >= len(scores):
             return self
         order = sorted(range(len(scores)), key=lambda node: -scores[node])
@@ -233,7 +233,7 @@ class DraftTree:
         base = self.base + len(tokens)
         if len(nodes) < len(tokens):
             return DraftTree.root_only(base, tokens[-1])
-        all_parents, keep, parents = self.parent_list, [nodes[-1]], [-1]
+        all_parents, keep, parents = self.parents, [nodes[-1]], [-1]
         places = {nodes[-1]: 0}
         for node in range(nodes[-1] + 1, len(all_parents)):
             if (parent := places.get(all_parents[node])) is not None:
@@ -242,7 +242,7 @@ class DraftTree:
                 parents.append(parent)
         if len(keep) == 1:
             return DraftTree.root_only(base, tokens[-1])
-        ids, all_tokens, scores = self.id_list, self.token_list, self.score_list
+        ids, all_tokens, scores = self.ids, self.tokens, self.scores
         root = scores[keep[0]]
         # Below what is impossible nothing is more so.
         relative = [scores[node] - root for node in keep] if root > -inf else [0.0] * len(keep)
@@ -269,8 +269,8 @@ def walk(tree: DraftTree, choices: Sequence[int]) -> Verdict:
     # One pass over the nodes beats a search per level: a node is on the path exactly when its parent is the newest
     # node of the path and it carries the token chosen there.
     path = [0]
-    tokens = tree.token_list
-    parents = tree.parent_list
+    tokens = tree.tokens
+    parents = tree.parents
     for node in range(1, len(tokens)):
         if parents[node] == path[-1] and tokens[node] == choices[path[-1]]:
             path.append(node)
@@ -296,7 +296,7 @@ def relaxed(tree: DraftTree, choices: Sequence[int], chances: Sequence[float], c
     choices: int [N], the target's own. chances: [N], the target's probability of each node's token at its parent (the
     root's is not looked at). coins: [N], uniform in (0, 1), one for each node's choice.
     """
-    tokens, parents, scores = tree.token_list, tree.parent_list, tree.score_list
+    tokens, parents, scores = tree.tokens, tree.parents, tree.scores
     children: dict[int, list[int]] = {}
     for node in range(1, len(tokens)):
         children.setdefault(parents[node], []).append(node)

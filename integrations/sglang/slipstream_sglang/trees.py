@@ -102,9 +102,9 @@ def laid_out(roots: Sequence[int], trees: Sequence[DraftTree | None], nodes: int
     mask[:, :, 0] = mask[:, range(nodes), range(nodes)] = True
     tokens[:, 0] = roots
     for place, tree in enumerate(trees):
-        if tree is None or tree.token_list[0] != roots[place]:
+        if tree is None or tree.tokens[0] != roots[place]:
             continue
-        tokens[place, : len(tree)] = tree.token_list
+        tokens[place, : len(tree)] = tree.tokens
         for node in range(1, len(tree)):
-            mask[place, node] |= mask[place, tree.parent_list[node]]
+            mask[place, node] |= mask[place, tree.parents[node]]
     return tokens.reshape(-1), mask.reshape(-1)
