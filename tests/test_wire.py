@@ -761,7 +761,7 @@ async def test_a_client_that_reads_nothing_keeps_no_answer() -> None:
             self.begun += 1
             try:
                 while True:
-                    yield Delta("x" * 100_000)
+                    yield Delta("x" * 100_000, (TextToken(5, "x", False, None),), identity="ab" * 16)
             finally:
                 self.closed += 1
 

@@ -147,6 +147,12 @@ def _settled(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
+def processors_of(device: torch.device) -> int:
+    """Of a GPU; 0: there is none."""
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).multi_processor_count if there else 0
+
+
 def workspace_bytes(config: ModelConfig, processors: int) -> int:
     """Of what blocks that share a context leave, before it is joined: FlashInfer refuses a plan that finds no room for
     all of them there, and a captured one always counts the most. processors: of the device."""
@@ -163,8 +169,7 @@ class FlashInferAttention:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self._device = config, dtype, device
         self._wrapper_type: Any = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-        self._float = torch.empty(workspace_bytes(config, processors), dtype=torch.uint8, device=device)
+        self._float = torch.empty(workspace_bytes(config, processors_of(device)), dtype=torch.uint8, device=device)
         self.workspace = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._planner = self._make(self.workspace)
 

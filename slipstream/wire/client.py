@@ -91,9 +91,9 @@ class Asked:
         """The call broke off: how long to wait before the next. Raises ``error`` where there is none to make."""
         answered = any(delta.tokens for delta in self._came)
         self._failed = 1 if answered else self._failed + 1
-        busy = isinstance(error, CapacityError)
+        refused = isinstance(error, CapacityError) and not (self._rounds or self._came)
         echoed = not self._tokens and any(delta.text for delta in self._came)  # and would be once more
-        if self._failed >= TRIES or (self._tokens and not self._identity) or (busy and not self._tokens) or echoed:
+        if self._failed >= TRIES or (self._tokens and not self._identity) or refused or echoed:
             raise error
         if answered:  # then all of the prompt was told, too
             self._options = replace(self._options, echo=None, prompt_logprobs=None)
