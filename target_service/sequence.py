@@ -335,10 +335,10 @@ class KV:
         return rows
 
     def give_prompt_rows(self, ones: Iterable[Sequence]) -> None:
-        """Hand their drafters the rows that they read and have not had. Where memory runs out, a drafter has none of
-        them, and bridges the gap."""
+        """Hand their drafters the rows that they read and have not had. Where memory runs out, a drafter has a gap."""
         for one in ones if self._rows is not None else ():
-            wanted, end = one.followed.wants_rows(), min(one.computed, one.base - 1)  # a root's goes with its commit
+            end = min(one.computed, one.base - 1)  # a root's goes with its commit
+            wanted = one.followed.wants_rows(end)
             if wanted is None or self._rows is None or wanted[1] >= end:
                 continue
             start = max(wanted[1], self._runner.features_from(one.slots[:end]))

@@ -222,13 +222,13 @@ def test_rows_are_asked_for_and_sent_in_order() -> None:
     target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 4096, 16, 8))
     target.inbox.drain()
     one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
-    assert asked == [SPEC] and one.wants_rows() is None
+    assert asked == [SPEC] and one.wants_rows(8) is None
     target.begin([one], 0.0)
-    assert one.wants_rows() == (SPEC, 0)
+    assert one.wants_rows(8) == (SPEC, 0)
     states = np.arange(2 * 600, dtype=np.float32).reshape(600, 2)
     count = len(PROMPT) - 1
     one.give_rows(0, count, states[:count].tobytes())
-    assert one.wants_rows() == (SPEC, count)
+    assert one.wants_rows(count) == (SPEC, count)
     newest = states[count : count + 1].tobytes()
     target.committed([Verified(1, (5,), 0, 0, 0, rows=newest)], Step(0.0, STEP_S, 1, 1))
     target.close(one)
@@ -243,24 +243,25 @@ def test_rows_are_asked_for_and_sent_in_order() -> None:
 
 
 def test_rows_of_all_texts_at_once_do_not_end_the_stream() -> None:
-    """A draft that comes back to a full house is told all texts in one frame: what is too much is left out."""
+    """A draft that comes back to a full house is told all texts in one frame: of what is too much the newest
+    rows of the first are told."""
     target, link, wide = following(lambda _: True), Heard(), FeatureSpec((1,), 1 << 18, "float32")
     target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", wide, 0, 4096, 16, 64))
     target.inbox.drain()
     ones = [target.open(number, PROMPT, len(PROMPT), Sampling(), 100) for number in range(16)]
     target.begin(ones, 0.0)
     count = len(PROMPT) - 1
-    rows = bytes(count << 20)
     for one in ones:
-        one.give_rows(0, count, rows)
-        assert one.wants_rows() == (wide, count), "they are not asked for again"
+        wanted = one.wants_rows(count)
+        assert wanted is not None
+        one.give_rows(wanted[1], count - wanted[1], bytes(count - wanted[1] << 20))
+        assert one.wants_rows(count) == (wide, count), "they are not asked for again"
     target.flush()
-    told = [len(item.rows) for item in link.items if isinstance(item, Features)]
-    assert MAX_BYTES / 4 < sum(told) <= MAX_BYTES / 2
+    told = [(item.start + item.num_rows, len(item.rows)) for item in link.items if isinstance(item, Features)]
+    assert {end for end, _ in told} == {count}
+    assert MAX_BYTES / 4 < sum(size for _, size in told) <= MAX_BYTES / 2
     assert sum(isinstance(item, Open) for item in link.items) == len(ones)
-    ones[0].give_rows(0, count, rows)
-    target.flush()
-    assert isinstance(link.items[-1], Features), "the next frame has room again"
+    assert ones[0].wants_rows(count + 5) == (wide, count), "the next frame has room again"
 
 
 def test_of_a_long_text_the_newest_rows_are_told() -> None:
@@ -269,7 +270,7 @@ def test_of_a_long_text_the_newest_rows_are_told() -> None:
     target.inbox.drain()
     one = target.open(1, [5] * 1000, 1000, Sampling(), 1100)
     target.begin([one], 0.0)
-    wanted = one.wants_rows()
+    wanted = one.wants_rows(1000)
     assert wanted is not None and 1000 - (MAX_BYTES >> 20) / 2 <= wanted[1] < 1000 - (MAX_BYTES >> 20) / 4
 
 

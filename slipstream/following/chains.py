@@ -276,8 +276,9 @@ class Chains:
 
     def _give_rows(self, row: Row, one: Followed) -> None:
         """Hand its drafter what it reads and has not had."""
-        wanted = one.wants_rows()
-        if wanted is None or self._states is None or wanted[1] >= one.side.base - 1:
+        end = one.side.base - 1
+        wanted = one.wants_rows(end)
+        if wanted is None or self._states is None or wanted[1] >= end:
             return
         start, count, rows = self._states.since(row.request, wanted[1])
         if count:

@@ -98,6 +98,7 @@ class RoundRecord:
 
 Changed = Callable[[int, Transition, Why, Link | None], None]
 Say = Callable[[Link | None, DraftBound | None], None]  # with the next flush
+Room = Callable[[Link | None], int]  # bytes of feature rows that a link may still be told with it
 
 
 def logged(log: Callable[..., object], session: int, change: Transition, why: Why, _: Link | None) -> None:
@@ -112,6 +113,7 @@ class Shared:
 
     pool: DraftPool
     say: Say
+    room: Room
     policy: PolicySection
     beliefs: Beliefs
     metrics: TargetMetrics
@@ -194,6 +196,11 @@ ROWS = 256  # feature rows of one item: well below the message limit for any kno
 MOST_ROWS = 128 << 20  # bytes of them that a link is told at once: half of what may wait for it
 RETRY_S = 1.0  # after a drafter gave the session up for lack of room
 LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
+
+
+def row_bytes(reads: FeatureSpec) -> int:
+    """Of one feature row."""
+    return reads.width * FEATURE_DTYPES[reads.dtype]
 
 
 class Followed:
@@ -353,12 +360,15 @@ class Followed:
         if decision.lookup:
             side.add_foretold(decision.lookup)
 
-    def wants_rows(self) -> tuple[FeatureSpec, int] | None:
-        """Which feature rows its drafter reads, and the first position whose row it has not had."""
-        return (self.reads, self._rows_from) if self.reads is not None else None
+    def wants_rows(self, end: int) -> tuple[FeatureSpec, int] | None:
+        """Which feature rows its drafter reads, and from which position on it is to have those before ``end``: it has
+        had what stands before, or its link has room for the newest alone."""
+        if (reads := self.reads) is None:
+            return None
+        return reads, max(self._rows_from, end - self._shared.room(self.link) // row_bytes(reads))
 
     def give_rows(self, start: int, count: int, rows: bytes) -> None:
-        """Rows of committed tokens from ``start`` on, in order; what is left out is a gap that the drafter bridges."""
+        """Rows of committed tokens from ``start`` on, in order; what is left out is a gap for the drafter."""
         if self.reads is None:
             return
         size = len(rows) // max(1, count)
@@ -451,9 +461,7 @@ class Followed:
         message = self.side.attach(self.decision.want, self.decision.ahead)
         self._shared.say(self.link, message)
         self.waiting.attached()
-        if (reads := hello.features) is not None:
-            most = MOST_ROWS // (reads.width * FEATURE_DTYPES[reads.dtype])
-            self._rows_from = max(0, self.side.base - min(hello.max_context, most))
+        self._rows_from = max(0, self.side.base - hello.max_context)
         if not self.decision.lookup:
             self.decision = self._decide(now_s, others)
 

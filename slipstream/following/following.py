@@ -111,7 +111,7 @@ class Lane:
 
 class Post:
     """What sessions have to say to links that are up. Who stands aside is told as well that its sessions are over. Of
-    rows no more is said at once than a link holds: a drafter bridges what is left out."""
+    rows no more is said at once than a link holds, see ``room``."""
 
     __slots__ = ("_due", "_rows", "_said")
 
@@ -133,11 +133,13 @@ class Post:
             return
         if isinstance(item, Features):
             self._rows[link] += len(item.rows)
-            if self._rows[link] > MOST_ROWS:
-                return
         said.append(item)
         if not isinstance(item, Commit) or item.wanted or len(said) >= HELD:
             self._due[link] = None
+
+    def room(self, link: Link | None) -> int:
+        """Bytes of feature rows that may still be said to it with the next flush."""
+        return 0 if link is None else max(0, MOST_ROWS - self._rows[link])
 
     def flush(self) -> bool:
         """Returns whether anything left."""
@@ -164,8 +166,8 @@ class Following:
         self._beliefs = Beliefs(costs, config.shared_cores, together)
         self._rules = Rules.of(config.policy)
         self._post = Post()
-        self._shared = Shared(self.pool, self._post.say, config.policy, self._beliefs, metrics, config.prompt_lookup,
-                              changed or partial(logged, self._log.info))
+        self._shared = Shared(self.pool, self._post.say, self._post.room, config.policy, self._beliefs, metrics,
+                              config.prompt_lookup, changed or partial(logged, self._log.info))
         self._doubts = {sampled: Doubt() for sampled in (False, True)}
         self._most = config.max_sessions
         self._costs = costs
