@@ -36,7 +36,7 @@ from slipstream.wire.status import translated
 from slipstream.wire.tls import TlsFiles
 
 INFO_S = 10.0  # for the short calls
-TRIES = 6  # without a token; with the pauses between them they last eight seconds
+TRIES = 6  # without a token; with the pauses between them they last eight seconds, forty where there is no room
 PAUSE_S = 0.25  # doubles with each try in a row
 BUSY_S = 8.0  # for so long at most a router that is busy is believed that it stays so
 TEXTS = ("tool_call_id", "reasoning_content", "name")  # of a message, besides
