@@ -326,10 +326,9 @@ class Balancer:
         target.failures = target.ejections = 0
         target.probe = None
 
-    def failed(self, target: Target, error: SlipstreamError, begun: bool) -> None:
-        """Count a failure that is the target's fault; a full or draining one does what it should. begun: of an answer
-        that it had begun."""
-        if isinstance(error, Draining) and not begun:  # what is handed back may come from one that was left before
+    def failed(self, target: Target, error: SlipstreamError) -> None:
+        """Count a failure that is the target's fault; a full or draining one does what it should."""
+        if isinstance(error, Draining):
             target.draining = True  # before a poll says so
         if isinstance(error, InvalidRequest | ModelChanged | CapacityError | Draining):
             return
@@ -507,7 +506,7 @@ class RoutedAnswer:
         """Leave the target; raises what the client is told unless the request may move on."""
         target = self._target
         if target is not None:
-            self._balancer.failed(target, error, self._begun)  # before it leaves: nobody takes its place as a probe
+            self._balancer.failed(target, error)  # before it leaves, so that nobody takes its place as a probe
         await self._leave()
         if target is not None:
             rest = self._rest()
