@@ -198,11 +198,6 @@ RETRY_S = 1.0  # after a drafter gave the session up for lack of room
 LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
 
 
-def row_bytes(reads: FeatureSpec) -> int:
-    """Of one feature row."""
-    return reads.width * FEATURE_DTYPES[reads.dtype]
-
-
 class Followed:
     """One session. Made by ``Following.open``."""
 
@@ -362,10 +357,11 @@ class Followed:
 
     def wants_rows(self, end: int) -> tuple[FeatureSpec, int] | None:
         """Which feature rows its drafter reads, and from which position on it is to have those before ``end``: it has
-        had what stands before, or its link has room for the newest alone."""
-        if (reads := self.reads) is None:
+        had what stands before, or its link has room for the newest alone. None: it lacks none."""
+        if (reads := self.reads) is None or self._rows_from >= end:
             return None
-        return reads, max(self._rows_from, end - self._shared.room(self.link) // row_bytes(reads))
+        size = reads.width * FEATURE_DTYPES[reads.dtype]
+        return reads, max(self._rows_from, end - self._shared.room(self.link) // size)
 
     def give_rows(self, start: int, count: int, rows: bytes) -> None:
         """Rows of committed tokens from ``start`` on, in order; what is left out is a gap for the drafter."""

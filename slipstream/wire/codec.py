@@ -121,7 +121,8 @@ def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
     message = kind()
     frame = message.frame
     frame.incarnation = incarnation
-    if len(items) <= FRAME_ITEMS and rows_bytes(items) <= max_bytes:  # else they would be copied for nothing
+    # Rows that do not fit would be copied for nothing.
+    if len(items) == 1 or (len(items) <= FRAME_ITEMS and _rows_bytes(items) <= max_bytes):
         for item in items:
             _write(frame.items.add(), item)
         data = message.SerializeToString()
@@ -135,10 +136,14 @@ def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
     return frames + more_frames, left + more_left
 
 
-def rows_bytes(items: Sequence[Any]) -> int:
+def _rows_bytes(items: Sequence[Any]) -> int:
     """Of feature rows among ``items``."""
-    features = [item.features if isinstance(item, Commit) else item for item in items]
-    return sum([len(one.rows) for one in features if isinstance(one, Features)])
+    size = 0
+    for item in items:
+        features = item.features if isinstance(item, Commit) else item
+        if isinstance(features, Features):
+            size += len(features.rows)
+    return size
 
 
 def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
