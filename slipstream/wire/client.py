@@ -10,8 +10,8 @@ Rules:
 3. Leaving the loop early ends the answer on the server.
 4. An answer whose router is lost or leaves is asked for again, and goes on where it stopped: from the tokens that came,
    with the seed that was sent, at a target that is the one that began it. The loop sees a pause. It ends with the error
-   when ``TRIES`` in a row brought no token, or when what began it is no longer served. Who has a part of it waits where
-   there is no room; who has nothing is told.
+   when ``TRIES`` in a row brought no token, when what began it is no longer served, or when its prompt's text would be
+   told twice. Who was told some of it waits where there is no room; who was told nothing hears that.
 5. Of several addresses one is used until it fails, then the next.
 
 It knows nothing about tokenizers or models.
