@@ -192,7 +192,7 @@ def drafted_by(rig: Rig) -> dict[str, float]:
 
 async def test_drafters_of_two_kinds_and_moves_between_them_change_nothing(
         folders: dict[str, Path], plain: dict[str, list[list[Piece]]]) -> None:
-    """The one that has drafted goes in mid-answer, its answers go on with the other; it comes back when that one goes."""
+    """The one that has drafted goes in mid-answer, its answers go on with the other; when that one goes, it is back."""
     async with (target(folders["target"]) as rig, drafting(drafter("noisy", folders)) as some,
                 drafting(drafter("eagle3", folders), AHEAD["ahead"]) as others, local_link(rig, some) as link,
                 local_link(rig, others) as second):
