@@ -458,7 +458,11 @@ class DraftWorker:
                 states = round_.behind if number in round_.committed else round_.features
                 states.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
-                round_.commits.append(commit_of(item, number))
+                told = commit_of(item, number)
+                if round_.behind and told.features is not None:  # those before them may be its own: in order
+                    round_.behind.append(told.features)
+                    told = Commit(number, told.base, told.tokens, None, told.wanted, told.ahead)
+                round_.commits.append(told)
                 round_.committed.add(number)
                 round_.came.append((item.session, item.base, now_s))
                 drafted.told(item, self._run_ahead)

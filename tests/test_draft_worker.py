@@ -152,6 +152,33 @@ def test_states_that_come_behind_their_commit_are_told_behind_it() -> None:
     assert told == ["states 0", "commit 10", "states 9"]
 
 
+def test_states_behind_a_commit_are_not_overtaken_by_those_of_the_next_one() -> None:
+    """A drafter takes states in order: those of the second commit made the ones before them late, and they were passed
+    over."""
+    told = list[str]()
+
+    class Listening(NgramDrafter):
+        def absorb(self, features: Sequence[Features]) -> None:
+            told.extend(f"states {one.session}: {one.start}" for one in features)
+
+        def commit(self, commits: Sequence[Commit]) -> None:
+            for one in commits:
+                told.append(f"commit {one.session}: {one.base}")
+                if one.features is not None:
+                    told.append(f"states {one.session}: {one.features.start}")
+            super().commit(commits)
+
+    def states(start: int) -> Features:
+        return Features(1, start, bytes(8), 1, "float64")
+
+    worker = DraftWorker(Listening(8), "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0)
+    tokens = np.array([4], np.int32)
+    worker.received(Listener(), [opened(), commit(10, 3), states(9), Commit(1, 11, tokens, states(10))], ())
+    worker.turn(block=False)
+    assert [said for said in told if said.startswith("states")] == ["states 1: 9", "states 1: 10"]
+    assert [said for said in told if said.startswith("commit")] == ["commit 1: 10", "commit 1: 11"]
+
+
 def test_nothing_to_propose_is_said() -> None:
     bench = Bench()
     (growth,) = bench.deliver(Open(1, np.array([5, 6, 7], np.int32), 3, Sampling()))
