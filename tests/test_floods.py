@@ -163,6 +163,19 @@ def test_all_that_an_honest_draft_can_say_is_allowed() -> None:
         allowance.said([Drop(1, "unknown")])
 
 
+@pytest.mark.parametrize("sessions", [64, 512])
+def test_all_that_an_honest_draft_can_say_of_many_sessions_is_allowed(sessions: int) -> None:
+    """A target stood still for a while, and its draft ran ahead meanwhile, for each of its answers as far as it may."""
+    allowance = Allowance()
+    for _ in range(3):
+        allowance.asked([Commit(session, 5, ints(7), ahead=True) for session in range(sessions)])
+        for _ in range(GROWTHS):
+            allowance.said([growth(session) for session in range(sessions)])
+    with pytest.raises(RemoteProtocolError, match="more was said"):
+        for _ in range(1 + MOST // sessions):
+            allowance.said([growth(session) for session in range(sessions)])
+
+
 def test_a_draft_may_not_grow_for_who_wants_nothing() -> None:
     """Each growth takes the time of the target's threads, read or not."""
     allowance = Allowance()
