@@ -228,9 +228,19 @@ class NeuralDrafter:
         if not known:
             return
         for message, rows in zip(known, self.network.read(known), strict=True):
-            freed = self._contexts[message.session].take(message.start, rows)
+            context = self._contexts[message.session]
+            if not context.bridged and message.start > context.awaited:
+                self._settle(context)
+            freed = context.take(message.start, rows)
             if len(freed):
                 self.slots.free(freed)
+
+    def _settle(self, context: DraftContext) -> None:
+        """Compute what is pending, as far as there are slots: behind a gap it has no place."""
+        left = 0
+        while left != context.num_pending:
+            left = context.num_pending
+            self._catch_up([context])
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Append committed tokens and their states; the next tree begins at the new base."""
