@@ -268,7 +268,8 @@ class GrowingTree:
         score, depth = (0.0, 0) if root == ROOT else (self.scores[root], self.depths[root])
         self.parents = [places[self.parents[node]] for node in nodes]
         self.tokens = [self.tokens[node] for node in nodes]
-        self.scores = [self.scores[node] - score for node in nodes]
+        # One that the target has may be better than its parent, which was proposed again and thought less of.
+        self.scores = [min(0.0, self.scores[node] - score) for node in nodes]
         self.depths = [self.depths[node] - depth for node in nodes]
         self.ids = [self.ids[node] for node in nodes]
         self.num_sent = len(self.ids) - self.ids.count(0)
