@@ -55,6 +55,15 @@ def test_a_mistake_names_its_key_and_what_to_write(override: str, told: str) -> 
     assert str(caught.value) == told
 
 
+@pytest.mark.parametrize("text", ["draft:\n  # drafter: ngram\ntarget:\n  policy:\n", "draft: ~\n"])
+def test_a_section_in_which_nothing_is_set_has_its_defaults(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "slipstream.yaml"
+    path.write_text(text)
+    assert load(path) == Config()
+    found = load(path, ("draft.drafter=ngram", "target.policy.max_nodes=3"))
+    assert found.draft.drafter == "ngram" and found.target.policy.max_nodes == 3
+
+
 def test_every_mistake_has_a_line() -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, ("router.max_in_flight=0", "draft.max_sessions=0", "log.level=loud"))
