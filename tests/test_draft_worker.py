@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from draft_service.assembly import build
 from draft_service.worker import DraftWorker
+from slipstream.base.config import Config
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.observe.metrics import DraftMetrics
@@ -283,3 +285,10 @@ def test_a_target_that_does_not_fit_is_refused() -> None:
     assert bench.worker.peer_up(bench.peer, HELLO).drafter == "ngram"
     with pytest.raises(PairingError, match="protocol_version"):
         bench.worker.peer_up(bench.peer, TargetHello(99, 1, "m", 100, "hash", 32, 4, 64))
+
+
+def test_who_goes_back_to_ngram_need_not_take_the_heads_name_away() -> None:
+    """It is not for ngram: a draft whose head could not be found did not start without it either."""
+    worker = build(Config.model_validate({"draft": {"drafter": "ngram", "model": "nowhere"}})).worker
+    hello = worker.peer_up(Listener(), HELLO)
+    assert hello.drafter == "ngram" and hello.made_for == ""
