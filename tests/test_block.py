@@ -327,6 +327,12 @@ def test_what_a_slot_predicts_is_read_or_follows(tmp_path: Path, target: Path, c
     assert read_block_head(write_block_folder(tmp_path, config), target).from_anchor is wanted
 
 
+def test_a_field_that_is_null_says_nothing(tmp_path: Path, target: Path) -> None:
+    """As in all of a config: a library writes null for what a head has not."""
+    head = read_block_head(write_block_folder(tmp_path, deepspec_config(dflash_config=None)), target)
+    assert head.mask_token == MASK and head.block_size == BLOCK
+
+
 def test_layers_are_named_by_output_or_by_input(tmp_path: Path, target: Path) -> None:
     for config in (zlab_config(), deepspec_config(), speculators_block_config()):
         assert read_block_head(write_block_folder(tmp_path, config), target).taps == (1, 2, 4, 5, 7)
