@@ -35,6 +35,8 @@ from slipstream.cli.process import places
     ("draft.metrics_listen=here:99999",
      "draft.metrics_listen: 'here:99999' is not host:port, such as 127.0.0.1:8000"),
     ("target.drafts=127.0.0.1:8052", "target.drafts: write a list, as in [127.0.0.1:8051]; [] for none"),
+    ("router.listen='::1'", "router.listen: '::1' is not host:port, such as 127.0.0.1:8000"),
+    ("target.drafts=['fd00::5']", "target.drafts: 'fd00::5' is not host:port, such as 127.0.0.1:8000"),
     ("router.targets=[one]", "router.targets: 'one' is not host:port, such as 127.0.0.1:8000"),
     ("target.drafts=['http://here:8052']",
      "target.drafts: 'http://here:8052' is not host:port, such as 127.0.0.1:8000"),
