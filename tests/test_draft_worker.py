@@ -119,7 +119,7 @@ class Reader(NgramDrafter):
     """Remembers what it is told of target states."""
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        self.read = [(c.session, c.features.session) for c in commits if c.features is not None]
+        self.seen = [(c.session, c.features.session) for c in commits if c.features is not None]
         super().commit(commits)
 
 
@@ -132,7 +132,7 @@ def test_states_of_a_commit_belong_to_its_session() -> None:
         states = Features(7, len(TEXT) - 1, bytes(8), 1, "float64")
         worker.received(peer, [Commit(7, len(TEXT), np.array([3], np.int32), states)], ())
     worker.turn(block=False)
-    assert drafter.read == [(1, 1), (2, 2)]
+    assert drafter.seen == [(1, 1), (2, 2)]
 
 
 def test_states_that_come_behind_their_commit_are_told_behind_it() -> None:

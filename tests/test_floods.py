@@ -289,10 +289,10 @@ class Counting(NgramDrafter):
     """Takes time for what it reads, and counts it."""
 
     now_s = 0.0
-    read = 0
+    told = 0
 
     def open(self, opens: Sequence[Open]) -> list[int]:
-        self.read += sum(len(one.tokens) for one in opens)
+        self.told += sum(len(one.tokens) for one in opens)
         self.now_s += 1e-4 * sum(len(one.tokens) for one in opens)
         return list(super().open(opens))
 
@@ -329,7 +329,7 @@ def test_a_target_that_floods_does_not_keep_a_draft_from_others(kind: str) -> No
     draft.worker.received(draft.hostile, TARGET_FLOODS[kind], ())
     draft.worker.received(draft.honest, [opened(1, 10)], ())
     draft.turns(1)
-    assert answered(draft.honest) and draft.drafter.read <= ROUND + 10
+    assert answered(draft.honest) and draft.drafter.told <= ROUND + 10
     assert draft.worker.full(draft.hostile) or len(TARGET_FLOODS[kind]) < 4096
     for base in range(10, 40):
         draft.worker.received(draft.honest, [commit(base, 3)], ())
@@ -346,7 +346,7 @@ def test_texts_of_one_target_take_half_the_time_where_there_are_others() -> None
         draft.turns(1)
         draft.drafter.now_s += 0.01  # a growth
         base += 1
-    assert draft.drafter.read * 1e-4 < 0.6 * draft.drafter.now_s
+    assert draft.drafter.told * 1e-4 < 0.6 * draft.drafter.now_s
     assert base > 300
 
 
@@ -354,7 +354,7 @@ def test_a_target_with_room_in_it_waits_for_nobody() -> None:
     draft = Shared()
     draft.worker.received(draft.honest, [opened(session, 1000) for session in range(60)], ())
     draft.turns(4)
-    assert draft.drafter.read == 60_000, "alone it is read at once"
+    assert draft.drafter.told == 60_000, "alone it is read at once"
 
 
 def test_features_that_wait_are_bounded_in_bytes() -> None:
