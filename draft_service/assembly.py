@@ -37,7 +37,8 @@ class Draft:
 def build(config: Config) -> Draft:
     """Load the drafter. Raises ModelError or ConfigError."""
     section = settled_draft(config.draft, config.model)
-    if section.drafter != "ngram":
+    weights = section.drafter != "ngram"
+    if weights:
         torch.set_num_threads(config.model.threads or max(1, cores() // 2))
     drafter = create(section, config.model)
     rehearse(drafter, section.growth.num_draft_tokens)
@@ -45,8 +46,8 @@ def build(config: Config) -> Draft:
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
     return assemble(drafter, digest, LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"),
                     spans=spans_of(config.log, "draft"),
-                    made_for=made_for(resolve(section.model)) if section.model else "",
-                    device=CPU if section.drafter == "ngram" else device_of(section.device))
+                    made_for=made_for(resolve(section.model)) if section.model and weights else "",
+                    device=device_of(section.device) if weights else CPU)
 
 
 def rehearse(drafter: Drafter, nodes: int) -> None:

@@ -7,7 +7,7 @@ Rules of the worker:
    one frame.
 3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
 4. With ``run_ahead``, sessions whose targets allow it are grown on, a level at a time, whenever the inbox is empty
-   and growing pays (``Drafted``); others get one growth a commit.
+   and growing pays (``Drafted``); others get one growth a commit. A text that was too long for that is read on then.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted, too many end the stream.
 6. Where all places are taken, a peer that has two more than another gives one up for it.
 
@@ -192,17 +192,20 @@ class Drafted:
     usual: float = 0.0  # what a whole tree promises
     barren: int = 0  # growths in a row without a likely node
     said: int = 0  # growths since it was asked
+    behind: bool = False  # its newest growth found a text that was not read, and more of that may be read
 
     def told(self, message: Open | Commit, run_ahead: int) -> None:
         """The target said what is committed and what it wants."""
         self.wanted, self.stale, self.barren, self.said = message.wanted, message.wanted > 0, 0, 0
         self.extra = run_ahead if message.ahead else 0
+        self.behind = False
 
     def grew(self, growth: Growth) -> bool:
         """``growth`` is the drafter's. Whether there is anything to say: a target may wait to hear of its newest
         commit, be it that there is nothing."""
         answer, self.stale = self.stale or len(growth.ids) > 0, False
         self.said += answer
+        self.behind = len(growth.ids) == 0 and not self.tree.begun
         if not self.extra:
             return answer
         if 0 < len(growth.ids) == self.tree.num_sent:
@@ -362,8 +365,8 @@ class DraftWorker:
     @property
     def rests_s(self) -> float | None:
         """Seconds until it would go on if nothing came; None: it would not."""
-        hungry = any(drafted.hungry for drafted in self._sessions.values())
-        return 0.0 if hungry else self._intake.rests_s()
+        goes_on = any(drafted.hungry or drafted.behind for drafted in self._sessions.values())
+        return 0.0 if goes_on else self._intake.rests_s()
 
     def _run(self) -> None:
         with stream_of_its_own(self._device):
@@ -400,6 +403,8 @@ class DraftWorker:
             self._tell(round_)
             self._intake.told(self._clock() - began_s)
             self._grow(round_)
+            if not events:
+                self._read()
         except (SlipstreamError, torch.OutOfMemoryError) as error:  # memory may run out in any part of a drafter
             # The drafter is at fault, not a peer: targets go on alone and open their sessions again.
             self._log.error("drafter failed", error=str(error))
@@ -458,7 +463,11 @@ class DraftWorker:
                 states = round_.behind if number in round_.committed else round_.features
                 states.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
-                round_.commits.append(commit_of(item, number))
+                told = commit_of(item, number)
+                if round_.behind and told.features is not None:  # those before them may be its own: in order
+                    round_.behind.append(told.features)
+                    told = Commit(number, told.base, told.tokens, None, told.wanted, told.ahead)
+                round_.commits.append(told)
                 round_.committed.add(number)
                 round_.came.append((item.session, item.base, now_s))
                 drafted.told(item, self._run_ahead)
@@ -526,6 +535,13 @@ class DraftWorker:
                 growth = growth_of(growth, drafted.side.session)
                 round_.answers[drafted.peer].append(growth)
                 round_.sent.append((drafted, growth))
+
+    def _read(self) -> None:
+        """Go on with texts that were too long for a growth, so that the next commit finds them read."""
+        if behind := [drafted for drafted in self._sessions.values() if drafted.behind]:
+            left = set(self._drafter.read([drafted.number for drafted in behind]))
+            for drafted in behind:
+                drafted.behind = drafted.number in left
 
     def _note(self, round_: Round) -> None:
         """What nobody waits for: metrics, traces and spans of a round."""

@@ -178,6 +178,9 @@ class TellingDrafter:
                 grown.append(tree.growth(session, budget))
         return grown
 
+    def read(self, ids: Sequence[int]) -> list[int]:
+        return []
+
     def tree(self, session: int) -> GrowingTree:
         return self._trees[session]
 

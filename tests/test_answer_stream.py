@@ -175,6 +175,16 @@ async def test_an_idle_call_ends_with_its_target() -> None:
             await tokens_of(client, asked(101))
 
 
+async def test_an_answer_ends_with_a_client_that_is_closed_as_soon_as_it_begins() -> None:
+    """Its call had not begun either, so nobody told it: it waited until the target was late."""
+    async with served(Steps()) as (_, client):
+        answer = asyncio.create_task(tokens_of(client, asked(1)))
+        await asyncio.sleep(0)
+        await client.aclose()
+        with pytest.raises(Unavailable, match="closed"):
+            await answer
+
+
 async def test_answers_end_with_a_call_that_breaks_and_the_next_one_begins_another() -> None:
     steps = Steps()
     async with served(steps) as (server, client):

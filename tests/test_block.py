@@ -247,9 +247,12 @@ def test_a_tree_grows_ahead_inside_its_block_and_begins_anew_below_a_commit(tmp_
     ledger.take(grow(of, 6), 6, VOCAB)
 
 
+@pytest.mark.parametrize("grown", [True, False], ids=["grown", "at once"])
 @pytest.mark.parametrize("gap", [(0, 7), (5, 9), (5, 400)])
-def test_a_token_whose_state_never_comes_is_not_there(tmp_path: Path, target: Path, gap: tuple[int, int]) -> None:
-    """Not in its place either: a key of zeros would take a share of what a block sees."""
+def test_a_token_whose_state_never_comes_is_not_there(tmp_path: Path, target: Path, gap: tuple[int, int],
+                                                      grown: bool) -> None:
+    """Not in its place either: a key of zeros would take a share of what a block sees. What came before it stays, also
+    where no growth was asked for meanwhile."""
     config, (begin, end) = speculators_block_config(), gap
     of, straight = drafter(write_block_folder(tmp_path, config), target), written(config, True, target)
     tokens, states = [20 + i % 50 for i in range(end + 6)], states_of(end + 7, seed=8)
@@ -257,7 +260,7 @@ def test_a_token_whose_state_never_comes_is_not_there(tmp_path: Path, target: Pa
     of.open([Open(1, np.array(tokens, np.int32), 4, Sampling())])
     if begin:
         of.absorb([message(1, 0, states[:begin])])
-    assert len(grow(of).ids) == 0
+    assert not grown or len(grow(of).ids) == 0
     of.absorb([message(1, end, states[end : end + 5])])
     for turn in range(2):
         children = partial(straight.children, tokens=tokens, states=states[: len(tokens) - 1], topk=3)
@@ -322,6 +325,12 @@ def test_a_folder_is_refused_by_the_field_that_is_wrong(tmp_path: Path, target: 
 def test_what_a_slot_predicts_is_read_or_follows(tmp_path: Path, target: Path, config: dict[str, Any],
                                                  wanted: bool) -> None:
     assert read_block_head(write_block_folder(tmp_path, config), target).from_anchor is wanted
+
+
+def test_a_field_that_is_null_says_nothing(tmp_path: Path, target: Path) -> None:
+    """As in all of a config: a library writes null for what a head has not."""
+    head = read_block_head(write_block_folder(tmp_path, deepspec_config(dflash_config=None)), target)
+    assert head.mask_token == MASK and head.block_size == BLOCK
 
 
 def test_layers_are_named_by_output_or_by_input(tmp_path: Path, target: Path) -> None:

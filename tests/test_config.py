@@ -35,6 +35,8 @@ from slipstream.cli.process import places
     ("draft.metrics_listen=here:99999",
      "draft.metrics_listen: 'here:99999' is not host:port, such as 127.0.0.1:8000"),
     ("target.drafts=127.0.0.1:8052", "target.drafts: write a list, as in [127.0.0.1:8051]; [] for none"),
+    ("router.listen='::1'", "router.listen: '::1' is not host:port, such as 127.0.0.1:8000"),
+    ("target.drafts=['fd00::5']", "target.drafts: 'fd00::5' is not host:port, such as 127.0.0.1:8000"),
     ("router.targets=[one]", "router.targets: 'one' is not host:port, such as 127.0.0.1:8000"),
     ("target.drafts=['http://here:8052']",
      "target.drafts: 'http://here:8052' is not host:port, such as 127.0.0.1:8000"),
@@ -53,6 +55,15 @@ def test_a_mistake_names_its_key_and_what_to_write(override: str, told: str) -> 
     with pytest.raises(ConfigError) as caught:
         load(None, (override,))
     assert str(caught.value) == told
+
+
+@pytest.mark.parametrize("text", ["draft:\n  # drafter: ngram\ntarget:\n  policy:\n", "draft: ~\n"])
+def test_a_section_in_which_nothing_is_set_has_its_defaults(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "slipstream.yaml"
+    path.write_text(text)
+    assert load(path) == Config()
+    found = load(path, ("draft.drafter=ngram", "target.policy.max_nodes=3"))
+    assert found.draft.drafter == "ngram" and found.target.policy.max_nodes == 3
 
 
 def test_every_mistake_has_a_line() -> None:

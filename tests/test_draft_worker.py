@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from draft_service.assembly import build
 from draft_service.worker import DraftWorker
+from slipstream.base.config import Config
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.observe.metrics import DraftMetrics
@@ -117,7 +119,7 @@ class Reader(NgramDrafter):
     """Remembers what it is told of target states."""
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        self.read = [(c.session, c.features.session) for c in commits if c.features is not None]
+        self.seen = [(c.session, c.features.session) for c in commits if c.features is not None]
         super().commit(commits)
 
 
@@ -130,7 +132,7 @@ def test_states_of_a_commit_belong_to_its_session() -> None:
         states = Features(7, len(TEXT) - 1, bytes(8), 1, "float64")
         worker.received(peer, [Commit(7, len(TEXT), np.array([3], np.int32), states)], ())
     worker.turn(block=False)
-    assert drafter.read == [(1, 1), (2, 2)]
+    assert drafter.seen == [(1, 1), (2, 2)]
 
 
 def test_states_that_come_behind_their_commit_are_told_behind_it() -> None:
@@ -150,6 +152,33 @@ def test_states_that_come_behind_their_commit_are_told_behind_it() -> None:
     worker.received(Listener(), [opened(), before, commit(10, 3), behind], ())
     worker.turn(block=False)
     assert told == ["states 0", "commit 10", "states 9"]
+
+
+def test_states_behind_a_commit_are_not_overtaken_by_those_of_the_next_one() -> None:
+    """A drafter takes states in order: those of the second commit made the ones before them late, and they were passed
+    over."""
+    told = list[str]()
+
+    class Listening(NgramDrafter):
+        def absorb(self, features: Sequence[Features]) -> None:
+            told.extend(f"states {one.session}: {one.start}" for one in features)
+
+        def commit(self, commits: Sequence[Commit]) -> None:
+            for one in commits:
+                told.append(f"commit {one.session}: {one.base}")
+                if one.features is not None:
+                    told.append(f"states {one.session}: {one.features.start}")
+            super().commit(commits)
+
+    def states(start: int) -> Features:
+        return Features(1, start, bytes(8), 1, "float64")
+
+    worker = DraftWorker(Listening(8), "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0)
+    tokens = np.array([4], np.int32)
+    worker.received(Listener(), [opened(), commit(10, 3), states(9), Commit(1, 11, tokens, states(10))], ())
+    worker.turn(block=False)
+    assert [said for said in told if said.startswith("states")] == ["states 1: 9", "states 1: 10"]
+    assert [said for said in told if said.startswith("commit")] == ["commit 1: 10", "commit 1: 11"]
 
 
 def test_nothing_to_propose_is_said() -> None:
@@ -256,3 +285,10 @@ def test_a_target_that_does_not_fit_is_refused() -> None:
     assert bench.worker.peer_up(bench.peer, HELLO).drafter == "ngram"
     with pytest.raises(PairingError, match="protocol_version"):
         bench.worker.peer_up(bench.peer, TargetHello(99, 1, "m", 100, "hash", 32, 4, 64))
+
+
+def test_who_goes_back_to_ngram_need_not_take_the_heads_name_away() -> None:
+    """It is not for ngram: a draft whose head could not be found did not start without it either."""
+    worker = build(Config.model_validate({"draft": {"drafter": "ngram", "model": "nowhere"}})).worker
+    hello = worker.peer_up(Listener(), HELLO)
+    assert hello.drafter == "ngram" and hello.made_for == ""

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from draft_service.assembly import rehearse
+from draft_service.worker import DraftWorker
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.drafting import Drafter, create
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.observe.metrics import DraftMetrics
+from slipstream.protocol.messages import Commit, DraftBound, Features, Growth, Open, TargetBound
 from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.growth_rules import GrowthLedger
@@ -114,6 +116,49 @@ class Population:
 
     def chosen(self) -> list[int]:
         return [session for session in self.ledgers if self.rng.random() < 0.7]
+
+
+class Target:
+    """Of a draft worker."""
+
+    name = "target"
+
+    def __init__(self) -> None:
+        self.heard: list[TargetBound] = []
+
+    def send(self, items: Sequence[TargetBound]) -> None:
+        self.heard.extend(items)
+
+    def refuse(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_long_text_is_read_between_two_commits(make: Make, kind: str) -> None:
+    """A growth reads a part of it, so that other sessions need not wait. An idle draft left the rest to the next
+    commits: a text of thousands of tokens was decoded plainly for many rounds."""
+    drafter = make({"drafter": kind, "growth": {"topk": 2, "num_steps": 3, "num_draft_tokens": 8}}, num_slots=4000)
+    worker = DraftWorker(drafter, "", 30.0, DraftMetrics(kind), lambda: 100.0)
+    population, peer = Population(drafter, 0), Target()
+    tokens, size = [int(token) for token in population.noise.integers(0, VOCAB, 1902)], 1900
+
+    def say(*items: DraftBound | None) -> list[int]:
+        """Nodes of each growth that answers."""
+        worker.received(peer, [item for item in items if item is not None], ())
+        for _ in range(9):
+            worker.turn(block=False)
+            if worker.rests_s is None:
+                heard, peer.heard = peer.heard, []
+                return [len(item.ids) for item in heard if isinstance(item, Growth)]
+        raise AssertionError("it goes on for nothing")
+
+    assert say(Open(1, np.array(tokens[:size], np.int32), size, Sampling(), 8)) == [0]
+    assert say(population.states(1, 0, 1000), population.states(1, 1000, size - 1001)) == []
+    for base in (size, size + 1):
+        states = population.states(1, base - 1, 1)
+        grown = say(Commit(1, base, np.array(tokens[base : base + 1], np.int32), states, 8))
+        assert len(grown) == 1, "one answer for each commit"
+    assert grown[0] > 0
 
 
 @pytest.mark.parametrize("seed", range(3))

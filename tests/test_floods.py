@@ -163,6 +163,19 @@ def test_all_that_an_honest_draft_can_say_is_allowed() -> None:
         allowance.said([Drop(1, "unknown")])
 
 
+@pytest.mark.parametrize("sessions", [64, 512])
+def test_all_that_an_honest_draft_can_say_of_many_sessions_is_allowed(sessions: int) -> None:
+    """A target stood still for a while, and its draft ran ahead meanwhile, for each of its answers as far as it may."""
+    allowance = Allowance()
+    for _ in range(3):
+        allowance.asked([Commit(session, 5, ints(7), ahead=True) for session in range(sessions)])
+        for _ in range(GROWTHS):
+            allowance.said([growth(session) for session in range(sessions)])
+    with pytest.raises(RemoteProtocolError, match="more was said"):
+        for _ in range(1 + MOST // sessions):
+            allowance.said([growth(session) for session in range(sessions)])
+
+
 def test_a_draft_may_not_grow_for_who_wants_nothing() -> None:
     """Each growth takes the time of the target's threads, read or not."""
     allowance = Allowance()
@@ -276,10 +289,10 @@ class Counting(NgramDrafter):
     """Takes time for what it reads, and counts it."""
 
     now_s = 0.0
-    read = 0
+    told = 0
 
     def open(self, opens: Sequence[Open]) -> list[int]:
-        self.read += sum(len(one.tokens) for one in opens)
+        self.told += sum(len(one.tokens) for one in opens)
         self.now_s += 1e-4 * sum(len(one.tokens) for one in opens)
         return list(super().open(opens))
 
@@ -316,7 +329,7 @@ def test_a_target_that_floods_does_not_keep_a_draft_from_others(kind: str) -> No
     draft.worker.received(draft.hostile, TARGET_FLOODS[kind], ())
     draft.worker.received(draft.honest, [opened(1, 10)], ())
     draft.turns(1)
-    assert answered(draft.honest) and draft.drafter.read <= ROUND + 10
+    assert answered(draft.honest) and draft.drafter.told <= ROUND + 10
     assert draft.worker.full(draft.hostile) or len(TARGET_FLOODS[kind]) < 4096
     for base in range(10, 40):
         draft.worker.received(draft.honest, [commit(base, 3)], ())
@@ -333,7 +346,7 @@ def test_texts_of_one_target_take_half_the_time_where_there_are_others() -> None
         draft.turns(1)
         draft.drafter.now_s += 0.01  # a growth
         base += 1
-    assert draft.drafter.read * 1e-4 < 0.6 * draft.drafter.now_s
+    assert draft.drafter.told * 1e-4 < 0.6 * draft.drafter.now_s
     assert base > 300
 
 
@@ -341,7 +354,7 @@ def test_a_target_with_room_in_it_waits_for_nobody() -> None:
     draft = Shared()
     draft.worker.received(draft.honest, [opened(session, 1000) for session in range(60)], ())
     draft.turns(4)
-    assert draft.drafter.read == 60_000, "alone it is read at once"
+    assert draft.drafter.told == 60_000, "alone it is read at once"
 
 
 def test_features_that_wait_are_bounded_in_bytes() -> None:

@@ -126,6 +126,19 @@ def test_it_is_re_rooted_as_the_targets_is(seed: int) -> None:
         assert tree.num_sent == len(ledger.tree) - 1, f"seed {seed}"
 
 
+def test_nothing_is_likelier_than_certain_below_a_node_that_was_found_less_likely() -> None:
+    """It was thought of too well before the target's states came. A target that held some tokens seemed to hold forty
+    times as many, and did not count as starving."""
+    tree = grown(1, 0, seed=0)
+    for token in (1, 2, 3):
+        tree.expand([([token], [-0.1])])
+    to_message(tree, 3)
+    tree.commit([1], lasting=False)
+    tree.expand([([2], [-4.0])])
+    tree.commit([2], lasting=False)
+    assert tree.tokens == [3] and tree.promise(8) <= 1.0
+
+
 def test_what_the_target_holds_is_not_sent_again_but_grown_on() -> None:
     tree = grown(1, 4, seed=0)
     chain = to_message(tree, 4).tokens.tolist()

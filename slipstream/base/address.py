@@ -7,6 +7,7 @@ It knows nothing about sockets, gRPC or the clients of clusters.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
@@ -42,9 +43,18 @@ def service_address(address: str) -> ServiceAddress | None:
 def host_port(address: str) -> tuple[str, int]:
     """The two parts of ``address``, an IPv6 host without its brackets. Raises ValueError with an example."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not (port.isascii() and port.isdecimal()) or int(port) >= 1 << 16:
+    host = host.strip("[]")
+    if (not host or "/" in host or not (port.isascii() and port.isdecimal()) or int(port) >= 1 << 16
+            or (":" in host and not _is_ipv6(host))):
         raise ValueError(f"{address!r} is not host:port, such as 127.0.0.1:8000")
-    return host.strip("[]"), int(port)
+    return host, int(port)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
 
 
 def reachable(listen: str) -> str:

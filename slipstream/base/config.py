@@ -74,6 +74,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, given: Any) -> Any:
+        """A section in a file of which all settings are commented out."""
+        return {} if given is None else given
+
 
 class ModelSection(Section):
     path: str = Field("smollm2-135m", description="name of a known model, or a folder with config.json and safetensors")
@@ -269,7 +275,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override}: write section.key=value")
     *sections, last = key.split(".")
     for section in sections:
-        below = tree.setdefault(section, {})
+        below = tree.get(section)
+        if below is None:
+            below = tree[section] = {}
         if not isinstance(below, dict):
             raise ConfigError(f"--set {override}: {section} is a value, not a section")
         tree = below

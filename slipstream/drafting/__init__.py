@@ -73,6 +73,11 @@ class Drafter(Protocol):
         ``steps``: levels to add at most, where levels cost time (growth ahead of the target); 0: a whole tree."""
         ...
 
+    def read(self, ids: Sequence[int]) -> list[int]:
+        """Compute a part of what sessions are behind by, while there is nothing better to do. Returns those of which
+        more could be computed at once."""
+        ...
+
     def tree(self, session: int) -> GrowingTree:
         """Of an open session: what was grown, and what of it the target has."""
         ...

@@ -2,7 +2,8 @@
 
 Rules:
 1. One ``grow`` first computes pending rows of all its sessions in one forward of at most ``PREFILL_ROWS`` rows, the
-   shortest first; a session that is still behind afterwards grows nothing this time and goes on the next.
+   shortest first; a session that is still behind afterwards grows nothing this time and goes on the next, or by
+   ``read`` before.
 2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``). That is the
    specification. ``Levels`` (CPU kernels of our own in one call, a captured graph on a GPU) grow a whole tree, for
    sessions that begin one and rank its logits as they are, under noise or not, with few pending rows: nothing is
@@ -228,9 +229,19 @@ class NeuralDrafter:
         if not known:
             return
         for message, rows in zip(known, self.network.read(known), strict=True):
-            freed = self._contexts[message.session].take(message.start, rows)
+            context = self._contexts[message.session]
+            if not context.bridged and message.start > context.awaited:
+                self._settle(context)
+            freed = context.take(message.start, rows)
             if len(freed):
                 self.slots.free(freed)
+
+    def _settle(self, context: DraftContext) -> None:
+        """Compute what is pending, as far as there are slots: behind a gap it has no place."""
+        left = 0
+        while left != context.num_pending:
+            left = context.num_pending
+            self._catch_up([context])
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Append committed tokens and their states; the next tree begins at the new base."""
@@ -263,6 +274,16 @@ class NeuralDrafter:
                   for session, budget in zip(ids, budgets, strict=True) if session in self._contexts]
         self._deepen(wanted, steps)
         return [context.tree.growth(context.session, budget) for context, budget in wanted]
+
+    def read(self, ids: Sequence[int]) -> list[int]:
+        """Compute pending rows, as many as one ``grow`` would. Returns the sessions that could go on."""
+        known = [self._contexts[session] for session in ids if session in self._contexts]
+        behind = {context.session: context.num_pending for context in known if not context.tree.begun}
+        reading = [context for context in known if behind.get(context.session)]
+        self._slide(reading)
+        if reading:
+            self._catch_up(reading)
+        return [context.session for context in reading if 0 < context.num_pending < behind[context.session]]
 
     def tree(self, session: int) -> GrowingTree:
         return self._contexts[session].tree

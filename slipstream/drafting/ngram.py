@@ -100,6 +100,10 @@ class NgramDrafter:
         return [self._grow(session_id, self._sessions[session_id], budget)
                 for session_id, budget in zip(ids, budgets, strict=True) if session_id in self._sessions]
 
+    def read(self, ids: Sequence[int]) -> list[int]:
+        """Nothing: it has read whatever it was told."""
+        return []
+
     def tree(self, session: int) -> GrowingTree:
         return self._sessions[session].tree
 

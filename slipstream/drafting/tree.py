@@ -268,7 +268,8 @@ class GrowingTree:
         score, depth = (0.0, 0) if root == ROOT else (self.scores[root], self.depths[root])
         self.parents = [places[self.parents[node]] for node in nodes]
         self.tokens = [self.tokens[node] for node in nodes]
-        self.scores = [self.scores[node] - score for node in nodes]
+        # One that the target has may be better than its parent, which was proposed again and thought less of.
+        self.scores = [min(0.0, self.scores[node] - score) for node in nodes]
         self.depths = [self.depths[node] - depth for node in nodes]
         self.ids = [self.ids[node] for node in nodes]
         self.num_sent = len(self.ids) - self.ids.count(0)
@@ -321,6 +322,11 @@ class DraftContext:
         known = len(self.tokens) - self.start - len(self.slots)
         return max(0, min(known, self.num_inputs) if self.lag else known)
 
+    @property
+    def awaited(self) -> int:
+        """Position of the state that comes next; lag 1 only."""
+        return self.done - 1 + self.num_inputs
+
     def slide(self, reach: int) -> Indices:
         """Make room for ``reach`` levels below the newest token. Returns slots to free."""
         if len(self.tokens) + reach - self.start <= self.window:
@@ -353,7 +359,7 @@ class DraftContext:
 
     def take(self, start: int, rows: torch.Tensor) -> Indices:
         """Target states of positions ``start, …`` [M, W]. Returns slots to free (when a long gap begins it anew)."""
-        end, expected = min(start + rows.shape[0], len(self.tokens)), self.done - 1 + self.num_inputs
+        end, expected = min(start + rows.shape[0], len(self.tokens)), self.awaited
         if end <= max(start, expected):
             return NO_SLOTS
         if start <= expected:

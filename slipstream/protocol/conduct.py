@@ -26,7 +26,7 @@ from slipstream.protocol.messages import Commit, DraftBound, Growth, Open, Targe
 
 GROWTHS = 32  # for one opening or commit, by a drafter that runs ahead: levels below are not verified
 AT_LEAST = 16  # the farewells of sessions that are no more
-MOST = 4096
+MOST = 2 * GROWTHS * 1024  # all that the largest target asks for at once, each growth in a frame of its own
 FAULTS, FAULTS_S = 16, 10.0
 FIRST_S, LONGEST_S, FORGIVEN_S = 1.0, 64.0, 300.0
 BURST_S = 0.05

@@ -236,6 +236,10 @@ class TimedDrafter:
         for message in commits:
             self.sessions[message.session].tree.commit(message.tokens.tolist(), self._keep)
 
+    def read(self, ids: Sequence[int]) -> list[int]:
+        """Nothing: a prompt takes it no time."""
+        return []
+
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         began_s = time.perf_counter()
         known = [(number, self.sessions[number], budget) for number, budget in zip(ids, budgets, strict=True)

@@ -354,8 +354,7 @@ def decode_target_hello(data: bytes) -> TargetHello:
 def encode_draft_hello(hello: DraftHello) -> bytes:
     features = None if hello.features is None else _wire_spec(hello.features)
     return draft_pb2.ExchangeResponse(hello=draft_pb2.DraftHello(
-        **shared(hello, "features", "max_context"), features=features, max_context=min(hello.max_context, INT32_MAX),
-    )).SerializeToString()
+        **shared(hello, "features"), features=features)).SerializeToString()
 
 
 def decode_draft_hello(data: bytes) -> DraftHello:

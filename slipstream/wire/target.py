@@ -323,6 +323,7 @@ class AnswerStream:
         self._filled = asyncio.Event()
         self._retired = False
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(self._ended)  # also of one that is cancelled before it begins
 
     @property
     def takes(self) -> bool:
@@ -372,21 +373,23 @@ class AnswerStream:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        error: SlipstreamError = Draining(f"{self.address} is shutting down")  # no other reason ends a call in order
-        try:
-            with translated(self.address):
-                await first_end(self._read(), self._write())
-        except SlipstreamError as failed:
+        """Raises SlipstreamError."""
+        with translated(self.address):
+            await first_end(self._read(), self._write())
+        raise Draining(f"{self.address} is shutting down")  # no other reason ends a call in order
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error: SlipstreamError = Unavailable(f"{self.address}: the connection was closed")
+        failed = None if task.cancelled() else task.exception()
+        if isinstance(failed, SlipstreamError):
             error = failed
-        except asyncio.CancelledError:
-            error = Unavailable(f"{self.address}: the connection was closed")
-            raise
-        finally:
-            self.over = True
-            self._call.cancel()
-            self._connection.end(self._line)
-            for answer in list(self._answers.values()):
-                answer.take(error)
+        elif isinstance(failed, Exception):
+            log_bug(failed)
+        self.over = True
+        self._call.cancel()
+        self._connection.end(self._line)
+        for answer in list(self._answers.values()):
+            answer.take(error)
 
     async def _read(self) -> None:
         answers = self._answers

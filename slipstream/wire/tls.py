@@ -153,7 +153,7 @@ def _configuration(pem: tuple[bytes, bytes, bytes]) -> grpc.ServerCertificateCon
 def ends_at(pem: bytes) -> float:
     """Unix time, in seconds, at which the first certificate of ``pem`` ends. Raises ConfigError."""
     try:
-        first = pem.decode("ascii").split("-----BEGIN CERTIFICATE-----")[1].partition("-----END")[0]
+        first = pem.decode("latin-1").split("-----BEGIN CERTIFICATE-----")[1].partition("-----END")[0]
         der = ssl.PEM_cert_to_DER_cert(f"-----BEGIN CERTIFICATE-----{first}-----END CERTIFICATE-----")
         return _not_after(der)
     except (ValueError, IndexError) as error:

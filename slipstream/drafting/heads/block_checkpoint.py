@@ -112,7 +112,7 @@ def _published(folder: str | Path) -> Published:
                              f"{published.speculators!r}")
     elif raw.get("architectures") not in [[name] for name in FLAT]:
         raise ModelError(f"{where}: architectures: expected {' or '.join(FLAT)}, found {raw.get('architectures')!r}")
-    nested = raw.get("dflash_config", {})
+    nested = raw.get("dflash_config") or {}
     if not isinstance(nested, dict):
         raise ModelError(f"{where}: dflash_config: expected an object, found {type(nested).__name__}")
     flat = replace(published, raw=raw | nested)
