@@ -118,7 +118,7 @@ def load_part(part: Part, group: Group) -> CausalModel:
                               operations_for(part.section.kernels, own, dtype, device))
     if part.section.quantize == "fp8":
         with_fp8(decoder, rounding_for(part.section.kernels, own, device))
-    return graphed(decoder)
+    return graphed(decoder, group.agreed)
 
 
 def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
