@@ -205,6 +205,13 @@ def test_ranks_end_with_whoever_started_them(folder: Path) -> None:
         os.kill(pid, 0)
 
 
+def test_a_rank_is_ours_whatever_lies_in_the_folder_that_one_stands_in(folder: Path, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy.py").write_text("raise SystemExit('not the one you think')")
+    monkeypatch.chdir(tmp_path)
+    ranked_model(folder, section()).close()
+
+
 class Served:
     """A target of two ranks as a process."""
 
@@ -226,7 +233,7 @@ class Served:
         self.process.stop()
 
     def rank(self) -> psutil.Process:
-        (child,) = (one for one in psutil.Process(self.process.pid).children() if RANKS in one.cmdline())
+        (child,) = (one for one in psutil.Process(self.process.pid).children() if RANKS in str(one.cmdline()))
         return child
 
     async def ended(self) -> int:
