@@ -349,7 +349,11 @@ def test_services_on_one_machine_share_the_cores_of_a_cpu(settings: tuple[str, .
     assert load(None, settings).target.shared_cores is False, "nobody but a launch knows"
 
 
-def test_a_service_that_cannot_begin_ends_the_launch_with_its_log(tmp_path: Path) -> None:
+def test_a_service_that_cannot_begin_ends_the_launch_with_its_log(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is ours, whatever lies in the folder that one stands in."""
+    (tmp_path / "queue.py").write_text("raise SystemExit('not the one you think')")
+    monkeypatch.chdir(tmp_path)
     launch = Launch(load(None, (*on_free_ports(), "model.path=no-such-model")), tmp_path)
     launch.start()
     try:

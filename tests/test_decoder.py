@@ -367,3 +367,18 @@ def test_what_a_layer_is_merged_of_is_gone_before_the_next(tiny_folder: Path) ->
 
     Decoder(ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), placing=Placing(place))
     assert sum("q_proj" in name for name, _ in placed) > 1 and not beside
+
+
+def test_a_device_is_given_nothing_that_a_decoder_does_not_read(tmp_path: Path) -> None:
+    """Layers for a draft, a head that the embedding stands for: gigabytes, beside a model that just fits."""
+    tensors = load_tensors(write_tiny_model(tmp_path, tie_word_embeddings=True))
+    names = ("lm_head.weight", "model.mtp_layers.0.input_proj.weight")
+    more = dict.fromkeys(names, tensors["model.embed_tokens.weight"])
+    placed = set[str]()
+
+    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        placed.add(name)
+        return tensor.double()
+
+    Decoder(ModelConfig.from_folder(tmp_path), tensors | more, placing=Placing(place))
+    assert placed == set(tensors)

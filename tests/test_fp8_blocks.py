@@ -127,6 +127,8 @@ SCALES = MATRIX + SCALE_INV
     (lambda t: t.update({SCALES: t[SCALES].int()}), f"{SCALES} holds torch.int32"),
     (lambda t: t[SCALES].fill_(torch.nan), f"{SCALES}: scales must be finite"),
     (lambda t: t.update({"model.norm.weight": t[MATRIX][0].clone()}), "model.norm.weight_scale_inv is missing"),
+    (lambda t: t.update({MATRIX: t[MATRIX].float().to(torch.float8_e5m2)}), f"{MATRIX} holds torch.float8_e5m2"),
+    (lambda t: t.update({MATRIX: t[MATRIX].view(torch.float8_e4m3fnuz)}), f"{MATRIX} holds torch.float8_e4m3fnuz"),
 ])
 def test_blocks_that_do_not_fit_are_named(pair: tuple[Path, Path], tmp_path: Path,
                                           change: Callable[[Tensors], object], said: str) -> None:

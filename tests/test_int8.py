@@ -185,12 +185,15 @@ def test_it_is_prepared_once_and_never_over_something_else(tmp_path: Path) -> No
         prepare_as("int4", folder, tmp_path / "four")
 
 
-def test_the_command_writes_beside_a_folder(tmp_path: Path) -> None:
+def test_the_command_writes_beside_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny(tmp_path / "model")
     done = CliRunner().invoke(app, ["models", "prepare", str(folder), "--dtype", "int8"])
     assert done.exit_code == 0, done.output
     assert done.output.strip() == str(tmp_path / "model-int8")
     assert torch.equal(logits(tmp_path / "model-int8"), logits(folder, quantize="int8"))
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, ["models", "prepare", ".", "--dtype", "bfloat16"])
+    assert done.output.strip() == str(tmp_path / "model-bfloat16"), repr(done.exception)
 
 
 def broken(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from psutil import Process
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
@@ -422,6 +423,21 @@ def test_attention_of_a_prompts_rows_is_that_of_single_ones(flags: tuple[str, ..
                 alone = attended(Team(built, 1), plain.build(), pool, queries[first + row : first + row + 1], shape)
                 assert torch.equal(alone[0], together[0][first + row]), f"{heads} heads, {known} known, row {row}"
             first += rows
+
+
+def test_what_threads_share_of_long_contexts_has_a_bound() -> None:
+    """A few rows behind half a million tokens took more than weights: what each row knew of each chunk of them."""
+    dice, shape, context = torch.Generator().manual_seed(11), Heads(64, 2, 32, None, None, 1e-5), 4096 * 128
+    pool = KVPool(2, 300, 2, 32, torch.bfloat16)
+    pool.kv.copy_(torch.randn(pool.kv.shape, generator=dice))
+    builder, entries = BatchBuilder(), np.random.default_rng(11).integers(300, size=context)
+    builder.add([0] * 4, range(4), [0, 1, 2, 3], entries)
+    queries, batch = torch.randn(4, 2048, generator=dice).bfloat16(), builder.build()
+    team, process = Team(kernels(), 2), Process()
+    before = process.memory_info().rss
+    together = attended(team, batch, pool, queries, shape)
+    assert process.memory_info().rss - before < 2 * 64 << 20
+    assert torch.equal(together, attended(Team(kernels(), 1), batch, pool, queries, shape))
 
 
 def attended(team: Team, batch: ForwardBatch, pool: KVPool, queries: torch.Tensor, shape: Heads) -> torch.Tensor:

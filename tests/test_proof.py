@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from bench.gpu.shapes import TINY, config_of
 from slipstream.base.errors import in_a_line
+from slipstream.base.offload import command
 from slipstream.engine import witness
 from slipstream.engine.proof import SAID, asked, remembered, witnessed
 
@@ -58,10 +58,12 @@ def test_where_nothing_can_be_kept_it_is_asked_each_time(tmp_path: Path) -> None
     assert remembered(tmp_path / "file", {}, told(f"echo '{SAID}\"no\"'")) == "no"
 
 
-def test_a_witness_says_why_there_is_nothing_to_see() -> None:
+def test_a_witness_says_why_there_is_nothing_to_see(tmp_path: Path) -> None:
+    """It is ours, whatever has a name of ours in the folder that one stands in."""
+    (tmp_path / "numpy.py").write_text("raise SystemExit('not the one you think')")
     question = json.dumps(asked("attention", config_of(TINY), torch.bfloat16))
-    done = subprocess.run([sys.executable, "-m", "slipstream.engine.witness", question, "cpu"], capture_output=True,
-                          text=True, check=False)
+    done = subprocess.run([*command("slipstream.engine.witness"), question, "cpu"], capture_output=True, text=True,
+                          check=False, cwd=tmp_path)
     assert done.returncode == 1 and "flashinfer" in done.stderr.splitlines()[-1] and SAID not in done.stdout
 
 

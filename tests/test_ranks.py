@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -25,10 +25,10 @@ from slipstream.base.errors import ModelError, RanksLost, Unavailable
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
-from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
+from slipstream.engine.graphs import GraphedDecoder, Replay, Size, capture_eager
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import load_tensors
-from slipstream.engine.orders import ForwardOrder, LogitsOrder, Pipe, WarmOrder, read, written
+from slipstream.engine.orders import ForwardOrder, LogitsOrder, Meeting, Pipe, WarmOrder, read, written
 from slipstream.engine.ranks import RankedModel, part_config, part_of, ranked_model, sharded_decoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.vitals import Vitals, until
@@ -97,6 +97,9 @@ class Threads:
 
     def beside(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._all(x), -1)
+
+    def agreed(self, well: bool) -> bool:
+        return not float(self.sum(torch.tensor([float(not well)])))
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._table[self.rank] = x.clone()
@@ -202,6 +205,13 @@ def test_ranks_end_with_whoever_started_them(folder: Path) -> None:
         os.kill(pid, 0)
 
 
+def test_a_rank_is_ours_whatever_lies_in_the_folder_that_one_stands_in(folder: Path, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy.py").write_text("raise SystemExit('not the one you think')")
+    monkeypatch.chdir(tmp_path)
+    ranked_model(folder, section()).close()
+
+
 class Served:
     """A target of two ranks as a process."""
 
@@ -223,7 +233,7 @@ class Served:
         self.process.stop()
 
     def rank(self) -> psutil.Process:
-        (child,) = (one for one in psutil.Process(self.process.pid).children() if RANKS in one.cmdline())
+        (child,) = (one for one in psutil.Process(self.process.pid).children() if RANKS in str(one.cmdline()))
         return child
 
     async def ended(self) -> int:
@@ -254,7 +264,9 @@ async def test_a_service_of_two_ranks_stops_as_any_other(folder: Path, tmp_path:
     assert "ranks ready" in log and "stopped" in log and "lost" not in log and "Traceback" not in log
 
 
-def test_captured_steps_of_ranks_are_those_of_one(folder: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_captured_steps_of_ranks_are_those_of_one(folder: Path, fails: bool) -> None:
+    """Also where one of them alone has no memory for a graph: the others tried theirs, step by step, without it."""
     whole = load_model(folder, ModelSection(dtype="float64"))
     table, barrier = [torch.empty(0)] * 2, threading.Barrier(2)
 
@@ -262,10 +274,19 @@ def test_captured_steps_of_ranks_are_those_of_one(folder: Path) -> None:
         group = Threads(rank, 2, table, barrier)
         paged = TorchAttention(part_config(whole.config, 2), torch.float64)
         decoder = sharded_decoder(whole.config, load_tensors(folder), group, torch.float64, CPU, paged)
-        model = GraphedDecoder(decoder, paged, capture_eager, [Size(8, 3), Size(48, 1)])
+        captured = 0
+
+        def capture(run: Callable[[], None]) -> Replay:
+            nonlocal captured
+            replay, captured = capture_eager(run), captured + 1
+            if fails and rank == 1 and captured == 1:
+                raise RuntimeError("out of memory")
+            return replay
+
+        model = GraphedDecoder(decoder, paged, capture, [Size(8, 3), Size(48, 1)], group.agreed)
         runner = ModelRunner(model, 80, model.spare_slots)
         runner.pool.kv.zero_()
-        assert model.warm(runner.pool, 2) == 2
+        assert model.warm(runner.pool, 2) == 2 - fails
         return torch.cat([group.beside(runner.forward(batch)) for batch in (prompt(), tree())])[:, :263]
 
     runner = ModelRunner(whole, 80)
@@ -273,6 +294,14 @@ def test_captured_steps_of_ranks_are_those_of_one(folder: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         for found in pool.map(run, range(2)):
             assert float((found - right).abs().max()) < 1e-12
+
+
+def test_a_group_agrees_on_what_went_well_on_all_of_its_ranks() -> None:
+    group = Meeting(1).join(0, 1, CPU)
+    try:
+        assert [group.agreed(well) for well in (True, False, True)] == [True, False, True]
+    finally:
+        group.leave()
 
 
 @pytest.mark.parametrize(("settings", "problem"), [

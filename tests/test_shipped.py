@@ -34,6 +34,9 @@ def test_a_shipped_head_is_for_its_target_by_name_or_prepared_folder(tmp_path: P
     for name in ("smollm2-135m", "another"):
         (volume / RECEIPT).write_text(json.dumps({"format": FORMAT, "name": name, "files": {"config.json": 2}}))
         assert (head_for(str(volume)) is not None) == (name == "smollm2-135m")
+    (volume / RECEIPT).write_text(json.dumps({"format": FORMAT, "name": "smollm2-135m", "files": {"config.json": 2}}))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert head_for("~/models/whatever") is not None and head_for("~nobody-here/whatever") is None
     monkeypatch.setattr("slipstream.models.folder.HEADS_ROOT", tmp_path / "nothing")
     assert head_for("smollm2-135m") is None
 

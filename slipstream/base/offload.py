@@ -25,14 +25,19 @@ from typing import Any
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
+def command(module: str) -> list[str]:
+    """What runs ``main`` of ``module``: by ``-m``, what has a module's name in the folder that one stands in would be
+    taken for it."""
+    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"]
+
+
 class Child:
     """The other end of a process that runs ``main`` of ``module``. One thread at a time may ask it, any may end
     it."""
 
     def __init__(self, module: str) -> None:
-        begin = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"
-        self._popen = popen = subprocess.Popen([sys.executable, "-P", "-c", begin], stdin=subprocess.PIPE,
-                                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        self._popen = popen = subprocess.Popen(command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                               stderr=subprocess.DEVNULL,
                                                env=os.environ | dict.fromkeys(THREADS, "1"))
         self.pid = popen.pid
         self._pipes = threading.Lock()

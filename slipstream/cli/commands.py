@@ -378,7 +378,7 @@ def prepare_known(
         return
     from slipstream.engine.preparation import prepare_as
 
-    source = prepare(name) if name in KNOWN else resolve(name)
+    source = prepare(name) if name in KNOWN else resolve(name).resolve()  # "." has no name to write beside
     print(prepare_as(dtype, source, folder or source.with_name(f"{source.name}-{dtype}")))
 
 

@@ -301,10 +301,12 @@ class Launch:
         return self.folder / "slipstream.yaml"
 
     def _spawn(self, service: Service) -> None:
-        command = [sys.executable, "-m", f"{service.name}_service", "--config", str(self._file)]
+        # -P: or what has a module's name in the folder that one stands in would be taken for it.
+        command = [sys.executable, "-P", "-m", f"{service.name}_service", "--config", str(self._file)]
+        found = {"PYTHONPATH": os.pathsep.join(sys.path)}
         with service.log.open("ab") as log:
             service.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                               start_new_session=True, env={**SHARED_CORES, **os.environ})
+                                               start_new_session=True, env={**SHARED_CORES, **os.environ, **found})
         service.restart_at_s = 0.0
 
     def _is_ready(self, service: Service) -> bool:

@@ -35,7 +35,7 @@ from slipstream.engine.ops.layer import (
     norms_behind,
 )
 
-LAYERS = "model.layers."
+LAYERS, NORM = "model.layers.", "model.norm.weight"
 MTP_LAYERS = "model.mtp_layers."  # MiMo's, which a draft reads
 
 
@@ -61,13 +61,15 @@ class Decoder:
                  attention: Attention | None = None, placing: Placing = AS_IT_IS) -> None:
         """tensors: by name; ops: how its layers run; attention: None is torch's. Raises ModelError naming a tensor."""
         self.config, self._ops = config, ops
-        around = {name: placing.place(name, t) for name, t in tensors.items() if not name.startswith(LAYERS)}
+        own_head = placing.head is None and not config.tied_embeddings
+        around = {name: placing.place(name, tensors[name]) for name in (EMBEDDING, NORM, *([HEAD] if own_head else []))
+                  if name in tensors}
         self._embedding = take(around, EMBEDDING, config.vocab_size, config.hidden_size)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self._layers = [_layer(config, tensors, f"{LAYERS}{i}", ops, placing) for i in range(config.num_layers)]
-        self._norms = norms_behind(self._layers, take(around, "model.norm.weight", config.hidden_size))
-        self._head = Linear(placing.head if placing.head is not None else self._embedding if config.tied_embeddings
-                            else take(around, HEAD, config.vocab_size, config.hidden_size))
+        self._norms = norms_behind(self._layers, take(around, NORM, config.hidden_size))
+        head = self._embedding if placing.head is None else placing.head
+        self._head = Linear(take(around, HEAD, config.vocab_size, config.hidden_size) if own_head else head)
         self.rope = Rope(config, self.dtype, self.device)
         self.attention = attention or TorchAttention(config, self.dtype)
 
@@ -116,7 +118,7 @@ class Decoder:
 def decoder_names(config: ModelConfig) -> set[str]:
     """The tensors that a decoder takes, and a head that a tied embedding stands for."""
     layers = (layer_shapes(config, f"{LAYERS}{i}") for i in range(config.num_layers))
-    return {EMBEDDING, "model.norm.weight", HEAD}.union(*layers)
+    return {EMBEDDING, NORM, HEAD}.union(*layers)
 
 
 def unread_names(config: ModelConfig, tensors: Tensors) -> list[str]:

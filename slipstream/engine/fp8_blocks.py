@@ -41,11 +41,17 @@ def block_of(raw: Mapping[str, Any], where: str) -> Block | None:
 
 def widened(tensors: Mapping[str, torch.Tensor], block: Block) -> dict[str, torch.Tensor]:
     """All tensors but the scales. Raises ModelError."""
-    return {name: _wide(name, tensor, tensors.get(name + SCALE_INV), block) if tensor.dtype == E4M3 else tensor
+    return {name: _wide(name, tensor, tensors.get(name + SCALE_INV), block) if _is_narrow(tensor) else tensor
             for name, tensor in tensors.items() if not name.endswith(SCALE_INV)}
 
 
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize == 1
+
+
 def _wide(name: str, numbers: torch.Tensor, scales: torch.Tensor | None, block: Block) -> torch.Tensor:
+    if numbers.dtype != E4M3:
+        raise ModelError(f"tensor {name} holds {numbers.dtype}, and blocks are of {E4M3}")
     if scales is None:
         raise ModelError(f"tensor {name}{SCALE_INV} is missing: {name} holds {E4M3}, which means nothing alone")
     blocks = tuple(-(-size // side) for size, side in zip(numbers.shape, block, strict=False))

@@ -208,12 +208,13 @@ class GraphedDecoder:
     """A decoder that replays what fits; see ``model.CausalModel``. It serves one pool, which must have ``spare_slots``
     slots beyond those that are handed out, at its end: those of dummies, then those of trials."""
 
-    __slots__ = ("_attention", "_capture", "_indices", "_mirror", "_model", "_most_rows", "_pool", "_refusals",
-                 "_sizes", "_steps", "config", "device", "dtype", "logits", "spare_slots")
+    __slots__ = ("_agreed", "_attention", "_capture", "_indices", "_mirror", "_model", "_most_rows", "_pool",
+                 "_refusals", "_sizes", "_steps", "config", "device", "dtype", "logits", "spare_slots")
 
     def __init__(self, model: Decoder, attention: PagedAttention, capture: Capture,
-                 wanted: Sequence[Size] | None = None) -> None:
-        self._model, self._attention, self._capture = model, attention, capture
+                 wanted: Sequence[Size] | None = None, agreed: Callable[[bool], bool] = bool) -> None:
+        """agreed: of whether it went well here, whether it did on all ranks of a model."""
+        self._model, self._attention, self._capture, self._agreed = model, attention, capture, agreed
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
         self.logits = model.logits
         self._sizes = sorted(sizes() if wanted is None else wanted)
@@ -315,16 +316,21 @@ class GraphedDecoder:
         reason, step = "", None
         try:
             step = self._capture_step(size, self._pool, taps)
-            reason = self._disagrees(size, step, self._pool, taps)
         except RuntimeError as error:
             reason = in_a_line(error)
-        if step is not None and not reason:
-            self._steps[key] = step
-            return step
+        if self._agreed(step is not None) and step is not None:  # else ranks that have one would try it alone
+            try:
+                reason = self._disagrees(size, step, self._pool, taps)
+            except RuntimeError as error:
+                reason = in_a_line(error)
+            if self._agreed(not reason):
+                self._steps[key] = step
+                return step
         missed = MISSED if refusal is None else refusal.next
         self._refusals[key] = Refusal(missed, 2 * missed)
         logger("engine").warning("no graph of this size: each kernel is launched by itself", rows=size.rows,
-                                 segments=size.segments, taps=len(taps), again_in_steps=missed, reason=reason)
+                                 segments=size.segments, taps=len(taps), again_in_steps=missed,
+                                 reason=reason or "another rank's failed")
         return None
 
     def _keep(self, taps: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ It knows nothing about where folders come from (see ``slipstream.models``), sess
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -102,10 +103,11 @@ def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Iden
                     f"{device}, ranks {section.tensor_parallel}")
 
 
-def graphed(model: CausalModel) -> CausalModel:
-    """The model as a GraphedDecoder where its attention can be captured; its pool needs spare slots then."""
+def graphed(model: CausalModel, agreed: Callable[[bool], bool] = bool) -> CausalModel:
+    """The model as a GraphedDecoder where its attention can be captured; its pool needs spare slots then. agreed: see
+    there."""
     if isinstance(model, Decoder) and isinstance(model.attention, FlashInferAttention):
-        return GraphedDecoder(model, model.attention, CudaCapture(model.device))
+        return GraphedDecoder(model, model.attention, CudaCapture(model.device), agreed=agreed)
     return model
 
 

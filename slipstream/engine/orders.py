@@ -6,7 +6,7 @@ Rules:
    most ``TIMEOUT_S`` for a rank to take one.
 3. Ranks call the same operations of their ``Group`` in the same order; one that the others do not join ends after
    ``TIMEOUT_S``: with an error where the host waits for it (gloo), with the process where the device does (NCCL's
-   watchdog). None waits for the host on a GPU, so that a graph may capture it.
+   watchdog). None but ``agreed`` waits for the host on a GPU, so that a graph may capture it.
 4. All ranks are processes of one machine and of the same program. NCCL joins GPUs, gloo CPUs.
 
 It knows nothing about models.
@@ -158,16 +158,16 @@ class Meeting:
             torch.cuda.set_device(device)
         _distributed().init_process_group(backend, store=self._store, rank=rank, world_size=ranks,
                                           timeout=timedelta(seconds=TIMEOUT_S))
-        return Group(rank, ranks)
+        return Group(rank, ranks, device)
 
 
 class Group:
     """One process's place among the ranks. A process has one at a time."""
 
-    __slots__ = ("_all", "rank", "ranks")
+    __slots__ = ("_all", "_device", "rank", "ranks")
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
+        self.rank, self.ranks, self._device = rank, ranks, device
         self._all = _distributed()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,6 +185,10 @@ class Group:
         parts = x.new_empty(self.ranks, *x.shape)
         self._all.all_gather(list(parts.unbind(0)), x)
         return parts.transpose(0, 1).reshape(x.shape[0], -1)
+
+    def agreed(self, well: bool) -> bool:
+        """Whether it went well on all ranks. It waits for them."""
+        return not self.sum(torch.full((), not well, dtype=torch.int32, device=self._device)).item()
 
     def leave(self) -> None:
         self._all.destroy_process_group()

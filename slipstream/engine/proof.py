@@ -17,7 +17,6 @@ import hashlib
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from typing import Literal
 import torch
 
 from slipstream import __version__
+from slipstream.base.offload import command
 from slipstream.engine.model import ModelConfig
 from slipstream.models.folder import default_root
 
@@ -37,7 +37,6 @@ Proof = Callable[[What, ModelConfig, torch.dtype, torch.device], str]
 LIMIT_S = 900.0  # compilers take minutes
 DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("torch", "triton", "flashinfer-python")
-WITNESS = (sys.executable, "-m", "slipstream.engine.witness")
 SAID = "verdict "  # what the line of a witness begins with that counts
 PASSING = ("out of memory", "Out of memory", "OutOfMemoryError")
 
@@ -47,8 +46,8 @@ def objection(what: What, config: ModelConfig, dtype: torch.dtype, device: torch
     about = asked(what, config, dtype)
     place = {"gpu": torch.cuda.get_device_name(device), "driver": driver(), "slipstream": __version__,
              "cuda": str(torch.version.cuda), **{name: version(name) for name in PACKAGES}}
-    command = [*WITNESS, json.dumps(about), str(device)]
-    return remembered(default_root().with_name("kernels"), about | place, command)
+    asking = [*command("slipstream.engine.witness"), json.dumps(about), str(device)]
+    return remembered(default_root().with_name("kernels"), about | place, asking)
 
 
 def asked(what: What, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
@@ -56,13 +55,13 @@ def asked(what: What, config: ModelConfig, dtype: torch.dtype) -> dict[str, obje
     return {"what": what, "dtype": str(dtype).removeprefix("torch."), "config": asdict(config)}
 
 
-def remembered(folder: Path, about: dict[str, object], command: Sequence[str]) -> str:
-    """The verdict of ``command`` on what ``about`` says, from ``folder`` where it is known."""
+def remembered(folder: Path, about: dict[str, object], asking: Sequence[str]) -> str:
+    """The verdict of the command ``asking`` on what ``about`` says, from ``folder`` where it is known."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
     path = folder / f"verdict-{digest[:24]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["objection"])
-    found, lasting = witnessed(command)
+    found, lasting = witnessed(asking)
     if lasting:
         with suppress(OSError):  # a container's disk may be read-only: the next start asks again
             folder.mkdir(parents=True, exist_ok=True)
@@ -72,10 +71,10 @@ def remembered(folder: Path, about: dict[str, object], command: Sequence[str]) -
     return found
 
 
-def witnessed(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[str, bool]:
+def witnessed(asking: Sequence[str], limit_s: float = LIMIT_S) -> tuple[str, bool]:
     """The objection that a process tells, or what its end says; and whether that will be so the next time."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(asking, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         return f"its trial took longer than {limit_s:g} s", False
     except OSError as error:

@@ -1,5 +1,5 @@
 """A model on several devices of one machine, cut as Megatron cuts it (Shoeybi et al., arXiv 1909.08053): this process
-is rank 0, the others are started by it, each as ``python -m slipstream.engine.ranks FD``.
+is rank 0, the others are started by it, each as ``main FD``.
 
 Rules of the ranks:
 1. Every call is an order that all ranks carry out, so any sequence of calls is right. What is called on a pool happens
@@ -39,6 +39,7 @@ import torch.nn.functional as F
 
 from slipstream.base.config import LogSection, ModelSection
 from slipstream.base.errors import ModelError, RanksLost, SlipstreamError, in_a_line
+from slipstream.base.offload import command
 from slipstream.engine.attention import Attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder, Placing, unread_names
@@ -118,7 +119,7 @@ def load_part(part: Part, group: Group) -> CausalModel:
                               operations_for(part.section.kernels, own, dtype, device))
     if part.section.quantize == "fp8":
         with_fp8(decoder, rounding_for(part.section.kernels, own, device))
-    return graphed(decoder)
+    return graphed(decoder, group.agreed)
 
 
 def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
@@ -201,7 +202,7 @@ class Ranks:
     def _start(self, part: Part) -> None:
         own, given = socket.socketpair()
         with given:  # a group of its own: a Ctrl-C is rank 0's to deal with
-            process = subprocess.Popen([sys.executable, "-m", "slipstream.engine.ranks", str(given.fileno())],
+            process = subprocess.Popen([*command("slipstream.engine.ranks"), str(given.fileno())],
                                        pass_fds=(given.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
         self._processes.append(process)
         self._pipes.append(Pipe(own))
@@ -413,7 +414,3 @@ class Follower:
             pool.kv.zero_()  # rank 0 may look at slots that nothing was written to, to measure steps
             self._pools[number] = pool
         return self._pools[number]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,4 @@
-"""``python -m slipstream.engine.witness QUESTION DEVICE``: runs kernels that this GPU may never have run, and
-prints how they differ from torch's.
+"""``main QUESTION DEVICE``: runs kernels that this GPU may never have run, and prints how they differ from torch's.
 
 It is started by ``proof``, which reads the line; it loads no model and answers nobody else.
 """
@@ -52,7 +51,3 @@ def main() -> None:
     except Exception as error:  # they fail in their own ways
         sys.exit(in_a_line(error))
     print(SAID + json.dumps(said), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -398,7 +398,8 @@ def head_for(target: str) -> KnownHead | None:
     """The shipped head of a target, a name or a folder; None when there is none."""
     for head in HEADS.values():
         places = {head.target, str(default_root() / head.target)}
-        if (target in places or prepared_name(Path(target)) == head.target) and is_head(HEADS_ROOT / head.name):
+        prepared = prepared_name(Path(os.path.expanduser(target)))
+        if (target in places or prepared == head.target) and is_head(HEADS_ROOT / head.name):
             return head
     return None
 

@@ -4,7 +4,8 @@
 // 1. Each chunk is weighed by itself, from nothing; what is known of a row's chunks is joined in their order. So its bits do not
 //    depend on who computes which of them.
 // 2. Rows that read the same entries are a block where the processor computes them together (`Weigher`).
-// 3. Few blocks are split: threads take chunks of one, and who is the last to end joins them.
+// 3. Few blocks are split, unless what is known of their chunks would take too much memory: threads take chunks of one, and who is
+//    the last to end joins them.
 // 4. Keys and values come from memory once: a chunk stays in a near cache, and what is read next is asked for meanwhile.
 //
 // It knows nothing about threads.
@@ -28,6 +29,8 @@
 #include "vectors.h"
 
 namespace {
+
+constexpr int64_t MOST_KNOWN = 16 << 20;  // floats for each thread, of chunks that are not joined yet
 
 // What is known of some chunks of a row, for each head: `size` sums of weighed values (their order is the `Weigher`'s), the
 // greatest score, and the sum of weights.
@@ -59,8 +62,10 @@ struct Splits {  // of a forward's rows, for each of its layers
         }
         const int64_t some = int64_t(blocks.size());
         parts = threads == 1 ? 1 : std::clamp<int64_t>(4 * threads / std::max<int64_t>(some, 1), 1, std::max<int64_t>(chunks, 1));
+        const int64_t wanted = frame.rows * chunks * size;
+        if (wanted > MOST_KNOWN * threads) parts = 1;
         if (parts == 1) return;
-        if (int64_t(known.size()) < frame.rows * chunks * size) known.resize(frame.rows * chunks * size / 4 * 5);
+        if (int64_t(known.size()) < wanted) known.resize(wanted / 4 * 5);
         if (room < some) room = some, left = std::make_unique<std::atomic<int64_t>[]>(room);
         for (int64_t block = 0; block < some; block++) left[block] = parts;
     }

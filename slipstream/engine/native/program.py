@@ -219,7 +219,7 @@ QUAD = 4  # whole numbers that one instruction may multiply and add
 
 
 class Op(ctypes.Structure):
-    """One operation; ``kernels.cpp`` says what each field is."""
+    """One operation; ``list.h`` says what each field is."""
 
     _fields_ = [("kind", ctypes.c_int32), ("result", ctypes.c_int32), ("input", ctypes.c_void_p),
                 ("in_stride", ctypes.c_int64), ("weight", ctypes.c_void_p), ("extra", ctypes.c_void_p),
@@ -230,7 +230,7 @@ class Op(ctypes.Structure):
 
 
 class Frame(ctypes.Structure):
-    """What one forward adds; ``kernels.cpp`` says what each field is."""
+    """What one forward adds; ``list.h`` says what each field is."""
 
     _fields_ = [("rows", ctypes.c_int64), ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p),
                 ("slots", ctypes.c_void_p), ("kv_slots", ctypes.c_void_p), ("begin", ctypes.c_void_p),

@@ -22,7 +22,7 @@
 
 namespace {
 
-struct Seed {  // `draft.SEED` is the same: one session
+struct Seed {  // `draft.Call` tells the same: one session
     int64_t rows, begin, computed;  // pending rows; where its KV entries begin; how many of them are computed
     int64_t position;               // of the first pending row
     int64_t levels;                 // beyond the root's children, at most `most_levels`
