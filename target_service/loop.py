@@ -155,8 +155,8 @@ class TargetWorker:
 
     @property
     def num_open(self) -> int:
-        """Answers that are asked for and not over, in whose hands they ever are."""
-        return self._num_asked - self._num_over
+        """Answers that are asked for and not over, in whose hands they ever are. With the thread all have ended."""
+        return self._num_asked - self._num_over if self._failed is None else 0
 
     @property
     def num_running(self) -> int:
