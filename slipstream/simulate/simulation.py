@@ -178,10 +178,10 @@ class Line:
 
     def join(self) -> None:
         hello = TargetHello(PROTOCOL_VERSION, 1, "simulated", self._target.vocab_size, "", 1, 1, MAX_CONTEXT)
-        self._target.worker.following.link_up(self, self._draft.worker.peer_up(Answers(self), hello))
+        self._target.worker.following.link_up(self, self._draft.worker.peer_up(LinePeer(self), hello))
 
     def send(self, items: Sequence[DraftBound]) -> None:
-        peer = Answers(self)
+        peer = LinePeer(self)
         self._draft.actor.hear(self._target.actor.now_s + self._delay_s,
                                lambda: self._draft.worker.received(peer, items, []))
 
@@ -194,8 +194,8 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """The way back on a line. Equal for the same line, as a draft knows its sessions by their peer."""
+class LinePeer:
+    """The target as a draft sees it. Equal for the same line, as a draft knows its sessions by their peer."""
 
     line: Line
 
