@@ -155,8 +155,8 @@ class TargetWorker:
 
     @property
     def num_open(self) -> int:
-        """Answers that are asked for and not over, in whose hands they ever are."""
-        return self._num_asked - self._num_over
+        """Answers that are asked for and not over, in whose hands they ever are. With the thread all have ended."""
+        return self._num_asked - self._num_over if self._failed is None else 0
 
     @property
     def num_running(self) -> int:
@@ -412,8 +412,13 @@ class TargetWorker:
 
     def hand_back(self) -> None:
         """End every answer with Draining, so that another target goes on where it stopped."""
-        error = Draining("the target is shutting down; another one will go on")
+        error = handed_back()
         for one in self._queues.everyone():
             self._fail(one, error, "handed_back")
         self.following.flush()
         self._telling.deliver()
+
+
+def handed_back() -> Draining:
+    """What ends an answer that another target is to go on with."""
+    return Draining("the target is shutting down; another one will go on")

@@ -23,7 +23,7 @@ from slipstream.observe.log import logger
 from slipstream.protocol.requests import MAX_WAITING, NEEDS, DraftStatus, Piece, Request, Served, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
 from target_service.drain import drained
-from target_service.loop import TargetWorker
+from target_service.loop import TargetWorker, handed_back
 from target_service.sequence import Rule, Sink
 from target_service.step import CALM_S
 
@@ -117,12 +117,12 @@ class TargetService:
         self._served = served
         self._numbers = itertools.count(1)
         self._draining = False
-        self._preparing = 0  # answers whose grammar is not there yet
+        self._compiling = set[asyncio.Future[Matcher]]()  # grammars of answers that wait for them
 
     @property
     def num_waiting(self) -> int:
         """Answers that nothing is computed of yet."""
-        return self._worker.num_waiting + self._preparing
+        return self._worker.num_waiting + len(self._compiling)
 
     def submit(self, request: Request) -> TargetAnswer:
         """Begin an answer. Raises InvalidRequest, CapacityError or Draining."""
@@ -140,14 +140,11 @@ class TargetService:
             if self._grammars is None:
                 raise InvalidRequest("grammar", "this target binds no answer to one", "unsupported_parameter")
             compiled = self._grammars.compile(request)
-            self._preparing += 1
-            compiled.add_done_callback(self._prepared)
+            self._compiling.add(compiled)
+            compiled.add_done_callback(self._compiling.discard)
         bound = request.allowed_token_ids or request.bad_words
         return TargetAnswer(self._worker, next(self._numbers), request, compiled,
                             Permitted.of(request, self._served.vocab_size) if bound else None)
-
-    def _prepared(self, _: asyncio.Future[Matcher]) -> None:
-        self._preparing -= 1
 
     async def warm(self) -> None:
         """Have ready what the first grammar would have to wait for."""
@@ -166,12 +163,17 @@ class TargetService:
         """Refuse new requests and wait for the running ones; those that do not finish in time are handed back, and run
         to their end if they return. Returns whether all finished in time."""
         self._draining = True
-        return await drained(lambda: self._worker.num_open + self._preparing, self._hand_back, grace_s, time.monotonic)
+        return await drained(lambda: self._worker.num_open + len(self._compiling), self._hand_back, grace_s,
+                             time.monotonic)
 
     def _hand_back(self) -> None:
         logger("target").info("answers handed back", running=self._worker.num_running,
-                              waiting=self._worker.num_waiting)
-        self._worker.post(self._worker.hand_back)
+                              waiting=self.num_waiting)
+        for compiled in self._compiling:
+            if not compiled.done():
+                compiled.set_exception(handed_back())
+        # Behind those whose grammar has just come.
+        asyncio.get_running_loop().call_soon(self._worker.post, self._worker.hand_back)
 
 
 def _nobody(_: Piece) -> bool:

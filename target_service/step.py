@@ -133,7 +133,7 @@ def schedule(running: abc.Sequence[Facts], waiting: abc.Sequence[Facts], free_sl
                 verify.append((facts.key, 1))
                 rows_left, room = rows_left - 1, room - 1
     # The oldest is stuck in its prompt with nothing free: the youngest makes place.
-    if kept and not verify and not prefill and not any(facts.waits for facts in kept) and len(kept) > 1:
+    if len(kept) > 1 and not verify and not prefill and not any(facts.waits for facts in kept):
         put_back.append(kept.pop().key)
         return Schedule(tuple(put_back))
     # What running prompts still need is spoken for.

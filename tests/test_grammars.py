@@ -25,6 +25,7 @@ from slipstream.grammar.matcher import Ends
 from slipstream.grammar.trial import MAX_EACH, Trial, Trials
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.requests import Request, Sampling
 from slipstream.protocol.tree import DraftTree
 from tests.pair import target
 from tests.routing import CHAT, HELLO, routing
@@ -132,6 +133,15 @@ async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
     with pytest.raises(ZeroDivisionError):
         await run("a", lambda: 1 // 0)
     turns.close()
+
+
+async def test_a_target_binds_all_answers_of_one_request(tiny_folder: Path) -> None:
+    """A completion of many prompts has many: it was refused each time, whatever room there was for it."""
+    grammar = Grammar("choice", '["a", "b"]')
+    request = Request("r", tuple(b"the cat"), Sampling(stop_token_ids=(EOS,)), 4, grammar=grammar)
+    async with target(tiny_folder) as rig:
+        for answer in [rig.service.submit(request) for _ in range(MAX_EACH + 2)]:
+            assert [piece.finish async for piece in answer][-1] == "stop"
 
 
 def test_a_process_for_trials_is_ready_before_and_begun_again(tiny_folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from router_service.balance import Balancer, Targets
 from slipstream.base.config import Config
 from slipstream.base.errors import ConfigError, Draining
 from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Drop, Open
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request, Sampling
@@ -39,7 +41,7 @@ from tests.pair import STUBBORN, target
 from tests.test_discovery import kubeconfig
 from tests.test_lossless import SAMPLINGS, tokens_of
 from tests.test_wire import HELLO, RULES, Target
-from tests.tiny import write_tiny_model
+from tests.tiny import EOS, write_tiny_model
 
 PROMPT = tuple(b"the cat sat on the mat. the cat sat on the")
 
@@ -79,6 +81,22 @@ async def test_what_is_not_finished_in_time_is_handed_back(tiny_folder: Path) ->
         await rig.check()
         assert (await rig.service.info()).slots_free == rig.runner.slots.num_slots
         assert 'outcome="handed_back"' in rig.metrics.registry.page("")[1].decode()
+
+
+async def test_what_waits_for_its_grammar_is_handed_back_too(tiny_folder: Path) -> None:
+    """It had begun here when the time was up, and ran for as long as it was."""
+    async with target(tiny_folder) as rig:
+        assert rig.grammars is not None
+        grammar, held = Grammar("regex", "[a-e]+"), threading.Event()
+        before = rig.grammars.after(grammar, "another", held.wait)
+        sampling = Sampling(stop_token_ids=(EOS,))
+        waiting = asyncio.create_task(rig.answer(Request("r", PROMPT, sampling, 1500, grammar=grammar)))
+        await eventually(lambda: rig.service.num_waiting == 1)
+        assert not await rig.service.drain(0.0)
+        held.set()
+        with pytest.raises(Draining):
+            await waiting
+        await before
 
 
 async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:

@@ -157,6 +157,18 @@ async def test_an_engine_thread_that_dies_ends_its_answers_and_the_target(tiny_f
         await asyncio.to_thread(page.close)
 
 
+async def test_a_drain_is_over_when_the_engine_thread_dies(tiny_folder: Path) -> None:
+    """It waited for answers that had been told their end, until ``GRACE_S`` later the process ended in the middle."""
+    async with target(tiny_folder, STUBBORN) as rig:
+        running = asyncio.create_task(rig.answer(Request("r", (1, 2, 3), Sampling(), 500)))
+        await eventually(lambda: rig.worker.num_running == 1)
+        draining = asyncio.create_task(rig.service.drain(3600.0))
+        rig.worker.post(dies)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await running
+        await draining
+
+
 class Dying(NgramDrafter):
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         raise RuntimeError("the device is gone")

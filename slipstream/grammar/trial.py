@@ -12,8 +12,9 @@ Rules:
    ended. A service waits for it before it takes requests: beside the first answers it would slow their steps, and what
    is believed of steps.
 4. Beside an event loop grammars are tried and compiled in one thread, and namespaces take turns: many grammars of one
-   hold up another's by one at a time. ``MAX_EACH`` of a namespace may wait, its share of that while others wait too,
-   and ``MAX_WAITING`` of all. Who finds no room is refused, who goes away before his turn is passed over.
+   hold up another's by one at a time. At a router ``MAX_EACH`` of a namespace may wait, its share of that while others
+   wait too, and ``MAX_WAITING`` of all: who finds no room is refused. A target has a bound for all answers that wait,
+   of which one request may bring many. Who goes away before his turn is passed over.
    A target compiles a grammar in the turn in which it tried it: who asks it may be no router.
 5. Every answer has a compilation of its own: what llguidance builds while an answer goes on counts against a limit, and
    an answer must not end early because of another one's.
@@ -140,13 +141,15 @@ class Trials:
     async def check(self, grammar: Grammar, namespace: str = "") -> None:
         """As ``Trial.check``, in its turn; who passed before waits for nobody. Raises CapacityError, too."""
         if not self._trial.passed(grammar, namespace):
-            await self.after(grammar, namespace, lambda: None)
+            await self.after(grammar, namespace, lambda: None, patient=False)
 
-    def after(self, grammar: Grammar, namespace: str, work: Callable[[], Made]) -> asyncio.Future[Made]:
-        """``work``, in its turn, when ``grammar`` has been tried. Raises CapacityError."""
+    def after(self, grammar: Grammar, namespace: str, work: Callable[[], Made],
+              patient: bool = True) -> asyncio.Future[Made]:
+        """``work``, in its turn, when ``grammar`` has been tried. patient: see ``Turns.run``."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Made] = loop.create_future()
-        self._turns.run(namespace, partial(self._tried, grammar, namespace, work), future, loop.call_soon_threadsafe)
+        self._turns.run(namespace, partial(self._tried, grammar, namespace, work), future, loop.call_soon_threadsafe,
+                        patient=patient)
         return future
 
     def close(self) -> None:
@@ -167,8 +170,7 @@ class Grammars(Trials):
         self._vocabulary = vocabulary
 
     def compile(self, request: Request) -> asyncio.Future[Matcher]:
-        """A matcher of its own that stands where ``request`` goes on; it may fail with InvalidRequest. Raises
-        CapacityError."""
+        """A matcher of its own that stands where ``request`` goes on; it may fail with InvalidRequest."""
         assert request.grammar is not None
         sampling = request.sampling
         ends = Ends(sampling.stop_token_ids, sampling.min_tokens)

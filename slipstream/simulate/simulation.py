@@ -26,6 +26,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, TargetBound, TargetHello
 from slipstream.protocol.requests import Piece, Request, Sampling
+from slipstream.protocol.tree import MAX_NODES
 from slipstream.simulate.timed import (
     MAX_CONTEXT,
     STREAMS,
@@ -177,10 +178,10 @@ class Line:
 
     def join(self) -> None:
         hello = TargetHello(PROTOCOL_VERSION, 1, "simulated", self._target.vocab_size, "", 1, 1, MAX_CONTEXT)
-        self._target.worker.following.link_up(self, self._draft.worker.peer_up(Answers(self), hello))
+        self._target.worker.following.link_up(self, self._draft.worker.peer_up(LinePeer(self), hello))
 
     def send(self, items: Sequence[DraftBound]) -> None:
-        peer = Answers(self)
+        peer = LinePeer(self)
         self._draft.actor.hear(self._target.actor.now_s + self._delay_s,
                                lambda: self._draft.worker.received(peer, items, []))
 
@@ -193,8 +194,8 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """The way back on a line. Equal for the same line, as a draft knows its sessions by their peer."""
+class LinePeer:
+    """The target as a draft sees it. Equal for the same line, as a draft knows its sessions by their peer."""
 
     line: Line
 
@@ -231,10 +232,12 @@ class Target:
         self.pieces: list[tuple[float, Piece]] = []
         self._deployment = deployment
         timing = deployment.timing
-        runner = ModelRunner(TimedModel(timing, device, deployment.cast.text(timing, first)), MAX_CONTEXT)
+        # Whole answers of all have their place: who is put back computes anew, and that takes time.
+        slots = max(MAX_CONTEXT, deployment.batch * (deployment.cast.answer + 2 * MAX_NODES))
+        runner = ModelRunner(TimedModel(timing, device, deployment.cast.text(timing, first)), slots)
         self.vocab_size = runner.config.vocab_size
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
-        section = TargetSection(policy=deployment.policy, slots=MAX_CONTEXT, drafts=(), prompt_lookup=False,
+        section = TargetSection(policy=deployment.policy, slots=slots, drafts=(), prompt_lookup=False,
                                 max_sessions=max(64, deployment.batch))
         self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), self._deliver, self.actor.clock,
                                    limits=Limits(section.max_sessions, 4096, 256), prefix_cache=False)
