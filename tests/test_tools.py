@@ -190,6 +190,18 @@ def test_a_schema_beside_tools_may_refer_by_name_and_hold_another(referring: dic
             assert (matcher.commit(list(text)) == len(text)) == fits
 
 
+@pytest.mark.parametrize("named", ["const", "default"])
+def test_what_looks_like_a_reference_and_is_a_value_or_a_name_stays_as_it_is(named: str) -> None:
+    value = {"$ref": "#/a", "$anchor": "b"}
+    given = {"properties": {"x": {"const": value}, "y": {"enum": [value]}, named: {"$ref": "#/$defs/day"}},
+             "required": ["x", "y", named], "$defs": {"day": {"const": "Mon"}}}
+    use = use_of([parameters(given)], "required", None)
+    assert use is not None
+    written = json.dumps([{"name": "weather", "arguments": {"x": value, "y": value, named: "Mon"}}])
+    matcher = Vocabulary(tiny_tokenizer(), 256).compile(use.grammar(), Ends((0,)))
+    assert matcher.commit(list(written.encode())) == len(written)
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_arguments_may_be_named_elsewhere_in_a_schema(choice: Any) -> None:
     vocabulary, other = Vocabulary(tiny_tokenizer(), 256), {"type": "object", "properties": {"x": {"type": "integer"}}}
