@@ -177,6 +177,22 @@ async def test_a_text_that_waits_to_be_read_takes_no_longer_either(tiny_folder: 
         assert await reading and (await r.codes())[504] == 1
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+async def test_who_only_counts_and_goes_away_leaves_its_place(tiny_folder: Path, path: str) -> None:
+    held, text = threading.Event(), "a" * (LONG_TEXT + 1)
+    async with routing(tiny_folder, EchoTarget()) as r:
+        gateway = r.service.gateway
+        reading = asyncio.create_task(gateway.lanes.run(LONG_TEXT + 1, held.wait))
+        try:
+            counting = asyncio.create_task(r.post(path, messages=[{"role": "user", "content": text}]))
+            await eventually(lambda: gateway.admission.in_flight == 1)
+            counting.cancel()
+            await eventually(lambda: gateway.admission.in_flight == 0)
+        finally:
+            held.set()
+        assert await reading
+
+
 async def test_another_target_takes_over(tiny_folder: Path) -> None:
     dead, alive = EchoTarget(fail_after=0, error=Unavailable("gone")), EchoTarget()
     async with routing(tiny_folder, dead, alive) as r:
