@@ -494,10 +494,12 @@ def _request_id(shown: bytes) -> bytes:
 
 
 def _key(headers: dict[Any, Any]) -> str:
-    scheme, _, key = bytes(headers.get(b"authorization", b"")).decode("latin-1").partition(" ")
+    shown, other = (bytes(headers.get(name, b"")).decode("utf-8", "surrogateescape")
+                    for name in (b"authorization", b"x-api-key"))
+    scheme, _, key = shown.partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
-    return bytes(headers.get(b"x-api-key", b"")).decode("latin-1").strip()  # the other may be for a proxy on the way
+    return other.strip()  # the first may be for a proxy on the way
 
 
 def _places(error: BaseException) -> list[str]:
