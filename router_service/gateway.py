@@ -260,10 +260,11 @@ class Gateway:
             raise InvalidRequest(asked.options.limited_by, f"must be at most {most} with these log probabilities, so "
                                  f"that no more than {MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or "
                                  "alternatives")
-        for need, name in asked.options.asked_by.items():
-            if need not in info.takes:
-                raise InvalidRequest(name, "the engine that serves this model does not honour it; leave it out",
-                                     "unsupported_parameter")
+        asked_by = asked.options.asked_by
+        if asked_by and (unmet := self._balancer.unmet(asked_by)) is not None:
+            raise InvalidRequest(asked_by[unmet], "the engine that serves this model does not honour it; leave it out",
+                                 "unsupported_parameter")
+        for need, name in asked_by.items():
             if need in ("allowed_token_ids", "bad_words") and asked.options.grammar is not None:
                 raise InvalidRequest(name, f"cannot stand beside {asked.options.bound_by}")
         if asked.options.grammar is not None and asked.options.ignore_eos:

@@ -193,6 +193,18 @@ async def test_who_only_counts_and_goes_away_leaves_its_place(tiny_folder: Path,
         assert await reading
 
 
+@pytest.mark.parametrize("first", [True, False])
+async def test_what_one_of_the_engines_honours_is_asked_of_that_one(tiny_folder: Path, first: bool) -> None:
+    plain, able = EchoTarget(), EchoTarget()
+    able.takes = ("allowed_token_ids",)
+    async with routing(tiny_folder, *((able, plain) if first else (plain, able))) as r:
+        for _ in range(4):
+            assert (await r.post(CHAT, messages=HELLO, allowed_token_ids=[65])).status_code == 200
+        assert len(able.requests) == 4
+        refused = await r.post(CHAT, messages=HELLO, bad_words=["x"])
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "bad_words"
+
+
 async def test_another_target_takes_over(tiny_folder: Path) -> None:
     dead, alive = EchoTarget(fail_after=0, error=Unavailable("gone")), EchoTarget()
     async with routing(tiny_folder, dead, alive) as r:
