@@ -135,7 +135,7 @@ class Gateway:
         if not self.codec.style.takes_tools:
             called = any(message.role == "tool" or message.tool_calls for message in body.messages)
             messages = told(messages, options.use) if called or options.use is not None else messages
-        elif options.use is not None and options.use.offered:
+        elif options.use is not None:
             names["tools"] = options.use.tools
         turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message), names)
         return self._checked(Asked("chat", self.named(body.model), options, messages=messages, begun=begun, turn=turn))

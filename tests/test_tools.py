@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router_service.dialects.openai import Options
-from router_service.dialects.tools import ToolUse, told, use_of
+from router_service.dialects.tools import told, use_of
 from router_service.text.marks import THOUGHTS, Style
 from router_service.text.tokens import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest
@@ -228,6 +228,14 @@ def test_the_arguments_of_a_forced_call_are_an_object(choice: Any) -> None:
             bound({"type": kind})
 
 
+@pytest.mark.parametrize("name", ["none", "auto", "required"])
+def test_a_tool_may_be_called_as_a_choice_is(name: str) -> None:
+    function = {"type": "function", "function": {"name": name}}
+    use = use_of([function, NOW], function, None)
+    assert use is not None and use.forced and use.named
+    assert Options(Sampling(), parsed=True, use=use).told_apart(Style())
+
+
 async def test_a_call_that_a_stop_string_cuts_is_not_called(tiny_folder: Path) -> None:
     target = EchoTarget()
     target.says, target.context = CALL, 4096
@@ -263,7 +271,7 @@ def test_a_template_that_takes_tools_is_given_them() -> None:
 
 def test_what_a_template_without_tools_is_told() -> None:
     use = use_of([NOW], None, None)
-    assert told(HELLO, None) == HELLO and told(HELLO, ToolUse((NOW,), "none")) == HELLO
+    assert told(HELLO, None) == HELLO and told(HELLO, use_of([NOW], "none", None)) == HELLO
     assert [m["role"] for m in told(HELLO, use)] == ["system", "user"]
     first = told([{"role": "system", "content": "Be brief."}, *HELLO], use)[0]
     assert first["content"].startswith("Be brief.\n\n") and '{"type":"function","function":{"name":"now"}}' in (

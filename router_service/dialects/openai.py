@@ -130,13 +130,12 @@ class Options:
         if self.grammar is not None:
             return self.parsed and self.calls_bound
         reasons = style.thoughts is not None and not self.mixed
-        return self.parsed and (reasons or (self.use is not None and self.use.offered))
+        return self.parsed and (reasons or self.use is not None)
 
     @property
     def calls_bound(self) -> bool:
         """Whether a grammar says how calls are written: as JSON that nothing begins."""
-        return self.grammar is not None and self.grammar.kind == "json_schema" and (
-            self.use is not None and self.use.offered)
+        return self.use is not None and self.grammar is not None and self.grammar.kind == "json_schema"
 
     def ends(self, own: Sequence[int], vocab_size: int) -> tuple[int, ...]:
         """What ends an answer of a model that names its ``own``: one that was cut out of a larger one may have some of
@@ -536,7 +535,7 @@ class Job:
         options, count = self.options, self.num_answers
         if not options.told_apart(codec.style):
             return []
-        use = options.use if options.use is not None and options.use.offered else None
+        use = options.use
         if use is not None and use.named:
             return [Named(use.choice) for _ in range(count)]
         if use is not None and use.forced:
