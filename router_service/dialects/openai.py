@@ -503,7 +503,8 @@ class Asked:
         """Characters and token ids."""
         begun = 0 if self.begun is None else len(self.begun.tokens)
         words = sum(MESSAGE + len(word) for word in self.options.bad_words)  # each is spelt by itself
-        return sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _written(self.turn.names) + begun + words
+        given = sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _num_bytes(self.turn.names)
+        return given + begun + words
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,8 +568,8 @@ class Job:
 
 def _size(message: Mapping[str, Any]) -> int:
     """Characters of all that a template may write of it."""
-    return MESSAGE + sum(len(part) if isinstance(part, str) else _written(part) for part in message.values())
+    return MESSAGE + sum(len(part) if isinstance(part, str) else _num_bytes(part) for part in message.values())
 
 
-def _written(part: Any) -> int:
+def _num_bytes(part: Any) -> int:
     return len(orjson.dumps(part)) if part else 0
