@@ -28,7 +28,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
@@ -47,7 +47,7 @@ from router_service.dialects.problems import Problem, http_problem, problem_of, 
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
 from router_service.gateway import Gateway, Run
-from router_service.tenants import ANYONE, ApiKeys
+from router_service.tenants import ANYONE, ApiKeys, Tenant
 from router_service.text.deltas import TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
@@ -75,6 +75,7 @@ DECENT_HEADERS = re.compile(rb"[A-Za-z0-9, _-]{1,2048}")
 REQUEST_ID = "slipstream.request_id"  # in the scope, for whoever logs
 TENANT = "slipstream.tenant"  # in the scope: who asks
 
+Made = TypeVar("Made")
 Handler = Callable[[Request], Awaitable[Response]]
 Measured = Callable[[str], tuple[str, bytes]]  # what a scraper takes -> content type, page
 Narrative = messages.MessagesReply | responses.ResponsesReply  # what is told of its deltas is its events
@@ -150,7 +151,7 @@ class Surface:
         raw, unknown = await self._json(request)
         with written_as(messages.NAMES):
             asked = self._gateway.plan_chat(parse(ChatBody, messages.chat_of(raw), unknown))
-            tokens = await self._gateway.tokens(asked, request.scope[TENANT])
+            tokens = await _counted(request, partial(self._gateway.tokens, asked))
         return json_response({"input_tokens": len(tokens)}, headers=self._left_out(unknown))
 
     async def tokenize(self, request: Request) -> Response:
@@ -161,14 +162,14 @@ class Surface:
             asked = self._gateway.plan_completion(parse(CompletionBody, raw, unknown))
         if len(asked.prompts) > 1:
             raise InvalidRequest("prompt", "must be one")
-        tokens = await self._gateway.tokens(asked, request.scope[TENANT])
+        tokens = await _counted(request, partial(self._gateway.tokens, asked))
         return json_response({"count": len(tokens), "max_model_len": self._gateway.info.max_context, "tokens": tokens},
                              headers=self._left_out(unknown))
 
     async def detokenize(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
         asked = known(raw, ("model", "tokens"), {}, unknown)
-        text = await self._gateway.text(asked.get("model"), asked.get("tokens"), request.scope[TENANT])
+        text = await _counted(request, partial(self._gateway.text, asked.get("model"), asked.get("tokens")))
         return json_response({"prompt": text}, headers=self._left_out(unknown))
 
     async def load(self) -> Response:
@@ -374,6 +375,16 @@ class Surface:
                 "max_model_len": self._gateway.info.max_context, "slipstream": {"lossy": self._gateway.info.lossy}}
 
 
+async def _counted(request: Request, count: Callable[[Tenant], Awaitable[Made]]) -> Made:
+    """What ``count`` gives to whoever asks, as long as he is there."""
+    client = Presence(connection_of(request.scope))
+    try:
+        with client:
+            return await count(request.scope[TENANT])
+    finally:
+        client.close()
+
+
 async def _taken(run: Run, client: Presence, take: Callable[[int, TextDelta], object]) -> None:
     """All of ``run``, as long as its client is there."""
     try:
@@ -483,10 +494,12 @@ def _request_id(shown: bytes) -> bytes:
 
 
 def _key(headers: dict[Any, Any]) -> str:
-    scheme, _, key = bytes(headers.get(b"authorization", b"")).decode("latin-1").partition(" ")
+    shown, other = (bytes(headers.get(name, b"")).decode("utf-8", "surrogateescape")
+                    for name in (b"authorization", b"x-api-key"))
+    scheme, _, key = shown.partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
-    return bytes(headers.get(b"x-api-key", b"")).decode("latin-1").strip()  # the other may be for a proxy on the way
+    return other.strip()  # the first may be for a proxy on the way
 
 
 def _places(error: BaseException) -> list[str]:

@@ -39,7 +39,7 @@ from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Mode
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.requests import Answer, Backend, Piece, Request, TargetInfo
+from slipstream.protocol.requests import Answer, Backend, Need, Piece, Request, TargetInfo
 from slipstream.wire.discovery import Roster, RosterRules
 
 
@@ -222,6 +222,13 @@ class Balancer:
                 return target.info
             info = info or target.info
         return info
+
+    def unmet(self, needs: Collection[Need]) -> Need | None:
+        """One of ``needs`` that the target which honours most of them does not; None: one honours them all."""
+        lacking = [[need for need in needs if need not in target.info.takes]
+                   for target in self._known if target.info is not None]
+        least = min(lacking, key=len)
+        return least[0] if least else None
 
     @property
     def drafted(self) -> bool:

@@ -4,7 +4,7 @@ Rules:
 1. What costs nothing to check (the model's name, counts) is checked before a request waits. It has room before its text
    is rendered and tokenized, beside the event loop, and is checked against the model's context before it takes more.
 2. A ``Run`` holds its place and its answers until ``aclose``, which frees all of them at once and is never left out.
-3. No run outlives ``request_timeout_s``.
+3. No run outlives ``request_timeout_s``, which counts from its arrival; nor does what comes before it.
 4. An answer that another router began goes on at a target of the identity that began it, from the tokens that its
    client shows; without any it is computed again from its start.
 5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for.
@@ -135,7 +135,7 @@ class Gateway:
         if not self.codec.style.takes_tools:
             called = any(message.role == "tool" or message.tool_calls for message in body.messages)
             messages = told(messages, options.use) if called or options.use is not None else messages
-        elif options.use is not None and options.use.offered:
+        elif options.use is not None:
             names["tools"] = options.use.tools
         turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message), names)
         return self._checked(Asked("chat", self.named(body.model), options, messages=messages, begun=begun, turn=turn))
@@ -170,19 +170,25 @@ class Gateway:
     async def _made(self, asked: Asked, tenant: Tenant, trace: str) -> Run:
         """Once there is room for it."""
         arrived_s = time.monotonic()
-        # Answers that many prompts ask for.
-        with written_as({"n": "prompt"}) if asked.prompts and asked.options.n == 1 else nullcontext():
-            place = await self.admission.enter(tenant, asked.num_answers)
-        waited_s = time.monotonic() - arrived_s
+        limit = Limit(_too_long, self._section.request_timeout_s)
         try:
-            asked = replace(asked, options=await self._try(asked.options, tenant))
-            # A conversation may have to wait for the process of its template.
-            job = await self.lanes.run(asked.size, partial(self._job, asked), tenant.id, not asked.messages)
-            place.spend(job.num_asked)
-            self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
-            return Run(self, job, place, arrived_s, arrived_s + self._section.request_timeout_s, trace)
+            with limit:
+                # Answers that many prompts ask for.
+                with written_as({"n": "prompt"}) if asked.prompts and asked.options.n == 1 else nullcontext():
+                    place = await self.admission.enter(tenant, asked.num_answers)
+                try:
+                    waited_s = time.monotonic() - arrived_s
+                    asked = replace(asked, options=await self._try(asked.options, tenant))
+                    # A conversation may have to wait for the process of its template.
+                    job = await self.lanes.run(asked.size, partial(self._job, asked), tenant.id, not asked.messages)
+                    place.spend(job.num_asked)
+                    self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
+                    return Run(self, job, place, arrived_s, limit, trace)
+                except BaseException:
+                    self.admission.leave(place)
+                    raise
         except BaseException:
-            self.admission.leave(place)
+            limit.close()
             raise
 
     async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
@@ -254,10 +260,11 @@ class Gateway:
             raise InvalidRequest(asked.options.limited_by, f"must be at most {most} with these log probabilities, so "
                                  f"that no more than {MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or "
                                  "alternatives")
-        for need, name in asked.options.asked_by.items():
-            if need not in info.takes:
-                raise InvalidRequest(name, "the engine that serves this model does not honour it; leave it out",
-                                     "unsupported_parameter")
+        asked_by = asked.options.asked_by
+        if asked_by and (unmet := self._balancer.unmet(asked_by)) is not None:
+            raise InvalidRequest(asked_by[unmet], "the engine that serves this model does not honour it; leave it out",
+                                 "unsupported_parameter")
+        for need, name in asked_by.items():
             if need in ("allowed_token_ids", "bad_words") and asked.options.grammar is not None:
                 raise InvalidRequest(name, f"cannot stand beside {asked.options.bound_by}")
         if asked.options.grammar is not None and asked.options.ignore_eos:
@@ -369,8 +376,8 @@ class Run:
     """The answers of one admitted job: iterate for (answer number, delta) as they come. Raises what an answer raises,
     and DeadlineExceeded."""
 
-    def __init__(self, gateway: Gateway, job: Job, place: Place, arrived_s: float, deadline_s: float,
-                 trace: str) -> None:
+    def __init__(self, gateway: Gateway, job: Job, place: Place, arrived_s: float, limit: Limit, trace: str) -> None:
+        """limit: on all of it; who closes the run closes it."""
         self.id = secrets.token_hex(16)
         self.created = int(time.time())
         self.job = job
@@ -383,7 +390,7 @@ class Run:
         self._commits_s: dict[int, float] = {}
         self._closing: asyncio.Future[None] | None = None
         self._failed = False
-        self._limit = Limit(_too_long, max(deadline_s - time.monotonic(), 0.0))
+        self._limit = limit
         self._span = None if gateway.spans is None else gateway.spans.begin(
             "router.request", well_formed(trace), endpoint=job.endpoint, answers=job.num_answers)
         parent = "" if self._span is None else self._span.parent

@@ -287,6 +287,15 @@ def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
     assert chat["response_format"] == {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
+@pytest.mark.parametrize(("result", "told"), [
+    ({"is_error": True}, "Error: "), ({"is_error": True, "content": "no such city"}, "Error: no such city"),
+    ({"is_error": False, "content": "sunny"}, "sunny"), ({"is_error": None}, "")])
+def test_a_model_is_told_that_a_tool_failed(result: dict[str, Any], told: str) -> None:
+    block = {"type": "tool_result", "tool_use_id": "t1", **result}
+    chat = messages.chat_of({"messages": [{"role": "user", "content": [block]}]})
+    assert chat["messages"] == [{"role": "tool", "tool_call_id": "t1", "content": told}]
+
+
 def test_turns_of_one_role_are_one_as_that_api_has_it() -> None:
     """Many templates refuse two."""
     words = [("user", "one"), ("user", "two"), ("assistant", "three"), ("assistant", "four"), ("user", "five")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from router_service.dialects.messages import MessagesReply
 from router_service.dialects.openai import Asked
 from router_service.front import GatewayFront
 from router_service.tenants import ANYONE, ApiKeys
+from router_service.text.tokens import LONG_TEXT
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from slipstream.protocol.chat import ChatOptions, Message
 from tests.echo import EchoTarget
 from tests.loop import eventually
-from tests.routing import CHAT, HELLO, events, routing
+from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -160,6 +162,47 @@ async def test_targets_that_fail(tiny_folder: Path) -> None:
         late = await r.post(CHAT, messages=HELLO)
         assert late.status_code == 504 and late.headers["x-should-retry"] == "false"
         assert "ask for fewer tokens" in late.json()["error"]["message"]
+
+
+async def test_a_text_that_waits_to_be_read_takes_no_longer_either(tiny_folder: Path) -> None:
+    held = threading.Event()
+    async with routing(tiny_folder, EchoTarget(), request_timeout_s=0.2) as r:
+        gateway = r.service.gateway
+        reading = asyncio.create_task(gateway.lanes.run(LONG_TEXT + 1, held.wait))
+        try:
+            late = await r.http.post(COMPLETIONS, json={"prompt": "a" * (LONG_TEXT + 1)}, timeout=20)
+        finally:
+            held.set()
+        assert late.status_code == 504 and gateway.admission.in_flight == 0
+        assert await reading and (await r.codes())[504] == 1
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+async def test_who_only_counts_and_goes_away_leaves_its_place(tiny_folder: Path, path: str) -> None:
+    held, text = threading.Event(), "a" * (LONG_TEXT + 1)
+    async with routing(tiny_folder, EchoTarget()) as r:
+        gateway = r.service.gateway
+        reading = asyncio.create_task(gateway.lanes.run(LONG_TEXT + 1, held.wait))
+        try:
+            counting = asyncio.create_task(r.post(path, messages=[{"role": "user", "content": text}]))
+            await eventually(lambda: gateway.admission.in_flight == 1)
+            counting.cancel()
+            await eventually(lambda: gateway.admission.in_flight == 0)
+        finally:
+            held.set()
+        assert await reading
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_what_one_of_the_engines_honours_is_asked_of_that_one(tiny_folder: Path, first: bool) -> None:
+    plain, able = EchoTarget(), EchoTarget()
+    able.takes = ("allowed_token_ids",)
+    async with routing(tiny_folder, *((able, plain) if first else (plain, able))) as r:
+        for _ in range(4):
+            assert (await r.post(CHAT, messages=HELLO, allowed_token_ids=[65])).status_code == 200
+        assert len(able.requests) == 4
+        refused = await r.post(CHAT, messages=HELLO, bad_words=["x"])
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "bad_words"
 
 
 async def test_another_target_takes_over(tiny_folder: Path) -> None:

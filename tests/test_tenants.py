@@ -237,6 +237,17 @@ async def test_what_no_target_takes_is_not_taken_from_a_quota(error: SlipstreamE
         assert (await r.post(COMPLETIONS, prompt="x" * 30)).json()["error"]["code"] == "rate_limit_exceeded"
 
 
+@pytest.mark.parametrize("header", ["Bearer {}", "{}"])
+async def test_a_key_of_other_letters_opens_too(header: str, tiny_folder: Path, tmp_path: Path) -> None:
+    keys, key = tmp_path / "keys", "schlüssel-∑"
+    keys.write_text(f"{key}\n", encoding="utf-8")
+    name = "authorization" if " " in header else "x-api-key"
+    async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
+        for shown, status in ((header.format(key).encode(), 200), (header.format("schlüssel").encode("latin-1"), 401)):
+            answer = await r.http.get("/v1/models", headers=[(name.encode(), shown)])
+            assert answer.status_code == status
+
+
 async def test_who_has_no_key_is_counted(tiny_folder: Path, tmp_path: Path) -> None:
     """Keys that were replaced wrongly look like no traffic otherwise."""
     keys = written(tmp_path, "key-of-a name=a")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router_service.dialects.openai import Options
-from router_service.dialects.tools import ToolUse, told, use_of
+from router_service.dialects.tools import told, use_of
 from router_service.text.marks import THOUGHTS, Style
 from router_service.text.tokens import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest
@@ -190,6 +190,18 @@ def test_a_schema_beside_tools_may_refer_by_name_and_hold_another(referring: dic
             assert (matcher.commit(list(text)) == len(text)) == fits
 
 
+@pytest.mark.parametrize("named", ["const", "default"])
+def test_what_looks_like_a_reference_and_is_a_value_or_a_name_stays_as_it_is(named: str) -> None:
+    value = {"$ref": "#/a", "$anchor": "b"}
+    given = {"properties": {"x": {"const": value}, "y": {"enum": [value]}, named: {"$ref": "#/$defs/day"}},
+             "required": ["x", "y", named], "$defs": {"day": {"const": "Mon"}}}
+    use = use_of([parameters(given)], "required", None)
+    assert use is not None
+    written = json.dumps([{"name": "weather", "arguments": {"x": value, "y": value, named: "Mon"}}])
+    matcher = Vocabulary(tiny_tokenizer(), 256).compile(use.grammar(), Ends((0,)))
+    assert matcher.commit(list(written.encode())) == len(written)
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_arguments_may_be_named_elsewhere_in_a_schema(choice: Any) -> None:
     vocabulary, other = Vocabulary(tiny_tokenizer(), 256), {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -214,6 +226,14 @@ def test_the_arguments_of_a_forced_call_are_an_object(choice: Any) -> None:
     for kind in ("string", "array", ["null", "string"], None, 1):
         with pytest.raises(InvalidRequest, match=r"tool_choice: .* object"):
             bound({"type": kind})
+
+
+@pytest.mark.parametrize("name", ["none", "auto", "required"])
+def test_a_tool_may_be_called_as_a_choice_is(name: str) -> None:
+    function = {"type": "function", "function": {"name": name}}
+    use = use_of([function, NOW], function, None)
+    assert use is not None and use.forced and use.named
+    assert Options(Sampling(), parsed=True, use=use).told_apart(Style())
 
 
 async def test_a_call_that_a_stop_string_cuts_is_not_called(tiny_folder: Path) -> None:
@@ -251,7 +271,7 @@ def test_a_template_that_takes_tools_is_given_them() -> None:
 
 def test_what_a_template_without_tools_is_told() -> None:
     use = use_of([NOW], None, None)
-    assert told(HELLO, None) == HELLO and told(HELLO, ToolUse((NOW,), "none")) == HELLO
+    assert told(HELLO, None) == HELLO and told(HELLO, use_of([NOW], "none", None)) == HELLO
     assert [m["role"] for m in told(HELLO, use)] == ["system", "user"]
     first = told([{"role": "system", "content": "Be brief."}, *HELLO], use)[0]
     assert first["content"].startswith("Be brief.\n\n") and '{"type":"function","function":{"name":"now"}}' in (

@@ -139,7 +139,7 @@ def _bound(wanted: Options, use: ToolUse | None) -> dict[str, Any]:
         if grammar is not None and grammar.kind != "json_schema":  # that is of the text, and there will be none
             raise InvalidRequest("tool_choice", f"cannot force a call beside {wanted.bound_by}; leave out one of them")
         return {"bound_by": "tool_choice", "grammar": use.grammar()}
-    if use is not None and use.offered and grammar is not None and grammar.kind == "json_schema":
+    if use is not None and grammar is not None and grammar.kind == "json_schema":
         schema = read_json(wanted.bound_by, grammar.source.encode())
         return dict(zip(("grammar", "looser"), use.beside(wanted.bound_by, schema), strict=True))
     return {}

@@ -5,7 +5,8 @@ Rules:
    and tools may have the chat's names.
 2. Content comes in blocks: thinking, text, calls, in the order in which the model wrote them.
 3. Turns of one role are one. An answer continues the last where that is the assistant's.
-4. Tools are functions; of blocks only text, calls, their results and thinking are known.
+4. Tools are functions; of blocks only text, calls, their results and thinking are known. A chat has no mark for a
+   result that is an error: its text says so.
 
 It knows nothing about models, routes or the network.
 """
@@ -107,9 +108,10 @@ def _messages(at: str, message: Any) -> Iterator[Json]:
             calls.append({"id": as_written(block.get("id"), CALL), "type": "function",
                           "function": {"name": block.get("name"), "arguments": block.get("input")}})
         elif kind == "tool_result" and message["role"] == "user":
-            result = block.get("content")
+            given = block.get("content")
+            result = "" if given is None else text_of(f"{where}.content", given)
             yield {"role": "tool", "tool_call_id": as_written(block.get("tool_use_id"), CALL),
-                   "content": "" if result is None else text_of(f"{where}.content", result)}
+                   "content": f"Error: {result}" if block.get("is_error") is True else result}
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
         elif kind != "redacted_thinking":

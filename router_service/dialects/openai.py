@@ -130,13 +130,12 @@ class Options:
         if self.grammar is not None:
             return self.parsed and self.calls_bound
         reasons = style.thoughts is not None and not self.mixed
-        return self.parsed and (reasons or (self.use is not None and self.use.offered))
+        return self.parsed and (reasons or self.use is not None)
 
     @property
     def calls_bound(self) -> bool:
         """Whether a grammar says how calls are written: as JSON that nothing begins."""
-        return self.grammar is not None and self.grammar.kind == "json_schema" and (
-            self.use is not None and self.use.offered)
+        return self.use is not None and self.grammar is not None and self.grammar.kind == "json_schema"
 
     def ends(self, own: Sequence[int], vocab_size: int) -> tuple[int, ...]:
         """What ends an answer of a model that names its ``own``: one that was cut out of a larger one may have some of
@@ -504,7 +503,8 @@ class Asked:
         """Characters and token ids."""
         begun = 0 if self.begun is None else len(self.begun.tokens)
         words = sum(MESSAGE + len(word) for word in self.options.bad_words)  # each is spelt by itself
-        return sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _written(self.turn.names) + begun + words
+        given = sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _num_bytes(self.turn.names)
+        return given + begun + words
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,7 +536,7 @@ class Job:
         options, count = self.options, self.num_answers
         if not options.told_apart(codec.style):
             return []
-        use = options.use if options.use is not None and options.use.offered else None
+        use = options.use
         if use is not None and use.named:
             return [Named(use.choice) for _ in range(count)]
         if use is not None and use.forced:
@@ -568,8 +568,8 @@ class Job:
 
 def _size(message: Mapping[str, Any]) -> int:
     """Characters of all that a template may write of it."""
-    return MESSAGE + sum(len(part) if isinstance(part, str) else _written(part) for part in message.values())
+    return MESSAGE + sum(len(part) if isinstance(part, str) else _num_bytes(part) for part in message.values())
 
 
-def _written(part: Any) -> int:
+def _num_bytes(part: Any) -> int:
     return len(orjson.dumps(part)) if part else 0

@@ -20,11 +20,11 @@ from typing import Any
 
 import orjson
 
+from router_service.dialects.tools import Json
 from router_service.text.tokens import Detokenizer, TextCodec
 from slipstream.protocol.chat import PromptToken
 from slipstream.protocol.requests import PromptScores
 
-Json = dict[str, Any]
 Row = tuple[int, float, int, Sequence[tuple[int, float]]]  # token, natural log, rank, alternatives
 AT_ONCE = 512
 LOWEST = -9999.0  # the API's way to say "never"; JSON has no infinity

@@ -27,6 +27,8 @@ from slipstream.protocol.grammar import Grammar
 
 MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
 ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else"})  # where else a schema has properties
+NAMES = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})  # of schemas
+VALUES = frozenset({"const", "enum", "default", "examples"})  # no schemas, whatever they look like
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
 TOLD = """You may call functions to help with the user's request. They are, in JSON:
@@ -41,7 +43,7 @@ To call one, answer with its name and arguments in this form and nothing else:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What may be called. ``choice``: "none", "auto", "required", or one of the names (``named``)."""
+    """What may be called. ``choice``: "auto", "required", or one of the names (``named``)."""
 
     tools: tuple[Json, ...] = field(default=(), repr=False)  # as the client wrote them
     choice: str = "auto"
@@ -54,13 +56,8 @@ class ToolUse:
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
     @property
-    def offered(self) -> bool:
-        """Whether the model is told of them."""
-        return bool(self.tools) and self.choice != "none"
-
-    @property
     def forced(self) -> bool:
-        return self.offered and (self.named or self.choice == "required")
+        return self.named or self.choice == "required"
 
     def grammar(self) -> Grammar:
         """What a forced call binds the answer to. Raises InvalidRequest."""
@@ -106,14 +103,17 @@ def _moved(schema: Any, to: str) -> Any:
     return _referring({key: value for key, value in schema.items() if key != "$id"}, own, to)
 
 
-def _referring(part: Any, own: str, to: str) -> Any:
+def _referring(part: Any, own: str, to: str, names: bool = False) -> Any:
     """A part of the schema ``own``, whose paths begin at ``to``. One with an ``$id`` is a document of its own wherever
-    it stands; and another schema may have the same name for a part, so each name ends by where it stands."""
+    it stands; and another schema may have the same name for a part, so each name ends by where it stands. ``names``:
+    its keys are a client's names for schemas."""
     if isinstance(part, list):
         return [_referring(item, own, to) for item in part]
     if not isinstance(part, dict) or isinstance(part.get("$id"), str):
         return part
-    referring, end = {key: _referring(value, own, to) for key, value in part.items()}, "." + to.rpartition("/")[2]
+    referring = {key: value if key in VALUES and not names else _referring(value, own, to, key in NAMES and not names)
+                 for key, value in part.items()}
+    end = "." + to.rpartition("/")[2]
     if isinstance(name := part.get("$anchor"), str):
         referring["$anchor"] = name + end
     if isinstance(ref := part.get("$ref"), str):
@@ -138,7 +138,7 @@ def _closed(schema: Mapping[str, Any]) -> Json:
 
 
 def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
-    """What a body's fields ask for; None: nothing. Raises InvalidRequest."""
+    """What a body's fields ask for; None: nothing, and the model is told of none. Raises InvalidRequest."""
     if tools is None or tools == []:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "needs tools")
@@ -152,7 +152,9 @@ def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
     use = ToolUse(tuple(tools), parallel=parallel is not False)
     if len(use.schemas) < len(tools):
         raise InvalidRequest("tools", "two of them have the same name")
-    if choice in (None, "auto", "none", "required"):
+    if choice == "none":
+        return None
+    if choice in (None, "auto", "required"):
         return replace(use, choice=choice or "auto")
     name = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = name.get("name") if isinstance(name, dict) else None
@@ -186,7 +188,7 @@ def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Jso
         else:
             turns.append([_plain(message)])
     plain = [{**turn[0], "content": "\n".join([part["content"] for part in turn])} for turn in turns]
-    if use is not None and use.offered:
+    if use is not None:
         words = TOLD.format(tools="\n".join(_written(tool) for tool in use.tools))
         if plain and plain[0]["role"] == "system":
             plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{words}"}

@@ -347,7 +347,7 @@ class Completion:
     def _recall(self, request: Request, stops: Sequence[str]) -> None:
         """Be as one that has given the tokens that are there. A text's end is all that matters of it: less than a
         character, and what could still become a stop string. Raises InvalidRequest where the answer was over."""
-        end = min(max(TAIL, *map(len, stops)) if stops else TAIL, request.answered)
+        end = min(max([TAIL, *map(len, stops)]), request.answered)
         self._early -= request.answered - end
         for token in request.tokens[len(request.tokens) - end:]:
             if self._push(token, False, None):
