@@ -749,6 +749,32 @@ def test_a_process_that_is_lost_ends_the_talking_at_once(simple_folder: Path, tm
     assert list((tmp_path / "work").glob("shard-*")), "what it finished is kept"
 
 
+def prompts_for_others(file: Path, processes: int) -> Path:
+    """Thousands of them; those of the first process are all too long."""
+    file.write_text("".join(json.dumps({"prompt": f"w{n} w{n + 1}" if n % processes else "w1 " * 200}) + "\n"
+                            for n in range(6000)))
+    return file
+
+
+def test_a_limit_holds_where_the_first_process_has_no_prompts_left(simple_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(minutes=0, tokens=400, steps=1, prompts=prompts_for_others(tmp_path / "prompts.jsonl", 2), batch=4,
+                    limits=Limits(max_prompt=32, max_answer=16), processes=2, save_every_s=0.1)
+    totals = talked(simple_folder, tmp_path / "work", recipe)
+    assert totals.tokens >= 400 and totals.conversations < 3000 and not multiprocessing.active_children()
+
+
+def test_a_process_that_is_lost_ends_the_others_where_the_first_has_ended(simple_folder: Path, tmp_path: Path) -> None:
+    def report(totals: Totals, share: float) -> None:
+        for process in multiprocessing.active_children()[:1] if totals.tokens else ():
+            process.kill()
+
+    recipe = Recipe(minutes=0, tokens=1 << 30, steps=1, prompts=prompts_for_others(tmp_path / "prompts.jsonl", 3),
+                    batch=4, limits=Limits(max_prompt=32, max_answer=16), processes=3, save_every_s=0.1)
+    with pytest.raises(CapacityError, match="a process that talks has ended"):
+        talked(simple_folder, tmp_path / "work", recipe, report)
+    assert not multiprocessing.active_children()
+
+
 def test_some_questions_are_long() -> None:
     plans = [plan for number in range(400) if (plan := plan_of(number, 0, None)) is not None]
     long = [plan for plan in plans if plan.max_question]
