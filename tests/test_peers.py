@@ -34,7 +34,7 @@ from bench.peers.__main__ import (
     verdicts,
 )
 from bench.peers.generating import Clock
-from bench.peers.systems import System, in_bfloat16, llama_server, llamacpp, peer, slipstream, vllm
+from bench.peers.systems import System, Transformers, in_bfloat16, llama_server, llamacpp, peer, slipstream, vllm
 from slipstream.base.errors import ConfigError, Unavailable
 
 
@@ -106,6 +106,41 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
     row = row_of(("slipstream-default", 1, "copy"), results)
     assert row["answers"] == 2
     assert row["against_plain"] == pytest.approx(3.0)
+
+
+async def test_a_batch_in_which_an_answer_fails_says_nothing_of_speed() -> None:
+    """What is not answered takes no time: the others' would look like a faster machine."""
+    class Fails(Told):
+        async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> Answered:
+            if len(self.asked) == 5:
+                self.asked.append(tuple(prompt))
+                raise Unavailable("gone")
+            return await Told.ask(self, prompt, max_tokens, how)
+
+    systems = [Told("slipstream-plain", 10), Fails("slipstream-default", 10)]
+    results = await ask_all([Turn("copy", [[n] for n in range(8)], NAMES, 4)] * 2, systems, 11)
+    assert [answer.tokens for answer in results["slipstream-default", 4, "copy"]] == [0, 88]
+    assert row_of(("slipstream-default", 4, "copy"), results)["answers"] == 1
+
+
+def test_answers_that_are_too_short_to_say_do_not_count_as_slow() -> None:
+    """A word and an end come in one event: nothing was decoded between two of them."""
+    short, long = Answered(2, 0.5, 0.5), Answered(11, 1.0, 2.0)
+    assert short.tokens_per_s == 0.0
+    row = row_of(("slipstream-plain", 1, "copy"), {("slipstream-plain", 1, "copy"): [short, long, short]})
+    assert row["tokens_per_s"] == pytest.approx(10.0) and row["answers"] == 3
+    assert row_of(("slipstream-plain", 1, "copy"), {("slipstream-plain", 1, "copy"): [short]})["tokens_per_s"] == 0.0
+
+
+async def test_a_peer_that_says_nothing_is_named_and_the_others_go_on(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.peers.systems.START_S", 0.05)
+    system = Transformers("plain", tmp_path, tmp_path, "bfloat16")
+    with pytest.raises(Unavailable, match="transformers-plain"):
+        await system.start()
+    with pytest.raises(Unavailable, match="transformers-plain"):
+        await system.ask([1], 1)  # what it says late would be taken for this answer
+    await system.stop()
 
 
 async def test_sampled_questions_go_to_plain_and_default_and_bound_ones_to_all_of_ours() -> None:

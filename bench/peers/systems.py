@@ -150,7 +150,11 @@ class Transformers:
 
     async def _line(self) -> dict[str, Any]:
         assert self.process is not None and self.process.stdout is not None
-        line = await asyncio.wait_for(self.process.stdout.readline(), START_S)
+        try:
+            line = await asyncio.wait_for(self.process.stdout.readline(), START_S)
+        except TimeoutError as error:
+            self.process.kill()  # what it says late would be taken for the next answer
+            raise Unavailable(f"{self.name} has said nothing for {START_S:g} s") from error
         if not line:
             raise Unavailable(f"{self.name} ended; see {self.folder / self.name}.log")
         content: dict[str, Any] = json.loads(line)
