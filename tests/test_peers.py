@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.asking import read
+from bench import exact
+from bench.asking import Measured, read
 from bench.completions import Answered, Server
 from bench.fleet import cpu_s, resident
 from bench.peers.__main__ import (
@@ -36,6 +37,7 @@ from bench.peers.__main__ import (
 from bench.peers.generating import Clock
 from bench.peers.systems import System, Transformers, in_bfloat16, llama_server, llamacpp, peer, slipstream, vllm
 from slipstream.base.errors import ConfigError, Unavailable
+from slipstream.protocol.requests import Backend, Sampling
 
 
 @dataclass(slots=True)
@@ -321,3 +323,25 @@ def test_a_peer_is_asked_as_its_user_would(tmp_path: Path, monkeypatch: pytest.M
     for system in (slipstream("plain", tmp_path, "tiny", "bfloat16"), llamacpp("plain", tmp_path, *here)):
         asyncio.run(system.ask([1, 2], 8))
     assert told == [{}, {}]
+
+
+@pytest.mark.parametrize("drafted", [(5, 6, 7), (5, 6, 8)])
+async def test_plain_and_drafted_are_asked_alike_where_speeds_are_compared(drafted: tuple[int, ...],
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log probabilities cost a step time: only an answer whose speed does not count has them."""
+    asked = list[tuple[bool, int | None]]()
+
+    async def ask(backend: Backend, prompt: list[int], sampling: Sampling, max_tokens: int, speculate: bool,
+                  top_logprobs: int | None = None) -> Measured:
+        asked.append((speculate, top_logprobs))
+        margins = ((-0.1, -3.0),) * 2 + ((-0.6, -0.8),) if top_logprobs else ()
+        return Measured(drafted if speculate else (5, 6, 7), 3, 0, 2.0 if top_logprobs else 1.0, margins)
+
+    monkeypatch.setattr(exact, "ask", ask)
+    pair = plain, _ = await exact.both(None, [1], Sampling(), 3)  # type: ignore[arg-type]
+    assert asked[:2] == [(False, None), (True, None)] and plain.tokens_per_s == 2.0
+    if drafted != plain.tokens:
+        assert asked[2:] == [(False, 2)]
+        assert exact.parting(*pair) == "they part at token 2, where the margin is 0.20000 (log probability)"
+    else:
+        assert not asked[2:]
