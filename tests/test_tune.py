@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
@@ -23,12 +24,13 @@ from slipstream.cli.tuning import Way, numbers, prompts_of, with_pair
 from slipstream.cli.tuning import run as tune
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.records import Place, Record
 from slipstream.drafting.rounds import Acceptance, Measured, Rounds, Sweep, Tally, largest, shapes, slots_needed, sweep
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import settled_draft
 from slipstream.simulate import apart
-from slipstream.simulate.apart import Compared, knee, timing_of
+from slipstream.simulate.apart import Compared, compared, knee, timing_of
 from slipstream.simulate.simulation import AHEAD, Predicted
 from tests.eagle_folder import eagle_config, write_eagle_folder
 
@@ -193,6 +195,16 @@ def test_simulated_devices_take_what_was_measured() -> None:
     assert [timing.step_of(rows) for rows in (1, 9)] == pytest.approx([0.014, 0.023], rel=0.05)
     assert [timing.level_of(rows) for rows in (1, 32)] == pytest.approx([0.002, 0.006], rel=0.05)
     assert knee(9, 1.0) == knee(9, 0.7) == 1 << 30
+
+
+def test_a_simulated_step_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host work is in it already: the plain row of one table says what that of the other says."""
+    monkeypatch.setattr(apart, "STEPS", 200)
+    place = Place(np.zeros(1, np.int32), np.zeros(1, np.float32), np.full(1, -1, np.int32), np.zeros(1, np.int32))
+    growth = GrowthSection(num_steps=3, topk=4, num_draft_tokens=8)
+    timing = timing_of(0.002, Measured(growth, 2.0, 0.001, 0.003), 3.0, 32)
+    found = compared(timing, 8, 0.001, [Record([*range(40)], [place] * 40)], 0.001).found
+    assert found["plain"].tokens_per_s == pytest.approx(1 / 0.002, rel=0.01)
 
 
 @pytest.mark.parametrize(("wrong", "named"), [
