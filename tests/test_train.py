@@ -165,6 +165,18 @@ def test_trained_blocks_are_what_the_served_head_drafts(tiny_folder: Path, tmp_p
             network.slots.free(slots)
 
 
+def test_a_block_begins_with_the_norms_of_queries_and_keys_where_its_target_has_them(tmp_path: Path) -> None:
+    target = write_tiny_model(tmp_path / "target", kind="qwen3")
+    config, tensors = ModelConfig.from_folder(target), load_tensors(target)
+    head = warm_block_head(config, tensors, torch.arange(VOCAB), 259, 0, DIRECT)
+    for layer in range(head.config.num_layers):
+        theirs = f"model.layers.{config.num_layers - head.config.num_layers + layer}.self_attn"
+        for name in ("q_norm", "k_norm", "q_proj"):
+            wanted = tensors[f"{theirs}.{name}.weight"]
+            assert torch.equal(head.tensors[f"layers.{layer}.self_attn.{name}.weight"], wanted.float()), name
+            assert not torch.equal(wanted, torch.ones_like(wanted))
+
+
 def test_the_loss_of_a_block_is_the_one_on_the_page(tiny_folder: Path) -> None:
     config = ModelConfig.from_folder(tiny_folder)
     head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(VOCAB), 259, 0, DIRECT)
