@@ -207,6 +207,18 @@ def test_the_loss_of_a_block_is_the_one_on_the_page(tiny_folder: Path) -> None:
     assert found.loss.item() == pytest.approx(total.item() / count, rel=1e-4)
 
 
+def test_a_block_is_not_sure_of_tokens_that_it_cannot_draft(tiny_folder: Path) -> None:
+    """Where the target says a token outside the draft vocabulary nothing is accepted, however near the rest is."""
+    config = ModelConfig.from_folder(tiny_folder)
+    head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(DRAFT_VOCAB), 259, 0, DIRECT)
+    talk = conversation(config, 60, 5)
+    outside = replace(talk, tokens=(talk.tokens % (VOCAB - DRAFT_VOCAB) + DRAFT_VOCAB).astype(np.int32))
+    for drawn in (0, 40):
+        blocks = blocks_of([outside], head, 60, (ANSWER,), random.Random(3))
+        (slope,) = torch.autograd.grad(learn(head, blocks, drawn=drawn).loss, head.tensors["confidence_head.proj.bias"])
+        assert slope.item() == pytest.approx(0.5), "it says a half of each, and none of them is right"
+
+
 def test_the_target_is_not_drawn_to_the_head(tiny_folder: Path) -> None:
     """What the target says is no weight of the head, also where both begin as one tensor."""
     config = ModelConfig.from_folder(tiny_folder)
