@@ -33,6 +33,7 @@ from slipstream.simulate import apart
 from slipstream.simulate.apart import Compared, compared, knee, timing_of
 from slipstream.simulate.simulation import AHEAD, Predicted
 from tests.eagle_folder import eagle_config, write_eagle_folder
+from tests.tiny import write_tiny_model
 
 PROMPTS = [list(b"the cat sat on the mat and"), list(b"one two three one two")]
 
@@ -195,6 +196,28 @@ def test_simulated_devices_take_what_was_measured() -> None:
     assert [timing.step_of(rows) for rows in (1, 9)] == pytest.approx([0.014, 0.023], rel=0.05)
     assert [timing.level_of(rows) for rows in (1, 32)] == pytest.approx([0.002, 0.006], rel=0.05)
     assert knee(9, 1.0) == knee(9, 0.7) == 1 << 30
+
+
+def test_questions_end_within_the_context_of_the_target(tmp_path: Path, tiny_draft_folder: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it there is nothing to measure: no answer is served there, and a model may have no positions."""
+    seen = list[int]()
+
+    def swept(runner: ModelRunner, drafter: NeuralDrafter, all_: object, prompts: list[list[int]],
+              *rest: object) -> Sweep:
+        seen.extend(map(len, prompts))
+        return Sweep(0.01, (Measured(GrowthSection(), 2.0, 0.001, 0.01),))
+
+    monkeypatch.setattr("slipstream.cli.tuning.sweep", swept)
+    folder, questions = write_tiny_model(tmp_path / "target", max_position_embeddings=160), tmp_path / "q.jsonl"
+    questions.write_text(json.dumps({"prompt": "word " * 100}) + "\n" + json.dumps({"prompt": "short"}))
+    called = ["tune", "--target", str(folder), "--head", str(tiny_draft_folder), "--drafter", "standalone", "--prompts",
+              str(questions), "--out", str(tmp_path / "tuned.yaml"), "--steps", "2", "--topk", "1", "--set",
+              "model.dtype=float32", "--set", "draft.dtype=float32"]
+    result = CliRunner().invoke(app, [*called, "--tokens", "16"])
+    assert result.exit_code == 0 and max(seen) + 16 < 160 and min(seen) < max(seen), (result.exception, seen)
+    result = CliRunner().invoke(app, [*called, "--tokens", "160"])
+    assert isinstance(result.exception, ConfigError) and "--tokens" in str(result.exception)
 
 
 def test_a_simulated_step_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
