@@ -282,6 +282,8 @@ def test_sets_hold_turns_or_prompts_and_are_read_evenly(tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert read(tmp_path, "some", 9) == ["a", "b", "c", "d"]
     assert read(tmp_path, "some", 2) == ["a", "c"]
+    (tmp_path / "odd.jsonl").write_bytes('{"prompt": "a\u2028b\x85c"}\r\n\n{"prompt": "d"}'.encode())
+    assert read(tmp_path, "odd", 9) == ["a\u2028b\x85c", "d"], "what JSON has in a text ends no line"
     (tmp_path / "wrong.jsonl").write_text('{"turns": ["a"]}\n{"turn": "b"}')
     with pytest.raises(ConfigError, match="line 2"):
         read(tmp_path, "wrong", 9)
