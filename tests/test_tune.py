@@ -32,6 +32,7 @@ from slipstream.models.folder import settled_draft
 from slipstream.simulate import apart
 from slipstream.simulate.apart import Compared, compared, knee, timing_of
 from slipstream.simulate.simulation import AHEAD, Predicted
+from slipstream.train.dialogue import read_prompts
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.tiny import write_tiny_model
 
@@ -260,4 +261,7 @@ def test_a_question_that_is_none_is_named_by_its_line(tmp_path: Path, tiny_folde
     file.write_text('{"prompt": "fine"}\n["not"]\n')
     with pytest.raises(ConfigError, match="line 2"):
         prompts_of(file, TextCodec(tiny_folder))
+    file.write_text('{"prompt": "fine"}\n{"turns": ["cut in a pair \\ud83d"]}\n')
+    with pytest.raises(ConfigError, match="line 2: not Unicode text"):
+        read_prompts(file)  # before anybody talks
     assert len(prompts_of(None, TextCodec(tiny_folder))) == 6
