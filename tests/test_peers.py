@@ -18,7 +18,7 @@ import torch
 from bench import exact
 from bench.asking import Measured, read
 from bench.completions import Answered, Server
-from bench.fleet import cpu_s, resident
+from bench.fleet import Process, cpu_s, resident
 from bench.peers.__main__ import (
     BOUND,
     GOALS,
@@ -262,6 +262,27 @@ def test_slipstream_is_three_processes_two_or_one(tmp_path: Path) -> None:
     assert (all_.module, all_.arguments) == ("slipstream", ("serve", "--colocated"))
     for part in ("draft", "target", "router"):
         assert sum(setting.startswith(f"{part}.listen=") for setting in all_.settings) == 1
+
+
+async def test_a_system_whose_draft_is_refused_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its target serves without: with prompt lookup nothing in the row would show it."""
+    asked = list[Path]()
+
+    async def ready(self: Process) -> None:
+        """At once."""
+
+    async def joined(client: object, log: Path) -> None:
+        asked.append(log)
+        raise Unavailable("the target does not find its draft")
+
+    monkeypatch.setattr(Process, "start", lambda self: None)
+    monkeypatch.setattr(Process, "ready", ready)
+    monkeypatch.setattr("bench.peers.systems.joined", joined)
+    with pytest.raises(Unavailable, match="does not find its draft"):
+        await slipstream("default", tmp_path, "model", "bfloat16").start()
+    for kind in ("alone", "colocated"):
+        await slipstream(kind, tmp_path, "model", "bfloat16").start()
+    assert asked == [tmp_path / "slipstream-default-target.log"]
 
 
 async def test_a_peer_starts_answers_and_is_gone(tmp_path: Path) -> None:
