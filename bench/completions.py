@@ -31,7 +31,9 @@ class Answered:
     @property
     def tokens_per_s(self) -> float:
         """Of decoding: what came first, and before it, is not counted. 0: too short to say."""
-        return (self.tokens - self.first) / (self.total_s - self.first_s) if self.tokens > self.first else 0.0
+        if self.tokens <= self.first or self.total_s <= self.first_s:
+            return 0.0
+        return (self.tokens - self.first) / (self.total_s - self.first_s)
 
     @property
     def end_to_end(self) -> float:

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.asking import read
+from bench import exact
+from bench.asking import Measured, read
 from bench.completions import Answered, Server
-from bench.fleet import cpu_s, resident
+from bench.fleet import Process, cpu_s, resident
 from bench.peers.__main__ import (
     BOUND,
     GOALS,
@@ -34,8 +35,9 @@ from bench.peers.__main__ import (
     verdicts,
 )
 from bench.peers.generating import Clock
-from bench.peers.systems import System, in_bfloat16, llama_server, llamacpp, peer, slipstream, vllm
+from bench.peers.systems import System, Transformers, in_bfloat16, llama_server, llamacpp, peer, slipstream, vllm
 from slipstream.base.errors import ConfigError, Unavailable
+from slipstream.protocol.requests import Backend, Sampling
 
 
 @dataclass(slots=True)
@@ -106,6 +108,41 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
     row = row_of(("slipstream-default", 1, "copy"), results)
     assert row["answers"] == 2
     assert row["against_plain"] == pytest.approx(3.0)
+
+
+async def test_a_batch_in_which_an_answer_fails_says_nothing_of_speed() -> None:
+    """What is not answered takes no time: the others' would look like a faster machine."""
+    class Fails(Told):
+        async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> Answered:
+            if len(self.asked) == 5:
+                self.asked.append(tuple(prompt))
+                raise Unavailable("gone")
+            return await Told.ask(self, prompt, max_tokens, how)
+
+    systems = [Told("slipstream-plain", 10), Fails("slipstream-default", 10)]
+    results = await ask_all([Turn("copy", [[n] for n in range(8)], NAMES, 4)] * 2, systems, 11)
+    assert [answer.tokens for answer in results["slipstream-default", 4, "copy"]] == [0, 88]
+    assert row_of(("slipstream-default", 4, "copy"), results)["answers"] == 1
+
+
+def test_answers_that_are_too_short_to_say_do_not_count_as_slow() -> None:
+    """A word and an end come in one event: nothing was decoded between two of them."""
+    short, long = Answered(2, 0.5, 0.5), Answered(11, 1.0, 2.0)
+    assert short.tokens_per_s == 0.0
+    row = row_of(("slipstream-plain", 1, "copy"), {("slipstream-plain", 1, "copy"): [short, long, short]})
+    assert row["tokens_per_s"] == pytest.approx(10.0) and row["answers"] == 3
+    assert row_of(("slipstream-plain", 1, "copy"), {("slipstream-plain", 1, "copy"): [short]})["tokens_per_s"] == 0.0
+
+
+async def test_a_peer_that_says_nothing_is_named_and_the_others_go_on(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.peers.systems.START_S", 0.05)
+    system = Transformers("plain", tmp_path, tmp_path, "bfloat16")
+    with pytest.raises(Unavailable, match="transformers-plain"):
+        await system.start()
+    with pytest.raises(Unavailable, match="transformers-plain"):
+        await system.ask([1], 1)  # what it says late would be taken for this answer
+    await system.stop()
 
 
 async def test_sampled_questions_go_to_plain_and_default_and_bound_ones_to_all_of_ours() -> None:
@@ -227,6 +264,27 @@ def test_slipstream_is_three_processes_two_or_one(tmp_path: Path) -> None:
         assert sum(setting.startswith(f"{part}.listen=") for setting in all_.settings) == 1
 
 
+async def test_a_system_whose_draft_is_refused_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its target serves without: with prompt lookup nothing in the row would show it."""
+    asked = list[Path]()
+
+    async def ready(self: Process) -> None:
+        """At once."""
+
+    async def joined(client: object, log: Path) -> None:
+        asked.append(log)
+        raise Unavailable("the target does not find its draft")
+
+    monkeypatch.setattr(Process, "start", lambda self: None)
+    monkeypatch.setattr(Process, "ready", ready)
+    monkeypatch.setattr("bench.peers.systems.joined", joined)
+    with pytest.raises(Unavailable, match="does not find its draft"):
+        await slipstream("default", tmp_path, "model", "bfloat16").start()
+    for kind in ("alone", "colocated"):
+        await slipstream(kind, tmp_path, "model", "bfloat16").start()
+    assert asked == [tmp_path / "slipstream-default-target.log"]
+
+
 async def test_a_peer_starts_answers_and_is_gone(tmp_path: Path) -> None:
     """A web server that is none of ours: the page says when it takes work, and an end before that is told."""
     (tmp_path / "health").write_text("well")
@@ -245,6 +303,8 @@ def test_sets_hold_turns_or_prompts_and_are_read_evenly(tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert read(tmp_path, "some", 9) == ["a", "b", "c", "d"]
     assert read(tmp_path, "some", 2) == ["a", "c"]
+    (tmp_path / "odd.jsonl").write_bytes('{"prompt": "a\u2028b\x85c"}\r\n\n{"prompt": "d"}'.encode())
+    assert read(tmp_path, "odd", 9) == ["a\u2028b\x85c", "d"], "what JSON has in a text ends no line"
     (tmp_path / "wrong.jsonl").write_text('{"turns": ["a"]}\n{"turn": "b"}')
     with pytest.raises(ConfigError, match="line 2"):
         read(tmp_path, "wrong", 9)
@@ -286,3 +346,25 @@ def test_a_peer_is_asked_as_its_user_would(tmp_path: Path, monkeypatch: pytest.M
     for system in (slipstream("plain", tmp_path, "tiny", "bfloat16"), llamacpp("plain", tmp_path, *here)):
         asyncio.run(system.ask([1, 2], 8))
     assert told == [{}, {}]
+
+
+@pytest.mark.parametrize("drafted", [(5, 6, 7), (5, 6, 8)])
+async def test_plain_and_drafted_are_asked_alike_where_speeds_are_compared(drafted: tuple[int, ...],
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log probabilities cost a step time: only an answer whose speed does not count has them."""
+    asked = list[tuple[bool, int | None]]()
+
+    async def ask(backend: Backend, prompt: list[int], sampling: Sampling, max_tokens: int, speculate: bool,
+                  top_logprobs: int | None = None) -> Measured:
+        asked.append((speculate, top_logprobs))
+        margins = ((-0.1, -3.0),) * 2 + ((-0.6, -0.8),) if top_logprobs else ()
+        return Measured(drafted if speculate else (5, 6, 7), 3, 0, 2.0 if top_logprobs else 1.0, margins)
+
+    monkeypatch.setattr(exact, "ask", ask)
+    pair = plain, _ = await exact.both(None, [1], Sampling(), 3)  # type: ignore[arg-type]
+    assert asked[:2] == [(False, None), (True, None)] and plain.tokens_per_s == 2.0
+    if drafted != plain.tokens:
+        assert asked[2:] == [(False, 2)]
+        assert exact.parting(*pair) == "they part at token 2, where the margin is 0.20000 (log probability)"
+    else:
+        assert not asked[2:]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from bench.host.rounds import way
+from bench.fleet import Process
+from bench.host.rounds import threads_s, way
 from slipstream.observe import trace as trace_of
 from slipstream.observe.trace import Trace
 from slipstream.simulate.timed import Timing
@@ -30,3 +32,14 @@ def test_the_way_of_a_round_is_read_off_two_traces(tmp_path: Path, monkeypatch: 
         trace.write()
     found = dict(way(tmp_path / "target", tmp_path / "draft", timing))
     assert list(found.values()) == pytest.approx([1000, 2000, 3000, 4000, 5000, 6000], abs=2)
+
+
+def test_the_event_loop_is_the_main_thread_wherever_it_is_listed(tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are sorted as texts: that of the main thread, 999, stands behind those of the others."""
+    listed = [SimpleNamespace(id=number, user_time=s, system_time=0.5) for number, s in ((1000, 4.0), (1001, 1.0),
+                                                                                          (999, 2.0))]
+    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(threads=lambda: listed))
+    process = Process("", (), 0, tmp_path / "log")
+    monkeypatch.setattr(Process, "pid", 999)
+    assert threads_s(process) == {"event loop": 2.5, "engine": 4.5, "other threads": 1.5}

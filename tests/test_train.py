@@ -165,6 +165,18 @@ def test_trained_blocks_are_what_the_served_head_drafts(tiny_folder: Path, tmp_p
             network.slots.free(slots)
 
 
+def test_a_block_begins_with_the_norms_of_queries_and_keys_where_its_target_has_them(tmp_path: Path) -> None:
+    target = write_tiny_model(tmp_path / "target", kind="qwen3")
+    config, tensors = ModelConfig.from_folder(target), load_tensors(target)
+    head = warm_block_head(config, tensors, torch.arange(VOCAB), 259, 0, DIRECT)
+    for layer in range(head.config.num_layers):
+        theirs = f"model.layers.{config.num_layers - head.config.num_layers + layer}.self_attn"
+        for name in ("q_norm", "k_norm", "q_proj"):
+            wanted = tensors[f"{theirs}.{name}.weight"]
+            assert torch.equal(head.tensors[f"layers.{layer}.self_attn.{name}.weight"], wanted.float()), name
+            assert not torch.equal(wanted, torch.ones_like(wanted))
+
+
 def test_the_loss_of_a_block_is_the_one_on_the_page(tiny_folder: Path) -> None:
     config = ModelConfig.from_folder(tiny_folder)
     head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(VOCAB), 259, 0, DIRECT)
@@ -193,6 +205,18 @@ def test_the_loss_of_a_block_is_the_one_on_the_page(tiny_folder: Path) -> None:
             total += share * (0.9 * distance - 0.1 * mine[talk.tokens[place + k + 1]].log() + unsure)
             count += share
     assert found.loss.item() == pytest.approx(total.item() / count, rel=1e-4)
+
+
+def test_a_block_is_not_sure_of_tokens_that_it_cannot_draft(tiny_folder: Path) -> None:
+    """Where the target says a token outside the draft vocabulary nothing is accepted, however near the rest is."""
+    config = ModelConfig.from_folder(tiny_folder)
+    head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(DRAFT_VOCAB), 259, 0, DIRECT)
+    talk = conversation(config, 60, 5)
+    outside = replace(talk, tokens=(talk.tokens % (VOCAB - DRAFT_VOCAB) + DRAFT_VOCAB).astype(np.int32))
+    for drawn in (0, 40):
+        blocks = blocks_of([outside], head, 60, (ANSWER,), random.Random(3))
+        (slope,) = torch.autograd.grad(learn(head, blocks, drawn=drawn).loss, head.tensors["confidence_head.proj.bias"])
+        assert slope.item() == pytest.approx(0.5), "it says a half of each, and none of them is right"
 
 
 def test_the_target_is_not_drawn_to_the_head(tiny_folder: Path) -> None:
@@ -747,6 +771,32 @@ def test_a_process_that_is_lost_ends_the_talking_at_once(simple_folder: Path, tm
     with pytest.raises(CapacityError, match="a process that talks has ended"):
         talked(simple_folder, tmp_path / "work", recipe, report)
     assert list((tmp_path / "work").glob("shard-*")), "what it finished is kept"
+
+
+def prompts_for_others(file: Path, processes: int) -> Path:
+    """Thousands of them; those of the first process are all too long."""
+    file.write_text("".join(json.dumps({"prompt": f"w{n} w{n + 1}" if n % processes else "w1 " * 200}) + "\n"
+                            for n in range(6000)))
+    return file
+
+
+def test_a_limit_holds_where_the_first_process_has_no_prompts_left(simple_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(minutes=0, tokens=400, steps=1, prompts=prompts_for_others(tmp_path / "prompts.jsonl", 2), batch=4,
+                    limits=Limits(max_prompt=32, max_answer=16), processes=2, save_every_s=0.1)
+    totals = talked(simple_folder, tmp_path / "work", recipe)
+    assert totals.tokens >= 400 and totals.conversations < 3000 and not multiprocessing.active_children()
+
+
+def test_a_process_that_is_lost_ends_the_others_where_the_first_has_ended(simple_folder: Path, tmp_path: Path) -> None:
+    def report(totals: Totals, share: float) -> None:
+        for process in multiprocessing.active_children()[:1] if totals.tokens else ():
+            process.kill()
+
+    recipe = Recipe(minutes=0, tokens=1 << 30, steps=1, prompts=prompts_for_others(tmp_path / "prompts.jsonl", 3),
+                    batch=4, limits=Limits(max_prompt=32, max_answer=16), processes=3, save_every_s=0.1)
+    with pytest.raises(CapacityError, match="a process that talks has ended"):
+        talked(simple_folder, tmp_path / "work", recipe, report)
+    assert not multiprocessing.active_children()
 
 
 def test_some_questions_are_long() -> None:

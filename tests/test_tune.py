@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
@@ -23,14 +24,17 @@ from slipstream.cli.tuning import Way, numbers, prompts_of, with_pair
 from slipstream.cli.tuning import run as tune
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.records import Place, Record
 from slipstream.drafting.rounds import Acceptance, Measured, Rounds, Sweep, Tally, largest, shapes, slots_needed, sweep
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import settled_draft
 from slipstream.simulate import apart
-from slipstream.simulate.apart import Compared, knee, timing_of
+from slipstream.simulate.apart import Compared, compared, knee, timing_of
 from slipstream.simulate.simulation import AHEAD, Predicted
+from slipstream.train.dialogue import read_prompts
 from tests.eagle_folder import eagle_config, write_eagle_folder
+from tests.tiny import write_tiny_model
 
 PROMPTS = [list(b"the cat sat on the mat and"), list(b"one two three one two")]
 
@@ -195,6 +199,38 @@ def test_simulated_devices_take_what_was_measured() -> None:
     assert knee(9, 1.0) == knee(9, 0.7) == 1 << 30
 
 
+def test_questions_end_within_the_context_of_the_target(tmp_path: Path, tiny_draft_folder: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it there is nothing to measure: no answer is served there, and a model may have no positions."""
+    seen = list[int]()
+
+    def swept(runner: ModelRunner, drafter: NeuralDrafter, all_: object, prompts: list[list[int]],
+              *rest: object) -> Sweep:
+        seen.extend(map(len, prompts))
+        return Sweep(0.01, (Measured(GrowthSection(), 2.0, 0.001, 0.01),))
+
+    monkeypatch.setattr("slipstream.cli.tuning.sweep", swept)
+    folder, questions = write_tiny_model(tmp_path / "target", max_position_embeddings=160), tmp_path / "q.jsonl"
+    questions.write_text(json.dumps({"prompt": "word " * 100}) + "\n" + json.dumps({"prompt": "short"}))
+    called = ["tune", "--target", str(folder), "--head", str(tiny_draft_folder), "--drafter", "standalone", "--prompts",
+              str(questions), "--out", str(tmp_path / "tuned.yaml"), "--steps", "2", "--topk", "1", "--set",
+              "model.dtype=float32", "--set", "draft.dtype=float32"]
+    result = CliRunner().invoke(app, [*called, "--tokens", "16"])
+    assert result.exit_code == 0 and max(seen) + 16 < 160 and min(seen) < max(seen), (result.exception, seen)
+    result = CliRunner().invoke(app, [*called, "--tokens", "160"])
+    assert isinstance(result.exception, ConfigError) and "--tokens" in str(result.exception)
+
+
+def test_a_simulated_step_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host work is in it already: the plain row of one table says what that of the other says."""
+    monkeypatch.setattr(apart, "STEPS", 200)
+    place = Place(np.zeros(1, np.int32), np.zeros(1, np.float32), np.full(1, -1, np.int32), np.zeros(1, np.int32))
+    growth = GrowthSection(num_steps=3, topk=4, num_draft_tokens=8)
+    timing = timing_of(0.002, Measured(growth, 2.0, 0.001, 0.003), 3.0, 32)
+    found = compared(timing, 8, 0.001, [Record([*range(40)], [place] * 40)], 0.001).found
+    assert found["plain"].tokens_per_s == pytest.approx(1 / 0.002, rel=0.01)
+
+
 @pytest.mark.parametrize(("wrong", "named"), [
     (lambda: numbers("--steps", "1;2", 16), "--steps"), (lambda: numbers("--topk", "0,4", 16), "between 1 and 16"),
     (lambda: with_pair(Config(), "", "", "eagle2"), "--head"),
@@ -225,4 +261,7 @@ def test_a_question_that_is_none_is_named_by_its_line(tmp_path: Path, tiny_folde
     file.write_text('{"prompt": "fine"}\n["not"]\n')
     with pytest.raises(ConfigError, match="line 2"):
         prompts_of(file, TextCodec(tiny_folder))
+    file.write_text('{"prompt": "fine"}\n{"turns": ["cut in a pair \\ud83d"]}\n')
+    with pytest.raises(ConfigError, match="line 2: not Unicode text"):
+        read_prompts(file)  # before anybody talks
     assert len(prompts_of(None, TextCodec(tiny_folder))) == 6

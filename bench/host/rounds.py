@@ -35,9 +35,10 @@ Event = dict[str, Any]
 
 def threads_s(process: Process) -> dict[str, float]:
     """Processor seconds of the event loop, of the engine's thread (the busiest other) and of the rest."""
-    loop, *others = [thread.user_time + thread.system_time for thread in psutil.Process(process.pid).threads()]
-    others.sort(reverse=True)
-    return {"event loop": loop, "engine": others[0], "other threads": sum(others[1:])}
+    took = {thread.id: thread.user_time + thread.system_time for thread in psutil.Process(process.pid).threads()}
+    loop = took.pop(process.pid)  # psutil sorts numbers as texts: the main thread's need not be the first
+    engine, *others = sorted(took.values(), reverse=True)
+    return {"event loop": loop, "engine": engine, "other threads": sum(others)}
 
 
 def events(path: Path) -> dict[tuple[str, str], list[Event]]:

@@ -159,7 +159,7 @@ async def answer_of(system: System, prompt: Sequence[int], max_tokens: int,
 
 
 async def together(system: System, turn: Turn, max_tokens: int) -> Answered:
-    """All prompts of a turn as one answer."""
+    """All prompts of a turn as one answer; nothing when one of them fails, as what is left is less work."""
     began_s = asyncio.get_running_loop().time()
     left, all_ = list(zip(turn.prompts, turn.how or [GREEDY] * len(turn.prompts), strict=True))[::-1], list[Answered]()
 
@@ -171,6 +171,8 @@ async def together(system: System, turn: Turn, max_tokens: int) -> Answered:
     await asyncio.gather(*(stream() for _ in range(turn.batch)))
     if len(all_) == 1:
         return all_[0]
+    if not all(answer.tokens for answer in all_):
+        return NOTHING
     took_s = asyncio.get_running_loop().time() - began_s
     return Answered(sum(a.tokens for a in all_), min(a.first_s for a in all_), took_s, sum(a.rounds for a in all_))
 
@@ -214,7 +216,7 @@ def row_of(key: tuple[str, int, str], results: Results) -> Row:
     answers = [answer for answer in results[key] if answer.tokens] or [NOTHING]
     rounds = sum(a.rounds for a in answers)
     return {"system": system, "precision": DTYPE, "batch": batch, "set": set_,
-            "tokens_per_s": statistics.median(speed(a, batch) for a in answers),
+            "tokens_per_s": statistics.median([told for a in answers if (told := speed(a, batch))] or [0.0]),
             "against_plain": ratio(results, system, "slipstream-plain", batch, set_),
             "end_to_end": statistics.median(a.end_to_end for a in answers),
             "first_ms": 1e3 * statistics.median(a.first_s for a in answers),

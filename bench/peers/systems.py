@@ -18,14 +18,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from bench.completions import Answered, Server
-from bench.fleet import Process, free_port, resident, service
+from bench.fleet import Process, free_port, joined, resident, service
 from slipstream.base.errors import ConfigError, Unavailable
+from slipstream.wire.target import TargetClient
 
 START_S, PEER_START_S = 180.0, 600.0  # vLLM compiles its model
 PEER_MODEL = "model"
@@ -50,7 +52,8 @@ LLAMACPP: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class Serving:
-    """Processes, of which one serves OpenAI's completions."""
+    """Processes, of which one serves OpenAI's completions. A target has its drafts before it is asked: it would answer
+    without them."""
 
     name: str
     processes: dict[str, Process]
@@ -61,6 +64,10 @@ class Serving:
         for process in self.processes.values():
             process.start()
             await process.ready()
+        if "draft" in self.processes:
+            target = self.processes["target"]
+            async with aclosing(TargetClient(target.address)) as client:
+                await joined(client, target.log)
 
     async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> Answered:
         """how: fields of one of Slipstream's requests."""
@@ -150,7 +157,11 @@ class Transformers:
 
     async def _line(self) -> dict[str, Any]:
         assert self.process is not None and self.process.stdout is not None
-        line = await asyncio.wait_for(self.process.stdout.readline(), START_S)
+        try:
+            line = await asyncio.wait_for(self.process.stdout.readline(), START_S)
+        except TimeoutError as error:
+            self.process.kill()  # what it says late would be taken for the next answer
+            raise Unavailable(f"{self.name} has said nothing for {START_S:g} s") from error
         if not line:
             raise Unavailable(f"{self.name} ended; see {self.folder / self.name}.log")
         content: dict[str, Any] = json.loads(line)

@@ -114,6 +114,7 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
         console.print(f"a message to {way.link} and back takes {1e3 * exchange_s:.2f} ms")
     prompts = prompts_of(file, TextCodec(resolve(config.model.path)))
     runner, drafter = _pair(config, wanted, prompts, max_tokens)
+    prompts = _within(runner.config.max_context, prompts, max_tokens)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(f"{len(wanted)} shapes, {len(prompts)} prompts", total=(len(wanted) + 1) * len(prompts))
@@ -133,6 +134,15 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
     except OSError as error:
         raise ConfigError(f"--out: cannot write {out}: {error}") from error
     console.print(f"written to {out}; use it with: slipstream run --config {out}", soft_wrap=True)
+
+
+def _within(context: int, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+    """Their newest tokens, as far as an answer has room behind them. Raises ConfigError."""
+    room = context - max_tokens - 2 * MOST["--steps"]  # the last tree begins before an answer's end
+    if room < 1:
+        raise ConfigError(f"--tokens {max_tokens}: the target's context of {context} tokens has no room for such "
+                          "answers; give fewer")
+    return [prompt[-room:] for prompt in prompts]
 
 
 def _pair(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],

@@ -2,7 +2,7 @@
 
 Rules:
 1. The answers and what the drafter says at each place of them are records of the real pair (``replay``); times are
-   what was measured. Prompts take no time.
+   what was measured, host work included. Prompts take no time.
 2. A schedule is compared with both on one device. It pays where it gives more than ``LEAST`` times as much: what is
    simulated is no nearer to the truth than that, and a device more is to be run.
 3. ``bound``: what a draft apart would give if it took no time, and its way none.
@@ -89,7 +89,7 @@ def compared(timing: Timing, nodes: int, exchange_s: float, records: Sequence[Re
              report: Callable[[], None] = lambda: None) -> Compared:
     """Play every schedule, with trees of so many ``nodes``. ``exchange_s``: what a round spends between the services;
     ``apart_s``: what a tree takes on the draft's own device. ``report`` is called after each of SCHEDULES."""
-    deployment = Deployment(timing, rtt_s=exchange_s, hop_s=0.0, cast=ReplayedCast(Answers(records)),
+    deployment = Deployment(timing, rtt_s=exchange_s, hop_s=0.0, host_s=0.0, cast=ReplayedCast(Answers(records)),
                             policy=PolicySection(max_nodes=nodes))
 
     def played(name: str, where: Deployment) -> Predicted:

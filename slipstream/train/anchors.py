@@ -6,8 +6,8 @@ Rules:
 2. A block sees the target's states before its anchor, and itself, not causally. All of these: a draft waits for them.
 3. A slot's loss is 0.1 · cross-entropy with the token that followed + 0.9 · the L1 distance to the target's
    distribution over the draft vocabulary + the binary cross-entropy of its confidence with 1 - L1 / 2, weighted with
-   e^(-k / 4). Slots whose token is outside the draft vocabulary are left out of the cross-entropy; in the agreement
-   they are misses.
+   e^(-k / 4). Where the token that followed is outside the draft vocabulary, there is no cross-entropy, and nothing to
+   be confident of; in the agreement it is a miss.
 4. Each process draws anchors of its own, anew for each step.
 
 It knows nothing about files or optimisers. Shapes: R rows of all conversations of a step, A anchors, S slots of
@@ -117,9 +117,11 @@ def learn(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32, drawn:
     counted = blocks.counted.to(kind)
     shares = torch.exp(-slots / DECAY) * counted
     shares = shares / shares.sum().clamp(min=1e-9)
-    entropy = -(logs - looked.counts.log()).gather(-1, looked.after[..., None])[..., 0] * (blocks.after >= 0)
+    known = blocks.after >= 0
+    entropy = -(logs - looked.counts.log()).gather(-1, looked.after[..., None])[..., 0] * known
     distance = (logs.exp() - looked.truth).abs().sum(-1)
-    unsure = F.binary_cross_entropy_with_logits(sure, 1 - distance.detach() / 2, reduction="none")
+    shared = (1 - distance.detach() / 2) * known
+    unsure = F.binary_cross_entropy_with_logits(sure, shared, reduction="none")
     loss = (shares * (CE * entropy + L1 * distance + CONFIDENCE * unsure)).sum()
     agreed = (logits.argmax(-1) == looked.best) & (blocks.best >= 0) & blocks.counted
     return Unrolled(loss, tuple((agreed.sum(0) / blocks.counted.sum(0).clamp(min=1)).tolist()))

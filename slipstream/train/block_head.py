@@ -46,9 +46,9 @@ def warm_block_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vo
     made |= {"markov_head.markov_w1.weight": SMALL * torch.randn(target.vocab_size, RANK, generator=dice),
              "markov_head.markov_w2.weight": torch.zeros(len(vocabulary), RANK),
              "confidence_head.proj.weight": torch.zeros(1, hidden + RANK), "confidence_head.proj.bias": torch.zeros(1)}
-    made |= {f"layers.{layer}.self_attn.{name}_norm.weight": torch.ones(config.head_dim)
-             for layer in range(layers) for name in "qk"}
-    return placed(target, tensors, config, taps, made, vocabulary, device, mask)
+    even = {f"layers.{layer}.self_attn.{name}_norm.weight": torch.ones(config.head_dim)
+            for layer in range(layers) for name in "qk"}
+    return placed(target, tensors, config, taps, even | made, vocabulary, device, mask)
 
 
 def block_config(head: Head, rope: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

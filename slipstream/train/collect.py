@@ -11,6 +11,7 @@ It knows nothing about heads or training.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,8 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
     task = Task(model, turns, prompts, folder, identity, recipe)
     others, account = Others(task), Account(task, report)
     try:
-        if talk(task, 0, lambda waiting, seconds: others.failed or account(waiting, seconds)):
-            others.stop()
-        others.join()
+        talk(task, 0, lambda waiting: others.failed or account(waiting))
+        others.join(lambda: account(0, anew=True))
     finally:
         others.stop()
     made = Shards([folder], identity).totals()
@@ -83,23 +83,26 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
 
 
 class Account:
-    """Says after each step of the first process whether the recipe has what it asks for, and reports."""
+    """Says whether the recipe has what it asks for, and reports."""
 
     def __init__(self, task: Task, report: Callable[[Totals, float], None]) -> None:
         self._task, self._report = task, report
-        self._made = Totals(0, 0, 0, 0.0)
-        self._seconds = float("inf")  # of the shard in the making, at the last step
+        self._made, self._waiting = self._read(), 0
+        self._began = time.monotonic() - self._made.seconds  # as if all runs were one
 
-    def __call__(self, waiting: int, seconds: float) -> bool:
-        """waiting: tokens of the shard in the making. seconds: since it was begun."""
-        if seconds < self._seconds:  # another shard was begun
-            self._made = Shards([self._task.folder], self._task.identity).totals()
-        self._seconds = seconds
+    def __call__(self, waiting: int, anew: bool = False) -> bool:
+        """waiting: tokens of the first process's shard in the making. anew: the others may have made more."""
+        if anew or waiting < self._waiting:  # another shard was begun
+            self._made = self._read()
+        self._waiting = waiting
         made = self._made
-        ahead = Totals(made.conversations, made.tokens + waiting, made.answer_tokens, made.seconds + seconds)
+        ahead = Totals(made.conversations, made.tokens + waiting, made.answer_tokens, time.monotonic() - self._began)
         share = share_of(self._task.recipe, ahead)
         self._report(ahead, min(1.0, share))
         return share >= 1.0
+
+    def _read(self) -> Totals:
+        return Shards([self._task.folder], self._task.identity).totals()
 
 
 def share_of(recipe: Recipe, totals: Totals) -> float:

@@ -127,7 +127,7 @@ def read_turns(folder: Path) -> Turns:
 def read_prompts(path: Path) -> list[tuple[str, ...]]:
     """The user turns of a JSONL file: objects with ``turns`` (a list of texts) or ``prompt``. Raises ConfigError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may have its other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts: cannot read {path}: {error}") from error
     prompts = [_turns_of(line, f"--prompts: {path}, line {number}")
@@ -154,7 +154,7 @@ def numbered(prompts: Iterable[tuple[str, ...]]) -> list[Prompt]:
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).digest(), "little")
+    return int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "little")
 
 
 def plan_of(place: int, seed: int, prompts: Sequence[Prompt] | None, plain: bool = False) -> Plan | None:
@@ -186,6 +186,10 @@ def _turns_of(line: str, where: str) -> tuple[str, ...]:
         turns = entry["turns"] if "turns" in entry else [entry.get("prompt")]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ConfigError(f"{where}: expected an object with 'turns' (a list of texts) or 'prompt' (a text)")
+    try:
+        "".join(turns).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: not Unicode text: a lone surrogate at character {error.start}") from error
     return tuple(turns)
 
 

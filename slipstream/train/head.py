@@ -99,9 +99,9 @@ def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabula
 
 def copied(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, num_taps: int,
            vocabulary: torch.Tensor, dice: torch.Generator) -> Tensors:
-    """What heads of any kind begin with: the target's last layers, as ``config`` has them but without norms of queries
-    and keys, its norm and its ``lm_head``; and ``fc`` (rule 2)."""
-    hidden = config.hidden_size
+    """What heads of any kind begin with: the target's last layers, as ``config`` has them (norms of queries and keys
+    where the target has them, too), its norm and its ``lm_head``; and ``fc`` (rule 2)."""
+    hidden, shared = config.hidden_size, replace(config, qk_norm=config.qk_norm and target.qk_norm)
 
     def own(name: str, *shape: int) -> torch.Tensor:
         return take(tensors, name, *shape).float().clone()
@@ -113,7 +113,7 @@ def copied(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: Mod
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{max(0, target.num_layers - config.num_layers + layer)}"
         made |= {name: own(name.replace(ours, theirs, 1), *shape)
-                 for name, shape in layer_shapes(replace(config, qk_norm=False), ours).items()}
+                 for name, shape in layer_shapes(shared, ours).items()}
     return made
 
 

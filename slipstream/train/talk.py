@@ -5,8 +5,9 @@ Rules:
    not agree on anything, and an interrupted run goes on with any number of them.
 2. Each process writes shards of its own. A shard's seconds are its share of what all of them spent, so that the sum
    over a folder is the time that a clock showed.
-3. The first process says when it is enough; the others look for its word after every step and end with it, however
-   it ends. It ends with the first of them that fails, too: alone it would talk for hours, and say so only then.
+3. The first process says when it is enough, also when its own plans are used up; the others look for its word after
+   every step and end with it, however it ends. It ends with the first of them that fails, too: alone it would talk for
+   hours, and say so only then.
 
 On a CPU this scales where threads inside an operation do not. It knows nothing about what is enough.
 """
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -36,6 +37,7 @@ from slipstream.train.shards import Shards, ShardWriter
 
 SHARD_TOKENS = 16384
 SLOTS_PER_TALK = 512
+LOOK_EVERY_S = 1.0  # for what others made meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,9 @@ class Task:
                 yield plan
 
 
-def talk(task: Task, rank: int, enough: Callable[[int, float], bool]) -> bool:
+def talk(task: Task, rank: int, enough: Callable[[int], bool]) -> None:
     """Make the conversations of process ``rank`` until there are no more plans, or ``enough`` says so after a step: it
-    gets the tokens of the shard in the making and the seconds since it was begun. What is unfinished then is kept.
-    Returns whether it was enough."""
+    gets the tokens of the shard in the making. What is unfinished then is kept."""
     recipe = task.recipe
     runner = ModelRunner(task.model, recipe.conversations_at_once * SLOTS_PER_TALK + task.model.config.max_context)
     runner.set_taps(tuple(task.identity["layers"]))
@@ -75,15 +76,14 @@ def talk(task: Task, rank: int, enough: Callable[[int, float], bool]) -> bool:
     while not over and generator.running:
         for conversation in generator.step():
             writer.add(conversation)
+        over = enough(writer.num_waiting)
         spent = time.monotonic() - began
-        over = enough(writer.num_waiting, spent)
         if writer.num_waiting >= SHARD_TOKENS or (writer.num_waiting and spent >= recipe.save_every_s):
             writer.flush(spent / recipe.processes)
             began = time.monotonic()
     for conversation in generator.stop():
         writer.add(conversation)
     writer.flush((time.monotonic() - began) / recipe.processes)
-    return over
 
 
 class Others:
@@ -111,10 +111,13 @@ class Others:
             pipe.close()
         self._pipes = []
 
-    def join(self) -> None:
-        """Wait until they have ended by themselves. Raises CapacityError when one of them failed."""
-        for process in self._processes:
-            process.join()
+    def join(self, enough: Callable[[], bool]) -> None:
+        """Wait until they have ended: by themselves, or as ``enough`` says so or one of them failed. Raises
+        CapacityError in the last case."""
+        while running := [process.sentinel for process in self._processes if process.is_alive()]:
+            if self._pipes and (self.failed or enough()):
+                self.stop()
+            wait(running, LOOK_EVERY_S)
         if self.failed:
             raise CapacityError("a process that talks has ended, for want of memory perhaps, if it did not say why; "
                                 "what it finished is kept: go on with the same command and fewer --threads")
@@ -125,7 +128,7 @@ def _follow(task: Task, rank: int, pipe: Connection, inherited: Sequence[Connect
         end.close()
     torch.set_num_threads(1)
     try:
-        talk(task, rank, lambda waiting, seconds: pipe.poll())
+        talk(task, rank, lambda waiting: pipe.poll())
     except KeyboardInterrupt:
         return  # the first process is interrupted too, and says so
     except SlipstreamError as error:
