@@ -67,13 +67,13 @@ class NativeDecoder:
     """A whole model; see ``model.CausalModel``. It goes from tokens to choices in one call."""
 
     __slots__ = ("_embedding", "_few", "_head", "_layers", "_lists", "_norm", "_rows", "_table", "_team", "config",
-                 "device", "dtype", "race")
+                 "device", "dtype", "race", "threads")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, team: Team, whole: bool = False) -> None:
         """tensors, whole: as in ``NativeLayer``. Raises ModelError naming a tensor or a measure."""
         check_sizes(config)
         self.config, self.dtype, self.device = config, torch.bfloat16, torch.device("cpu")
-        self._team, self.race = team, NativeRace(team)
+        self._team, self.threads, self.race = team, team.threads, NativeRace(team)
         embedding = take(tensors, EMBEDDING, config.vocab_size, config.hidden_size)
         # A copy: a view would keep the whole file in memory.
         self._embedding = embedding.to(torch.bfloat16, copy=True).contiguous()
