@@ -49,8 +49,8 @@ from slipstream.cli.process import places
     ("wire.tls.allowed_names=me", "wire.tls.allowed_names: write a list, as in [one, two]; [] for none"),
     ("router", "--set router: write section.key=value"),
     ("model.path=2024-13-01", "--set model.path=2024-13-01: not a YAML value"),
-    ("model={path: a, path: b}", "--set model={path: a, path: b}: line 1: path stands there twice; write what belongs to "
-                                 "it once, in one place"),
+    ("model={path: a, path: b}", "--set model={path: a, path: b}: line 1: path stands there twice; write what belongs "
+                                 "to it once, in one place"),
     (f"target.drafts={'[' * 2000}", f"--set target.drafts={'[' * 2000}: not a YAML value"),
 ])
 def test_a_mistake_names_its_key_and_what_to_write(override: str, told: str) -> None:
