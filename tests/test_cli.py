@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
+from slipstream.cli.host import leave
 from slipstream.cli.process import SHARED_CORES, Launch, joined, places, require_free, until_signalled
 from slipstream.cli.terminal import Conversation, Told, complain, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
@@ -358,6 +359,21 @@ def test_a_service_that_cannot_begin_ends_the_launch_with_its_log(tmp_path: Path
     finally:
         launch.kill()
     assert all(service.exit_code is not None for service in launch.services)
+
+
+def test_services_end_when_their_terminal_is_gone(tmp_path: Path) -> None:
+    """They have a session each, so nobody else would end them: they would hold their ports, and a GPU."""
+    launch = Launch(Config(), tmp_path)
+    for service in launch.services:
+        service.process = subprocess.Popen(["sleep", "600"])
+    near, far = os.openpty()
+    os.close(near)
+    try:
+        with suppress(OSError), open(far, "w") as terminal:  # what it was to show is lost when it is closed
+            leave(launch, Console(file=terminal, force_terminal=True))
+        assert [service.exit_code for service in launch.services] == [-signal.SIGTERM] * 3
+    finally:
+        launch.kill()
 
 
 def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path) -> None:
