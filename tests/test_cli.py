@@ -28,7 +28,7 @@ from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
 from slipstream.cli.host import leave
 from slipstream.cli.process import SHARED_CORES, Launch, joined, places, require_free, until_signalled
-from slipstream.cli.terminal import Conversation, Told, complain, show_answer, summary
+from slipstream.cli.terminal import Conversation, Told, ask, complain, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
 from slipstream.wire.client import AsyncClient
 from slipstream.wire.inference import InferenceServicer
@@ -374,6 +374,20 @@ def test_services_end_when_their_terminal_is_gone(tmp_path: Path) -> None:
         assert [service.exit_code for service in launch.services] == [-signal.SIGTERM] * 3
     finally:
         launch.kill()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk is always full here")
+@pytest.mark.parametrize("command", [("config",), ("models", "list")])
+def test_a_full_disk_is_told_in_a_sentence(command: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "slipstream", *command], stdout=full, stderr=subprocess.PIPE,
+                              text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr == "[Errno 28] No space left on device\n"
+
+
+def test_a_chat_whose_input_is_closed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it for `<&-`
+    assert ask("> ") is None
 
 
 def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path) -> None:

@@ -383,10 +383,10 @@ def prepare_known(
 
 
 def main() -> None:
-    """The console script. Errors of Slipstream are one sentence and exit code 1."""
+    """The console script. Errors of Slipstream and of the system (a full disk) are one sentence and exit code 1."""
     try:
         app()
-    except SlipstreamError as error:
+    except (SlipstreamError, OSError) as error:
         complain(error)
         sys.exit(1)
 
