@@ -92,6 +92,8 @@ WRONG = {
     "fewer GPUs than ranks": (("images.engine.variant=cuda", "config.model.device=cuda", "model.claim.existing=c",
                                "config.model.tensor_parallel=4", r"target.resources.limits.nvidia\.com/gpu=2"),
                               "tensor_parallel is 4 but target.resources.limits has 2"),
+    "fewer GPUs than stages": (("config.model.device=cuda", "config.target.engine.vllm.pipeline_parallel_size=2",
+                                r"target.resources.limits.nvidia\.com/gpu=1"), "tensor_parallel is 1 but target"),
     "nodes without vLLM": (("target.nodes=2",), "target.nodes is 2 but config.target.engine is not vllm"),
     "uneven nodes": (("config.target.engine=vllm", "config.model.tensor_parallel=4", "target.nodes=3"),
                      "4 ranks (config.model.tensor_parallel by vLLM's pipeline_parallel_size)"),
@@ -376,6 +378,15 @@ def test_names_that_yaml_reads_otherwise_stay_texts() -> None:
     labels += [only(objects, "PodMonitor")["spec"]["selector"]["matchLabels"],
                *(o["metadata"]["labels"] for o in services), *(o["spec"]["selector"] for o in services)]
     assert all(isinstance(value, str) for found in labels for value in found.values())
+
+
+def test_numbers_of_a_file_stay_whole(tmp_path: Path) -> None:
+    """Helm reads them as floating point, and writes a user's number on OpenShift as 1e+09."""
+    file = tmp_path / "values.yaml"
+    file.write_text("runAsUser: 1000000000\ntarget: {terminationGracePeriodSeconds: 1000000}\n")
+    found = pods(rendered("cpu", "-f", str(file)))
+    assert {pod["securityContext"][name] for pod in found for name in ("runAsUser", "runAsGroup", "fsGroup")} == {10**9}
+    assert 10**6 in [pod.get("terminationGracePeriodSeconds") for pod in found]
 
 
 def test_namespaces_secrets_and_claims_may_be_called_by_numbers(tmp_path: Path) -> None:
