@@ -376,6 +376,12 @@ def test_services_end_when_their_terminal_is_gone(tmp_path: Path) -> None:
         launch.kill()
 
 
+@pytest.mark.parametrize("option", ["--step-ms", "--draft-ms", "--rtt-ms", "--seconds"])
+def test_nothing_endless_is_simulated(option: str) -> None:
+    done = CliRunner().invoke(app, ["simulate", option, "inf", *(() if option == "--seconds" else ("--seconds", "1"))])
+    assert done.exit_code == 2 and option in done.output
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk is always full here")
 @pytest.mark.parametrize("command", [("config",), ("models", "list")])
 def test_a_full_disk_is_told_in_a_sentence(command: tuple[str, ...]) -> None:
