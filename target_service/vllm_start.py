@@ -116,7 +116,7 @@ def drafts(config: Config) -> bool:
     return bool(config.target.drafts) and config.target.policy.max_nodes > 0
 
 
-def _installed() -> str:
+def vllm_version() -> str:
     """vLLM's version. Raises ConfigError where it or what it needs of ours is not there or not known."""
     try:
         import vllm  # noqa: F401
@@ -140,7 +140,7 @@ def _args(config: Config, folder: Path, name: str, rounds: Path) -> Any:
 
 def start(config: Config) -> Running:
     """Load the model into vLLM. Takes minutes for a large one; raises ConfigError or ModelError."""
-    version = _installed()
+    version = vllm_version()
     from slipstream_vllm.sampling import refusal
     from vllm import envs
     from vllm.exceptions import VLLMClientError
@@ -243,7 +243,7 @@ class Node:
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError."""
-        self._version = _installed()
+        self._version = vllm_version()
         folder = resolve(config.model.path)
         # Nobody on this machine serves the answers, so nobody is told of a step.
         self._args = _args(config, folder, config.router.model_name or folder.name,

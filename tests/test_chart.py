@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,8 @@ WRONG = {
     "fewer GPUs than ranks": (("images.engine.variant=cuda", "config.model.device=cuda", "model.claim.existing=c",
                                "config.model.tensor_parallel=4", r"target.resources.limits.nvidia\.com/gpu=2"),
                               "tensor_parallel is 4 but target.resources.limits has 2"),
+    "fewer GPUs than stages": (("config.model.device=cuda", "config.target.engine.vllm.pipeline_parallel_size=2",
+                                r"target.resources.limits.nvidia\.com/gpu=1"), "tensor_parallel is 1 but target"),
     "nodes without vLLM": (("target.nodes=2",), "target.nodes is 2 but config.target.engine is not vllm"),
     "uneven nodes": (("config.target.engine=vllm", "config.model.tensor_parallel=4", "target.nodes=3"),
                      "4 ranks (config.model.tensor_parallel by vLLM's pipeline_parallel_size)"),
@@ -376,6 +380,15 @@ def test_names_that_yaml_reads_otherwise_stay_texts() -> None:
     assert all(isinstance(value, str) for found in labels for value in found.values())
 
 
+def test_numbers_of_a_file_stay_whole(tmp_path: Path) -> None:
+    """Helm reads them as floating point, and writes a user's number on OpenShift as 1e+09."""
+    file = tmp_path / "values.yaml"
+    file.write_text("runAsUser: 1000000000\ntarget: {terminationGracePeriodSeconds: 1000000}\n")
+    found = pods(rendered("cpu", "-f", str(file)))
+    assert {pod["securityContext"][name] for pod in found for name in ("runAsUser", "runAsGroup", "fsGroup")} == {10**9}
+    assert 10**6 in [pod.get("terminationGracePeriodSeconds") for pod in found]
+
+
 def test_namespaces_secrets_and_claims_may_be_called_by_numbers(tmp_path: Path) -> None:
     named = ("images.pullSecrets[0]", "model.claim.existing", "tls.existingSecret", "router.apiKeys.existingSecret",
              "router.priorityClassName", "router.runtimeClassName")
@@ -401,6 +414,62 @@ def test_a_scaler_has_the_replicas_to_itself(scaler: str) -> None:
     kinds = {o["kind"] for o in objects} & {"HorizontalPodAutoscaler", "ScaledObject"}
     assert kinds == {"HorizontalPodAutoscaler" if scaler == "hpa" else "ScaledObject"}
     assert only(objects, "PodDisruptionBudget", "r-slipstream-target"), "it may grow: 1 to 4 by default"
+
+
+@contextmanager
+def cluster(objects: list[dict[str, Any]], live: dict[str, Any]) -> Iterator[str]:
+    """The address of an API server that knows the kinds of ``objects``, and has ``live``."""
+    groups = dict[str, set[str]]()
+    for one in objects:
+        groups.setdefault(one["apiVersion"], set()).add(one["kind"])
+    named, place = [group for group in groups if "/" in group], live["metadata"]
+    found: dict[str, Any] = {
+        "/version": {"major": "1", "minor": "30", "gitVersion": "v1.30.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [
+            {"name": group.partition("/")[0], "versions": [{"groupVersion": group, "version": group.partition("/")[2]}]}
+            for group in named]},
+        f"/apis/{live['apiVersion']}/namespaces/ns/{live['kind'].lower()}s/{place['name']}": live,
+    } | {f"/apis/{group}" if "/" in group else "/api/v1": {
+        "kind": "APIResourceList", "groupVersion": group, "resources": [
+            {"name": f"{kind.lower()}s", "kind": kind, "namespaced": True, "verbs": ["get"]} for kind in kinds]}
+        for group, kinds in groups.items()}
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = found.get(self.path.partition("?")[0])
+            self.send_response(200 if answer else 404)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(answer or {"kind": "Status", "reason": "NotFound", "code": 404}).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_scaler_begins_with_the_targets_that_are_there(nodes: int) -> None:
+    """Where the manifest had replicas and has none any more, the API server sets them to 1: all targets but one would
+    go as a scaler is turned on."""
+    changes = ("--set", "target.autoscaling.hpa.enabled=true", "--set", f"target.nodes={nodes}",
+               "--set", f"config.model.tensor_parallel={nodes}", "--kube-version", "1.30.0")
+    objects = rendered("vllm", *changes)
+    scaled = only(objects, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    owner = {"labels": {"app.kubernetes.io/managed-by": "Helm"},
+             "annotations": {"meta.helm.sh/release-name": "r", "meta.helm.sh/release-namespace": "ns"}}
+    live = {**scaled, "metadata": {"namespace": "ns", "name": scaled["name"], **owner}, "spec": {"replicas": 3}}
+    with cluster(objects, live) as address:
+        done = helm("template", "vllm", *changes[:-2], "-n", "ns", "--dry-run=server", "--kube-apiserver", address,
+                    "--disable-openapi-validation")
+    assert done.returncode == 0, done.stderr
+    assert only([found for found in yaml.safe_load_all(done.stdout) if found], scaled["kind"], scaled["name"])["spec"][
+        "replicas"] == 3
 
 
 @pytest.mark.parametrize(("changes", "most"), [((), 12), (("config.target.max_sessions=64",), 48),

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
+from slipstream.cli.host import leave
 from slipstream.cli.process import SHARED_CORES, Launch, joined, places, require_free, until_signalled
-from slipstream.cli.terminal import Conversation, Told, complain, show_answer, summary
+from slipstream.cli.terminal import Conversation, Told, ask, complain, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
 from slipstream.wire.client import AsyncClient
 from slipstream.wire.inference import InferenceServicer
@@ -362,6 +363,41 @@ def test_a_service_that_cannot_begin_ends_the_launch_with_its_log(tmp_path: Path
     finally:
         launch.kill()
     assert all(service.exit_code is not None for service in launch.services)
+
+
+def test_services_end_when_their_terminal_is_gone(tmp_path: Path) -> None:
+    """They have a session each, so nobody else would end them: they would hold their ports, and a GPU."""
+    launch = Launch(Config(), tmp_path)
+    for service in launch.services:
+        service.process = subprocess.Popen(["sleep", "600"])
+    near, far = os.openpty()
+    os.close(near)
+    try:
+        with suppress(OSError), open(far, "w") as terminal:  # what it was to show is lost when it is closed
+            leave(launch, Console(file=terminal, force_terminal=True))
+        assert [service.exit_code for service in launch.services] == [-signal.SIGTERM] * 3
+    finally:
+        launch.kill()
+
+
+@pytest.mark.parametrize("option", ["--step-ms", "--draft-ms", "--rtt-ms", "--seconds"])
+def test_nothing_endless_is_simulated(option: str) -> None:
+    done = CliRunner().invoke(app, ["simulate", option, "inf", *(() if option == "--seconds" else ("--seconds", "1"))])
+    assert done.exit_code == 2 and option in done.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk is always full here")
+@pytest.mark.parametrize("command", [("config",), ("models", "list")])
+def test_a_full_disk_is_told_in_a_sentence(command: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "slipstream", *command], stdout=full, stderr=subprocess.PIPE,
+                              text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr == "[Errno 28] No space left on device\n"
+
+
+def test_a_chat_whose_input_is_closed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it for `<&-`
+    assert ask("> ") is None
 
 
 def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path) -> None:

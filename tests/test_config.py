@@ -50,6 +50,10 @@ from slipstream.cli.process import places
                                "that is dialled"),
     ("wire.tls.allowed_names=me", "wire.tls.allowed_names: write a list, as in [one, two]; [] for none"),
     ("router", "--set router: write section.key=value"),
+    ("model.path=2024-13-01", "--set model.path=2024-13-01: not a YAML value"),
+    ("model={path: a, path: b}", "--set model={path: a, path: b}: line 1: path stands there twice; write what belongs "
+                                 "to it once, in one place"),
+    (f"target.drafts={'[' * 2000}", f"--set target.drafts={'[' * 2000}: not a YAML value"),
 ])
 def test_a_mistake_names_its_key_and_what_to_write(override: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -78,6 +82,19 @@ def test_an_empty_text_can_be_said(override: str) -> None:
     assert load(None, ("draft.model=head", override)).draft.model == ""
 
 
+@pytest.mark.parametrize(("written", "meant"), [("5e-05", 5e-05), ("1e-06", 1e-06), ("-2E3", -2000.0), ("1.5", 1.5)])
+def test_a_number_may_have_an_exponent_and_no_point(tmp_path: Path, written: str, meant: float) -> None:
+    """As Helm writes 0.00005. Where no kind of value is known, as of vLLM's arguments, it would stay a text."""
+    file = tmp_path / "slipstream.yaml"
+    file.write_text(f"target: {{engine: {{vllm: {{watermark: {written}}}}}}}\n")
+    for config in (load(file), load(None, (f"target.engine.vllm.watermark={written}",))):
+        assert config.target.vllm == {"watermark": meant}
+
+
+def test_what_only_begins_like_a_number_is_text() -> None:
+    assert load(None, ("model.path=7e3b-instruct", "router.model_name=1e")).model.path == "7e3b-instruct"
+
+
 def test_no_default_port_is_one_that_a_system_gives_to_clients() -> None:
     """Linux hands out 32768 to 60999, others from 49152: a service that starts later finds its port taken."""
     ports = [host_port(address)[1] for address in places(Config()).values()]
@@ -90,7 +107,7 @@ def test_addresses_that_can_be_dialled(addresses: str) -> None:
 
 
 @pytest.mark.parametrize(("content", "told"), [
-    (b"target: [", " is not YAML: "), (b"\xff\xfe", " is not YAML: "),
+    (b"target: [", " is not YAML: "), (b"target: " + b"[" * 2000, " is not YAML: "), (b"\xff\xfe", " is not YAML: "),
     (b"- target", "expected sections like 'target:'"),
     (b"target:\n  max_sessions: 4\nrouter: {}\ntarget:\n  drain_s: 3\n", ": line 4: target stands there twice; "),
     (b"draft:\n  growth:\n    topk: 1\n    topk: 2\n", ": line 4: topk stands there twice; "),

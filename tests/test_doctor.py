@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from pathlib import Path
 
@@ -60,6 +61,14 @@ def test_a_device_that_is_not_here_is_named(tiny_folder: Path) -> None:
     (device,) = found("device", config)
     assert device.status == "warn" and "'cuda' cannot be used here" in device.found and "model.device" in device.advice
     assert not found("device", load(None, (f"model.path={tiny_folder}", "draft.drafter=ngram")))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is here")
+def test_an_engine_that_is_not_here_is_named(tiny_folder: Path) -> None:
+    asked = (f"model.path={tiny_folder}", "draft.drafter=ngram")
+    (vllm,) = found("vllm", load(None, (*asked, "target.engine={vllm: {max_num_seqs: 8}}")))
+    assert vllm.status == "warn" and "target.engine: vllm needs vLLM and slipstream-vllm" in vllm.found and vllm.advice
+    assert not found("vllm", load(None, asked)), "nobody asked for it"
 
 
 def test_a_model_folder_is_fine(tiny_folder: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent import futures
 from contextlib import aclosing, asynccontextmanager
@@ -48,6 +51,43 @@ async def serving(serve: Callable[..., Coroutine[Any, Any, None]], config: Confi
     yield
     stop.set()
     await task
+
+
+ENDING = """
+import sys
+from slipstream.base.config import LogSection
+from slipstream.observe.spans import spans_of
+spans = spans_of(LogSection(spans=sys.argv[1]), "target")
+for _ in range(1200):  # three batches
+    spans.begin("one").end()
+"""
+
+
+def test_a_collector_that_takes_nothing_keeps_no_service_from_its_end() -> None:
+    """It would be waited for ten seconds a batch, behind the time that a service has to end."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="the extra otel is not installed")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+        TraceServiceServicer,
+        add_TraceServiceServicer_to_server,
+    )
+    ended, asked = threading.Event(), list[int]()
+
+    class Stuck(TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            asked.append(1)
+            ended.wait()
+            context.abort(grpc.StatusCode.INTERNAL, "")
+
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    add_TraceServiceServicer_to_server(Stuck(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        done = subprocess.run([sys.executable, "-P", "-c", ENDING, f"http://127.0.0.1:{port}"], timeout=300)
+    finally:
+        ended.set()
+        server.stop(None)
+    assert done.returncode == 0 and len(asked) <= 1, "it waited for a batch, and sent another"
 
 
 async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft_folder: Path,

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from slipstream.base.config import Config, TargetSection, load
 from slipstream.base.errors import CapacityError, ConfigError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.base.offload import Child
 from slipstream.following.chains import Chains
+from slipstream.following.following import Inbox
 from slipstream.following.rounds import Told, ToldStep, decode
 from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import TargetMetrics
@@ -38,7 +40,7 @@ from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Rounds, Running, Vl
 from target_service.vllm_start import arguments, trials_of
 from tests.loop import hurried, still
 from tests.test_following import PROMPT as SAID
-from tests.test_following import chosen, plain
+from tests.test_following import SILENT, Heard, chosen, plain
 from tests.test_vllm import OPTIONS, Runner, play
 from tests.test_vllm import drafted as following
 
@@ -307,6 +309,28 @@ def test_a_request_is_barred_in_mid_answer_and_allowed_again() -> None:
     worker.model_runner = SimpleNamespace(drafter=None)
     assert worker.slipstream_drafts() is None
     worker.slipstream_allow("a", True)  # nobody is here to hear of it
+
+
+def test_an_engine_with_nothing_to_do_hears_of_its_drafts_when_it_is_asked() -> None:
+    """It makes no step, and a draft that comes and goes would fill its inbox for days."""
+    events, metrics = SimpleQueue[Callable[[], None] | None](), TargetMetrics("function")
+    drafter = RemoteDrafter.__new__(RemoteDrafter)
+    drafter.chains = Chains(OPTIONS.section(4), metrics, inbox=Inbox(events=events))
+    drafter.metrics, drafter.speaks, drafter._links = metrics, True, SimpleNamespace(expected=1, statuses=list)
+    worker, link = Drafted(), Heard()
+    worker.model_runner = SimpleNamespace(drafter=drafter)
+
+    def lost() -> float:
+        told = worker.slipstream_drafts()
+        assert told is not None and events.empty()
+        return sum(value for _, samples in told[2] for name, labels, value in samples
+                   if name == "slipstream_drafter_lost_total" and labels["reason"] == "closed")
+
+    for count in range(3):
+        drafter.chains.following.link_up(link, SILENT)
+        assert lost() == count
+        drafter.chains.following.link_down(link, "closed")
+        assert lost() == count + 1
 
 
 def chosen_all(runner: Runner) -> bool:

@@ -12,6 +12,7 @@ It knows nothing about how a value is used.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -244,6 +245,10 @@ class _Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML 1.1 has a point in every such number; Helm writes 0.00005 as 5e-05.
+_Once.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
 def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
     """The configuration of a YAML file (None: all defaults) with ``section.key=value`` overrides on top.
 
@@ -255,7 +260,7 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Con
             tree = _Once(Path(path).read_text(encoding="utf-8")).get_single_data() or {}
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, yaml.YAMLError) as error:
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(f"{path} is not YAML: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
@@ -282,9 +287,11 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override}: {section} is a value, not a section")
         tree = below
     try:
-        tree[last] = yaml.safe_load(value) if value else ""
-    except yaml.YAMLError as error:
+        tree[last] = _Once(value).get_single_data() if value else ""
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"--set {override}: not a YAML value") from error
+    except ConfigError as error:
+        raise ConfigError(f"--set {override}: {error}") from error
 
 
 def _mistake(problem: Any) -> str:

@@ -26,6 +26,7 @@ Overrides = Annotated[list[str] | None, typer.Option(
 Prompts = Annotated[Path | None, typer.Option(
     metavar="FILE", help="JSONL with `turns` or `prompt` in each line; else our own questions, or the target's.")]
 Logs = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where services log; else a new temporary folder.")]
+MOST_MS = 60_000.0  # of what is simulated
 SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 
 app = typer.Typer(
@@ -319,12 +320,12 @@ def simulate(
     targets: Annotated[int, typer.Option(min=1)] = 1,
     drafts: Annotated[int, typer.Option(min=1)] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Streams of each target.")] = 1,
-    rtt_ms: Annotated[float, typer.Option(min=0.0, help="Network round trip between target and draft.")] = 1.0,
-    step_ms: Annotated[float, typer.Option(min=0.01, help="A target step of few rows.")] = 20.0,
-    draft_ms: Annotated[float, typer.Option(min=0.01, help="A whole tree of one batch.")] = 5.0,
+    rtt_ms: Annotated[float, typer.Option(min=0.0, max=MOST_MS, help="Round trip between target and draft.")] = 1.0,
+    step_ms: Annotated[float, typer.Option(min=0.01, max=MOST_MS, help="A target step of few rows.")] = 20.0,
+    draft_ms: Annotated[float, typer.Option(min=0.01, max=MOST_MS, help="A whole tree of one batch.")] = 5.0,
     acceptance: Annotated[str, typer.Option(help="Chance that a node's first, second, ... child is right.")] =
     "0.75,0.12,0.05",
-    seconds: Annotated[float, typer.Option(min=1.0, help="Simulated time.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Simulated time.")] = 30.0,
 ) -> None:
     """Predict what a deployment would do: the real scheduler, policy and protocol in simulated time.
 
@@ -383,10 +384,10 @@ def prepare_known(
 
 
 def main() -> None:
-    """The console script. Errors of Slipstream are one sentence and exit code 1."""
+    """The console script. Errors of Slipstream and of the system (a full disk) are one sentence and exit code 1."""
     try:
         app()
-    except SlipstreamError as error:
+    except (SlipstreamError, OSError) as error:
         complain(error)
         sys.exit(1)
 

@@ -48,8 +48,8 @@ class Check:
 def checks(config: Config) -> list[Check]:
     """All of them, in the order in which a newcomer meets the problems."""
     found = list[Check]()
-    for part in (_python, _grpc, _torch, _flashinfer, _compiler, _kernels, _memory, _disk, _model, _pairing, _files,
-                 _ports, _exactness):
+    for part in (_python, _grpc, _torch, _vllm, _flashinfer, _compiler, _kernels, _memory, _disk, _model, _pairing,
+                 _files, _ports, _exactness):
         try:
             found.extend(part(config))
         except Exception as error:  # a broken installation breaks in its own ways; the other checks still help
@@ -97,6 +97,17 @@ def _torch(config: Config) -> Iterator[Check]:
     except ModelError as error:
         yield Check("device", "warn", str(error), "no target runs here: give it a machine that has one, or correct "
                     "model.device")
+
+
+def _vllm(config: Config) -> Iterator[Check]:
+    if config.target.vllm is None:
+        return
+    from target_service.vllm_start import vllm_version
+
+    try:
+        yield Check("vllm", "ok", vllm_version())
+    except ConfigError as error:
+        yield Check("vllm", "warn", str(error), "no target runs here: install both, or correct target.engine")
 
 
 def _cpu_flags() -> set[str]:

@@ -73,7 +73,7 @@ def launched(config: Config, logs: Path | None, console: Console) -> Iterator[La
     try:
         _start(launch, console)
     except BaseException as error:
-        _drain(launch, console)
+        leave(launch, console)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(INTERRUPTED)
         raise
@@ -82,7 +82,7 @@ def launched(config: Config, logs: Path | None, console: Console) -> Iterator[La
     except KeyboardInterrupt:
         console.print()
     finally:
-        _drain(launch, console)
+        leave(launch, console)
 
 
 def client_of(config: Config) -> Client:
@@ -211,7 +211,8 @@ def _beginnings(config: Config) -> Iterator[tuple[int, ...]]:
         yield from (tuple(tokens[:len(tokens) - cut]) for tokens in questions if cut < len(tokens) // 2)
 
 
-def _drain(launch: Launch, console: Console) -> None:
+def leave(launch: Launch, console: Console) -> None:
+    """Drain, with or without a terminal that shows it."""
     if not any(service.pid for service in launch.services):
         return
     try:
@@ -221,4 +222,7 @@ def _drain(launch: Launch, console: Console) -> None:
         launch.kill()
         console.print("ended at once")
         sys.exit(INTERRUPTED)
+    except OSError:
+        launch.drain(lambda line: None)
+        return
     console.print(Text("drained: every service has ended", style="dim"))

@@ -119,7 +119,9 @@ def complain(error: BaseException) -> None:
 
 
 def ask(prompt: str) -> str | None:
-    """A line from the person (or the pipe); None at the end of input."""
+    """A line from the person (or the pipe); None at the end of input, and where it is closed."""
+    if sys.stdin is None:
+        return None
     try:
         return input(prompt if sys.stdin.isatty() else "")
     except EOFError:

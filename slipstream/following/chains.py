@@ -145,6 +145,13 @@ class Chains:
         except Exception as error:
             self._tell("requests are not closed", error)
 
+    def look(self) -> None:
+        """Between two steps: what has come is done. An engine with nothing to do makes no step. Never raises."""
+        try:
+            self.following.inbox.drain(until_s=self._clock() + GLANCE_S)
+        except Exception as error:
+            self._tell("what drafts said is lost", error)
+
     def allow(self, request: str, allowed: bool) -> None:
         """Whether ``request`` may be drafted for, from the next step on; before it is known too, and for nothing behind
         its end."""

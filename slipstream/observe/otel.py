@@ -6,6 +6,9 @@ about requests.
 
 from __future__ import annotations
 
+import atexit
+import threading
+
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -18,6 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from slipstream.observe.spans import HEADER, Value
 
 SEND_MS = 1000
+LAST_S = 2.0
 FOLLOWED = DEFAULT_ON  # every request that brings no parent: which of them are kept is the collector's to say
 
 
@@ -52,8 +56,26 @@ class Recorder:
 
 def exported(collector: str, service: str) -> Recorder:
     """Spans that go to ``collector`` (http://host:port, or https) in batches, from a thread of the exporter's. What a
-    parent says goes for its parts."""
+    parent says goes for its parts. At the end of the process the last ones have ``LAST_S`` to go."""
     resource = Resource.create({"service.name": f"slipstream-{service}"})
-    provider = TracerProvider(FOLLOWED, resource)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=collector), schedule_delay_millis=SEND_MS))
+    provider = TracerProvider(FOLLOWED, resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=collector)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=SEND_MS))
+    over = threading.Event()
+
+    def last() -> None:
+        over.wait()
+        provider.shutdown()  # waits for what is sent, half a minute if need be
+
+    # Begun now: a process that ends may begin none.
+    sends = threading.Thread(target=last, name="spans", daemon=True)
+    sends.start()
+
+    def ends() -> None:
+        over.set()
+        sends.join(LAST_S)
+        if sends.is_alive():
+            exporter.shutdown()
+
+    atexit.register(ends)
     return Recorder(provider)

@@ -77,7 +77,7 @@
 {{- $ranks := div $all $nodes | int -}}
 {{- $gpus := get (default dict (default dict .Values.target.resources).limits) "nvidia.com/gpu" -}}
 {{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (gt $all 1) $gpus (ne (int $gpus) $ranks) -}}
-{{- fail (printf "config.model.tensor_parallel is %d but target.resources.limits has %d of nvidia.com/gpu: give a target's pod as many GPUs as share its part of the model (%d)" (int $model.tensor_parallel) (int $gpus) $ranks) -}}
+{{- fail (printf "config.model.tensor_parallel is %d but target.resources.limits has %d of nvidia.com/gpu: give a target's pod as many GPUs as share its part of the model (%d)" (int (default 1 $model.tensor_parallel)) (int $gpus) $ranks) -}}
 {{- end -}}
 {{- end -}}
 

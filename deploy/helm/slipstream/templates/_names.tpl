@@ -85,6 +85,15 @@ kubernetes:///{{ .name }}.{{ .root.Release.Namespace }}:{{ .port }}
 {{ include "slipstream.fullname" . }}-targets
 {{- end -}}
 
+{{/* What has the targets' replicas, as JSON. */}}
+{{- define "slipstream.scaled" -}}
+{{- if include "slipstream.grouped" (dict "root" . "role" "target") -}}
+{{- dict "apiVersion" "leaderworkerset.x-k8s.io/v1" "kind" "LeaderWorkerSet" "name" (include "slipstream.groupName" .) | toJson -}}
+{{- else -}}
+{{- dict "apiVersion" "apps/v1" "kind" "Deployment" "name" (printf "%s-target" (include "slipstream.fullname" .)) | toJson -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The drafts that a pool runs; takes root and pool. Shares first, at least one pod each; the others split the rest. */}}
 {{- define "slipstream.poolReplicas" -}}
 {{- $total := int .root.Values.draft.replicas -}}

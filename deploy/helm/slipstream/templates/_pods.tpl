@@ -70,7 +70,7 @@ spec:
 serviceAccountName: {{ include "slipstream.fullname" .root }}-{{ .role }}
 automountServiceAccountToken: {{ $watches }}
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ .pod.terminationGracePeriodSeconds }}
+terminationGracePeriodSeconds: {{ int64 .pod.terminationGracePeriodSeconds }}
 securityContext:
   {{- include "slipstream.podSecurity" .root | nindent 2 }}
 {{- with .root.Values.images.pullSecrets }}
@@ -318,9 +318,9 @@ requests.cpu
 {{/* The restricted profile of Pod Security, in its two halves. */}}
 {{- define "slipstream.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.runAsUser }}
-runAsGroup: {{ .Values.runAsUser }}
-fsGroup: {{ .Values.runAsUser }}
+runAsUser: {{ int64 .Values.runAsUser }}
+runAsGroup: {{ int64 .Values.runAsUser }}
+fsGroup: {{ int64 .Values.runAsUser }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
