@@ -28,6 +28,8 @@ from slipstream.cli.process import places
     ("draft.compile=perhaps", "draft.compile: 'perhaps' is neither true nor false"),
     ("model.dtype=fp16", "model.dtype: 'fp16' is not known; write 'float64', 'float32', 'bfloat16' or 'float16'"),
     ("model.path=8", "model.path: 8 is not text; YAML takes it as such in quotes: '8'"),
+    ("target.policy.deadline_max_s=.inf", "target.policy.deadline_max_s: must have an end"),
+    ("router.request_timeout_s=.nan", "router.request_timeout_s: must have an end"),
     ("target.policy=3", "target.policy: is a section: write its settings below it, one a line, or "
                         "--set target.policy.NAME=VALUE"),
     ("router.listen=8000", "router.listen: '8000' is not host:port, such as 127.0.0.1:8000"),

@@ -51,6 +51,7 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "int_from_float": "'{input}' is not a whole number",
     "float_type": "'{input}' is not a number",
     "float_parsing": "'{input}' is not a number",
+    "finite_number": "must have an end",
     "bool_type": "'{input}' is neither true nor false",
     "bool_parsing": "'{input}' is neither true nor false",
     "tuple_type": "write a list, as in [one, two]; [] for none",
@@ -73,7 +74,7 @@ LONGEST = 80  # characters of a wrong value that are shown
 class Section(BaseModel):
     """A frozen group of settings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -453,7 +453,7 @@ class Followed:
             return
         self.reads, self._runs_ahead = hello.features, hello.run_ahead > 0
         self._opened_s = now_s
-        # Who is asked for nothing while the text's own chain is verified reads the prompt meanwhile.
+        # Who is asked for nothing while the text's own chain is verified is told of the prompt meanwhile.
         message = self.side.attach(self.decision.want, self.decision.ahead)
         self._shared.say(self.link, message)
         self.waiting.attached()
