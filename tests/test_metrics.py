@@ -190,6 +190,8 @@ def test_the_server_takes_get_alone() -> None:
     assert whole("POST /live HTTP/1.1\r\nHost: x", registry, lambda: True).startswith(b"HTTP/1.1 405 ")
     assert b"openmetrics" in whole("GET /metrics HTTP/1.1\r\nACCEPT: application/openmetrics-text", registry,
                                    lambda: True).partition(b"\r\n\r\n")[0]
+    # What a scrape's `params` say is for others.
+    assert whole("GET /metrics?format=prometheus HTTP/1.1\r\n", registry, lambda: True).startswith(b"HTTP/1.1 200 ")
 
 
 def test_the_server_listens_on_ipv6() -> None:

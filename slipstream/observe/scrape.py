@@ -101,7 +101,7 @@ def whole(head: str, registry: Registry, ready: Callable[[], bool]) -> bytes:
     accept = next((value.strip() for name, _, value in (header.partition(":") for header in headers)
                    if name.lower() == "accept"), "")
     if method == "GET":
-        status, content_type, body = answer(path.partition(" ")[0], accept, registry, ready)
+        status, content_type, body = answer(path.split(" ")[0].split("?")[0], accept, registry, ready)
     else:
         status, content_type, body = 405, "text/plain", b"only GET is answered here\n"
     return (f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
