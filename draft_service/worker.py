@@ -403,7 +403,7 @@ class DraftWorker:
             self._tell(round_)
             self._intake.told(self._clock() - began_s)
             self._grow(round_)
-            if not events:
+            if not events and round_.grown is None:
                 self._read()
         except (SlipstreamError, torch.OutOfMemoryError) as error:  # memory may run out in any part of a drafter
             # The drafter is at fault, not a peer: targets go on alone and open their sessions again.

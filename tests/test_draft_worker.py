@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -179,6 +179,28 @@ def test_states_behind_a_commit_are_not_overtaken_by_those_of_the_next_one() -> 
     worker.turn(block=False)
     assert [said for said in told if said.startswith("states")] == ["states 1: 9", "states 1: 10"]
     assert [said for said in told if said.startswith("commit")] == ["commit 1: 10", "commit 1: 11"]
+
+
+def test_what_is_grown_ahead_does_not_wait_for_a_text_that_is_read() -> None:
+    """A part of a long text is many more rows than a level, and was read before the level was sent."""
+    done = list[str]()
+
+    class Busy(NgramDrafter):
+        def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+            done.append("grow")
+            return super().grow(ids, budgets, steps)
+
+        def read(self, ids: Sequence[int]) -> list[int]:
+            done.append("read")
+            return []
+
+    worker = DraftWorker(Busy(8), "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0, run_ahead=16)
+    worker.received(Listener(), [replace(opened(1, 2), ahead=True),
+                                 Open(2, np.array([5, 6, 7], np.int32), 3, Sampling(), 8)], ())
+    for _ in range(40):
+        done.append("")
+        worker.turn(block=False)
+    assert " ".join(done).split() == ["grow", "grow", "read"] and "grow read" not in " ".join(done)
 
 
 def test_nothing_to_propose_is_said() -> None:
