@@ -133,8 +133,9 @@ class Target:
         raise AssertionError(reason)
 
 
+@pytest.mark.parametrize("sessions", [(1,), (1, 2)], ids=["alone", "beside another"])
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_a_long_text_is_read_between_two_commits(make: Make, kind: str) -> None:
+def test_a_long_text_is_read_between_two_commits(make: Make, kind: str, sessions: tuple[int, ...]) -> None:
     """A growth reads a part of it, so that other sessions need not wait. An idle draft left the rest to the next
     commits: a text of thousands of tokens was decoded plainly for many rounds."""
     drafter = make({"drafter": kind, "growth": {"topk": 2, "num_steps": 3, "num_draft_tokens": 8}}, num_slots=4000)
@@ -152,13 +153,15 @@ def test_a_long_text_is_read_between_two_commits(make: Make, kind: str) -> None:
                 return [len(item.ids) for item in heard if isinstance(item, Growth)]
         raise AssertionError("it goes on for nothing")
 
-    assert say(Open(1, np.array(tokens[:size], np.int32), size, Sampling(), 8)) == [0]
-    assert say(population.states(1, 0, 1000), population.states(1, 1000, size - 1001)) == []
+    opens = [Open(session, np.array(tokens[:size], np.int32), size, Sampling(), 8) for session in sessions]
+    assert say(*opens) == [0] * len(sessions)
+    for session in sessions:
+        assert say(population.states(session, 0, 1000), population.states(session, 1000, size - 1001)) == []
     for base in (size, size + 1):
-        states = population.states(1, base - 1, 1)
-        grown = say(Commit(1, base, np.array(tokens[base : base + 1], np.int32), states, 8))
-        assert len(grown) == 1, "one answer for each commit"
-    assert grown[0] > 0
+        grown = say(*(Commit(session, base, np.array(tokens[base : base + 1], np.int32),
+                             population.states(session, base - 1, 1), 8) for session in sessions))
+        assert len(grown) == len(sessions), "one answer for each commit"
+    assert all(grown)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -278,12 +278,13 @@ class NeuralDrafter:
     def read(self, ids: Sequence[int]) -> list[int]:
         """Compute pending rows, as many as one ``grow`` would. Returns the sessions that could go on."""
         known = [self._contexts[session] for session in ids if session in self._contexts]
-        behind = {context.session: context.num_pending for context in known if not context.tree.begun}
-        reading = [context for context in known if behind.get(context.session)]
+        reading = [context for context in known if not context.tree.begun]
         self._slide(reading)
-        if reading:
+        before = sum([context.num_pending for context in reading])
+        if before:
             self._catch_up(reading)
-        return [context.session for context in reading if 0 < context.num_pending < behind[context.session]]
+        left = [context for context in reading if context.num_pending]
+        return [context.session for context in left] if sum([c.num_pending for c in left]) < before else []
 
     def tree(self, session: int) -> GrowingTree:
         return self._contexts[session].tree
