@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -384,6 +384,25 @@ def test_services_end_when_their_terminal_is_gone(tmp_path: Path) -> None:
 def test_nothing_endless_is_simulated(option: str) -> None:
     done = CliRunner().invoke(app, ["simulate", option, "inf", *(() if option == "--seconds" else ("--seconds", "1"))])
     assert done.exit_code == 2 and option in done.output
+
+
+def test_services_end_when_a_second_signal_comes_behind_the_end_of_their_terminal(tmp_path: Path) -> None:
+    """The shell of a window sends one, and the kernel another: what was not asked to end yet ran on for ever."""
+    class Interrupted(Launch):
+        reasons: ClassVar[list[type[BaseException]]] = [KeyboardInterrupt, OSError]
+
+        def drain(self, report: Callable[[str], None]) -> None:
+            raise self.reasons.pop()
+
+    launch = Interrupted(Config(), tmp_path)
+    for service in launch.services:
+        service.process = subprocess.Popen(["sleep", "600"])
+    try:
+        with pytest.raises(SystemExit):
+            leave(launch, Console(file=io.StringIO()))
+        assert [service.exit_code for service in launch.services] == [-signal.SIGKILL] * 3
+    finally:
+        launch.kill()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk is always full here")

@@ -216,13 +216,14 @@ def leave(launch: Launch, console: Console) -> None:
     if not any(service.pid for service in launch.services):
         return
     try:
-        with console.status("draining; Ctrl-C again ends at once") as status:
-            launch.drain(lambda line: status.update(f"{line}; Ctrl-C again ends at once"))
-    except KeyboardInterrupt:
+        try:
+            with console.status("draining; Ctrl-C again ends at once") as status:
+                launch.drain(lambda line: status.update(f"{line}; Ctrl-C again ends at once"))
+        except OSError:
+            launch.drain(lambda line: None)
+            return
+    except KeyboardInterrupt:  # a shell and the kernel may both say that a terminal is gone
         launch.kill()
         console.print("ended at once")
         sys.exit(INTERRUPTED)
-    except OSError:
-        launch.drain(lambda line: None)
-        return
     console.print(Text("drained: every service has ended", style="dim"))
