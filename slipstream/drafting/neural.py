@@ -283,6 +283,8 @@ class NeuralDrafter:
         before = sum([context.num_pending for context in reading])
         if before:
             self._catch_up(reading)
+            if self.network.device.type == "cuda":  # or all parts would stand in line there before what comes meanwhile
+                torch.cuda.current_stream(self.network.device).synchronize()
         left = [context for context in reading if context.num_pending]
         return [context.session for context in left] if sum([c.num_pending for c in left]) < before else []
 
