@@ -194,6 +194,10 @@ def test_the_command_writes_beside_a_folder(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(folder)
     done = CliRunner().invoke(app, ["models", "prepare", ".", "--dtype", "bfloat16"])
     assert done.output.strip() == str(tmp_path / "model-bfloat16"), repr(done.exception)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "link").symlink_to(folder)
+    done = CliRunner().invoke(app, ["models", "prepare", str(tmp_path / "mine" / "link"), "--dtype", "bfloat16"])
+    assert done.output.strip() == str(tmp_path / "mine" / "link-bfloat16"), "not beside what is perhaps another's"
 
 
 def broken(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from io import TextIOWrapper
+from os.path import abspath
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -379,7 +380,7 @@ def prepare_known(
         return
     from slipstream.engine.preparation import prepare_as
 
-    source = prepare(name) if name in KNOWN else resolve(name).resolve()  # "." has no name to write beside
+    source = prepare(name) if name in KNOWN else Path(abspath(resolve(name)))  # "." has no name to write beside
     print(prepare_as(dtype, source, folder or source.with_name(f"{source.name}-{dtype}")))
 
 
