@@ -201,6 +201,7 @@ def tune(
     prompts: Prompts = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the best setting goes.")] = Path("tuned.yaml"),
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 48,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="Of the answers; 0: greedy ones.")] = 0.0,
     steps: Annotated[str, typer.Option(metavar="LIST", help="Depths to try.")] = "1,2,3,4,5,6,8",
     topk: Annotated[str, typer.Option(metavar="LIST", help="Children of a node to try; 1 is a chain.")] = "1,2,4",
     nodes: Annotated[str, typer.Option(
@@ -223,8 +224,6 @@ def tune(
 
     Examples:
 
-    `slipstream tune --target smollm2-135m --head smollm2-135m-eagle3`
-
     `slipstream tune --head my-head --steps 3,5 --topk 1,4 --nodes 8,16 --out my.yaml`, then
     `slipstream run --config my.yaml`
 
@@ -235,7 +234,7 @@ def tune(
     from slipstream.cli.tuning import Way, run, with_pair
 
     settings = with_pair(load(config, tuple(overrides or ())), target, head, drafter)
-    run(settings, {"--steps": steps, "--topk": topk, "--nodes": nodes}, prompts, tokens,
+    run(settings, {"--steps": steps, "--topk": topk, "--nodes": nodes}, prompts, tokens, temperature,
         Way(exchange_ms / 1e3, link, draft_ms / 1e3), apart, out, Console())
 
 Target = Annotated[str, typer.Option(metavar="NAME", help="The model to draft for: a name or a folder.")]

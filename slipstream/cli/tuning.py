@@ -89,8 +89,8 @@ class Way:
     draft_s: float = 0.0
 
 
-def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens: int, way: Way, apart: bool, out: Path,
-        console: Console) -> None:
+def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens: int, temperature: float, way: Way,
+        apart: bool, out: Path, console: Console) -> None:
     """Measure the shapes of ``lists`` (--steps, --topk, --nodes), show them, and write the best one to ``out``;
     ``apart``: say, too, whether the draft is better off on a device of its own. Raises ModelError, ConfigError or
     Unavailable."""
@@ -98,10 +98,9 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
     if not wanted:
         raise ConfigError("no tree has these shapes: --nodes must be at least --steps, and a tree of topk t has "
                           "at most t + (steps - 1) * t * t nodes")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out: cannot write {out}: there is no folder {out.parent}")
-    if out.is_dir():
-        raise ConfigError(f"--out: {out} is a folder; name a file, such as {out / 'tuned.yaml'}")
+    _check_writable(out)
+    if temperature and apart:
+        raise ConfigError("--temperature: --apart plays greedy answers; leave out one of them")
     if way.draft_s and not apart:
         raise ConfigError("--draft-ms: it says what a draft on a device of its own takes; add --apart, or leave it out")
     exchange_s = way.exchange_s
@@ -118,7 +117,7 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(f"{len(wanted)} shapes, {len(prompts)} prompts", total=(len(wanted) + 1) * len(prompts))
-        result = sweep(runner, drafter, wanted, prompts, max_tokens, lambda: bar.advance(task))
+        result = sweep(runner, drafter, wanted, prompts, max_tokens, lambda: bar.advance(task), temperature)
         best = result.best(exchange_s)
         found = _compared(runner, drafter, result, best, exchange_s, way, prompts, max_tokens, bar) if apart else None
     console.print(_table(result, exchange_s))
@@ -134,6 +133,14 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
     except OSError as error:
         raise ConfigError(f"--out: cannot write {out}: {error}") from error
     console.print(f"written to {out}; use it with: slipstream run --config {out}", soft_wrap=True)
+
+
+def _check_writable(out: Path) -> None:
+    """Raises ConfigError where no file can be."""
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out: cannot write {out}: there is no folder {out.parent}")
+    if out.is_dir():
+        raise ConfigError(f"--out: {out} is a folder; name a file, such as {out / 'tuned.yaml'}")
 
 
 def _within(context: int, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:

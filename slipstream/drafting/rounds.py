@@ -249,11 +249,12 @@ def largest(all_: Sequence[GrowthSection]) -> GrowthSection:
 
 
 def sweep(runner: ModelRunner, drafter: NeuralDrafter, all_: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],
-          max_tokens: int, report: Report = lambda: None) -> Sweep:
-    """Answer each prompt plain and with each shape. ``report`` is called after each answer, (shapes + 1) * prompts in
-    all. Raises ConfigError for a shape that is too deep for the drafter, or where no answer had a round."""
+          max_tokens: int, report: Report = lambda: None, temperature: float = 0.0) -> Sweep:
+    """Answer each prompt plain and with each shape, greedily where ``temperature`` is 0. ``report`` is called after
+    each answer, (shapes + 1) * prompts in all. Raises ConfigError for a shape that is too deep for the drafter, or
+    where no answer had a round."""
     plain, tallies = Tally(), [Tally() for _ in all_]
-    alone, drafting = Rounds(runner, None, max_tokens), Rounds(runner, drafter, max_tokens)
+    alone, drafting = (Rounds(runner, one, max_tokens, temperature) for one in (None, drafter))
     for prompt in prompts:
         alone.answer([prompt], 0, plain)
         report()
