@@ -429,6 +429,29 @@ def test_a_head_can_begin_with_an_earlier_one(simple_folder: Path, tmp_path: Pat
         make_head(replace(second, work=tmp_path / "other", recipe=replace(still, begin=second.out)), Silent())
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_head_can_be_the_mean_of_what_it_began_with_and_what_it_has_learnt(simple_folder: Path, tmp_path: Path,
+                                                                             kind: Literal["eagle3", "dspark"]) -> None:
+    recipe = Recipe(minutes=0, tokens=600, steps=3, batch=8, limits=Limits(max_question=24, max_answer=64),
+                    draft_vocab=160, learning_rate=5e-3, rows_per_step=320, dtype="float32", kind=kind)
+    first = Job(simple_folder, "simple", tmp_path / "first", tmp_path / "work", (), recipe)
+    make_head(first, Silent())
+    second = replace(first, out=tmp_path / "second", work=tmp_path / "more", data=(first.work,),
+                     recipe=replace(recipe, generate=False, begin=first.out))
+    make_head(second, Silent())
+    third = replace(second, out=tmp_path / "third", recipe=replace(second.recipe, mean=True))
+    make_head(third, Silent())  # of the training that is there
+    begun, learnt, mean = (load_file(job.out / "model.safetensors") for job in (first, second, third))
+    weights = [name for name, tensor in begun.items() if tensor.is_floating_point()]
+    assert any(not torch.equal(begun[name], learnt[name]) for name in weights)
+    for name in weights:
+        torch.testing.assert_close(mean[name], (begun[name] + learnt[name]) / 2, rtol=1e-5, atol=1e-7)
+    told = [job.out.name for job in (second, third) if "this is the mean" in (job.out / "README.md").read_text()]
+    assert told == ["third"]
+    with pytest.raises(ConfigError, match="--mean"):
+        replace(recipe, mean=True)
+
+
 def test_a_head_of_more_layers_begins_as_the_earlier_one(simple_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(minutes=0, tokens=6000, steps=3, batch=48, limits=Limits(max_question=24, max_answer=64),
                     draft_vocab=160, learning_rate=5e-3, rows_per_step=320, dtype="float32")

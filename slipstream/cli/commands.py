@@ -263,6 +263,8 @@ Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all. As many 
 SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", help="What a kill may lose, at most.")]
 Begin = Annotated[str, typer.Option(
     metavar="HEAD", help="A head to begin with, such as one for the target before it was tuned; else its last layers.")]
+Mean = Annotated[bool, typer.Option(
+    "--mean", help="Save the mean of the weights of `--begin` and of those learnt, which may be better than both.")]
 HeadKind = Annotated[Literal["eagle3", "dspark"], typer.Option("--kind", help="Of head: `dspark` drafts blocks.")]
 RowsPerStep = Annotated[int, typer.Option(
     min=1, help="Tokens of a step of the optimiser, which itself takes as long for any number.")]
@@ -278,7 +280,7 @@ def train_head(
     draft_vocab: DraftVocab = 8192, unroll: Unroll = 3, learning_rate: LearningRate = 1.5e-3,
     questions: Questions = True, dtype: Kind = "bfloat16", device: Device = "", threads: Threads = 0,
     save_every: SaveEvery = 60.0, seed: Seed = 0, kind: HeadKind = "eagle3", begin: Begin = "", layers: Layers = 1,
-    rows_per_step: RowsPerStep = 2048,
+    rows_per_step: RowsPerStep = 2048, mean: Mean = False,
 ) -> None:
     """Train a draft head for a model, from nothing but the model.
 
@@ -309,7 +311,7 @@ def train_head(
     recipe = Recipe(minutes, tokens, steps, generate, train, prompts, batch, limits, draft_vocab, unroll,
                     learning_rate, rows_per_step, learn_questions=questions, dtype=dtype, device=device,
                     save_every_s=save_every, seed=seed, kind=kind, begin=resolve(begin) if begin else None,
-                    layers=layers)
+                    layers=layers, mean=mean)
     run(target, out, work, tuple(data or ()), recipe, threads, Console())
 
 

@@ -86,6 +86,7 @@ def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
         f"{how}, on {learnt}. It began from {began}. Muon for the layers' matrices, AdamW "
         f"for the rest, peak learning rate {recipe.learning_rate:g}, cosine, about {recipe.rows_per_step} tokens a "
         "step.",
+        f"{'Of what it had learnt and what it began with, this is the mean. ' if recipe.mean else ''}"
         f"{progress.step:,} steps, {progress.rows:,} tokens, {progress.epoch + 1} epochs begun, "
         f"{progress.seconds / 60:.0f} minutes on `{recipe.device}`. `training.svg` shows the curves.", "")
 

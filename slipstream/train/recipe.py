@@ -48,6 +48,7 @@ class Recipe:
     kind: Literal["eagle3", "dspark"] = "eagle3"
     begin: Path | None = None  # a head of this kind to begin with; None: the target's last layers
     layers: int = 1  # of an EAGLE-3 head
+    mean: bool = False  # of the weights that it began with and of those that it has learnt is what is saved
 
     def __post_init__(self) -> None:
         if self.minutes <= 0 and ((self.generate and self.tokens <= 0 and self.prompts is None)
@@ -55,6 +56,8 @@ class Recipe:
             raise ConfigError("--minutes: without a time limit give --tokens and --steps, or nothing would end it")
         if self.kind == "dspark" and self.layers != 1:
             raise ConfigError("--layers: of EAGLE-3 heads alone")
+        if self.mean and self.begin is None:
+            raise ConfigError("--mean: it is of the head that --begin names and of what it has learnt; add --begin")
         if not 1 <= self.unroll <= 16:
             raise ConfigError(f"--unroll: expected 1 to 16 steps, found {self.unroll}")
 

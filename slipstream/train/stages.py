@@ -105,6 +105,8 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Mapping[str, Accep
     if not recipe.train:
         return {}
     head, covered, training = _train(job, config, identity, shards, watcher)
+    if recipe.mean and (began := _earlier(job)) is not None:
+        _take(head, began, 0.5)
     dtype = dtype_of(recipe.dtype)
     weights = weights_hash(job.target)
     with named("--out", job.out):
@@ -223,14 +225,14 @@ def _check_shape(head: Head, earlier: EagleHead | BlockHead) -> None:
             raise ConfigError(f"--begin: {name}: expected {wanted or 'no such tensor'}, found {shapes.get(name)}")
 
 
-def _take(head: Head, earlier: EagleHead | BlockHead) -> None:
-    """Its weights."""
+def _take(head: Head, earlier: EagleHead | BlockHead, share: float = 1.0) -> None:
+    """Its weights, or a share of them beside what the head has (Wortsman et al., arXiv 2109.01903)."""
     further = _further(head, earlier)
     with torch.no_grad():
         for name, tensor in head.tensors.items():
             if name not in further:
-                tensor.copy_(earlier.tensors[name])
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.lerp_(earlier.tensors[name].to(tensor), share)
+            elif share == 1.0 and name.endswith(("o_proj.weight", "down_proj.weight")):
                 tensor.zero_()
 
 
