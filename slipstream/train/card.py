@@ -20,7 +20,7 @@ def card(target: str, head: Head, recipe: Recipe, shards: Shards, coverage: floa
          found: Mapping[str, Acceptance], num_prompts: int) -> str:
     """The text of ``README.md``. target: a known model's name, or how its folder is called."""
     return "\n".join((*_matter(target, recipe.kind), *_top(target, head), *_data(recipe, shards, head, coverage),
-                      *_recipe(recipe, progress), *_worth(progress, found, num_prompts), *_limits(target)))
+                      *_recipe(recipe, progress), *_worth(recipe, progress, found, num_prompts), *_limits(target)))
 
 
 def _matter(target: str, kind: str) -> tuple[str, ...]:
@@ -91,9 +91,9 @@ def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
         f"{progress.seconds / 60:.0f} minutes on `{recipe.device}`. `training.svg` shows the curves.", "")
 
 
-def _worth(progress: Progress, found: Mapping[str, Acceptance], num_prompts: int) -> tuple[str, ...]:
+def _worth(recipe: Recipe, progress: Progress, found: Mapping[str, Acceptance], num_prompts: int) -> tuple[str, ...]:
     lines = ["## What it is worth", ""]
-    if progress.history and progress.history[-1].held_out:
+    if progress.history and progress.history[-1].held_out and not recipe.mean:  # it is of what was learnt
         shares = " / ".join(f"{share:.3f}" for share in progress.history[-1].held_out)
         lines += [f"Agreement with the target's likeliest token on held-out answers, by drafted token: {shares}.", ""]
     if found:
