@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -162,9 +163,13 @@ def test_a_gpu_that_is_lost_ends_the_target(tiny_folder: Path, monkeypatch: pyte
     worker, told = target(tiny_folder), [Told(), Told()]
     monkeypatch.setattr("target_service.step.greatest", lost)
     monkeypatch.setattr("target_service.loop.computes", lambda _device: False)
+    heard = SimpleQueue[None]()
     for number, pieces in enumerate(told):
-        worker.ask(number, Request(str(number), (number, 1, 2), Sampling(), 4), pieces.append)
+        worker.ask(number, Request(str(number), (number, 1, 2), Sampling(), 4),
+                   lambda piece, pieces=pieces: heard.put(pieces.append(piece)))
     worker.start()
+    for _ in told:
+        heard.get(timeout=30)
     worker.stop()
     assert [[type(error) for error in pieces] for pieces in told] == [[Unavailable], [Unavailable]]
     assert "illegal memory access" in str(told[0][0]) and not worker.alive and not worker.vitals.ready
