@@ -151,7 +151,7 @@ class Surface:
         raw, unknown = await self._json(request)
         with written_as(messages.NAMES):
             asked = self._gateway.plan_chat(parse(ChatBody, messages.chat_of(raw), unknown))
-            tokens = await _counted(request, partial(self._gateway.tokens, asked))
+            tokens = await _present(request, partial(self._gateway.tokens, asked))
         return json_response({"input_tokens": len(tokens)}, headers=self._left_out(unknown))
 
     async def tokenize(self, request: Request) -> Response:
@@ -162,14 +162,14 @@ class Surface:
             asked = self._gateway.plan_completion(parse(CompletionBody, raw, unknown))
         if len(asked.prompts) > 1:
             raise InvalidRequest("prompt", "must be one")
-        tokens = await _counted(request, partial(self._gateway.tokens, asked))
+        tokens = await _present(request, partial(self._gateway.tokens, asked))
         return json_response({"count": len(tokens), "max_model_len": self._gateway.info.max_context, "tokens": tokens},
                              headers=self._left_out(unknown))
 
     async def detokenize(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
         asked = known(raw, ("model", "tokens"), {}, unknown)
-        text = await _counted(request, partial(self._gateway.text, asked.get("model"), asked.get("tokens")))
+        text = await _present(request, partial(self._gateway.text, asked.get("model"), asked.get("tokens")))
         return json_response({"prompt": text}, headers=self._left_out(unknown))
 
     async def load(self) -> Response:
@@ -375,12 +375,12 @@ class Surface:
                 "max_model_len": self._gateway.info.max_context, "slipstream": {"lossy": self._gateway.info.lossy}}
 
 
-async def _counted(request: Request, count: Callable[[Tenant], Awaitable[Made]]) -> Made:
-    """What ``count`` gives to whoever asks, as long as he is there."""
+async def _present(request: Request, work: Callable[[Tenant], Awaitable[Made]]) -> Made:
+    """What ``work`` gives to whoever asks, as long as he is there."""
     client = Presence(connection_of(request.scope))
     try:
         with client:
-            return await count(request.scope[TENANT])
+            return await work(request.scope[TENANT])
     finally:
         client.close()
 
