@@ -23,8 +23,7 @@
 namespace {
 
 constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
-constexpr int BLOCK = LANES == 8 ? 4 : 12;  // rows of a product that are computed together, at most: as registers hold
-constexpr int FEW = LANES == 8 ? 6 : BLOCK;  // so many alone are computed together all the same: reading weights again costs more
+constexpr int BLOCK = LANES == 8 ? 6 : 12;  // rows of a product that are computed together, at most: as registers hold
 constexpr int BESIDE = LANES == 16 ? 1 : 4;  // groups that are computed beside one another for one row, half as many for two
 constexpr int PARTS = 8;  // of a product, for each thread. The first part of each is three quarters of its share: a new part
                           // finds none of its weights asked for. The others are for whoever comes first
@@ -126,27 +125,40 @@ struct Inputs {
 };
 
 // Sums of R rows from `row` on, for the outputs of a group: the products of a pair of inputs come to them.
-template <int R>
-inline void add_pair(Floats (&low)[R], Floats (&high)[R], const Pairs& first, const Pairs& second, const Inputs& x,
-                     int64_t row, int64_t pair) {
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+template <class Weights, int R>
+inline void add_pair(Floats (&low)[R], Floats (&high)[R], const uint8_t* weight, const Inputs& x, int64_t row, int64_t pair) {
+    Pairs first, second;
+    Weights::read(weight, first, second);
     for (int r = 0; r < R; r++) {
         Words both = everywhere(x.halves + (row + r) * x.stride + 2 * pair);
         low[r] = pairs(low[r], first, both);
         high[r] = pairs(high[r], second, both);
     }
-#else
-    const float* wide = &x.wide[row * x.inner + 2 * pair];
-    auto add = [&](Floats one, Floats other, int half) {
-        for (int r = 0; r < R; r++) {
-            Floats input = all(wide[r * x.inner + half]);
-            low[r] = fma(one, input, low[r]);
-            high[r] = fma(other, input, high[r]);
-        }
-    };
-    add(first.one, second.one, 0), add(first.other, second.other, 1);
-#endif
 }
+#else
+// Of one input of the pair. Its weights alone are widened: sixteen registers hold them, the sums of six rows, an input, and
+// nothing else.
+template <class Weights, int HALF, int R>
+inline void add_half(Floats (&low)[R], Floats (&high)[R], const uint8_t* weight, const float* input, int64_t stride) {
+    Pairs first, second;
+    Weights::read(read_anew(weight), first, second);
+    const Floats one = HALF ? first.other : first.one, other = HALF ? second.other : second.one;
+    #pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+        const Floats x = all(input[r * stride + HALF]);
+        low[r] = add_product(low[r], one, x);
+        high[r] = add_product(high[r], other, x);
+    }
+}
+
+template <class Weights, int R>
+inline void add_pair(Floats (&low)[R], Floats (&high)[R], const uint8_t* weight, const Inputs& x, int64_t row, int64_t pair) {
+    const float* input = &x.wide[row * x.inner + 2 * pair];
+    add_half<Weights, 0>(low, high, weight, input, x.inner);
+    add_half<Weights, 1>(low, high, weight, input, x.inner);
+}
+#endif
 
 // Which share of the next group's weights a block asks for, where several blocks read the same group: memory is not idle
 // while all but the first find theirs in the second cache.
@@ -172,11 +184,10 @@ void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
     auto add = [&]<int LINES, int HOW>(std::integral_constant<int, LINES>, std::integral_constant<int, HOW>, int64_t pair,
                                        int64_t last, const uint8_t* soon, int64_t step) {
         for (; pair < last; pair++, weight += Weights::BYTES, soon += step)
+            #pragma GCC unroll 4
             for (int s = 0; s < S; s++) {
                 for (int line = 0; line < LINES; line++) __builtin_prefetch(soon + s * size + 64 * line, 0, HOW);
-                Pairs first, second;
-                Weights::read(weight + s * size, first, second);
-                add_pair<R>(low[s], high[s], first, second, x, row, pair);
+                add_pair<Weights>(low[s], high[s], weight + s * size, x, row, pair);
             }
     };
     const int64_t near = S == 1 ? pairs : std::max<int64_t>(0, pairs - SOON / Weights::BYTES);
@@ -209,7 +220,7 @@ void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
         product_block<Weights, 4, 1>, product_block<Weights, 5, 1>, product_block<Weights, 6, 1>, product_block<Weights, 7, 1>,
         product_block<Weights, 8, 1>, product_block<Weights, 9, 1>, product_block<Weights, 10, 1>,
         product_block<Weights, 11, 1>, product_block<Weights, 12, 1>};
-    int64_t parts = rows <= FEW ? 1 : (rows + BLOCK - 1) / BLOCK;  // about equally long
+    int64_t parts = (rows + BLOCK - 1) / BLOCK;  // about equally long
     for (int64_t part = 0; part < parts; part++) {
         int64_t row = rows * part / parts;
         blocks[rows * (part + 1) / parts - row](op, x, group, begin, row, Share::part(op, part, parts, first));

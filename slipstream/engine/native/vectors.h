@@ -67,6 +67,24 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// sum + a * b, in the register that the sum stands in: left to itself, a compiler short of registers moves sums to memory.
+inline Floats add_product(Floats sum, Floats a, Floats b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+#else
+    return fma(a, b, sum);
+#endif
+}
+
+// The same address, of which a compiler short of registers does not know that it has been read: it reads again, when it must.
+inline const uint8_t* read_anew(const uint8_t* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm volatile("" : "+r"(p));
+#endif
+    return p;
+}
+
 inline Floats widen(const bf16* p) {
     Shorts v;
     memcpy(&v, p, sizeof v);
