@@ -78,7 +78,8 @@ inline Floats add_product(Floats sum, Floats a, Floats b) {
 }
 
 // The same address, of which a compiler short of registers does not know that it has been read: it reads again, when it must.
-inline const uint8_t* read_anew(const uint8_t* p) {
+template <class T>
+inline const T* read_anew(const T* p) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     asm volatile("" : "+r"(p));
 #endif
