@@ -444,7 +444,7 @@ class DraftWorker:
         drafted = self._sessions.get((peer, item.session))
         if drafted is None:
             if isinstance(item, Commit):
-                round_.answers[peer].append(Drop(item.session, "unknown"))
+                round_.answers[peer].append(Drop(item.session, "unknown", item.base + len(item.tokens)))
             if not isinstance(item, Open):
                 return
             drafted = self._begin(peer, item, round_)
@@ -471,15 +471,16 @@ class DraftWorker:
                 round_.committed.add(number)
                 round_.came.append((item.session, item.base, now_s))
                 drafted.told(item, self._run_ahead)
-            case DraftEvent.GAP, _:
+            case DraftEvent.GAP, Commit():
                 self._forget(drafted, round_)
-                round_.answers[peer].append(Drop(item.session, "gap"))
+                round_.answers[peer].append(Drop(item.session, "gap", item.base + len(item.tokens)))
             case DraftEvent.CLOSE, _:
                 self._forget(drafted, round_)
 
     def _begin(self, peer: Peer, item: Open, round_: Round) -> Drafted | None:
         if self._draining or (len(self._sessions) >= self._drafter.max_sessions and not self._yields(peer, round_)):
-            round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
+            reason = "draining" if self._draining else "capacity"
+            round_.answers[peer].append(Drop(item.session, reason, len(item.tokens)))
             return None
         span = None if self._spans is None else self._spans.begin("draft.session", item.trace, prompt=item.prompt_len)
         drafted = Drafted(next(self._numbers), peer, DraftSide(item.session), span)
@@ -570,7 +571,7 @@ class DraftWorker:
     def _drop(self, drafted: Drafted, event: DraftEvent, reason: str, round_: Round) -> None:
         drafted.side.apply(event)
         self._forget(drafted, round_)
-        round_.answers[drafted.peer].append(Drop(drafted.side.session, reason))
+        round_.answers[drafted.peer].append(Drop(drafted.side.session, reason, drafted.side.base))
 
     def _forget(self, drafted: Drafted, round_: Round) -> None:
         self._sessions.pop((drafted.peer, drafted.side.session), None)

@@ -366,6 +366,25 @@ def test_a_lease_that_ends_in_a_long_prompt_costs_no_speculation() -> None:
     assert one.link is None and one.policy.mode is Mode.PLAIN, "behind its first token it is spoken of all the time"
 
 
+def test_a_drop_that_crossed_a_new_opening_leaves_it_open() -> None:
+    """The draft holds that one, and would hold it for a lease, with nobody who speaks of it."""
+    target, link = following(), Heard()
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+    one.pause()
+    target.committed([Verified(1, (5,), 0, 0, 0)], Step(1.0, STEP_S, 1, 1))  # it is opened again
+    target.flush()
+    assert [type(item) for item in link.items] == [Open, Close, Open]
+    target.received(link, [Drop(1, "failed", len(PROMPT))], [])
+    target.inbox.drain()
+    assert one.link is link
+    target.received(link, [Drop(1, "failed", len(PROMPT) + 1)], [])
+    target.inbox.drain()
+    assert one.link is None
+
+
 def test_the_time_that_an_answer_was_put_back_is_no_latency_of_its_drafter() -> None:
     world, link = Waits(), Heard()
     target = following(world=world)
