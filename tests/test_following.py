@@ -21,6 +21,7 @@ from slipstream.decision.decide import Mode
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.following.followed import Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
+from slipstream.following.pool import no_rows
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -102,9 +103,9 @@ def following(gives: Callable[[FeatureSpec], bool] | None = None, lookup: bool =
     section = TargetSection(policy=STUBBORN, drafts=(), prompt_lookup=lookup)
     costs, metrics = StepCosts({1: STEP_S, 64: 2 * STEP_S}), TargetMetrics("function")
     if world is not None:
-        return Following(section, costs, metrics, clock=lambda: world.now_s,
+        return Following(section, costs, metrics, gives or no_rows, clock=lambda: world.now_s,
                          inbox=Inbox(lambda: world.now_s, world))
-    return Following(section, costs, metrics) if gives is None else Following(section, costs, metrics, gives)
+    return Following(section, costs, metrics, gives or no_rows)
 
 
 @contextmanager
@@ -291,16 +292,28 @@ def test_a_draft_that_comes_and_goes_while_nobody_looks_is_taken_once_and_holds_
         asked.append(spec)
         return True
 
-    target, link = following(gives), Heard()
+    world, link = Waits(), Heard()
+    target = following(gives, world=world)
     hello = DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 4096, 16, 8)
     held = sys.getrefcount(hello)
     for _ in range(50):
         target.link_up(link, hello)
+        target.received(link, [Drop(1, "gap")], [])  # it is asked nothing, and may say a little
+        target.link_leaving(link, True)
+        target.link_leaving(link, False)
         target.link_down(link, "unavailable")
     assert sys.getrefcount(hello) == held, "its hello may have all weights of a projection"
+    assert world.qsize() == 1
     target.link_up(link, hello)
     target.inbox.drain()
     assert asked == [SPEC] and target.pool.follows(link)
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+    assert one.link is link
+    target.link_down(link, "unavailable")
+    target.link_up(link, hello)  # before anybody looks: its sessions are lost all the same
+    target.inbox.drain()
+    assert one.link is None and target.pool.follows(link)
     target.link_down(link, "unavailable")
     target.inbox.drain()
     assert not target.pool.follows(link)
