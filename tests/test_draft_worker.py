@@ -48,6 +48,26 @@ class Listener:
         return heard
 
 
+class Reading(NgramDrafter):
+    """Remembers what it is asked to read."""
+
+    def read(self, ids: Sequence[int]) -> list[int]:
+        self.seen = [*getattr(self, "seen", ()), *ids]
+        return []
+
+
+@pytest.mark.parametrize(("wanted", "read"), [(8, [1, 1]), (0, [])])
+def test_states_of_a_prompt_are_read_as_they_come_where_drafts_will_be_wanted(wanted: int, read: list[int]) -> None:
+    """A head had all of a long prompt to read behind its first token, when its target waited for a tree."""
+    drafter = Reading(8)
+    worker, peer = DraftWorker(drafter, "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0), Listener()
+    for told in (opened(1, wanted), Features(1, 0, bytes(8), 4, "float64"), Features(1, 4, bytes(8), 4, "float64")):
+        worker.received(peer, [told], ())
+        for _ in range(3):
+            worker.turn(block=False)
+    assert getattr(drafter, "seen", []) == read
+
+
 class FailingDrafter(NgramDrafter):
     """Fails once, when it is told to."""
 
