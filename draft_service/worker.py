@@ -7,7 +7,8 @@ Rules of the worker:
    one frame.
 3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
 4. With ``run_ahead``, sessions whose targets allow it are grown on, a level at a time, whenever the inbox is empty
-   and growing pays (``Drafted``); others get one growth a commit. A text that was too long for that is read on then.
+   and growing pays (``Drafted``); others get one growth a commit. A text that was too long for that is read on then,
+   and a prompt as its states come.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted, too many end the stream.
 6. Where all places are taken, a peer that has two more than another gives one up for it.
 
@@ -192,7 +193,7 @@ class Drafted:
     usual: float = 0.0  # what a whole tree promises
     barren: int = 0  # growths in a row without a likely node
     said: int = 0  # growths since it was asked
-    behind: bool = False  # its newest growth found a text that was not read, and more of that may be read
+    behind: bool = False  # there is text that was not read, and more of that may be read
 
     def told(self, message: Open | Commit, run_ahead: int) -> None:
         """The target said what is committed and what it wants."""
@@ -444,7 +445,7 @@ class DraftWorker:
         drafted = self._sessions.get((peer, item.session))
         if drafted is None:
             if isinstance(item, Commit):
-                round_.answers[peer].append(Drop(item.session, "unknown"))
+                round_.answers[peer].append(Drop(item.session, "unknown", item.base + len(item.tokens)))
             if not isinstance(item, Open):
                 return
             drafted = self._begin(peer, item, round_)
@@ -462,6 +463,7 @@ class DraftWorker:
             case DraftEvent.FEATURES, Features():
                 states = round_.behind if number in round_.committed else round_.features
                 states.append(replace(item, session=number))
+                drafted.behind = drafted.wanted > 0  # while the target goes on with its prompt
             case DraftEvent.COMMIT, Commit():
                 told = commit_of(item, number)
                 if round_.behind and told.features is not None:  # those before them may be its own: in order
@@ -471,15 +473,16 @@ class DraftWorker:
                 round_.committed.add(number)
                 round_.came.append((item.session, item.base, now_s))
                 drafted.told(item, self._run_ahead)
-            case DraftEvent.GAP, _:
+            case DraftEvent.GAP, Commit():
                 self._forget(drafted, round_)
-                round_.answers[peer].append(Drop(item.session, "gap"))
+                round_.answers[peer].append(Drop(item.session, "gap", item.base + len(item.tokens)))
             case DraftEvent.CLOSE, _:
                 self._forget(drafted, round_)
 
     def _begin(self, peer: Peer, item: Open, round_: Round) -> Drafted | None:
         if self._draining or (len(self._sessions) >= self._drafter.max_sessions and not self._yields(peer, round_)):
-            round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
+            reason = "draining" if self._draining else "capacity"
+            round_.answers[peer].append(Drop(item.session, reason, len(item.tokens)))
             return None
         span = None if self._spans is None else self._spans.begin("draft.session", item.trace, prompt=item.prompt_len)
         drafted = Drafted(next(self._numbers), peer, DraftSide(item.session), span)
@@ -570,7 +573,7 @@ class DraftWorker:
     def _drop(self, drafted: Drafted, event: DraftEvent, reason: str, round_: Round) -> None:
         drafted.side.apply(event)
         self._forget(drafted, round_)
-        round_.answers[drafted.peer].append(Drop(drafted.side.session, reason))
+        round_.answers[drafted.peer].append(Drop(drafted.side.session, reason, drafted.side.base))
 
     def _forget(self, drafted: Drafted, round_: Round) -> None:
         self._sessions.pop((drafted.peer, drafted.side.session), None)

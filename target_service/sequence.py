@@ -13,7 +13,8 @@ Rules of the KV:
 1. Admission takes what the prefix cache holds. What is computed of a prompt is the cache's at once, so that answers
    with the same beginning share it while they run; release gives it the rest.
 2. Every slot is free or owned once (``prove``).
-3. Feature rows of the newest tokens of all sequences are made in one product.
+3. Feature rows of the newest tokens of all sequences are made in one product. Whatever goes wrong there costs drafts
+   and no answer: a device that is lost shows in the next step.
 
 It knows nothing about the schedule, the links or the device.
 """
@@ -26,10 +27,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from slipstream.base.errors import DeviceFull
+from slipstream.base.errors import in_a_line
 from slipstream.choosing.logits import is_filtered
 from slipstream.choosing.permitted import Masks
 from slipstream.choosing.sampling import TokenHistory
@@ -304,11 +304,12 @@ class KV:
         self._runner.slots.check([*owned, *(self._cache.owned() if self._cache else ())])
 
     def keep_rows(self, spec: FeatureSpec) -> bool:
-        """Feature rows of what is computed from now on are kept as ``spec`` says. False: there is no memory for them;
-        they are kept as before then, or, where that fails too, not at all."""
+        """Feature rows of what is computed from now on are kept as ``spec`` says. False: that failed, for lack of
+        memory mostly; they are kept as before then, or, where that fails too, not at all."""
         try:
             self._rows = self._runner.keep(spec)
-        except (DeviceFull, torch.OutOfMemoryError):
+        except Exception as error:
+            logger("target").warning("rows are not kept as a drafter reads them", problem=in_a_line(error))
             self._rows = self._rows if self._runner.taps else None
             return False
         return True
@@ -326,7 +327,7 @@ class KV:
             return rows
         try:
             data, begin = self._runner.rows(np.concatenate(slots) if len(slots) > 1 else slots[0], self._rows), 0
-        except torch.OutOfMemoryError:  # they come late, or are a gap
+        except Exception:  # they come late, or are a gap, which is told then
             return rows
         size = len(data) // sum(map(len, slots))
         for place, own in zip(places, slots, strict=True):
@@ -335,7 +336,8 @@ class KV:
         return rows
 
     def give_prompt_rows(self, ones: Iterable[Sequence]) -> None:
-        """Hand their drafters the rows that they read and have not had. Where memory runs out, a drafter has a gap."""
+        """Hand their drafters the rows that they read and have not had. Where they cannot be made, a drafter has a
+        gap."""
         for one in ones if self._rows is not None else ():
             end = min(one.computed, one.base - 1)  # a root's goes with its commit
             wanted = one.followed.wants_rows(end)
@@ -346,8 +348,9 @@ class KV:
                 upto = min(start + AT_ONCE, end)
                 try:
                     one.followed.give_rows(start, upto - start, self._runner.rows(one.slots[start:upto], self._rows))
-                except torch.OutOfMemoryError:
-                    logger("target").warning("no memory for the rows that a drafter reads", session=one.number)
+                except Exception as error:
+                    logger("target").warning("the rows that a drafter reads cannot be made", session=one.number,
+                                             problem=in_a_line(error))
                     one.followed.give_rows(end, 0, b"")
                     break
                 start = upto

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -72,18 +73,23 @@ async def serve(config, stop, ready):
     print("here", flush=True)
     await asyncio.to_thread(threading.Event().wait)  # a model that takes its time
 
-run(Config(), serve)
+run(Config(), serve, while_input=True)
 """
 
 
+@pytest.mark.parametrize("by", ["a signal", "the end of its input"])
 @pytest.mark.parametrize(("state", "code", "told"), [("ready", 0, ""), ("loading", 143, "ended before it was ready")])
-def test_a_service_that_loads_has_nothing_to_drain(state: str, code: int, told: str) -> None:
+def test_a_service_that_loads_has_nothing_to_drain(state: str, code: int, told: str, by: str) -> None:
     """A pod that is taken back while it loads would hold its GPU until the model is there."""
-    process = subprocess.Popen([sys.executable, "-c", SIGNALLED, state], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", SIGNALLED, state], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None and process.stdout.readline() == "here\n"
-        process.send_signal(signal.SIGTERM)
+        assert process.stdin is not None and process.stdout is not None and process.stdout.readline() == "here\n"
+        if by == "a signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            process.stdin.close()
+            process.stdin = None
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -363,6 +369,37 @@ def test_a_service_that_cannot_begin_ends_the_launch_with_its_log(tmp_path: Path
     finally:
         launch.kill()
     assert all(service.exit_code is not None for service in launch.services)
+
+
+LAUNCHING = """
+import sys, time
+from pathlib import Path
+from slipstream.base.config import load
+from slipstream.cli.process import Launch
+
+launch = Launch(load(None, tuple(sys.argv[2:])), Path(sys.argv[1]))
+launch.start()
+print(*(service.pid for service in launch.services), flush=True)
+time.sleep(600)
+"""
+
+
+def test_services_end_when_their_launch_is_killed(tiny_folder: Path, tmp_path: Path) -> None:
+    """It has no time to drain them: they went on without anybody who knew of them."""
+    launch = subprocess.Popen([sys.executable, "-c", LAUNCHING, str(tmp_path), *on_free_ports(),
+                               f"model.path={tiny_folder}", "model.dtype=float32"], stdout=subprocess.PIPE, text=True)
+    assert launch.stdout is not None
+    services = [psutil.Process(int(pid)) for pid in launch.stdout.readline().split()]
+    assert len(services) == 3
+    launch.kill()
+    launch.communicate()
+    try:
+        _, alive = psutil.wait_procs(services, timeout=45)
+        assert not alive
+    finally:
+        for service in services:
+            with suppress(psutil.NoSuchProcess):
+                service.kill()
 
 
 def test_services_end_when_their_terminal_is_gone(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ DRAFT_HELLO = DraftHello(1, INCARNATION, "eagle3", VOCAB, "abc", FeatureSpec((0,
 FEATURES = Features(3, 4, bytes(range(2 * WIDTH * 2)), 2, "bfloat16")
 TARGET_ITEMS = [Open(3, ints(1, 2, 3, 4, 5), 4, SAMPLING, 9), FEATURES,
                 Commit(3, 5, ints(6, 7), FEATURES, 5), Close(9)]
-DRAFT_ITEMS = [growth(), Growth.empty(4, 6), Drop(5, "capacity")]
+DRAFT_ITEMS = [growth(), Growth.empty(4, 6), Drop(5, "capacity", 7)]
 REQUEST = Request("r-1", (1, 2, 3), SAMPLING, 16, 0, False)
 PIECE = Piece((1, 2), 1, 3, (TokenLogprob(-0.5, ((1, -0.5), (9, -2.0))), TokenLogprob(-1.0)), "stop", 0.25, 0.125,
               "shadow", 8, 0.5)
@@ -132,8 +132,8 @@ GOLDEN = {
         "0a0b3005120422020809"
     ),
     "draft_frame": (
-        "1251090700000000000000122e0a2c080310051a0801000000020000002208fbffffff010000002a080a0000000b00000032"
-        "08000000bf000080bf12060a0408041006120e120c080512086361706163697479"
+        "1253090700000000000000122e0a2c080310051a0801000000020000002208fbffffff010000002a080a0000000b00000032"
+        "08000000bf000080bf12060a04080410061210120e0805120863617061636974791807"
     ),
     "start": (
         "0a75080312710a03722d31120c0100000002000000030000001a5609000000000000e03f102819000000000000e83f210000"
@@ -287,6 +287,7 @@ def test_target_hello_names_the_bad_field(field: str, value: object) -> None:
     (growth(base=CONTEXT + 1), "growth.base"),
     (growth(range(1, 65), [-5] * 64, range(64), [-1.0] * 64), "growth.ids"),
     (Drop(3, "x" * 300), "drop.reason"),
+    (Drop(3, "gap", CONTEXT + 1), "drop.base"),
 ])
 def test_bad_growth_costs_its_session_only(item: Growth | Drop, field: str) -> None:
     good = growth(session=8)
@@ -561,7 +562,8 @@ def test_target_frames_come_back(data: st.DataObject, dtype: str, incarnation: i
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(growths(), st.builds(Drop, sessions, st.text(max_size=20))), max_size=4), sessions)
+@given(st.lists(st.one_of(growths(), st.builds(Drop, sessions, st.text(max_size=20), st.integers(0, CONTEXT))),
+                max_size=4), sessions)
 def test_draft_frames_come_back(items: list[Growth | Drop], incarnation: int) -> None:
     frames, left = encode_draft_frames(incarnation, items, MAX_BYTES)
     decoded, faults = decode_draft_frame(frames[0], incarnation, LIMITS)

@@ -4,7 +4,7 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import CapacityError, ModelError
+from slipstream.drafting.heads.lender import Lender
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder, rows_batch
 from slipstream.engine.decoder import Decoder, Placing
@@ -23,7 +24,7 @@ from slipstream.engine.model import ModelConfig, dtype_of, load_tensors, parse_c
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerWeights, Linear, Rope, Step, linear, rms_norm
 from slipstream.engine.runner import ModelRunner, cores, default_slots, limited_memory
 from tests.sequences import NOTHING, run, run_tree
-from tests.tiny import EOS, KINDS, VOCAB, tiny_config, tiny_tensors, write_tiny_model
+from tests.tiny import EOS, KINDS, VOCAB, store_as_the_head, tiny_config, tiny_tensors, write_tiny_model
 from tests.trees import random_tree
 
 TEXT = list(b"A draft tree is a tree of draft tokens.")
@@ -340,6 +341,31 @@ def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
     assert isinstance(tied, Decoder)
     rows = tied._embedding[[3, 5]]
     assert far(tied.logits(rows), rows @ tied._embedding.T) < 1e-12
+
+
+@pytest.mark.parametrize("engine", ["decoder", "hf"])
+def test_a_tied_embedding_may_be_stored_as_the_head(tmp_path: Path, engine: Literal["decoder", "hf"]) -> None:
+    folder = write_tiny_model(tmp_path, tie_word_embeddings=True)
+
+    def logits() -> torch.Tensor:
+        return run(ModelRunner(load_model(folder, ModelSection(dtype="float64", engine=engine)), 64), TEXT)[0]
+
+    usual = logits()
+    store_as_the_head(folder)
+    assert torch.equal(logits(), usual)
+    lent, embedding = Lender.of(folder), load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(lent.embedding(48), embedding) and torch.equal(lent.lm_head(), embedding)
+
+
+def test_an_embedding_that_is_not_tied_is_missed(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight is missing"):
+        load_model(folder, ModelSection(dtype="float64"))
+    with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight is missing"):
+        Lender.of(folder).embedding(48)
 
 
 def test_a_window_hides_what_is_older(tmp_path: Path) -> None:

@@ -48,6 +48,26 @@ class Listener:
         return heard
 
 
+class Reading(NgramDrafter):
+    """Remembers what it is asked to read."""
+
+    def read(self, ids: Sequence[int]) -> list[int]:
+        self.seen = [*getattr(self, "seen", ()), *ids]
+        return []
+
+
+@pytest.mark.parametrize(("wanted", "read"), [(8, [1, 1]), (0, [])])
+def test_states_of_a_prompt_are_read_as_they_come_where_drafts_will_be_wanted(wanted: int, read: list[int]) -> None:
+    """A head had all of a long prompt to read behind its first token, when its target waited for a tree."""
+    drafter = Reading(8)
+    worker, peer = DraftWorker(drafter, "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0), Listener()
+    for told in (opened(1, wanted), Features(1, 0, bytes(8), 4, "float64"), Features(1, 4, bytes(8), 4, "float64")):
+        worker.received(peer, [told], ())
+        for _ in range(3):
+            worker.turn(block=False)
+    assert getattr(drafter, "seen", []) == read
+
+
 class FailingDrafter(NgramDrafter):
     """Fails once, when it is told to."""
 
@@ -212,8 +232,8 @@ def test_nothing_to_propose_is_said() -> None:
 def test_a_gap_and_a_stranger_are_dropped() -> None:
     bench = Bench()
     bench.deliver(opened())
-    assert bench.deliver(commit(12, 9)) == [Drop(1, "gap")]
-    assert bench.deliver(commit(13, 9)) == [Drop(1, "unknown")]
+    assert bench.deliver(commit(12, 9)) == [Drop(1, "gap", 13)]
+    assert bench.deliver(commit(13, 9)) == [Drop(1, "unknown", 14)]
     assert bench.deliver(Close(7)) == []
 
 
@@ -229,7 +249,7 @@ def test_a_repeated_commit_changes_nothing() -> None:
 def test_room_is_bounded_and_comes_back() -> None:
     bench = Bench(max_sessions=2)
     bench.deliver(opened(1), opened(2))
-    assert bench.deliver(opened(3)) == [Drop(3, "capacity")]
+    assert bench.deliver(opened(3)) == [Drop(3, "capacity", 10)]
     assert bench.deliver(Close(1)) == []
     (growth,) = bench.deliver(opened(3))
     assert isinstance(growth, Growth) and growth.session == 3
@@ -242,9 +262,9 @@ def test_a_lease_ends_for_sessions_that_nobody_speaks_of() -> None:
     bench.deliver(commit(10, 3, session=2))
     bench.now_s += 15
     bench.worker.turn(block=False)
-    assert bench.peer.take() == [Drop(1, "expired")] and bench.open_sessions == 1
+    assert bench.peer.take() == [Drop(1, "expired", 10)] and bench.open_sessions == 1
     left, growth = bench.deliver(commit(10, 3), commit(11, 4, session=2))
-    assert left == Drop(1, "unknown") and isinstance(growth, Growth)
+    assert left == Drop(1, "unknown", 11) and isinstance(growth, Growth)
 
 
 def test_a_lease_ends_while_there_is_always_something_to_do() -> None:
@@ -253,7 +273,7 @@ def test_a_lease_ends_while_there_is_always_something_to_do() -> None:
     bench.deliver(opened(1), opened(2), opened(3))
     bench.now_s += 31
     dropped, growth = bench.deliver(commit(10, 3, session=2), Close(3))
-    assert dropped == Drop(1, "expired") and isinstance(growth, Growth) and growth.session == 2
+    assert dropped == Drop(1, "expired", 10) and isinstance(growth, Growth) and growth.session == 2
     assert all(isinstance(one, Growth) for one in bench.deliver(opened(4), opened(5)))
 
 
@@ -266,7 +286,7 @@ def test_peers_count_their_sessions_on_their_own() -> None:
         assert isinstance(growth, Growth)
     bench.worker.peer_down(other)
     bench.worker.turn(block=False)
-    assert bench.deliver(commit(11, 4), peer=other) == [Drop(1, "unknown")]
+    assert bench.deliver(commit(11, 4), peer=other) == [Drop(1, "unknown", 12)]
     (growth,) = bench.deliver(commit(11, 4))
     assert isinstance(growth, Growth)
 
@@ -274,7 +294,7 @@ def test_peers_count_their_sessions_on_their_own() -> None:
 def test_a_fault_costs_one_session() -> None:
     bench = Bench()
     bench.deliver(opened(1), opened(2))
-    assert bench.deliver(faults=[(1, RemoteProtocolError("commit.tokens", "odd length"))]) == [Drop(1, "invalid")]
+    assert bench.deliver(faults=[(1, RemoteProtocolError("commit.tokens", "odd length"))]) == [Drop(1, "invalid", 10)]
     (growth,) = bench.deliver(commit(10, 3, session=2))
     assert isinstance(growth, Growth)
 
@@ -287,8 +307,8 @@ def test_a_drafter_that_fails_gives_its_sessions_up_and_goes_on(place: str, erro
     bench.deliver(opened(1))
     bench.drafter.place, bench.drafter.error = place, error
     told = {"open": opened(1), "absorb": Features(1, 0, bytes(8), 1, "float64")}.get(place, commit(10, 3))
-    assert bench.deliver(told) == [Drop(1, "failed")]
-    assert bench.deliver(commit(11, 4)) == [Drop(1, "unknown")]
+    assert bench.deliver(told) == [Drop(1, "failed", 11 if place in ("commit", "grow") else 10)]
+    assert bench.deliver(commit(11, 4)) == [Drop(1, "unknown", 12)]
     (growth,) = bench.deliver(opened(1))
     assert isinstance(growth, Growth)
 
@@ -298,8 +318,8 @@ def test_draining_gives_everything_up() -> None:
     bench.deliver(opened(1))
     bench.worker.drain()
     bench.worker.turn(block=False)
-    assert bench.peer.take() == [Drop(1, "draining")]
-    assert bench.deliver(opened(2)) == [Drop(2, "draining")]
+    assert bench.peer.take() == [Drop(1, "draining", 10)]
+    assert bench.deliver(opened(2)) == [Drop(2, "draining", 10)]
 
 
 def test_a_target_that_does_not_fit_is_refused() -> None:

@@ -216,6 +216,7 @@ def test_a_draft_that_is_wrong_too_often_is_refused_and_one_that_errs_is_not() -
     one, often, seldom = following(), Draft("a:1"), Draft("b:1")
     for draft in (often, seldom):
         one.link_up(draft, DRAFT)
+    one.inbox.drain()
     fault = 99, RemoteProtocolError("growth.ids", "is wrong")
     one.received(often, [], [fault] * (FAULTS + 1))
     one.received(seldom, [], [fault] * (FAULTS - 1))
@@ -227,6 +228,7 @@ def test_one_draft_fills_its_own_place_and_no_others() -> None:
     one, loud, quiet = following(), Draft("a:1"), Draft("b:1")
     for draft in (loud, quiet):
         one.link_up(draft, DRAFT)
+    one.inbox.drain()
     for _ in range(MOST_EVENTS + 10):
         one.received(loud, [growth(base=1)], [])
     assert one.full(loud) and not one.full(quiet)

@@ -21,6 +21,7 @@ from slipstream.decision.decide import Mode
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.following.followed import Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
+from slipstream.following.pool import no_rows
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -102,9 +103,9 @@ def following(gives: Callable[[FeatureSpec], bool] | None = None, lookup: bool =
     section = TargetSection(policy=STUBBORN, drafts=(), prompt_lookup=lookup)
     costs, metrics = StepCosts({1: STEP_S, 64: 2 * STEP_S}), TargetMetrics("function")
     if world is not None:
-        return Following(section, costs, metrics, clock=lambda: world.now_s,
+        return Following(section, costs, metrics, gives or no_rows, clock=lambda: world.now_s,
                          inbox=Inbox(lambda: world.now_s, world))
-    return Following(section, costs, metrics) if gives is None else Following(section, costs, metrics, gives)
+    return Following(section, costs, metrics, gives or no_rows)
 
 
 @contextmanager
@@ -291,16 +292,28 @@ def test_a_draft_that_comes_and_goes_while_nobody_looks_is_taken_once_and_holds_
         asked.append(spec)
         return True
 
-    target, link = following(gives), Heard()
+    world, link = Waits(), Heard()
+    target = following(gives, world=world)
     hello = DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 4096, 16, 8)
     held = sys.getrefcount(hello)
     for _ in range(50):
         target.link_up(link, hello)
+        target.received(link, [Drop(1, "gap")], [])  # it is asked nothing, and may say a little
+        target.link_leaving(link, True)
+        target.link_leaving(link, False)
         target.link_down(link, "unavailable")
     assert sys.getrefcount(hello) == held, "its hello may have all weights of a projection"
+    assert world.qsize() == 1
     target.link_up(link, hello)
     target.inbox.drain()
     assert asked == [SPEC] and target.pool.follows(link)
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+    assert one.link is link
+    target.link_down(link, "unavailable")
+    target.link_up(link, hello)  # before anybody looks: its sessions are lost all the same
+    target.inbox.drain()
+    assert one.link is None and target.pool.follows(link)
     target.link_down(link, "unavailable")
     target.inbox.drain()
     assert not target.pool.follows(link)
@@ -364,6 +377,25 @@ def test_a_lease_that_ends_in_a_long_prompt_costs_no_speculation() -> None:
     target.received(link, [Drop(1, "expired")], [])
     target.inbox.drain()
     assert one.link is None and one.policy.mode is Mode.PLAIN, "behind its first token it is spoken of all the time"
+
+
+def test_a_drop_that_crossed_a_new_opening_leaves_it_open() -> None:
+    """The draft holds that one, and would hold it for a lease, with nobody who speaks of it."""
+    target, link = following(), Heard()
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+    one.pause()
+    target.committed([Verified(1, (5,), 0, 0, 0)], Step(1.0, STEP_S, 1, 1))  # it is opened again
+    target.flush()
+    assert [type(item) for item in link.items] == [Open, Close, Open]
+    target.received(link, [Drop(1, "failed", len(PROMPT))], [])
+    target.inbox.drain()
+    assert one.link is link
+    target.received(link, [Drop(1, "failed", len(PROMPT) + 1)], [])
+    target.inbox.drain()
+    assert one.link is None
 
 
 def test_the_time_that_an_answer_was_put_back_is_no_latency_of_its_drafter() -> None:

@@ -34,7 +34,7 @@ from slipstream.protocol.messages import Features, Open
 from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.sequences import run
-from tests.tiny import VOCAB, write_tiny_model
+from tests.tiny import VOCAB, store_as_the_head, write_tiny_model
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 32}
 TEXT = list(b"Whole numbers are what counting gives, and what eight bits hold.")
@@ -148,6 +148,15 @@ def test_a_prepared_folder_gives_the_same_bits(tmp_path: Path, kind: str, tied: 
     assert error(lent, Lender.of(folder).lm_head(torch.tensor([3, 5]))) < 0.01
     size = sum(tensor.nbytes for tensor in load_file(prepared / "model.safetensors").values())
     assert size < 0.6 * sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+
+
+def test_a_tied_embedding_that_is_stored_as_the_head_is_prepared_and_rounded_as_any(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "model", tie_word_embeddings=True)
+    usual, whole = logits(folder), logits(folder, quantize="int8")
+    store_as_the_head(folder)
+    assert torch.equal(logits(folder), usual) and torch.equal(logits(folder, quantize="int8"), whole)
+    assert torch.equal(logits(prepare_as("int8", folder, tmp_path / "int8")), whole)
+    assert torch.equal(logits(prepare_as("bfloat16", folder, tmp_path / "other")), usual)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])

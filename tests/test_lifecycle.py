@@ -114,7 +114,7 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
     stop.set()
     await asyncio.wait_for(serving, 60)
     await eventually(lambda: bool(told.downs))
-    assert told.items[-1] == Drop(1, "draining") and len(told.downs) == 1
+    assert told.items[-1] == Drop(1, "draining", 5) and len(told.downs) == 1
     linking.cancel()
 
 

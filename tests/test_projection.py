@@ -187,16 +187,19 @@ async def test_answers_of_one_step_get_each_its_own_rows(folder: Path, tiny_fold
         runner.slots.free(slots)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError], ids=["memory", "something else"])
 @pytest.mark.parametrize("failing", [(), (1,), (2,), (3, 4), range(1000)], ids=["none", "first", "2nd", "some", "all"])
-async def test_rows_that_find_no_memory_cost_drafts_and_no_answers(
-        folder: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, failing: Sequence[int]) -> None:
-    """The engine thread goes on. Rows of a prompt are made a few at a time."""
+async def test_rows_that_cannot_be_made_cost_drafts_and_no_answers(
+        folder: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, failing: Sequence[int],
+        error: type[Exception]) -> None:
+    """The engine thread goes on: cuBLAS, say, has an error of its own for a device that is full. Rows of a prompt are
+    made a few at a time."""
     sizes, real = list[int](), FeatureRows.__call__
 
     def cramped(rows: FeatureRows, states: Tensor) -> bytes:
         sizes.append(len(states))
         if len(sizes) in failing or failing == range(1000):
-            raise torch.OutOfMemoryError("no memory for rows")
+            raise error("no memory for rows")
         return real(rows, states)
 
     monkeypatch.setattr(FeatureRows, "__call__", cramped)

@@ -147,6 +147,21 @@ def test_losing_the_drafter_keeps_its_nodes() -> None:
     assert target.commit([10]) is None, "nobody follows, so nothing is sent"
 
 
+def test_a_drop_of_an_earlier_opening_does_not_end_this_one() -> None:
+    """One that crossed a Close and an Open on the wire ended a session that the draft had just opened again, and kept
+    open. One without a base is of a draft that does not say: it counts."""
+    target = side()
+    target.attach()
+    target.commit([5])
+    target.detach()
+    target.commit([6])
+    target.attach()
+    assert target.receive(Drop(1, "failed", 4)) == -1 and target.state is TargetState.FOLLOWED
+    assert target.receive(Drop(1, "failed", 5)) == 0 and target.state is TargetState.ALONE
+    target.attach()
+    assert target.receive(Drop(1, "failed")) == 0 and target.state is TargetState.ALONE
+
+
 def test_the_draft_side_tells_repeats_and_gaps_from_commits() -> None:
     draft = DraftSide(1)
     commit = Commit(1, 3, np.array([10], np.int32))

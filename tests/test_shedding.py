@@ -166,16 +166,17 @@ async def test_a_draft_that_wants_more_rows_than_memory_holds_is_refused_by_name
         await rig.check()
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError], ids=["memory", "something else"])
 @pytest.mark.parametrize("times", [1, 2], ids=["the new ones", "not even the old ones"])
 def test_rows_that_find_no_memory_leave_those_that_were_kept(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             times: int) -> None:
+                                                             times: int, error: type[Exception]) -> None:
     runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 64)
     kv, failures, real = KV(runner, True), [0], torch.empty
 
     def full(*args: Any, **settings: Any) -> torch.Tensor:
         if args[0] == 64 and failures[0]:
             failures[0] -= 1
-            raise torch.OutOfMemoryError("no memory for rows")
+            raise error("no memory for rows")
         return real(*args, **settings)
 
     assert kv.keep_rows(FeatureSpec((1,), 48, "float64"))

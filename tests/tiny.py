@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|pad|>", "<|unk|>")
@@ -68,6 +68,14 @@ def write_tiny_model(folder: str | Path, kind: str = "llama", vocab: int = VOCAB
         "model_max_length": config["max_position_embeddings"], "clean_up_tokenization_spaces": False,
     })
     return folder
+
+
+def store_as_the_head(folder: Path) -> None:
+    """Write a tied model as safetensors' own ``save_model`` does: of two names of a tensor the first in the
+    alphabet."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def tiny_tensors(config: dict[str, Any], seed: int = 0, noise: float = 0.0,

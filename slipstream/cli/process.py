@@ -7,7 +7,8 @@ Rules:
    and Python's collector, which stops all threads, is told not to look at it again: that took 70 ms of an idle target.
 2. Every address is tried before the first process starts; a taken one is named with the flag that changes it.
 3. The services get one configuration, written where their logs go. A terminal's Ctrl-C does not reach them: they are
-   drained in order (router, target, draft), so that answers finish before what they need goes away.
+   drained in order (router, target, draft), so that answers finish before what they need goes away. A launch that is
+   killed cannot do that: their standard input ends with it, and they drain by themselves.
 4. A service that dies before it was ready ends the launch with the tail of its log; one that dies later is started
    again.
 
@@ -49,6 +50,7 @@ CLOSE_S = 15.0  # beyond the time that a service gives its answers
 RESTART_S = 2.0  # doubles with every death of the same service
 RESTART_MAX_S = 32.0
 TAIL_LINES = 12
+STDIN = 0
 
 # What libraries read when they are loaded. gRPC's core reads messages on the thread that waits for them: its newer
 # engine hands them from thread to thread, each asleep until then. Threads of the model wait without spinning where
@@ -65,21 +67,23 @@ def main(name: str, serve: Serve) -> None:
     """Run ``serve`` with the configuration that the command line names; exit code 1 with one sentence on errors."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=f"Run the {name.replace('_', ' ')}.")
     parser.add_argument("--config", help="YAML file; `slipstream config` prints all keys with their defaults")
+    parser.add_argument("--while-input", action="store_true",
+                        help="drain, too, when standard input ends: whoever started this is gone")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
                         help="change one setting; may be given often")
     arguments = parser.parse_args()
     try:
-        run(settled(load(arguments.config, tuple(arguments.overrides))), serve)
+        run(settled(load(arguments.config, tuple(arguments.overrides))), serve, arguments.while_input)
     except SlipstreamError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-def run(config: Config, serve: Serve) -> None:
+def run(config: Config, serve: Serve, while_input: bool = False) -> None:
     """The same with a configuration; errors are the caller's."""
     configure(config.log)
     open_files()
-    asyncio.run(until_signalled(config, serve))
+    asyncio.run(until_signalled(config, serve, while_input))
 
 
 def open_files() -> None:
@@ -105,9 +109,9 @@ async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def until_signalled(config: Config, serve: Serve) -> None:
+async def until_signalled(config: Config, serve: Serve, while_input: bool = False) -> None:
     """Serve until SIGTERM or SIGINT; one that has nothing to wait for (rule 1) exits at once, as a shell expects it:
-    with 128 and its number."""
+    with 128 and its number. while_input: the end of standard input, a pipe, is a first SIGTERM."""
     stop, ready = asyncio.Event(), asyncio.Event()
 
     def begun() -> None:
@@ -121,9 +125,18 @@ async def until_signalled(config: Config, serve: Serve) -> None:
             os._exit(128 + number)
         stop.set()
 
+    def said() -> None:
+        if os.read(STDIN, 1):
+            return
+        loop.remove_reader(STDIN)
+        if not stop.is_set():
+            signalled(signal.SIGTERM)
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled, number)
+    if while_input:
+        loop.add_reader(STDIN, said)
     await serve(config, stop, begun)
 
 
@@ -302,10 +315,10 @@ class Launch:
 
     def _spawn(self, service: Service) -> None:
         # -P: or what has a module's name in the folder that one stands in would be taken for it.
-        command = [sys.executable, "-P", "-m", f"{service.name}_service", "--config", str(self._file)]
+        command = [sys.executable, "-P", "-m", f"{service.name}_service", "--while-input", "--config", str(self._file)]
         found = {"PYTHONPATH": os.pathsep.join(sys.path)}
         with service.log.open("ab") as log:
-            service.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            service.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log,
                                                start_new_session=True, env={**SHARED_CORES, **os.environ, **found})
         service.restart_at_s = 0.0
 

@@ -86,6 +86,14 @@ def matrix(tensors: Tensors, name: str, rows: int, columns: int) -> Matrix:
     return Whole(numbers, scales)
 
 
+def with_embedding(config: ModelConfig, tensors: Tensors) -> Tensors:
+    """``tensors`` of a whole model, the embedding among them under its own name: of a tied one a folder may have it as
+    the head alone, and transformers reads that, too."""
+    if not config.tied_embeddings or EMBEDDING in tensors or HEAD not in tensors or HEAD + SCALE in tensors:
+        return tensors
+    return {EMBEDDING if name == HEAD else name: tensor for name, tensor in tensors.items()}
+
+
 def head_of(config: ModelConfig, tensors: Tensors) -> Matrix:
     """What makes logits of final states [V, H]: as ``matrix``; of a tied model the embedding, unless a head is stored
     beside it. Raises ModelError."""

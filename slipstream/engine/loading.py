@@ -27,7 +27,7 @@ from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.fp8_blocks import FIELD
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
-from slipstream.engine.int8 import check_floats, check_int8, holds_int8
+from slipstream.engine.int8 import check_floats, check_int8, holds_int8, with_embedding
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import (
     CausalModel,
@@ -78,7 +78,7 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
     config, device = ModelConfig.from_folder(folder), device_of(section.device)
     if not noted:
         check_floats(folder)
-    tensors, dtype = load_tensors(folder), dtype_of(section.dtype)
+    tensors, dtype = with_embedding(config, load_tensors(folder)), dtype_of(section.dtype)
     tell_unread(folder, unread_names(config, tensors))
     choice = "native" if insisted or whole else "auto" if ours and section.quantize == "none" else "torch"
 

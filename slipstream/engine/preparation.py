@@ -33,6 +33,7 @@ from slipstream.engine.int8 import (
     head_of,
     holds_int8,
     matrix,
+    with_embedding,
 )
 from slipstream.engine.model import INDEX, ModelConfig, Tensors, load_tensors
 from slipstream.engine.ops.layer import layer_shapes
@@ -62,7 +63,7 @@ def prepare_as(kind: str, source: Path, folder: Path) -> Path:
 
 def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
     check_floats(source)
-    tensors, dtype = load_tensors(source), KINDS[kind]
+    tensors, dtype = with_embedding(config, load_tensors(source)), KINDS[kind]
     whole = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
     if whole:
         raise ModelError(f"{source}: tensor {whole[0]} holds {tensors[whole[0]].dtype}; weights must be floating-point")

@@ -46,7 +46,7 @@ from slipstream.engine.decoder import Decoder, Placing, unread_names
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
-from slipstream.engine.int8 import EMBEDDING, HEAD, Matrix, check_floats, holds_int8
+from slipstream.engine.int8 import EMBEDDING, HEAD, Matrix, check_floats, holds_int8, with_embedding
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import graphed
 from slipstream.engine.model import CausalModel, ModelConfig, Tensors, dtype_of, load_tensors, take, tell_unread
@@ -112,7 +112,7 @@ def load_part(part: Part, group: Group) -> CausalModel:
     dtype, device = dtype_of(part.section.dtype), part.place
     own = part_config(config, part.ranks)
     attention = attention_for(own, dtype, device)
-    tensors = load_tensors(part.folder)
+    tensors = with_embedding(config, load_tensors(part.folder))
     if part.rank == 0:
         tell_unread(part.folder, unread_names(config, tensors))
     decoder = sharded_decoder(config, tensors, group, dtype, device, attention,

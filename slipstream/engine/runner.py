@@ -34,7 +34,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
+from slipstream.base.errors import CapacityError, ConfigError, DeviceFull, in_a_line
 from slipstream.choosing.sampling import GREEDY, Draws, Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
@@ -331,10 +331,10 @@ class ModelRunner:
         before = self.taps, self.feature_width, self._join, self._by, self._kept
         try:
             self._hold(layers, width, None if by is None else self.linear(_weights_of(by)[0]), by)
-        except torch.OutOfMemoryError as error:
-            with suppress(torch.OutOfMemoryError):
+        except RuntimeError as error:  # of memory, mostly: cuBLAS has one of its own for that
+            with suppress(RuntimeError):
                 self._hold(*before)
-            raise DeviceFull(problem) from error
+            raise DeviceFull(f"{problem}: {in_a_line(error)}") from error
 
     def _hold(self, layers: tuple[int, ...], width: int, join: Map | None, by: Projection | None,
               kept: tuple[FeatureSpec, FeatureRows] | None = None) -> None:

@@ -376,11 +376,11 @@ class Followed:
     def receive(self, message: Growth | Drop, now_s: float) -> None:
         """Take what its drafter sent, which came at ``now_s``. Raises RemoteProtocolError for what cannot be."""
         joined = self.side.receive(message)
-        if isinstance(message, Drop):
-            self._dropped(message.reason, now_s)
-            return
         if joined < 0:
             self._shared.metrics.stale_growth()
+            return
+        if isinstance(message, Drop):
+            self._dropped(message.reason, now_s)
             return
         self.waiting.heard(now_s, message.base, self.side.base, joined > 0, self.side.heard)
 

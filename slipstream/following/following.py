@@ -96,10 +96,11 @@ class Lane:
     """One stream of a peer's, whose events are posted on its thread and done on the inbox's. A bounded number of them
     waits, so that a flood costs its sender and nobody else."""
 
-    __slots__ = ("done", "faults", "hello", "posted")
+    __slots__ = ("done", "faults", "hello", "over", "posted")
 
     def __init__(self, hello: DraftHello) -> None:
         self.hello: DraftHello | None = hello  # until somebody has looked, or the stream is over
+        self.over = ""  # why it is
         self.posted = self.done = 0  # each counted by one thread alone
         self.faults = FaultRate()
 
@@ -176,48 +177,39 @@ class Following:
         self._trace = trace or Trace("", "target")
         self.sessions: dict[int, Followed] = {}
         self._lanes: dict[Link, Lane] = {}  # of links that are up
+        self._leaving: dict[Link, bool] = {}  # what was said last, until somebody looks
+        self._changed: set[Link] = set()  # links that are to be looked at
+        self._seen: dict[Link, Lane] = {}  # of links that were up at the last look
         self._told: list[RoundRecord] = []
         self._step: Step | None = None
 
     # From any thread.
 
     def link_up(self, link: Link, hello: DraftHello) -> None:
-        lane = self._lanes[link] = Lane(hello)
-
-        def event() -> None:
-            given, lane.hello = lane.hello, None
-            if given is None:
-                return
-            self._post.link_up(link)
-            self.pool.link_up(link, given)
-            self._put_aside()
-            for followed in self.sessions.values():
-                followed.policy.drafter_ready(self._clock())
-
-        self.inbox.post(event)
+        self._lanes[link] = Lane(hello)
+        self._change(link)
 
     def link_down(self, link: Link, reason: str) -> None:
-        if (lane := self._lanes.pop(link, None)) is not None:
-            lane.hello = None  # an engine with nothing to do may not look for days, and it may have many megabytes
-
-        def event() -> None:
-            self._post.link_down(link)
-            self.pool.link_down(link, reason)
-            for followed in self.sessions.values():
-                if followed.link is link:
-                    followed.lost(self._clock(), "draft_unavailable", moves=True)
-            self._put_aside()
-
-        self.inbox.post(event)
+        if (lane := self._lanes.get(link)) is not None:
+            lane.over, lane.hello = reason, None  # a hello may have many megabytes
+            del self._lanes[link]
+        self._change(link)
 
     def link_leaving(self, link: Link, leaving: bool) -> None:
         """Discovery no longer lists this draft (or does so again): no new session goes there, open ones go on."""
-        self.inbox.post(lambda: self.pool.set_leaving(link, leaving))
+        self._leaving[link] = leaving
+        self._change(link)
+
+    def _change(self, link: Link) -> None:
+        """One look is enough, however often it came and went: an engine with nothing to do may not look for days."""
+        if link not in self._changed:
+            self._changed.add(link)
+            self.inbox.post(partial(self._look, link))
 
     def received(self, link: Link, items: Sequence[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
         lane = self._lanes.get(link)
-        if lane is None:
+        if lane is None or lane.hello is not None:  # nobody has looked at it, so it was asked nothing
             return
         came_s = self._clock()  # now: a step may be on the device until this is looked at
         for at in range(0, max(1, len(items), len(faults)), AT_ONCE):
@@ -233,6 +225,33 @@ class Following:
         return lane is not None and lane.full
 
     # From the engine thread.
+
+    def _look(self, link: Link) -> None:
+        """What became of a link since the last look."""
+        self._changed.discard(link)  # first: what changes from now on is another event
+        before, now = self._seen.get(link), self._lanes.get(link)
+        if before is not None and before is not now:
+            del self._seen[link]
+            self._lose(link, before.over)
+        hello = now.hello if now is not None else None
+        if now is not None and hello is not None:  # as it was read: the stream may end meanwhile
+            now.hello = None
+            self._seen[link] = now
+            self._post.link_up(link)
+            self.pool.link_up(link, hello)
+            self._put_aside()
+            for followed in self.sessions.values():
+                followed.policy.drafter_ready(self._clock())
+        if (leaving := self._leaving.pop(link, None)) is not None:
+            self.pool.set_leaving(link, leaving)
+
+    def _lose(self, link: Link, reason: str) -> None:
+        self._post.link_down(link)
+        self.pool.link_down(link, reason)
+        for followed in self.sessions.values():
+            if followed.link is link:
+                followed.lost(self._clock(), "draft_unavailable", moves=True)
+        self._put_aside()
 
     def open(self, session: int, tokens: Sequence[int], prompt_len: int, sampling: Sampling, limit: int,
              speculate: bool = True, trace: str = "") -> Followed:

@@ -137,6 +137,7 @@ class Drop:
 
     session: int
     reason: str  # one of DROP_REASONS
+    base: int = 0  # tokens that were committed as far as the drafter knew; 0: it does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ class TargetSide:
         self.state = TargetState.ALONE
         self.tree = DraftTree.root_only(len(tokens), tokens[-1])
         self.heard = False  # the drafter has answered for this base, be it with nothing
-        self._opened_at = 0  # growth of an earlier base belongs to an earlier opening
+        self._opened_at = 0  # what comes of an earlier base belongs to an earlier opening
         self._passed: dict[int, int] = {}  # ids of nodes that were committed -> their position
         self._root_scores: dict[int, float] = {}  # base -> score of that base's root, relative to the opening's root
         self._known = known
@@ -194,6 +194,8 @@ class TargetSide:
         Raises RemoteProtocolError when it claims to know more than was committed; the session then goes on alone.
         """
         if isinstance(message, Drop):
+            if 0 < message.base < self._opened_at:
+                return -1
             self._move(TargetEvent.DROP)
             return 0
         if self._move(GROWTH) is not FOLLOWED or message.base < self._opened_at:

@@ -25,7 +25,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.drafting.heads.block_checkpoint import BlockHead, read_block_head
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.rounds import Acceptance
-from slipstream.engine.int8 import holds_int8
+from slipstream.engine.int8 import holds_int8, with_embedding
 from slipstream.engine.model import FAMILY, ModelConfig, device_of, dtype_of, load_tensors
 from slipstream.models.folder import read_json, weights_hash
 from slipstream.train.block_head import BLOCK, mask_token, warm_block_head
@@ -182,7 +182,7 @@ def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Sha
 
 def _warm(job: Job, config: ModelConfig, vocabulary: torch.Tensor, mask: int, device: torch.device) -> Head:
     """A head that begins where the target ends. mask: of blocks."""
-    recipe, tensors = job.recipe, load_tensors(job.target)
+    recipe, tensors = job.recipe, with_embedding(config, load_tensors(job.target))
     if recipe.kind == "dspark":
         return warm_block_head(config, tensors, vocabulary, mask, recipe.seed, device)
     return warm_head(config, tensors, vocabulary, recipe.layers, recipe.seed, device)

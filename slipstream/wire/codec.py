@@ -180,7 +180,7 @@ def _write(wire: Any, item: DraftBound | TargetBound) -> None:
                                               tokens=np.asarray(item.tokens, "<i4").tobytes(),
                                               sampling=encode_sampling(item.sampling)))
     elif isinstance(item, Drop):
-        wire.drop.session, wire.drop.reason = item.session, item.reason
+        wire.drop.session, wire.drop.reason, wire.drop.base = item.session, item.reason, item.base
     else:
         wire.close.session = item.session
 
@@ -271,8 +271,9 @@ def _close(wire: draft_pb2.CloseItem, _limits: FrameLimits) -> Close:
     return Close(wire.session)
 
 
-def _drop(wire: draft_pb2.DropItem, _limits: FrameLimits) -> Drop:
-    return Drop(wire.session, name_of("drop.reason", wire.reason))
+def _drop(wire: draft_pb2.DropItem, limits: FrameLimits) -> Drop:
+    return Drop(wire.session, name_of("drop.reason", wire.reason),
+                within("drop.base", wire.base, 0, limits.max_context))
 
 
 def _growth(wire: draft_pb2.GrowthItem, limits: FrameLimits) -> Growth:

@@ -43,25 +43,28 @@ class Lender:
         raw = read_json(path)
         text = raw.get("text_config")
         fields = Fields(str(path), raw | text if isinstance(text, dict) else raw)
+        tied = None if fields.raw.get("tie_word_embeddings") is None else fields.flag("tie_word_embeddings")
         vocab = fields.raw.get("vocab_size")
-        return Lender(Path(folder), len(_embedding(folder)) if vocab is None else fields.integer("vocab_size"),
+        return Lender(Path(folder), len(_embedding(folder, tied)) if vocab is None else fields.integer("vocab_size"),
                       fields.integer("hidden_size"), fields.integer("num_hidden_layers", high=1024), _rope(fields),
-                      None if fields.raw.get("tie_word_embeddings") is None else fields.flag("tie_word_embeddings"))
+                      tied)
 
     def embedding(self, hidden_size: int) -> torch.Tensor:
         """[V, H] in the stored dtype; hidden_size: the head's. Raises ModelError when the target has other measures."""
         try:
-            return self._floats(take({EMBEDDING: _embedding(self.folder)}, EMBEDDING, self.vocab_size, hidden_size))
+            return self._floats(take({EMBEDDING: _embedding(self.folder, self.tied)}, EMBEDDING, self.vocab_size,
+                                     hidden_size))
         except ModelError as error:
             raise ModelError(f"the head has no embed_tokens.weight, so it needs the target's embedding: {error}"
                              ) from error
 
     def lm_head(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """[V, H], or [K, H] of ``rows`` int64 [K], in the stored dtype; the embedding where the two are tied. Raises
-        ModelError."""
-        tensors = {} if self.tied else _lent(self.folder, LM_HEADS)
+        """[V, H], or [K, H] of ``rows`` int64 [K], in the stored dtype; the embedding where the two are tied: either
+        name may be all that there is of them. Raises ModelError."""
+        first, second = (EMBEDDINGS, LM_HEADS) if self.tied else (LM_HEADS, EMBEDDINGS)
+        tensors = _lent(self.folder, first)
         if not tensors and self.tied is not False:
-            tensors = _lent(self.folder, EMBEDDINGS)
+            tensors = _lent(self.folder, second)
         name = next((name for name in tensors if not name.endswith(SCALE)), HEAD)
         found = matrix(tensors, name, self.vocab_size, self.hidden_size)
         weight = found.wide() if isinstance(found, Whole) else self._floats(found)
@@ -74,8 +77,8 @@ class Lender:
         return found
 
 
-def _embedding(folder: str | Path) -> torch.Tensor:
-    tensors = load_tensors(folder, EMBEDDINGS)
+def _embedding(folder: str | Path, tied: bool | None) -> torch.Tensor:
+    tensors = load_tensors(folder, EMBEDDINGS) or (load_tensors(folder, LM_HEADS) if tied else {})
     if not tensors:
         raise ModelError(f"{folder}: tensor {EMBEDDING} is missing from the model's safetensors")
     return next(iter(tensors.values()))
