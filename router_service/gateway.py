@@ -359,16 +359,15 @@ def _room(param: str, prompt: Sequence[int], options: Options, info: TargetInfo)
     """The tokens that the answer to ``prompt`` may have."""
     if not prompt:
         raise InvalidRequest(param, "is empty")
-    left = info.max_context - len(prompt)
-    if left < 0:
+    left, wanted = info.max_context - len(prompt), 1 if options.max_tokens is None else options.max_tokens
+    if left < 1:
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
     _check_ids(param, prompt, info.vocab_size)
-    wanted = 1 if options.max_tokens is None else options.max_tokens
-    if wanted > left:
+    if wanted > left:  # in the words by which agents know it, and ask for less
         raise InvalidRequest(
-            param if left < 1 else options.limited_by,
-            f"the context holds {info.max_context} tokens, but the prompt has {len(prompt)} and the answer may have "
-            f"{wanted}; shorten one of them", "context_length_exceeded")
+            options.limited_by, f"input length and `max_tokens` exceed context limit: {len(prompt)} + {wanted} > "
+            f"{info.max_context}; this model's maximum context length is {info.max_context} tokens",
+            "context_length_exceeded")
     return left if options.max_tokens is None else options.max_tokens
 
 

@@ -452,6 +452,21 @@ async def test_refusals_name_the_dialects_own_fields(tiny_folder: Path, path: st
         assert refused.json()["error"]["message"].startswith(f"{named}: "), refused.text
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_agents_know_a_full_context_by_its_words(tiny_folder: Path, path: str) -> None:
+    """Theirs, to the letter: Claude Code asks for fewer tokens, opencode and others shorten the conversation. Messages
+    have no code for it."""
+    most = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for text, asked, pattern in (("hello", 32_000, r"input length and `max_tokens` exceed context limit: "
+                                      rf"\d+ \+ 32000 > {CONTEXT}\b"), ("x" * CONTEXT, 1, "prompt is too long")):
+            body: Any = {"input": text} if path == RESPONSES else {"messages": [{"role": "user", "content": text}]}
+            refused = await r.post(path, **body, **{most: asked})
+            assert refused.status_code == 400
+            told = refused.json()["error"]["message"]
+            assert re.search(pattern, told) and f"maximum context length is {CONTEXT} tokens" in told, told
+
+
 async def test_tokens_are_counted_as_messages_are_answered(tiny_folder: Path) -> None:
     """The same refusals, and the same fields that are left out."""
     for strict in (False, True):
