@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,23 @@ def test_turns_of_one_role_are_one_as_that_api_has_it() -> None:
     assert [call["id"] for call in told["messages"][1]["tool_calls"]] == ["t1"]
 
 
+async def test_templates_that_take_one_system_message_and_turns_in_turn_take_what_codex_says(
+        tmp_path: Path, tiny_folder: Path) -> None:
+    """Instructions, a developer's words, two messages of a user: as Qwen3.5's and Mistral's templates refused them."""
+    folder = tmp_path / "strict"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% set wanted = ['assistant', 'user'][loop.index0 % 2] if loop.index0 else 'system' %}"
+        "{% if m.role != wanted %}{{ raise_exception('roles') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
+    said = [{"type": "message", "role": role, "content": [{"type": "input_text", "text": role * 2}]}
+            for role in ("developer", "user", "user")]
+    async with routing(folder, target := EchoTarget()) as r:
+        answer = await r.post(RESPONSES, instructions="Brief.", input=said)
+        assert answer.status_code == 200, answer.text
+        prompt = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
+        assert prompt == "[system: Brief.\ndeveloperdeveloper][user: useruser\nuseruser]"
+
+
 def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> None:
     """Left out, a model that calls one tool after the other forgot why, and its prompt was computed anew each time."""
     def thinks(text: str) -> dict[str, Any]:
@@ -328,7 +346,7 @@ def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> 
     assert responses.chat_of({"input": [thinks("a"), said, thinks("b"), said]})["messages"] == [
         {"role": "assistant", "content": "Noon.", "reasoning_content": thought} for thought in "ab"]
     assert [message["content"] for message in responses.chat_of({"input": [thinks("a"), said, said]})["messages"]] == [
-        "Noon.", "Noon."]
+        "Noon.\nNoon."]
     with pytest.raises(InvalidRequest, match=r"input\[0\].content"):
         responses.chat_of({"input": [{"type": "reasoning", "content": 5}]})
 

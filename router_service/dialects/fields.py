@@ -9,7 +9,7 @@ It knows nothing about how a field is honoured; the pages about the API are prin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -169,6 +169,21 @@ def text_of(at: str, value: Any) -> str:
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
         raise InvalidRequest(at, f"must be a string or a list of at most {MAX_ITEMS} parts of text")
     return "\n".join(part["text"] for part in value)
+
+
+def turns_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With those of one role that follow one another as one, as far as what they hold keeps its order: many templates
+    take no others."""
+    turns: list[list[dict[str, Any]]] = []
+    for message in messages:
+        last = turns[-1][-1] if turns else {}
+        alike = message["role"] != "tool" and message["role"] == last.get("role")
+        if alike and "tool_calls" not in last and "reasoning_content" not in message:
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [{**turn[-1], **turn[0], "content": "\n".join([each["content"] for each in turn if each["content"]])}
+            for turn in turns]
 
 
 def _same(value: Any, nothing: Any) -> bool:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import THINKING, object_of, others, parts_left, text_of
+from router_service.dialects.fields import THINKING, object_of, others, parts_left, text_of, turns_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.calls import loaded
@@ -55,7 +55,7 @@ def chat_of(raw: Json) -> Json:
         raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} items, and blocks in all")
     for i, message in enumerate(given):
         messages += _messages(f"messages[{i}]", message)
-    chat["messages"] = messages = _turns(messages)
+    chat["messages"] = messages = turns_of(messages)
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools") or raw.get("tool_choice"):
@@ -120,20 +120,6 @@ def _messages(at: str, message: Any) -> Iterator[Json]:
     if texts or calls or thoughts:
         yield {"role": message["role"], "content": "\n".join(texts), **({"tool_calls": calls} if calls else {}),
                **({"reasoning_content": "\n".join(thoughts)} if thoughts else {})}
-
-
-def _turns(messages: list[Json]) -> list[Json]:
-    """With those of one role that follow one another as one, as far as what they hold keeps its order."""
-    turns: list[list[Json]] = []
-    for message in messages:
-        last = turns[-1][-1] if turns else {}
-        alike = message["role"] != "tool" and message["role"] == last.get("role")
-        if alike and "tool_calls" not in last and "reasoning_content" not in message:
-            turns[-1].append(message)
-        else:
-            turns.append([message])
-    return [{**turn[-1], **turn[0], "content": "\n".join([each["content"] for each in turn if each["content"]])}
-            for turn in turns]
 
 
 def _tools(tools: Any, choice: Any) -> Json:

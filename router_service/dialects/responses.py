@@ -6,6 +6,7 @@ Rules:
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
 3. Tools are functions; others are left out and named. Of input items messages, calls, their results and reasoning are
    known. Reasoning is of the message or the calls behind it: what a template shows of it again is its own affair.
+4. Turns of one role are one: agents send instructions and what a developer says, then several messages of a user.
 
 It knows nothing about models, routes or the network.
 """
@@ -17,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import Refused, object_of, others, parts_left, text_of
+from router_service.dialects.fields import Refused, object_of, others, parts_left, text_of, turns_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -65,7 +66,7 @@ def chat_of(raw: Json) -> Json:
         raise InvalidRequest("input", f"must be a string, or a list of 1 to {MAX_ITEMS} items")
     for i, item in enumerate(items):
         _add(messages, f"input[{i}]", item)
-    chat["messages"] = messages
+    chat["messages"] = turns_of(messages)
     chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
     text, reasoning = object_of(raw, "text"), object_of(raw, "reasoning")
     if text.get("format") is not None:
@@ -88,7 +89,8 @@ def chat_of(raw: Json) -> Json:
 def _add(messages: list[Json], at: str, item: Any) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        said = {"role": item.get("role"), "content": text_of(f"{at}.content", item.get("content"))}
+        role = "system" if item.get("role") == "developer" else item.get("role")
+        said = {"role": role, "content": text_of(f"{at}.content", item.get("content"))}
         last = messages[-1] if messages else {}
         if said["role"] == "assistant" and last.keys() == THOUGHT.keys() and not last["content"]:
             last |= said
