@@ -381,6 +381,18 @@ def test_who_sends_a_chat_to_the_responses_is_told_what_is_called_otherwise() ->
         responses.chat_of({"messages": HELLO})
 
 
+async def test_refusals_say_what_to_do_in_the_responses_own_words(tiny_folder: Path) -> None:
+    """Vercel's SDK refers to what was kept unless it is told otherwise; a chat's form of a choice was asked for."""
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for fields, words in (
+                ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "store: false"),
+                ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, '"name": "..."}'),
+                ({"tool_choice": {"type": "function", "name": "other"}}, "no function among tools is called 'other'")):
+            refused = await r.post(RESPONSES, **{"input": "hello", "tools": [FUNCTION], **fields})
+            told = refused.json()["error"]["message"]
+            assert refused.status_code == 400 and words in told and '"function": {' not in told, told
+
+
 @pytest.mark.parametrize(("translate", "body", "field"), [
     (messages.chat_of, {}, "messages"), (messages.chat_of, {"messages": [1]}, "messages[0].role"),
     (messages.chat_of, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),

@@ -108,6 +108,8 @@ def _add(messages: list[Json], at: str, item: Any) -> None:
     elif kind == "reasoning":
         if thought := text_of(f"{at}.content", item.get("content") or ""):
             messages.append(THOUGHT | {"reasoning_content": thought})
+    elif kind == "item_reference":
+        raise InvalidRequest(f"{at}.type", f"is not served here; {_KEPT}, as clients do with store: false")
     else:
         raise InvalidRequest(f"{at}.type", "must be 'message', 'function_call', 'function_call_output' or 'reasoning'")
 
@@ -123,7 +125,9 @@ def _tools(tools: Any, choice: Any) -> Json:
     # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
     theirs: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") != "function"}
     if isinstance(choice, dict):
-        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+        if not isinstance(choice.get("name"), str):
+            raise InvalidRequest("tool_choice", 'must name a function, as in {"type": "function", "name": "..."}')
+        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
     return {"tools": made, **({"tool_choice": choice} if choice is not None else {}), **theirs}
 
 
