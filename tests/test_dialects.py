@@ -460,6 +460,19 @@ async def test_what_a_chat_is_asked_of_how_it_is_told_counts_here_too(thinking_f
                 assert ("~" not in told) == quiet
 
 
+async def test_a_response_counts_its_tokens_of_reasoning(thinking_folder: Path) -> None:
+    target = EchoTarget()
+    async with routing(thinking_folder, target) as r:
+        for said, most, count in (("Hm.</think>So.", 40, 11), ("Hm.</think>So.", 3, 3), ("</think>So.", 40, 8)):
+            target.says = said
+            for speculate in (True, False):
+                whole, events = await both(r, RESPONSES, input="hello", max_output_tokens=most, speculate=speculate)
+                for response in (whole, events[-1]["response"]):
+                    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+        quiet = await r.post(RESPONSES, input="hello", reasoning={"effort": "none"})
+        assert quiet.json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+
+
 BAD = {"type": "json_schema", "name": "bad", "schema": {"type": "array", "uniqueItems": True}}
 
 

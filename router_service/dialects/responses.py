@@ -179,7 +179,8 @@ class ResponsesReply:
         cut = self._blocks.finish == "length"
         return {**self._head, "status": "incomplete" if cut else "completed",
                 "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-                "output": [_item(block) for block in self._blocks.all], "usage": _usage(usage)}
+                "output": [_item(block) for block in self._blocks.all],
+                "usage": _usage(usage, self._blocks.reasoning_tokens)}
 
     def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
         number, self._sent = self._sent, self._sent + 1
@@ -232,7 +233,7 @@ def _id(block: Block) -> str:
     return {"call": "fc_", "text": "msg_", "reasoning": "rs_"}[block.kind] + block.id
 
 
-def _usage(usage: Usage) -> Json:
+def _usage(usage: Usage, reasoning: int) -> Json:
     return {"input_tokens": usage.prompt_tokens, "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens}
