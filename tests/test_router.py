@@ -295,7 +295,8 @@ async def test_defaults_that_clients_send_are_fine(tiny_folder: Path) -> None:
             {"role": "developer", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]},
             {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None, "name": None},
             {"role": "user", "content": "more"}], tools=[], tool_choice=None, response_format={"type": "text"},
-            user="u", metadata={"a": "b"}, store=False, n=1, logprobs=False, stream_options=None, temperature=1)
+            user="u", metadata={"a": "b"}, store=False, n=1, logprobs=False, stream_options=None, temperature=1,
+            verbosity="medium", prediction={"type": "content", "content": "so"})
         assert chat.status_code == 200, chat.text
         text = await r.post(COMPLETIONS, prompt="x", best_of=1, echo=False, suffix=None, logprobs=None, temperature=0.0)
         assert text.status_code == 200, text.text

@@ -85,9 +85,9 @@ OTHERWISE_OVER_GRPC: Mapping[str, str] = MappingProxyType({
                      "guided_grammar"), "`grammar`"),
 })
 
-# They say nothing about the answer: who asks, how to bill, keep and schedule it, and in which pieces it comes.
+# They say nothing about the answer: who asks, how to bill, keep, schedule and draft it, and in which pieces it comes.
 INERT = frozenset({
-    "custom_labels", "metadata", "priority", "prompt_cache_key", "prompt_cache_retention", "rid",
+    "custom_labels", "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "rid",
     "safety_identifier", "service_tier", "session_id", "spaces_between_special_tokens", "store",
     "stream_interval", "stream_reasoning", "user",
 })
@@ -125,7 +125,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({name: Refused(neutral, advice
     (_OWN, {"chat_template": (), "lora_path": (), "custom_params": (), "custom_logit_processor": (),
             "logit_processors": ([],), "vllm_xargs": ({},), "watermark": (), "watermarking": (False,), "moderation": (),
             "prompt_cache_options": (), "thinking": (), "thinking_token_budget": (),
-            "repetition_detection": (), "task": (), "verbosity": (), "prediction": ()}),
+            "repetition_detection": (), "task": (), "verbosity": ("medium",)}),
     (_PROMPT, {"suffix": ("",), "documents": ([],), "input_ids": ()}),
     ("use include_stop_str_in_output", {"no_stop_trim": (False,)}),
     ("leave it out: a prompt is cut at its beginning", {"truncation_side": ("left",)}),
