@@ -227,6 +227,8 @@ class Surface:
 
     async def _json(self, request: Request) -> tuple[dict[str, Any], Unknown]:
         """A body, and what takes those of its fields that nobody knows."""
+        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise InvalidRequest("body", f"is encoded as {coding[:20]!r}; send it as it is", "invalid_encoding")
         data = bytearray()
         try:
             async with asyncio.timeout(BODY_S):

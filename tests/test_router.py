@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import shutil
@@ -430,6 +431,9 @@ async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:
                                       (b"[" * 2000, 400, "invalid_json"), (b'{"model": "\xff"}', 400, "invalid_json")):
             response = await r.http.post(CHAT, content=content)
             assert (response.status_code, response.json()["error"]["code"]) == (status, code), content[:20]
+        body = gzip.compress(json.dumps({"messages": HELLO}).encode())
+        packed = await r.http.post(CHAT, content=body, headers={"content-encoding": "gzip"})
+        assert packed.status_code == 400 and "is encoded as 'gzip'" in packed.text, "that it is no JSON helps nobody"
         for method, path, status in (("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405),
                                      ("GET", "/v1/models/other", 404), ("GET", "/docs", 404)):
             response = await r.http.request(method, path)
