@@ -297,6 +297,26 @@ def test_a_model_is_told_that_a_tool_failed(result: dict[str, Any], told: str) -
     assert chat["messages"] == [{"role": "tool", "tool_call_id": "t1", "content": told}]
 
 
+def test_what_claude_code_says_as_the_system_is_taken_and_leaves_prompts_alike() -> None:
+    """Each of its requests has a message of the system in mid-conversation, and begins with another number."""
+    said: Any = [{"role": "user", "content": "hello"}, {"role": "system", "content": [{"type": "text", "text": "Tools: a"}]},
+                 {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "more"}]
+
+    def chat(number: str) -> Any:
+        header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.240.1ab; cch={number};"}
+        return messages.chat_of({"messages": said, "system": [header, {"type": "text", "text": "You are Claude Code."}]})
+
+    assert chat("a1b2c") == chat("d3e4f")
+    assert chat("a1b2c")["messages"] == [
+        {"role": "system", "content": "You are Claude Code."},
+        {"role": "user", "content": "hello\n<system-reminder>\nTools: a\n</system-reminder>"},
+        {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "more"}]
+    first = messages.chat_of({"system": "Brief.", "messages": [said[1], said[0]]})["messages"]
+    assert first == [{"role": "system", "content": "Brief.\nTools: a"}, {"role": "user", "content": "hello"}]
+    alone = messages.chat_of({"system": "x-anthropic-billing-header: cch=1;", "messages": HELLO})
+    assert alone["messages"] == HELLO
+
+
 def test_turns_of_one_role_are_one_as_that_api_has_it() -> None:
     """Many templates refuse two."""
     words = [("user", "one"), ("user", "two"), ("assistant", "three"), ("assistant", "four"), ("user", "five")]
@@ -395,6 +415,7 @@ async def test_refusals_say_what_to_do_in_the_responses_own_words(tiny_folder: P
 
 @pytest.mark.parametrize(("translate", "body", "field"), [
     (messages.chat_of, {}, "messages"), (messages.chat_of, {"messages": [1]}, "messages[0].role"),
+    (messages.chat_of, {"messages": [{"role": "system", "content": 1}]}, "messages[0].content"),
     (messages.chat_of, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     (messages.chat_of, {"messages": HELLO, "tools": [{"name": "x"}]}, "tools"),
     (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": {"type": []}}, "tool_choice.type"),

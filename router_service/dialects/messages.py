@@ -5,7 +5,9 @@ Rules:
    and tools may have the chat's names.
 2. Content comes in blocks: thinking, text, calls, in the order in which the model wrote them.
 3. Turns of one role are one. An answer continues the last where that is the assistant's.
-4. Tools are functions; of blocks only text, calls, their results and thinking are known. A chat has no mark for a
+4. What the system says between turns is part of the user's turn before it, marked as Claude Code marks such words:
+   many templates take a system's message at the beginning alone. That agent sends one with every request.
+5. Tools are functions; of blocks only text, calls, their results and thinking are known. A chat has no mark for a
    result that is an error: its text says so.
 
 It knows nothing about models, routes or the network.
@@ -13,6 +15,7 @@ It knows nothing about models, routes or the network.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +34,10 @@ ALIKE = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed
 INERT = ("metadata", "service_tier", "container", "context_management")
 STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CALL = "toolu_"  # begins the ids of calls
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+# What Claude Code begins a system's text with, for its maker. It is another with each request, and what is cached of a
+# prompt would end there.
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 EVENTS = {"begin": "start", "add": "delta", "end": "stop"}
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
           "call": ("input_json_delta", "partial_json")}
@@ -46,7 +53,8 @@ NAMES = MappingProxyType({"response_format.json_schema": "output_config.format",
 def chat_of(raw: Json) -> Json:
     """The body of a chat that asks the same. Raises InvalidRequest."""
     chat = {name: raw[name] for name in ALIKE if name in raw}
-    messages = [{"role": "system", "content": text_of("system", raw["system"])}] if raw.get("system") else []
+    system = BILLING.sub("", text_of("system", raw.get("system") or ""))
+    messages: list[Json] = [{"role": "system", "content": system}] if system else []
     given = raw.get("messages")
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages", "must be a list of at least one message")
@@ -54,7 +62,7 @@ def chat_of(raw: Json) -> Json:
                                      and isinstance(m.get("content"), list)) > MAX_ITEMS:
         raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} items, and blocks in all")
     for i, message in enumerate(given):
-        messages += _messages(f"messages[{i}]", message)
+        messages += _messages(f"messages[{i}]", message, i == 0)
     chat["messages"] = messages = turns_of(messages)
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
@@ -88,11 +96,15 @@ def _bound(raw: Json, config: Json) -> Json:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
 
 
-def _messages(at: str, message: Any) -> Iterator[Json]:
+def _messages(at: str, message: Any, first: bool) -> Iterator[Json]:
     """One message of theirs is several of a chat where it brings results of tools."""
-    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
-        raise InvalidRequest(f"{at}.role", "must be 'user' or 'assistant'")
+    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+        raise InvalidRequest(f"{at}.role", "must be 'user', 'assistant' or 'system'")
     content = message.get("content")
+    if message["role"] == "system":
+        said = text_of(f"{at}.content", content)
+        yield {"role": "system", "content": said} if first else {"role": "user", "content": REMINDER.format(said)}
+        return
     if isinstance(content, str):
         yield {"role": message["role"], "content": content}
         return
