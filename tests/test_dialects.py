@@ -299,12 +299,12 @@ def test_a_model_is_told_that_a_tool_failed(result: dict[str, Any], told: str) -
 
 def test_what_claude_code_says_as_the_system_is_taken_and_leaves_prompts_alike() -> None:
     """Each of its requests has a message of the system in mid-conversation, and begins with another number."""
-    said: Any = [{"role": "user", "content": "hello"}, {"role": "system", "content": [{"type": "text", "text": "Tools: a"}]},
+    said: Any = [*HELLO, {"role": "system", "content": [{"type": "text", "text": "Tools: a"}]},
                  {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "more"}]
 
     def chat(number: str) -> Any:
-        header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.240.1ab; cch={number};"}
-        return messages.chat_of({"messages": said, "system": [header, {"type": "text", "text": "You are Claude Code."}]})
+        words = (f"x-anthropic-billing-header: cc_version=2.1.240.1ab; cch={number};", "You are Claude Code.")
+        return messages.chat_of({"messages": said, "system": [{"type": "text", "text": text} for text in words]})
 
     assert chat("a1b2c") == chat("d3e4f")
     assert chat("a1b2c")["messages"] == [
@@ -363,6 +363,9 @@ def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> 
              len(message.get("tool_calls", ()))) for message in chat["messages"]]
     assert told == [("user", "hello", "", 0), ("assistant", "", "Hm.", 1), ("tool", "12:00", "", 0),
                     ("assistant", "Noon.", "So.", 1)]
+    late = responses.chat_of({"input": [*HELLO, call, said, result]})["messages"]
+    assert [(message["role"], message["content"], len(message.get("tool_calls", ()))) for message in late] == [
+        ("user", "hello", 0), ("assistant", "Noon.", 1), ("tool", "12:00", 0)], "words behind a call are of its turn"
     assert responses.chat_of({"input": [thinks("a"), said, thinks("b"), said]})["messages"] == [
         {"role": "assistant", "content": "Noon.", "reasoning_content": thought} for thought in "ab"]
     assert [message["content"] for message in responses.chat_of({"input": [thinks("a"), said, said]})["messages"]] == [
@@ -406,6 +409,7 @@ async def test_refusals_say_what_to_do_in_the_responses_own_words(tiny_folder: P
     async with routing(tiny_folder, EchoTarget()) as r:
         for fields, words in (
                 ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "store: false"),
+                ({"input": [{"content": "hello"}]}, "role: must be"),
                 ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, '"name": "..."}'),
                 ({"tool_choice": {"type": "function", "name": "other"}}, "no function among tools is called 'other'")):
             refused = await r.post(RESPONSES, **{"input": "hello", "tools": [FUNCTION], **fields})

@@ -9,7 +9,7 @@ It knows nothing about how a field is honoured; the pages about the API are prin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -171,19 +171,19 @@ def text_of(at: str, value: Any) -> str:
     return "\n".join(part["text"] for part in value)
 
 
-def turns_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With those of one role that follow one another as one, as far as what they hold keeps its order: many templates
-    take no others."""
-    turns: list[list[dict[str, Any]]] = []
+def turns_of(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With those of one role that follow one another as one, words and calls: many templates take no others. Reasoning
+    begins another."""
+    turns: list[tuple[dict[str, Any], list[str]]] = []
     for message in messages:
-        last = turns[-1][-1] if turns else {}
-        alike = message["role"] != "tool" and message["role"] == last.get("role")
-        if alike and "tool_calls" not in last and "reasoning_content" not in message:
-            turns[-1].append(message)
-        else:
-            turns.append([message])
-    return [{**turn[-1], **turn[0], "content": "\n".join([each["content"] for each in turn if each["content"]])}
-            for turn in turns]
+        turn, texts = turns[-1] if turns else ({"role": "tool"}, [])
+        if message["role"] == "tool" or message["role"] != turn.get("role") or "reasoning_content" in message:
+            turns.append((dict(message), [message["content"]]))
+            continue
+        texts.append(message["content"])
+        if "tool_calls" in message:
+            turn.setdefault("tool_calls", []).extend(message["tool_calls"])
+    return [{**turn, "content": "\n".join(filter(None, texts))} for turn, texts in turns]
 
 
 def _same(value: Any, nothing: Any) -> bool:

@@ -39,7 +39,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({
 INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
 CALL = "call_"  # begins the ids of calls
-THOUGHT: Json = {"role": "assistant", "content": "", "reasoning_content": ""}  # before what was said of it
 MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
 # The chat's fields that are called otherwise here.
 NAMES = MappingProxyType({"response_format.json_schema": "text.format", "response_format": "text.format",
@@ -65,7 +64,7 @@ def chat_of(raw: Json) -> Json:
     if not isinstance(items, list) or not items or len(items) > MAX_ITEMS:
         raise InvalidRequest("input", f"must be a string, or a list of 1 to {MAX_ITEMS} items")
     for i, item in enumerate(items):
-        _add(messages, f"input[{i}]", item)
+        messages += _messages(f"input[{i}]", item)
     chat["messages"] = turns_of(messages)
     chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
     text, reasoning = object_of(raw, "text"), object_of(raw, "reasoning")
@@ -86,28 +85,21 @@ def chat_of(raw: Json) -> Json:
         "reasoning", reasoning, ("effort", "summary", "generate_summary"))
 
 
-def _add(messages: list[Json], at: str, item: Any) -> None:
+def _messages(at: str, item: Any) -> Iterator[Json]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
-        said = {"role": role, "content": text_of(f"{at}.content", item.get("content"))}
-        last = messages[-1] if messages else {}
-        if said["role"] == "assistant" and last.keys() == THOUGHT.keys() and not last["content"]:
-            last |= said
-        else:
-            messages.append(said)
+        yield {"role": role, "content": text_of(f"{at}.content", item.get("content"))}
     elif kind == "function_call":
         call = {"id": as_written(item.get("call_id"), CALL), "type": "function",
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append(call)
+        yield {"role": "assistant", "content": "", "tool_calls": [call]}
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
-                         "content": text_of(f"{at}.output", item.get("output"))})
+        yield {"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
+               "content": text_of(f"{at}.output", item.get("output"))}
     elif kind == "reasoning":
         if thought := text_of(f"{at}.content", item.get("content") or ""):
-            messages.append(THOUGHT | {"reasoning_content": thought})
+            yield {"role": "assistant", "content": "", "reasoning_content": thought}
     elif kind == "item_reference":
         raise InvalidRequest(f"{at}.type", f"is not served here; {_KEPT}, as clients do with store: false")
     else:
