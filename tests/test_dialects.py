@@ -473,7 +473,7 @@ async def test_what_their_answers_do_not_tell_is_refused(tiny_folder: Path, path
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 async def test_what_a_chat_is_asked_of_how_it_is_told_counts_here_too(thinking_folder: Path, path: str) -> None:
-    body: Any = {"messages": HELLO, "max_tokens": 40} if path == MESSAGES else {"input": "hello"}
+    body: Any = {"messages": HELLO, "thinking": {"type": "adaptive"}} if path == MESSAGES else {"input": "hello"}
     target = EchoTarget()
     target.says = "~</think>So."
     async with routing(thinking_folder, target) as r:
@@ -483,6 +483,20 @@ async def test_what_a_chat_is_asked_of_how_it_is_told_counts_here_too(thinking_f
             assert "So." in json.dumps(whole)
             for told in (json.dumps(whole), json.dumps(events)):
                 assert ("~" not in told) == quiet
+
+
+async def test_messages_are_answered_without_thinking_unless_it_is_asked_for(thinking_folder: Path) -> None:
+    """As that API has it: whoever takes the first block for text had a thinking one."""
+    target = EchoTarget()
+    target.says = "So."
+    async with routing(thinking_folder, target) as r:
+        for fields, kinds in (({}, ["text"]), ({"thinking": None}, ["text"]),
+                              ({"thinking": {"type": "disabled"}}, ["text"]),
+                              ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, ["thinking"]),
+                              ({"chat_template_kwargs": {"enable_thinking": True}}, ["thinking"])):
+            whole, events = await both(r, MESSAGES, messages=HELLO, max_tokens=40, **fields)
+            assert [block["type"] for block in whole["content"]] == kinds, fields
+            assert [block["type"] for block in message_of(events)["content"]] == kinds, fields
 
 
 async def test_a_response_counts_its_tokens_of_reasoning(thinking_folder: Path) -> None:

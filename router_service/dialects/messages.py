@@ -7,7 +7,8 @@ Rules:
 3. Turns of one role are one. An answer continues the last where that is the assistant's.
 4. What the system says between turns is part of the user's turn before it, marked as Claude Code marks such words:
    many templates take a system's message at the beginning alone. That agent sends one with every request.
-5. Tools are functions; of blocks only text, calls, their results and thinking are known. A chat has no mark for a
+5. A model thinks where it is asked to; its template may begin reasoning all the same.
+6. Tools are functions; of blocks only text, calls, their results and thinking are known. A chat has no mark for a
    result that is an error: its text says so.
 
 It knows nothing about models, routes or the network.
@@ -79,8 +80,8 @@ def chat_of(raw: Json) -> Json:
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         chat = {"continue_final_message": True, "add_generation_prompt": False} | chat
     given = chat.get("chat_template_kwargs") or {}
-    if thinking and isinstance(given, dict):
-        chat["chat_template_kwargs"] = dict.fromkeys(THINKING, thinking.get("type") != "disabled") | given
+    if isinstance(given, dict):
+        chat["chat_template_kwargs"] = dict.fromkeys(THINKING, thinking.get("type", "disabled") != "disabled") | given
     return chat
 
 
