@@ -92,6 +92,9 @@ async def test_messages_are_told_whole_and_in_events(tiny_folder: Path) -> None:
         for extra, reason in (({}, "end_turn"), ({"max_tokens": 5}, "max_tokens"),
                               ({"stop_sequences": ["w1"]}, "stop_sequence")):
             whole, events = await both(r, MESSAGES, **{"max_tokens": 200, "seed": 1, "messages": HELLO, **extra})
+            begun = events[0]["message"]["usage"]
+            assert begun["cache_read_input_tokens"] > 0, "half a prompt is, here"
+            assert {**begun, "output_tokens": 0} == {**whole["usage"], "output_tokens": 0}
             assert whole["stop_reason"] == reason and alike(message_of(events)) == alike(whole)
             assert whole["usage"]["output_tokens"] > 0 and whole["usage"]["input_tokens"] > 0
         count = (await r.post(f"{MESSAGES}/count_tokens", messages=HELLO)).json()
@@ -131,7 +134,7 @@ async def test_the_assistants_last_words_are_continued(tiny_folder: Path) -> Non
 
 
 def test_tokens_that_were_cached_count_apart_in_messages() -> None:
-    told = MessagesReply(Told("a", 0, "tiny", 10, None))
+    told = MessagesReply(Told("a", 0, "tiny", None))
     told.told(TextDelta("So.", finish="stop"))
     usage = told.whole(Usage(10, 2, cached_tokens=4), None)["usage"]
     assert usage == {"input_tokens": 6, "cache_read_input_tokens": 4, "output_tokens": 2}
@@ -377,7 +380,7 @@ def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> 
 def test_ids_of_calls_come_back_as_templates_take_them() -> None:
     """Those of Mistral take nine characters and no others."""
     def told(kind: type[MessagesReply | ResponsesReply]) -> Any:
-        reply = kind(Told("a" * 32, 0, "tiny", 10, Markup(Style(("<tool_call>",)), {"weather": SCHEMA})))
+        reply = kind(Told("a" * 32, 0, "tiny", Markup(Style(("<tool_call>",)), {"weather": SCHEMA})))
         reply.told(TextDelta(CALL + CALL, finish="stop"))
         return reply.whole(Usage(10, 2), None)
 

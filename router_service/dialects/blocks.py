@@ -45,7 +45,6 @@ class Told:
     answer_id: str
     created: int
     model: str
-    prompt_tokens: int
     markup: Markup | Named | None
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
     tell_reasoning: bool = True

@@ -163,13 +163,11 @@ class MessagesReply:
 
     def __init__(self, told: Told) -> None:
         self._head: Json = {"id": f"msg_{told.answer_id}", "type": "message", "role": "assistant", "model": told.model}
-        self._prompt_tokens = told.prompt_tokens
         self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
 
-    def opening(self) -> bytes:
-        """The events before any token."""
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None,
-                   "usage": {"input_tokens": self._prompt_tokens, "output_tokens": 0}}
+    def opening(self, usage: Usage) -> bytes:
+        """The events before any token. ``usage``: what is known by then."""
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
         return event_of("message_start", {"message": message})
 
     def told(self, delta: TextDelta) -> bytes:

@@ -145,7 +145,7 @@ class ResponsesReply:
         self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
         self._sent = 0
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """The events before any token."""
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         return self._event("response.created", {"response": begun}) + self._event(
