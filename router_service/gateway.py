@@ -7,7 +7,8 @@ Rules:
 3. No run outlives ``request_timeout_s``, which counts from its arrival; nor does what comes before it.
 4. An answer that another router began goes on at a target of the identity that began it, from the tokens that its
    client shows; without any it is computed again from its start.
-5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for.
+5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for. Where the client
+   gives no seed, each prompt has its own: the same one several times is asked for other answers.
 
 It knows nothing about HTTP or gRPC, nor how answers are written.
 """
@@ -218,7 +219,8 @@ class Gateway:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
         prompt, choice = divmod(number, job.options.n)
         options = job.options
-        sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS,
+        seed = options.sampling.seed + choice + (0 if options.seeded else prompt * MAX_N)
+        sampling = replace(options.sampling, seed=seed % SEEDS,
                            stop_token_ids=options.ends(self.codec.stop_token_ids, job.vocab_size))
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
                           options.top_logprobs, options.speculate, trace=trace,

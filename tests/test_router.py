@@ -137,6 +137,8 @@ async def test_choices_have_their_own_seeds(tiny_folder: Path) -> None:
             assert "".join(c["text"] for c in mine) == texts[index] and mine[-1]["finish_reason"] == "length"
         random = {(await r.post(COMPLETIONS, prompt=PROMPT)).json()["choices"][0]["text"] for _ in range(5)}
         assert len(random) == 5, "absent seeds differ"
+        batch = (await r.post(COMPLETIONS, prompt=[PROMPT] * 4, n=2, max_tokens=30)).json()["choices"]
+        assert len({choice["text"] for choice in batch}) == 8, "of each prompt of a batch, too"
 
 
 async def test_logprobs_in_both_formats(tiny_folder: Path) -> None:
