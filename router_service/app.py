@@ -227,6 +227,8 @@ class Surface:
 
     async def _json(self, request: Request) -> tuple[dict[str, Any], Unknown]:
         """A body, and what takes those of its fields that nobody knows."""
+        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise InvalidRequest("body", f"is encoded as {coding[:20]!r}; send it as it is", "invalid_encoding")
         data = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
@@ -287,10 +289,9 @@ class Surface:
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
         with written_as(names):
             client, run = await self._begun(request, asked)
-        prompt = run.job.prompts[0]
         markups = run.job.markups(self._gateway.codec)
-        reply = reply_to(Told(options.answer_id or run.id, run.created, asked.model, len(prompt),
-                              markups[0] if markups else None, raw, options.tell_reasoning))
+        reply = reply_to(Told(options.answer_id or run.id, run.created, asked.model, markups[0] if markups else None,
+                              raw, options.tell_reasoning))
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
             return EventStream(self._narrated(run, reply, request.scope[REQUEST_ID]), client, run.aclose, headers)
@@ -298,7 +299,7 @@ class Surface:
         return json_response(reply.whole(run.usage(), run.completions[0].stopped_by), headers=headers)
 
     async def _narrated(self, run: Run, reply: Narrative, request_id: str) -> AsyncGenerator[bytes, None]:
-        beginning = reply.opening()
+        beginning = reply.opening(run.usage())
         try:
             async for _, delta in run:
                 data = beginning + reply.told(delta)

@@ -7,7 +7,8 @@ Rules:
 3. No run outlives ``request_timeout_s``, which counts from its arrival; nor does what comes before it.
 4. An answer that another router began goes on at a target of the identity that began it, from the tokens that its
    client shows; without any it is computed again from its start.
-5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for.
+5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for. Where the client
+   gives no seed, each prompt has its own: the same one several times is asked for other answers.
 
 It knows nothing about HTTP or gRPC, nor how answers are written.
 """
@@ -218,7 +219,8 @@ class Gateway:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
         prompt, choice = divmod(number, job.options.n)
         options = job.options
-        sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS,
+        seed = options.sampling.seed + choice + (0 if options.seeded else prompt * MAX_N)
+        sampling = replace(options.sampling, seed=seed % SEEDS,
                            stop_token_ids=options.ends(self.codec.stop_token_ids, job.vocab_size))
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
                           options.top_logprobs, options.speculate, trace=trace,
@@ -359,16 +361,15 @@ def _room(param: str, prompt: Sequence[int], options: Options, info: TargetInfo)
     """The tokens that the answer to ``prompt`` may have."""
     if not prompt:
         raise InvalidRequest(param, "is empty")
-    left = info.max_context - len(prompt)
-    if left < 0:
+    left, wanted = info.max_context - len(prompt), 1 if options.max_tokens is None else options.max_tokens
+    if left < 1:
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
     _check_ids(param, prompt, info.vocab_size)
-    wanted = 1 if options.max_tokens is None else options.max_tokens
-    if wanted > left:
+    if wanted > left:  # in the words by which agents know it, and ask for less
         raise InvalidRequest(
-            param if left < 1 else options.limited_by,
-            f"the context holds {info.max_context} tokens, but the prompt has {len(prompt)} and the answer may have "
-            f"{wanted}; shorten one of them", "context_length_exceeded")
+            options.limited_by, f"input length and `max_tokens` exceed context limit: {len(prompt)} + {wanted} > "
+            f"{info.max_context}; this model's maximum context length is {info.max_context} tokens",
+            "context_length_exceeded")
     return left if options.max_tokens is None else options.max_tokens
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,9 @@ async def test_messages_are_told_whole_and_in_events(tiny_folder: Path) -> None:
         for extra, reason in (({}, "end_turn"), ({"max_tokens": 5}, "max_tokens"),
                               ({"stop_sequences": ["w1"]}, "stop_sequence")):
             whole, events = await both(r, MESSAGES, **{"max_tokens": 200, "seed": 1, "messages": HELLO, **extra})
+            begun = events[0]["message"]["usage"]
+            assert begun["cache_read_input_tokens"] > 0, "half a prompt is, here"
+            assert {**begun, "output_tokens": 0} == {**whole["usage"], "output_tokens": 0}
             assert whole["stop_reason"] == reason and alike(message_of(events)) == alike(whole)
             assert whole["usage"]["output_tokens"] > 0 and whole["usage"]["input_tokens"] > 0
         count = (await r.post(f"{MESSAGES}/count_tokens", messages=HELLO)).json()
@@ -130,7 +134,7 @@ async def test_the_assistants_last_words_are_continued(tiny_folder: Path) -> Non
 
 
 def test_tokens_that_were_cached_count_apart_in_messages() -> None:
-    told = MessagesReply(Told("a", 0, "tiny", 10, None))
+    told = MessagesReply(Told("a", 0, "tiny", None))
     told.told(TextDelta("So.", finish="stop"))
     usage = told.whole(Usage(10, 2, cached_tokens=4), None)["usage"]
     assert usage == {"input_tokens": 6, "cache_read_input_tokens": 4, "output_tokens": 2}
@@ -296,6 +300,26 @@ def test_a_model_is_told_that_a_tool_failed(result: dict[str, Any], told: str) -
     assert chat["messages"] == [{"role": "tool", "tool_call_id": "t1", "content": told}]
 
 
+def test_what_claude_code_says_as_the_system_is_taken_and_leaves_prompts_alike() -> None:
+    """Each of its requests has a message of the system in mid-conversation, and begins with another number."""
+    said: Any = [*HELLO, {"role": "system", "content": [{"type": "text", "text": "Tools: a"}]},
+                 {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "more"}]
+
+    def chat(number: str) -> Any:
+        words = (f"x-anthropic-billing-header: cc_version=2.1.240.1ab; cch={number};", "You are Claude Code.")
+        return messages.chat_of({"messages": said, "system": [{"type": "text", "text": text} for text in words]})
+
+    assert chat("a1b2c") == chat("d3e4f")
+    assert chat("a1b2c")["messages"] == [
+        {"role": "system", "content": "You are Claude Code."},
+        {"role": "user", "content": "hello\n<system-reminder>\nTools: a\n</system-reminder>"},
+        {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "more"}]
+    first = messages.chat_of({"system": "Brief.", "messages": [said[1], said[0]]})["messages"]
+    assert first == [{"role": "system", "content": "Brief.\nTools: a"}, {"role": "user", "content": "hello"}]
+    alone = messages.chat_of({"system": "x-anthropic-billing-header: cch=1;", "messages": HELLO})
+    assert alone["messages"] == HELLO
+
+
 def test_turns_of_one_role_are_one_as_that_api_has_it() -> None:
     """Many templates refuse two."""
     words = [("user", "one"), ("user", "two"), ("assistant", "three"), ("assistant", "four"), ("user", "five")]
@@ -309,6 +333,23 @@ def test_turns_of_one_role_are_one_as_that_api_has_it() -> None:
     assert [(message["role"], message["content"]) for message in told["messages"]] == [
         ("user", "one\ntwo"), ("assistant", "three"), ("tool", ""), ("user", "one\ntwo")]
     assert [call["id"] for call in told["messages"][1]["tool_calls"]] == ["t1"]
+
+
+async def test_templates_that_take_one_system_message_and_turns_in_turn_take_what_codex_says(
+        tmp_path: Path, tiny_folder: Path) -> None:
+    """Instructions, a developer's words, two messages of a user: as Qwen3.5's and Mistral's templates refused them."""
+    folder = tmp_path / "strict"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% set wanted = ['assistant', 'user'][loop.index0 % 2] if loop.index0 else 'system' %}"
+        "{% if m.role != wanted %}{{ raise_exception('roles') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
+    said = [{"type": "message", "role": role, "content": [{"type": "input_text", "text": role * 2}]}
+            for role in ("developer", "user", "user")]
+    async with routing(folder, target := EchoTarget()) as r:
+        answer = await r.post(RESPONSES, instructions="Brief.", input=said)
+        assert answer.status_code == 200, answer.text
+        prompt = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
+        assert prompt == "[system: Brief.\ndeveloperdeveloper][user: useruser\nuseruser]"
 
 
 def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> None:
@@ -325,10 +366,13 @@ def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> 
              len(message.get("tool_calls", ()))) for message in chat["messages"]]
     assert told == [("user", "hello", "", 0), ("assistant", "", "Hm.", 1), ("tool", "12:00", "", 0),
                     ("assistant", "Noon.", "So.", 1)]
+    late = responses.chat_of({"input": [*HELLO, call, said, result]})["messages"]
+    assert [(message["role"], message["content"], len(message.get("tool_calls", ()))) for message in late] == [
+        ("user", "hello", 0), ("assistant", "Noon.", 1), ("tool", "12:00", 0)], "words behind a call are of its turn"
     assert responses.chat_of({"input": [thinks("a"), said, thinks("b"), said]})["messages"] == [
         {"role": "assistant", "content": "Noon.", "reasoning_content": thought} for thought in "ab"]
     assert [message["content"] for message in responses.chat_of({"input": [thinks("a"), said, said]})["messages"]] == [
-        "Noon.", "Noon."]
+        "Noon.\nNoon."]
     with pytest.raises(InvalidRequest, match=r"input\[0\].content"):
         responses.chat_of({"input": [{"type": "reasoning", "content": 5}]})
 
@@ -336,7 +380,7 @@ def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> 
 def test_ids_of_calls_come_back_as_templates_take_them() -> None:
     """Those of Mistral take nine characters and no others."""
     def told(kind: type[MessagesReply | ResponsesReply]) -> Any:
-        reply = kind(Told("a" * 32, 0, "tiny", 10, Markup(Style(("<tool_call>",)), {"weather": SCHEMA})))
+        reply = kind(Told("a" * 32, 0, "tiny", Markup(Style(("<tool_call>",)), {"weather": SCHEMA})))
         reply.told(TextDelta(CALL + CALL, finish="stop"))
         return reply.whole(Usage(10, 2), None)
 
@@ -363,8 +407,22 @@ def test_who_sends_a_chat_to_the_responses_is_told_what_is_called_otherwise() ->
         responses.chat_of({"messages": HELLO})
 
 
+async def test_refusals_say_what_to_do_in_the_responses_own_words(tiny_folder: Path) -> None:
+    """Vercel's SDK refers to what was kept unless it is told otherwise; a chat's form of a choice was asked for."""
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for fields, words in (
+                ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "store: false"),
+                ({"input": [{"content": "hello"}]}, "role: must be"),
+                ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, '"name": "..."}'),
+                ({"tool_choice": {"type": "function", "name": "other"}}, "no function among tools is called 'other'")):
+            refused = await r.post(RESPONSES, **{"input": "hello", "tools": [FUNCTION], **fields})
+            told = refused.json()["error"]["message"]
+            assert refused.status_code == 400 and words in told and '"function": {' not in told, told
+
+
 @pytest.mark.parametrize(("translate", "body", "field"), [
     (messages.chat_of, {}, "messages"), (messages.chat_of, {"messages": [1]}, "messages[0].role"),
+    (messages.chat_of, {"messages": [{"role": "system", "content": 1}]}, "messages[0].content"),
     (messages.chat_of, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     (messages.chat_of, {"messages": HELLO, "tools": [{"name": "x"}]}, "tools"),
     (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": {"type": []}}, "tool_choice.type"),
@@ -418,7 +476,7 @@ async def test_what_their_answers_do_not_tell_is_refused(tiny_folder: Path, path
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 async def test_what_a_chat_is_asked_of_how_it_is_told_counts_here_too(thinking_folder: Path, path: str) -> None:
-    body: Any = {"messages": HELLO, "max_tokens": 40} if path == MESSAGES else {"input": "hello"}
+    body: Any = {"messages": HELLO, "thinking": {"type": "adaptive"}} if path == MESSAGES else {"input": "hello"}
     target = EchoTarget()
     target.says = "~</think>So."
     async with routing(thinking_folder, target) as r:
@@ -428,6 +486,33 @@ async def test_what_a_chat_is_asked_of_how_it_is_told_counts_here_too(thinking_f
             assert "So." in json.dumps(whole)
             for told in (json.dumps(whole), json.dumps(events)):
                 assert ("~" not in told) == quiet
+
+
+async def test_messages_are_answered_without_thinking_unless_it_is_asked_for(thinking_folder: Path) -> None:
+    """As that API has it: whoever takes the first block for text had a thinking one."""
+    target = EchoTarget()
+    target.says = "So."
+    async with routing(thinking_folder, target) as r:
+        for fields, kinds in (({}, ["text"]), ({"thinking": None}, ["text"]),
+                              ({"thinking": {"type": "disabled"}}, ["text"]),
+                              ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, ["thinking"]),
+                              ({"chat_template_kwargs": {"enable_thinking": True}}, ["thinking"])):
+            whole, events = await both(r, MESSAGES, messages=HELLO, max_tokens=40, **fields)
+            assert [block["type"] for block in whole["content"]] == kinds, fields
+            assert [block["type"] for block in message_of(events)["content"]] == kinds, fields
+
+
+async def test_a_response_counts_its_tokens_of_reasoning(thinking_folder: Path) -> None:
+    target = EchoTarget()
+    async with routing(thinking_folder, target) as r:
+        for said, most, count in (("Hm.</think>So.", 40, 11), ("Hm.</think>So.", 3, 3), ("</think>So.", 40, 8)):
+            target.says = said
+            for speculate in (True, False):
+                whole, events = await both(r, RESPONSES, input="hello", max_output_tokens=most, speculate=speculate)
+                for response in (whole, events[-1]["response"]):
+                    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+        quiet = await r.post(RESPONSES, input="hello", reasoning={"effort": "none"})
+        assert quiet.json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
 BAD = {"type": "json_schema", "name": "bad", "schema": {"type": "array", "uniqueItems": True}}
@@ -450,6 +535,21 @@ async def test_refusals_name_the_dialects_own_fields(tiny_folder: Path, path: st
         refused = await r.post(path, **body, **fields)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith(f"{named}: "), refused.text
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_agents_know_a_full_context_by_its_words(tiny_folder: Path, path: str) -> None:
+    """Theirs, to the letter: Claude Code asks for fewer tokens, opencode and others shorten the conversation. Messages
+    have no code for it."""
+    most = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for text, asked, pattern in (("hello", 32_000, r"input length and `max_tokens` exceed context limit: "
+                                      rf"\d+ \+ 32000 > {CONTEXT}\b"), ("x" * CONTEXT, 1, "prompt is too long")):
+            body: Any = {"input": text} if path == RESPONSES else {"messages": [{"role": "user", "content": text}]}
+            refused = await r.post(path, **body, **{most: asked})
+            assert refused.status_code == 400
+            told = refused.json()["error"]["message"]
+            assert re.search(pattern, told) and f"maximum context length is {CONTEXT} tokens" in told, told
 
 
 async def test_tokens_are_counted_as_messages_are_answered(tiny_folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import shutil
@@ -136,6 +137,8 @@ async def test_choices_have_their_own_seeds(tiny_folder: Path) -> None:
             assert "".join(c["text"] for c in mine) == texts[index] and mine[-1]["finish_reason"] == "length"
         random = {(await r.post(COMPLETIONS, prompt=PROMPT)).json()["choices"][0]["text"] for _ in range(5)}
         assert len(random) == 5, "absent seeds differ"
+        batch = (await r.post(COMPLETIONS, prompt=[PROMPT] * 4, n=2, max_tokens=30)).json()["choices"]
+        assert len({choice["text"] for choice in batch}) == 8, "of each prompt of a batch, too"
 
 
 async def test_logprobs_in_both_formats(tiny_folder: Path) -> None:
@@ -295,7 +298,8 @@ async def test_defaults_that_clients_send_are_fine(tiny_folder: Path) -> None:
             {"role": "developer", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]},
             {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None, "name": None},
             {"role": "user", "content": "more"}], tools=[], tool_choice=None, response_format={"type": "text"},
-            user="u", metadata={"a": "b"}, store=False, n=1, logprobs=False, stream_options=None, temperature=1)
+            user="u", metadata={"a": "b"}, store=False, n=1, logprobs=False, stream_options=None, temperature=1,
+            verbosity="medium", prediction={"type": "content", "content": "so"})
         assert chat.status_code == 200, chat.text
         text = await r.post(COMPLETIONS, prompt="x", best_of=1, echo=False, suffix=None, logprobs=None, temperature=0.0)
         assert text.status_code == 200, text.text
@@ -429,6 +433,9 @@ async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:
                                       (b"[" * 2000, 400, "invalid_json"), (b'{"model": "\xff"}', 400, "invalid_json")):
             response = await r.http.post(CHAT, content=content)
             assert (response.status_code, response.json()["error"]["code"]) == (status, code), content[:20]
+        body = gzip.compress(json.dumps({"messages": HELLO}).encode())
+        packed = await r.http.post(CHAT, content=body, headers={"content-encoding": "gzip"})
+        assert packed.status_code == 400 and "is encoded as 'gzip'" in packed.text, "that it is no JSON helps nobody"
         for method, path, status in (("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405),
                                      ("GET", "/v1/models/other", 404), ("GET", "/docs", 404)):
             response = await r.http.request(method, path)

@@ -328,7 +328,7 @@ async def test_a_past_that_is_none_is_refused_by_name(tiny_folder: Path) -> None
             past = [{"role": "assistant", "tool_calls": calls}, *HELLO]
             error = (await r.post(CHAT, messages=past)).json()["error"]
             assert error["param"] == f"messages[0].tool_calls{field}", error
-        for arguments, word in ((wide, "lists and objects"), (code, "the context holds")):
+        for arguments, word in ((wide, "lists and objects"), (code, "the prompt is too long")):
             past = [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}, *HELLO]
             error = (await r.post(CHAT, messages=past * 2)).json()["error"]
             assert error["param"] == "messages" and word in error["message"], "those in a text are text"

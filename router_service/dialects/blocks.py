@@ -45,7 +45,6 @@ class Told:
     answer_id: str
     created: int
     model: str
-    prompt_tokens: int
     markup: Markup | Named | None
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
     tell_reasoning: bool = True
@@ -91,10 +90,22 @@ class Blocks:
                 last.cut = not called if last.kind == "call" else delta.finish == "length"
             yield from self._end()
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._markup is None else self._markup.reasoning_tokens
+
     def _parts(self, delta: TextDelta) -> list[Said | Call]:
+        """Texts of one kind that follow one another are one."""
         if self._markup is None:
             return [Said("text", delta.text)] if delta.text else []
-        return self._markup.push(delta.text, bool(delta.finish), delta.finish == "length").all
+        found: list[Said | Call] = []
+        for part in self._markup.take(delta).all:
+            last = found[-1] if found else None
+            if isinstance(part, Said) and isinstance(last, Said) and part.kind == last.kind:
+                found[-1] = Said(part.kind, last.text + part.text)
+            else:
+                found.append(part)
+        return found
 
     def _more(self, kind: Kind, text: str) -> Iterator[tuple[What, Block, str]]:
         if not self._open or self.all[-1].kind != kind:

@@ -9,7 +9,7 @@ It knows nothing about how a field is honoured; the pages about the API are prin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -85,9 +85,9 @@ OTHERWISE_OVER_GRPC: Mapping[str, str] = MappingProxyType({
                      "guided_grammar"), "`grammar`"),
 })
 
-# They say nothing about the answer: who asks, how to bill, keep and schedule it, and in which pieces it comes.
+# They say nothing about the answer: who asks, how to bill, keep, schedule and draft it, and in which pieces it comes.
 INERT = frozenset({
-    "custom_labels", "metadata", "priority", "prompt_cache_key", "prompt_cache_retention", "rid",
+    "custom_labels", "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "rid",
     "safety_identifier", "service_tier", "session_id", "spaces_between_special_tokens", "store",
     "stream_interval", "stream_reasoning", "user",
 })
@@ -125,7 +125,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({name: Refused(neutral, advice
     (_OWN, {"chat_template": (), "lora_path": (), "custom_params": (), "custom_logit_processor": (),
             "logit_processors": ([],), "vllm_xargs": ({},), "watermark": (), "watermarking": (False,), "moderation": (),
             "prompt_cache_options": (), "thinking": (), "thinking_token_budget": (),
-            "repetition_detection": (), "task": (), "verbosity": (), "prediction": ()}),
+            "repetition_detection": (), "task": (), "verbosity": ("medium",)}),
     (_PROMPT, {"suffix": ("",), "documents": ([],), "input_ids": ()}),
     ("use include_stop_str_in_output", {"no_stop_trim": (False,)}),
     ("leave it out: a prompt is cut at its beginning", {"truncation_side": ("left",)}),
@@ -169,6 +169,21 @@ def text_of(at: str, value: Any) -> str:
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
         raise InvalidRequest(at, f"must be a string or a list of at most {MAX_ITEMS} parts of text")
     return "\n".join(part["text"] for part in value)
+
+
+def turns_of(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With those of one role that follow one another as one, words and calls: many templates take no others. Reasoning
+    begins another."""
+    turns: list[tuple[dict[str, Any], list[str]]] = []
+    for message in messages:
+        turn, texts = turns[-1] if turns else ({"role": "tool"}, [])
+        if message["role"] == "tool" or message["role"] != turn.get("role") or "reasoning_content" in message:
+            turns.append((dict(message), [message["content"]]))
+            continue
+        texts.append(message["content"])
+        if "tool_calls" in message:
+            turn.setdefault("tool_calls", []).extend(message["tool_calls"])
+    return [{**turn, "content": "\n".join(filter(None, texts))} for turn, texts in turns]
 
 
 def _same(value: Any, nothing: Any) -> bool:

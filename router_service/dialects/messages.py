@@ -5,7 +5,10 @@ Rules:
    and tools may have the chat's names.
 2. Content comes in blocks: thinking, text, calls, in the order in which the model wrote them.
 3. Turns of one role are one. An answer continues the last where that is the assistant's.
-4. Tools are functions; of blocks only text, calls, their results and thinking are known. A chat has no mark for a
+4. What the system says between turns is part of the user's turn before it, marked as Claude Code marks such words:
+   many templates take a system's message at the beginning alone. That agent sends one with every request.
+5. A model thinks where it is asked to; its template may begin reasoning all the same.
+6. Tools are functions; of blocks only text, calls, their results and thinking are known. A chat has no mark for a
    result that is an error: its text says so.
 
 It knows nothing about models, routes or the network.
@@ -13,12 +16,13 @@ It knows nothing about models, routes or the network.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import THINKING, object_of, others, parts_left, text_of
+from router_service.dialects.fields import THINKING, object_of, others, parts_left, text_of, turns_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.calls import loaded
@@ -31,6 +35,10 @@ ALIKE = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed
 INERT = ("metadata", "service_tier", "container", "context_management")
 STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CALL = "toolu_"  # begins the ids of calls
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+# What Claude Code begins a system's text with, for its maker. It is another with each request, and what is cached of a
+# prompt would end there.
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 EVENTS = {"begin": "start", "add": "delta", "end": "stop"}
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
           "call": ("input_json_delta", "partial_json")}
@@ -46,7 +54,8 @@ NAMES = MappingProxyType({"response_format.json_schema": "output_config.format",
 def chat_of(raw: Json) -> Json:
     """The body of a chat that asks the same. Raises InvalidRequest."""
     chat = {name: raw[name] for name in ALIKE if name in raw}
-    messages = [{"role": "system", "content": text_of("system", raw["system"])}] if raw.get("system") else []
+    system = BILLING.sub("", text_of("system", raw.get("system") or ""))
+    messages: list[Json] = [{"role": "system", "content": system}] if system else []
     given = raw.get("messages")
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages", "must be a list of at least one message")
@@ -54,8 +63,8 @@ def chat_of(raw: Json) -> Json:
                                      and isinstance(m.get("content"), list)) > MAX_ITEMS:
         raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} items, and blocks in all")
     for i, message in enumerate(given):
-        messages += _messages(f"messages[{i}]", message)
-    chat["messages"] = messages = _turns(messages)
+        messages += _messages(f"messages[{i}]", message, i == 0)
+    chat["messages"] = messages = turns_of(messages)
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools") or raw.get("tool_choice"):
@@ -71,8 +80,8 @@ def chat_of(raw: Json) -> Json:
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         chat = {"continue_final_message": True, "add_generation_prompt": False} | chat
     given = chat.get("chat_template_kwargs") or {}
-    if thinking and isinstance(given, dict):
-        chat["chat_template_kwargs"] = dict.fromkeys(THINKING, thinking.get("type") != "disabled") | given
+    if isinstance(given, dict):
+        chat["chat_template_kwargs"] = dict.fromkeys(THINKING, thinking.get("type", "disabled") != "disabled") | given
     return chat
 
 
@@ -88,11 +97,15 @@ def _bound(raw: Json, config: Json) -> Json:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
 
 
-def _messages(at: str, message: Any) -> Iterator[Json]:
+def _messages(at: str, message: Any, first: bool) -> Iterator[Json]:
     """One message of theirs is several of a chat where it brings results of tools."""
-    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
-        raise InvalidRequest(f"{at}.role", "must be 'user' or 'assistant'")
+    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+        raise InvalidRequest(f"{at}.role", "must be 'user', 'assistant' or 'system'")
     content = message.get("content")
+    if message["role"] == "system":
+        said = text_of(f"{at}.content", content)
+        yield {"role": "system", "content": said} if first else {"role": "user", "content": REMINDER.format(said)}
+        return
     if isinstance(content, str):
         yield {"role": message["role"], "content": content}
         return
@@ -120,20 +133,6 @@ def _messages(at: str, message: Any) -> Iterator[Json]:
     if texts or calls or thoughts:
         yield {"role": message["role"], "content": "\n".join(texts), **({"tool_calls": calls} if calls else {}),
                **({"reasoning_content": "\n".join(thoughts)} if thoughts else {})}
-
-
-def _turns(messages: list[Json]) -> list[Json]:
-    """With those of one role that follow one another as one, as far as what they hold keeps its order."""
-    turns: list[list[Json]] = []
-    for message in messages:
-        last = turns[-1][-1] if turns else {}
-        alike = message["role"] != "tool" and message["role"] == last.get("role")
-        if alike and "tool_calls" not in last and "reasoning_content" not in message:
-            turns[-1].append(message)
-        else:
-            turns.append([message])
-    return [{**turn[-1], **turn[0], "content": "\n".join([each["content"] for each in turn if each["content"]])}
-            for turn in turns]
 
 
 def _tools(tools: Any, choice: Any) -> Json:
@@ -164,13 +163,11 @@ class MessagesReply:
 
     def __init__(self, told: Told) -> None:
         self._head: Json = {"id": f"msg_{told.answer_id}", "type": "message", "role": "assistant", "model": told.model}
-        self._prompt_tokens = told.prompt_tokens
         self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
 
-    def opening(self) -> bytes:
-        """The events before any token."""
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None,
-                   "usage": {"input_tokens": self._prompt_tokens, "output_tokens": 0}}
+    def opening(self, usage: Usage) -> bytes:
+        """The events before any token. ``usage``: what is known by then."""
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
         return event_of("message_start", {"message": message})
 
     def told(self, delta: TextDelta) -> bytes:

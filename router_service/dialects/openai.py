@@ -83,6 +83,7 @@ class Options:
     sampling: Sampling
     max_tokens: int | None = None  # None: what the context leaves
     limited_by: str = "max_tokens"  # the field that says so
+    seeded: bool = True  # by the client: the same prompt has the same answers
     n: int = 1
     stop: tuple[str, ...] = field(default=(), repr=False)
     keep_stop: bool = False  # in the text
@@ -259,9 +260,10 @@ class Generation(Strict):
         binding = {name: value for name in READERS if (value := getattr(self, name)) is not None}
         bound_by, grammar = (grammar_of(binding) if binding else None) or ("", None)
         return Options(
-            sampling, max_tokens, n=self.n or 1, stop=tuple(filter(None, self.stop or ())),
-            keep_stop=bool(self.include_stop_str_in_output), show_specials=self.skip_special_tokens is False,
-            top_logprobs=top_logprobs, token_ids=bool(self.return_token_ids), ignore_eos=bool(self.ignore_eos),
+            sampling, max_tokens, seeded=self.seed is not None, n=self.n or 1,
+            stop=tuple(filter(None, self.stop or ())), keep_stop=bool(self.include_stop_str_in_output),
+            show_specials=self.skip_special_tokens is False, top_logprobs=top_logprobs,
+            token_ids=bool(self.return_token_ids), ignore_eos=bool(self.ignore_eos),
             truncate=self.truncate_prompt_tokens, salt=self.cache_salt or "", answer_id=self.request_id or "",
             speculate=self.speculate is not False, grammar=grammar, bound_by=bound_by,
             prompt_logprobs=self.prompt_logprobs, logprobs_mode=MODES[self.logprobs_mode or "raw_logprobs"],

@@ -6,6 +6,7 @@ Rules:
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
 3. Tools are functions; others are left out and named. Of input items messages, calls, their results and reasoning are
    known. Reasoning is of the message or the calls behind it: what a template shows of it again is its own affair.
+4. Turns of one role are one: agents send instructions and what a developer says, then several messages of a user.
 
 It knows nothing about models, routes or the network.
 """
@@ -17,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import Refused, object_of, others, parts_left, text_of
+from router_service.dialects.fields import Refused, object_of, others, parts_left, text_of, turns_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -38,7 +39,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({
 INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
 CALL = "call_"  # begins the ids of calls
-THOUGHT: Json = {"role": "assistant", "content": "", "reasoning_content": ""}  # before what was said of it
 MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
 # The chat's fields that are called otherwise here.
 NAMES = MappingProxyType({"response_format.json_schema": "text.format", "response_format": "text.format",
@@ -64,8 +64,8 @@ def chat_of(raw: Json) -> Json:
     if not isinstance(items, list) or not items or len(items) > MAX_ITEMS:
         raise InvalidRequest("input", f"must be a string, or a list of 1 to {MAX_ITEMS} items")
     for i, item in enumerate(items):
-        _add(messages, f"input[{i}]", item)
-    chat["messages"] = messages
+        messages += _messages(f"input[{i}]", item)
+    chat["messages"] = turns_of(messages)
     chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
     text, reasoning = object_of(raw, "text"), object_of(raw, "reasoning")
     if text.get("format") is not None:
@@ -85,27 +85,23 @@ def chat_of(raw: Json) -> Json:
         "reasoning", reasoning, ("effort", "summary", "generate_summary"))
 
 
-def _add(messages: list[Json], at: str, item: Any) -> None:
+def _messages(at: str, item: Any) -> Iterator[Json]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        said = {"role": item.get("role"), "content": text_of(f"{at}.content", item.get("content"))}
-        last = messages[-1] if messages else {}
-        if said["role"] == "assistant" and last.keys() == THOUGHT.keys() and not last["content"]:
-            last |= said
-        else:
-            messages.append(said)
+        role = "system" if item.get("role") == "developer" else item.get("role")
+        yield {"role": role, "content": text_of(f"{at}.content", item.get("content"))}
     elif kind == "function_call":
         call = {"id": as_written(item.get("call_id"), CALL), "type": "function",
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append(call)
+        yield {"role": "assistant", "content": "", "tool_calls": [call]}
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
-                         "content": text_of(f"{at}.output", item.get("output"))})
+        yield {"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
+               "content": text_of(f"{at}.output", item.get("output"))}
     elif kind == "reasoning":
         if thought := text_of(f"{at}.content", item.get("content") or ""):
-            messages.append(THOUGHT | {"reasoning_content": thought})
+            yield {"role": "assistant", "content": "", "reasoning_content": thought}
+    elif kind == "item_reference":
+        raise InvalidRequest(f"{at}.type", f"is not served here; {_KEPT}, as clients do with store: false")
     else:
         raise InvalidRequest(f"{at}.type", "must be 'message', 'function_call', 'function_call_output' or 'reasoning'")
 
@@ -121,7 +117,9 @@ def _tools(tools: Any, choice: Any) -> Json:
     # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
     theirs: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") != "function"}
     if isinstance(choice, dict):
-        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+        if not isinstance(choice.get("name"), str):
+            raise InvalidRequest("tool_choice", 'must name a function, as in {"type": "function", "name": "..."}')
+        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
     return {"tools": made, **({"tool_choice": choice} if choice is not None else {}), **theirs}
 
 
@@ -147,7 +145,7 @@ class ResponsesReply:
         self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
         self._sent = 0
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """The events before any token."""
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         return self._event("response.created", {"response": begun}) + self._event(
@@ -173,7 +171,8 @@ class ResponsesReply:
         cut = self._blocks.finish == "length"
         return {**self._head, "status": "incomplete" if cut else "completed",
                 "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-                "output": [_item(block) for block in self._blocks.all], "usage": _usage(usage)}
+                "output": [_item(block) for block in self._blocks.all],
+                "usage": _usage(usage, self._blocks.reasoning_tokens)}
 
     def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
         number, self._sent = self._sent, self._sent + 1
@@ -226,7 +225,7 @@ def _id(block: Block) -> str:
     return {"call": "fc_", "text": "msg_", "reasoning": "rs_"}[block.kind] + block.id
 
 
-def _usage(usage: Usage) -> Json:
+def _usage(usage: Usage, reasoning: int) -> Json:
     return {"input_tokens": usage.prompt_tokens, "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens}

@@ -158,9 +158,11 @@ def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
         return replace(use, choice=choice or "auto")
     name = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = name.get("name") if isinstance(name, dict) else None
-    if not isinstance(name, str) or name not in use.schemas:
+    if not isinstance(name, str):
         raise InvalidRequest("tool_choice", "must be 'none', 'auto', 'required', or a function among tools, as in "
                              '{"type": "function", "function": {"name": "..."}}')
+    if name not in use.schemas:
+        raise InvalidRequest("tool_choice", f"no function among tools is called {name[:64]!r}")
     return replace(use, choice=name, named=True)
 
 

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from router_service.text.calls import Call, Calls, is_object
+from router_service.text.deltas import TextDelta
 from router_service.text.marks import SECTIONS, Style
 from router_service.text.scanner import NoCall, Scanner, Step, Words
 
@@ -65,11 +66,16 @@ class Named:
         self._name = name
         self._latest: list[str] = []
         self.num_calls = 0
+        self.reasoning_tokens = 0
 
     @property
     def called(self) -> bool:
         """As ``Markup.called``."""
         return is_object(self._latest)
+
+    def take(self, delta: TextDelta) -> Parts:
+        """As ``Markup.take``."""
+        return self.push(delta.text)
 
     def push(self, text: str, over: bool = False, cut: bool = False) -> Parts:
         """As ``Markup.push``."""
@@ -106,17 +112,27 @@ class Markup:
         self._gap: list[str] = []  # blanks around calls: between two pieces of content they are some
         self._begun = self._thought = False  # whether there was content since the latest call, or reasoning
         self._said = False  # whether there was content at all
+        self._thinks = thinking and not mixed
+        self.reasoning_tokens = 0  # of deltas that were taken
         self._parts = Parts()
         self._run: Generator[None, None, None] = self._answer(thinking)
         next(self._run)
 
     def push(self, text: str, over: bool = False, cut: bool = False) -> Parts:
         """What ``text`` adds. ``over``: it is the last; ``cut``: there would be more."""
-        self._text.rest += text
-        self._text.over, self._text.cut = over, cut
-        next(self._run, None)
+        self._read(text, over, cut)
         parts, self._parts = self._parts, Parts()
         return parts
+
+    def take(self, delta: TextDelta) -> Parts:
+        """What ``delta`` adds. Its tokens of reasoning are counted: those before which, or behind which, it runs."""
+        read = 0
+        for token in delta.tokens if self._thoughts is not None else ():
+            thought = self._thinks
+            self._read(token.text)
+            self.reasoning_tokens += thought or self._thinks
+            read += len(token.text)
+        return self.push(delta.text[read:], bool(delta.finish), delta.finish == "length")
 
     @property
     def called(self) -> bool:
@@ -127,6 +143,11 @@ class Markup:
     def num_calls(self) -> int:
         """Calls that are told, so far."""
         return self._calls.count
+
+    def _read(self, text: str, over: bool = False, cut: bool = False) -> None:
+        self._text.rest += text
+        self._text.over, self._text.cut = over, cut
+        next(self._run, None)
 
     def _answer(self, thinking: bool) -> Generator[None, None, None]:
         if thinking and self._thoughts is not None:
@@ -154,7 +175,7 @@ class Markup:
             self._content(mark)
             self._content((yield from self._text.until(Words(self._thoughts[1:]), self._content)))
             return
-        self._thought, self._blank = True, []
+        self._thinks, self._thought, self._blank = True, True, []
         held: list[str] = []
         begun = False
 
@@ -169,6 +190,7 @@ class Markup:
                 held.append(text)
 
         yield from self._text.until(Words(self._thoughts[1:]), tell)
+        self._thinks = False
 
     def _content(self, text: str) -> None:
         if self._bound:  # the beginning of a call that was cut off

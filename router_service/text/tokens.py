@@ -240,9 +240,9 @@ class TextCodec:
 
 
 def too_long(field: str, room: int, length: str) -> InvalidRequest:
-    """A prompt that cannot fit, whatever the answer may have."""
-    return InvalidRequest(field, f"the context holds {room} tokens, but the prompt has {length}; shorten it",
-                          "context_length_exceeded")
+    """A prompt that cannot fit, whatever the answer may have. Agents know it by these words, and shorten their past."""
+    return InvalidRequest(field, f"the prompt is too long: it has {length}, and this model's maximum context length is "
+                          f"{room} tokens; shorten it", "context_length_exceeded")
 
 
 class Detokenizer:
