@@ -8,6 +8,9 @@ kind: Deployment
 metadata:
   {{- include "slipstream.metadata" . | nindent 2 }}
     app.kubernetes.io/component: {{ .role }}
+  {{- if eq (toString .replicas) "" }}
+  annotations: {slipstream/replicas: scaler}
+  {{- end }}
 spec:
   {{- if ne (toString .replicas) "" }}
   replicas: {{ .replicas }}
@@ -34,6 +37,9 @@ kind: LeaderWorkerSet
 metadata:
   {{- include "slipstream.metadata" (dict "root" .root "name" (include "slipstream.groupName" .root)) | nindent 2 }}
     app.kubernetes.io/component: {{ .role }}
+  {{- if eq (toString .replicas) "" }}
+  annotations: {slipstream/replicas: scaler}
+  {{- end }}
 spec:
   {{- if ne (toString .replicas) "" }}
   replicas: {{ .replicas }}
