@@ -16,9 +16,12 @@ spec:
   replicas: {{ .replicas }}
   {{- end }}
   revisionHistoryLimit: 3
-  {{- /* No router is ready before a target is. */}}
-  {{- $waits := ternary (int .root.Values.target.startupSeconds) 0 (eq .role "router") }}
-  progressDeadlineSeconds: {{ add (max (int .pod.startupSeconds) $waits) 60 }}
+  {{- /* A pod may wait for what its forerunner has until that has ended; and no router is ready before a target is. */}}
+  {{- $slowest := 0 }}
+  {{- range list .pod (ternary .root.Values.target .pod (eq .role "router")) }}
+  {{- $slowest = max $slowest (add (int .startupSeconds) (int .terminationGracePeriodSeconds)) }}
+  {{- end }}
+  progressDeadlineSeconds: {{ add $slowest 60 }}
   strategy:
     type: RollingUpdate
     rollingUpdate:
