@@ -658,6 +658,23 @@ def test_monitoring_is_made_where_its_kinds_are_known() -> None:
         assert json.loads(text)["uid"].startswith("slipstream-") and len(text) < 900_000
 
 
+def test_releases_have_boards_of_their_own() -> None:
+    """Grafana's sidecar writes what it finds to files, and Grafana knows boards by uid, and in a folder by title: of
+    releases that share them one has boards, and who leaves takes them along."""
+    taken = set[str]()
+    for changes in ((), ("--namespace", "other"), ("--set", "fullnameOverride=second")):
+        objects = rendered("cpu", *changes)
+        files = {name: json.loads(text) for o in objects if "-dashboard-" in o["metadata"]["name"]
+                 for name, text in o["data"].items()}
+        named = {*files, *(board["uid"] for board in files.values()), *(board["title"] for board in files.values())}
+        assert len(named) == 9 and not named & taken
+        taken |= named
+        for name, board in files.items():
+            (namespace,) = (one for one in board["templating"]["list"] if one["name"] == "namespace")
+            assert namespace["current"]["value"] == [objects[0]["metadata"]["namespace"]]
+            assert len(board["uid"]) <= 40 and name.endswith(".json")
+
+
 def test_certificates_are_good_for_the_names_that_are_dialled() -> None:
     objects = rendered("h100", "--set", "draft.pools[0].name=a", "--set", "draft.pools[0].model=m",
                        "--set", "discovery.enabled=false", "--set", "target.replicas=1", "--set", "draft.replicas=1")
