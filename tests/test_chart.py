@@ -372,7 +372,8 @@ def test_versions_of_kinds_follow_the_cluster(version: str, budget: str, scaler:
 
 def test_names_that_yaml_reads_otherwise_stay_texts() -> None:
     objects = rendered("cpu", "--set-string", "draft.pools[0].name=on,draft.pools[1].name=off,nameOverride=7",
-                       "--set", "draft.replicas=2,fullnameOverride=x", *MONITORING)
+                       "--set", "draft.replicas=2,fullnameOverride=on", *MONITORING)
+    assert all(isinstance(o["metadata"]["name"], str) for o in objects)
     labels = [spec["template"]["metadata"]["labels"] for spec in deployments(objects).values()]
     assert {found.get("slipstream/pool") for found in labels} == {None, "on", "off"}
     services = [o for o in objects if o["kind"] == "Service"]
