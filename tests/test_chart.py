@@ -541,6 +541,17 @@ def test_threads_follow_the_cpus_unless_they_are_set() -> None:
     assert not [a for a in arguments("--set", "config.model.threads=3") if "threads" in a]
 
 
+def test_a_variable_of_ones_own_takes_the_place_of_the_charts() -> None:
+    """As for caches that outlive a pod. Of two with one name server-side apply, which is Helm 4's, refuses both."""
+    objects = rendered("vllm", "--set", "target.extraEnv[0].name=VLLM_CACHE_ROOT,target.extraEnv[0].value=/kept")
+    for pod in pods(objects):
+        for container in pod["containers"]:
+            names = [variable["name"] for variable in container.get("env", [])]
+            assert len(names) == len(set(names)), names
+    (target,) = deployments(objects)["r-slipstream-target"]["template"]["spec"]["containers"]
+    assert {"name": "VLLM_CACHE_ROOT", "value": "/kept"} in target["env"]
+
+
 def test_a_quantity_of_a_profile_may_be_taken_back() -> None:
     """As where a GPU is cut into parts that have names of their own. Null is what Helm has for it."""
     changes = (r"requests.nvidia\.com/gpu=null", r"limits.nvidia\.com/gpu=null", "limits.cpu=null",

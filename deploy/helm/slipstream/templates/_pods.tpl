@@ -159,7 +159,13 @@ args:
   - {{ . | quote }}
   {{- end }}
 env:
-  {{- include "slipstream.cacheEnv" . | nindent 2 }}
+  {{- $given := list }}
+  {{- range .pod.extraEnv }}{{ $given = append $given .name }}{{ end }}
+  {{- range include "slipstream.cacheEnv" . | fromYamlArray }}
+  {{- if not (has .name $given) }}
+  - {{ toJson . }}
+  {{- end }}
+  {{- end }}
   {{- if $cpu }}
   - name: CPUS
     valueFrom:
