@@ -37,7 +37,7 @@ PLATFORM = tuple(f"--platform=manylinux{kind}_x86_64" for kind in (*(f"_2_{n}" f
                                                                    "1"))
 WHEELS_FOR = ("--implementation=cp", "--only-binary=:all:", *PLATFORM, "--platform=linux_x86_64")  # ours, the last
 GPUS = "8.0 8.9 9.0a 10.0a"  # compute capabilities: A100, L4 and L40, H100 and H200, B200
-BASES = {"cuda": "python:3.11-bookworm"}  # where another than that of the Dockerfile is better
+BASES = {"cuda": "docker.io/library/python:3.11-bookworm"}  # where another than that of the Dockerfile is better
 LOCKED = ("-c", str(ROOT / "requirements.lock"))
 WANTED = {"router": "[router,kubernetes,otel]", "vllm": "[service,kubernetes]"}
 

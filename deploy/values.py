@@ -132,7 +132,7 @@ class HpaValues(Section):
 class KedaValues(Section):
     enabled: bool = Field(False, description="needs KEDA and the address of a Prometheus")
     serverAddress: str = ""
-    fallbackReplicas: int = Field(0, ge=0, description="while Prometheus cannot be asked; 0: maxReplicas")
+    fallbackReplicas: int = Field(0, ge=0, description="while Prometheus has no data; 0: as many as there are")
 
 
 class AutoscalingValues(Section):

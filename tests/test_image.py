@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from deploy.image import builder
+from deploy.image import BASES, ROOT, builder
 
 
 @pytest.fixture
@@ -29,3 +30,11 @@ def test_a_client_without_its_daemon_builds_nothing(programs: Path) -> None:
     assert builder() == "buildah"
     install(programs, "docker", "exit 0")
     assert builder() == "docker" and builder(("buildah",)) == "buildah"
+
+
+def test_bases_name_their_registry() -> None:
+    """podman and buildah look nowhere for others, but for a few names that a distribution knows."""
+    bases = re.findall(r"^ARG \w+=(\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
+    assert len(bases) == 2
+    for base in (*bases, *BASES.values()):
+        assert "." in base.partition("/")[0], base

@@ -198,6 +198,31 @@ def test_alerts_fire_and_are_silent(alert: Alert, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("changes", [(), ("--set", "target.nodes=2", "--set", "config.model.tensor_parallel=2")])
+def test_another_release_does_not_hide_one_that_is_gone(changes: tuple[str, ...], tmp_path: Path) -> None:
+    """Each has its rules, and its name in the pods'."""
+    objects = rendered("vllm", *changes, "--api-versions", "monitoring.coreos.com/v1")
+    (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(only(objects, "PrometheusRule")["spec"]))
+    set_of = "targets-0" if changes else "target-5d4-x2x"
+    series = [(service, pod, namespace) for namespace, name in (("ns", "r-slipstream"), ("ns", "r-slipstream-b"),
+                                                                ("other", "r-slipstream"))
+              for service, pod in (("router", f"{name}-router-5d4-x2x"), ("target", f"{name}-{set_of}"))]
+    name, firing = "SlipstreamMetricsAbsent", []
+    for absent in ("router", "target"):
+        there = {f'slipstream_build_info{{service="{service}",pod="{pod}",namespace="{namespace}"}}': "1x20"
+                 for service, pod, namespace in series if (service, namespace, "-b-" in pod) != (absent, "ns", False)}
+        alert = next(alert for alert in ALERTS if alert.name == name)
+        firing.append(_case(there, name, [(6, [{"exp_labels": {
+            "severity": "critical", "service": absent, "namespace": "ns"}, "exp_annotations": alert.annotations}])]))
+    there = {f'slipstream_build_info{{service="{service}",pod="{pod}",namespace="{namespace}"}}': "1x20"
+             for service, pod, namespace in series}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({
+        "rule_files": ["alerts.yaml"], "evaluation_interval": "1m",
+        "tests": [*firing, _case(there, name, [(6, [])])]}, sort_keys=False))
+    done = run("promtool", "test", "rules", tmp_path / "test.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def _case(series: dict[str, str], name: str, moments: list[tuple[int, list[dict[str, object]]]]) -> dict[str, object]:
     return {"interval": "1m",
             "input_series": [{"series": key % BASE if "%s" in key else key, "values": values}

@@ -81,6 +81,30 @@ def test_the_server_refuses_what_makes_no_sense(cluster: Cluster, place: str) ->
     assert cluster.objects(place) == before
 
 
+@pytest.mark.parametrize("side", ["true", "false"])
+def test_a_scaler_keeps_its_targets(cluster: Cluster, place: str, side: str) -> None:
+    """Through upgrades and rollbacks, by the server's merging and by Helm's own: as it is turned on, and where it was
+    there from the beginning."""
+    scaler = ("--set", "target.autoscaling.hpa.enabled=true")
+
+    def targets(*arguments: str) -> int:
+        helm(cluster, place, *arguments, f"--server-side={side}")
+        return replicas(cluster, place)["r-slipstream-target"]
+
+    def scaled(number: int) -> None:
+        done = cluster.run("kubectl", "scale", "deployment/r-slipstream-target", f"--replicas={number}", "-n", place)
+        assert done.returncode == 0, done.stderr
+
+    assert targets("install", "r", CHART, *CPU, *DISCOVERING, *scaler) == 1
+    scaled(3)
+    assert targets("upgrade", "r", CHART, *CPU, *DISCOVERING, *scaler, "--set", "config.target.max_sessions=8") == 3
+    assert targets("rollback", "r", "1") == 3, "of its revisions none has a number"
+    assert targets("upgrade", "r", CHART, *CPU, *DISCOVERING) == 2
+    assert targets("upgrade", "r", CHART, *CPU, *DISCOVERING, *scaler) == 2, "turned on"
+    scaled(4)
+    assert targets("upgrade", "r", CHART, *CPU, *DISCOVERING, *scaler, "--set", "config.target.max_sessions=8") == 4
+
+
 def test_accounts_may_read_slices_if_they_discover_and_nothing_else(cluster: Cluster, place: str) -> None:
     slices = ("discovery.k8s.io", "endpointslices")
     others = [("", "secrets"), ("", "configmaps"), ("", "pods"), ("apps", "deployments"), ("", "serviceaccounts")]

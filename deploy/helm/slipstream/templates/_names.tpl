@@ -20,7 +20,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/* What every object begins with; takes root and name. Further labels may stand behind it. */}}
 {{- define "slipstream.metadata" -}}
-name: {{ .name }}
+name: {{ .name | quote }}
 namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "slipstream.labels" .root | nindent 2 }}

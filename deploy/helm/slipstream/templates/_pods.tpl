@@ -8,14 +8,20 @@ kind: Deployment
 metadata:
   {{- include "slipstream.metadata" . | nindent 2 }}
     app.kubernetes.io/component: {{ .role }}
+  {{- if eq (toString .replicas) "" }}
+  annotations: {slipstream/replicas: scaler}
+  {{- end }}
 spec:
   {{- if ne (toString .replicas) "" }}
   replicas: {{ .replicas }}
   {{- end }}
   revisionHistoryLimit: 3
-  {{- /* No router is ready before a target is. */}}
-  {{- $waits := ternary (int .root.Values.target.startupSeconds) 0 (eq .role "router") }}
-  progressDeadlineSeconds: {{ add (max (int .pod.startupSeconds) $waits) 60 }}
+  {{- /* A pod may wait for what its forerunner has until that has ended; and no router is ready before a target is. */}}
+  {{- $slowest := 0 }}
+  {{- range list .pod (ternary .root.Values.target .pod (eq .role "router")) }}
+  {{- $slowest = max $slowest (add (int .startupSeconds) (int .terminationGracePeriodSeconds)) }}
+  {{- end }}
+  progressDeadlineSeconds: {{ add $slowest 60 }}
   strategy:
     type: RollingUpdate
     rollingUpdate:
@@ -34,6 +40,9 @@ kind: LeaderWorkerSet
 metadata:
   {{- include "slipstream.metadata" (dict "root" .root "name" (include "slipstream.groupName" .root)) | nindent 2 }}
     app.kubernetes.io/component: {{ .role }}
+  {{- if eq (toString .replicas) "" }}
+  annotations: {slipstream/replicas: scaler}
+  {{- end }}
 spec:
   {{- if ne (toString .replicas) "" }}
   replicas: {{ .replicas }}
@@ -150,7 +159,13 @@ args:
   - {{ . | quote }}
   {{- end }}
 env:
-  {{- include "slipstream.cacheEnv" . | nindent 2 }}
+  {{- $given := list }}
+  {{- range .pod.extraEnv }}{{ $given = append $given .name }}{{ end }}
+  {{- range include "slipstream.cacheEnv" . | fromYamlArray }}
+  {{- if not (has .name $given) }}
+  - {{ toJson . }}
+  {{- end }}
+  {{- end }}
   {{- if $cpu }}
   - name: CPUS
     valueFrom:
