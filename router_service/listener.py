@@ -36,7 +36,7 @@ class HttpListener:
                  stall_s: float = STALL_S) -> None:
         """``probes``, ``back_s``: as of ``Room``."""
         if not section.api_keys_file:
-            bind_guard(section.listen, wire)
+            bind_guard(section.listen, wire, public="router.listen")
         self._socket = _listening(section.listen, stall_s)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
