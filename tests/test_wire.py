@@ -664,6 +664,13 @@ def test_what_is_refused_in_plain_text_is_told_what_that_port_can_do(tiny_folder
             RouterService(config, {})
 
 
+def test_keys_do_not_go_over_a_network_in_plain_text_without_leave(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("open-sesame\n")
+    router = RouterSection(listen="0.0.0.0:0", api_keys_file=str(tmp_path / "keys"))
+    with pytest.raises(ConfigError, match=r"router\.listen: .*plain text"):
+        RouterService(Config(model=ModelSection(path=str(tiny_folder)), router=router), {})
+
+
 async def test_health_follows_readiness() -> None:
     server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(Machine(Counting(1)))])
     port = await server.start()
