@@ -52,7 +52,7 @@ test-chaos: setup  ## random faults under random traffic on timed devices, with 
 test-soak: setup  ## requests of every kind and end for minutes: memory, files and threads of each process stay as they are (ARGS="--requests 100000")
 	$(BIN)/pytest -rs tests_chaos/test_soak.py $(ARGS)
 
-fuzz: setup  ## search for bytes that something which takes them from outside neither lets in nor refuses (ARGS="frame-of-draft --seconds 60")
+fuzz: setup  ## feed made-up bytes to all that reads some from outside: each must be taken or refused, nothing else (ARGS="frame-of-draft --seconds 60")
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet atheris==3.0.0
 	$(BIN)/python -m tests_fuzz $(ARGS)
 
@@ -134,7 +134,7 @@ bench-steps: setup  ## milliseconds of a step by rows and threads, and what a pl
 bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full": the whole sweep; ARGS=--real PROMPTS=folder: the default pair, simulated)
 	$(BIN)/python -m bench.traffic.network $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
-bench-floods: setup  ## what a peer costs that floods: a draft against a target, and a target against a draft that serves another
+bench-floods: setup  ## what it costs when a draft floods its target, or a target the draft of another
 	$(BIN)/python -m tests.flooding --model smollm2-135m $(ARGS)
 
 # On a machine without .venv: its own python3, and what gpu-bundle brought.
@@ -150,7 +150,7 @@ gpu:  ## is the engine right on a GPU, and how fast is it? (STAGES="info decode"
 gpu-bundle: .venv/.project  ## what `make gpu` needs on a machine that has torch and no network, in build/gpu-bundle.tar.xz (ARGS="--flashinfer": prebuilt kernels too; ARGS=--rehearse: unpacked and run here)
 	$(BIN)/python -m deploy.bundle $(ARGS)
 
-walk: setup  ## files entered and Python calls of a round, and of a request until its first event (ARGS=--calls: functions)
+walk: setup  ## which files a round and a request go through, and by how many Python calls (ARGS=--calls: which functions)
 	$(BIN)/python -m bench.host.walk $(ARGS)
 
 families: .venv/.project  ## which causal models of transformers model.engine=hf serves, and why not the others: minutes
@@ -162,7 +162,7 @@ demo-fallback: setup  ## on timed devices: a drafter turns bad, speculation stop
 docs: .venv/.project  ## print the tables of docs/, the chart's values, schema, dashboards and alerts from the code
 	$(BIN)/python -m deploy
 
-chart: docs  ## the same
+chart: docs  ## the same as docs
 
 k8s-tools: .venv/.project  ## fetch helm, kubectl, trivy, promtool and Kubernetes' schemas into the cache folder, for the tests
 	$(BIN)/python -m deploy.tools
@@ -170,7 +170,7 @@ k8s-tools: .venv/.project  ## fetch helm, kubectl, trivy, promtool and Kubernete
 k8s-cluster: .venv/.project  ## build an API server and controllers from Debian's source into the cache folder, for test-k8s: minutes, once (ARGS="--jobs 1")
 	$(BIN)/python -m deploy.cluster $(ARGS)
 
-image: .venv/.project  ## build the images router and cpu (IMAGES=cuda for GPUs; ARGS="--base … --builder … --torch …")
+image: .venv/.project  ## build the images router and cpu (IMAGES=cuda for GPUs, IMAGES=vllm; ARGS="--base … --builder … --torch …")
 	for image in $(IMAGES); do $(BIN)/python -m deploy.image $$image $(ARGS) || exit 1; done
 
 # As torch 2.11 for CUDA has it. On a CPU nothing but tests of kernels for GPUs uses it.

@@ -35,8 +35,7 @@ class HttpListener:
                  probes: Container[bytes] = (), back_s: Callable[[], float] = lambda: 1.0,
                  stall_s: float = STALL_S) -> None:
         """``probes``, ``back_s``: as of ``Room``."""
-        if not section.api_keys_file:
-            bind_guard(section.listen, wire)
+        bind_guard(section.listen, wire, public="router.listen")
         self._socket = _listening(section.listen, stall_s)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import psutil
 import pytest
+from click import Group
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from bench.fleet import free_port
@@ -114,6 +116,14 @@ def test_what_a_ready_service_has_loaded_is_out_of_the_collectors_way() -> None:
 @pytest.mark.parametrize(("name", "text"), COMMANDS, ids=[name for name, _ in COMMANDS])
 def test_every_command_teaches_by_example(name: str, text: str) -> None:
     assert "Example" in text and "`slipstream " in text, f"slipstream {name} --help shows no example"
+
+
+def test_every_option_of_a_command_is_explained() -> None:
+    groups = [cast(Group, get_command(each)) for each in (app, models_app)]
+    commands = [command for group in groups for command in group.commands.values()]
+    bare = [f"{command.name} {option.opts[0]}" for command in commands for option in command.params
+            if not getattr(option, "help", "")]
+    assert not bare
 
 
 def test_help_names_all_commands() -> None:

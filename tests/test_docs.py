@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import cast, get_args
@@ -13,6 +14,8 @@ from click import Group
 from pydantic import BaseModel
 from typer.main import get_command
 
+from deploy.dashboards import BOARDS
+from deploy.dashboards.panels import Dashboard
 from deploy.manual import markdown, pages, tables, with_tables
 from deploy.values import ImagesValues, ImageValues, Values
 from slipstream.base.config import Config, config_yaml, load
@@ -192,3 +195,10 @@ def _amount(quantity: str) -> float:
         if quantity.endswith(unit):
             return float(quantity.removesuffix(unit)) * factor
     return float(quantity)
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+def test_the_picture_of_a_board_has_all_its_panels(board: Dashboard) -> None:
+    """`make test-k8s` draws them, in build/dashboards."""
+    picture = (ROOT / "docs" / "dashboards" / f"{board.name}.svg").read_text(encoding="utf-8")
+    assert not [panel.title for panel in board.panels() if f">{escape(panel.title)}<" not in picture]

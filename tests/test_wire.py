@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
-from slipstream.base.config import WireSection
+from router_service.service import RouterService
+from slipstream.base.config import Config, ModelSection, RouterSection, WireSection
 from slipstream.base.errors import (
     CapacityError,
     ConfigError,
@@ -651,6 +653,22 @@ def test_plain_text_stays_on_loopback(listen: str, fine: bool) -> None:
 
 def test_plain_text_beyond_loopback_needs_leave() -> None:
     bind_guard("0.0.0.0:1", WireSection(insecure_allow_plaintext=True))
+
+
+def test_what_is_refused_in_plain_text_is_told_what_that_port_can_do(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"set wire\.tls\.folder"):
+        bind_guard("0.0.0.0:1", WIRE)
+    for key in ("listen", "grpc_listen"):  # clients speak no TLS of ours
+        config = Config(model=ModelSection(path=str(tiny_folder)), router=RouterSection(**{key: "0.0.0.0:0"}))
+        with pytest.raises(ConfigError, match=rf"router\.{key}: 0\.0\.0\.0:0 .*a proxy with TLS"):
+            RouterService(config, {})
+
+
+def test_keys_do_not_go_over_a_network_in_plain_text_without_leave(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("open-sesame\n")
+    router = RouterSection(listen="0.0.0.0:0", api_keys_file=str(tmp_path / "keys"))
+    with pytest.raises(ConfigError, match=r"router\.listen: .*plain text"):
+        RouterService(Config(model=ModelSection(path=str(tiny_folder)), router=router), {})
 
 
 async def test_health_follows_readiness() -> None:

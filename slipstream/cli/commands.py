@@ -24,8 +24,6 @@ from slipstream.models.folder import settled
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
 Overrides = Annotated[list[str] | None, typer.Option(
     "--set", metavar="SECTION.KEY=VALUE", help="Change one setting; may be repeated. `slipstream config` lists them.")]
-Prompts = Annotated[Path | None, typer.Option(
-    metavar="FILE", help="JSONL with `turns` or `prompt` in each line; else our own questions, or the target's.")]
 Logs = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where services log; else a new temporary folder.")]
 MOST_MS = 60_000.0  # of what is simulated
 SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
@@ -198,7 +196,8 @@ def tune(
                                 "the shipped head.")] = "",
     drafter: Annotated[str, typer.Option(
         metavar="KIND", help="eagle3, eagle2, block, mtp or standalone; else `draft.drafter`, or eagle3.")] = "",
-    prompts: Prompts = None,
+    prompts: Annotated[Path | None, typer.Option(
+        metavar="FILE", help="JSONL with `turns` or `prompt` in each line; else questions of our own.")] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the best setting goes.")] = Path("tuned.yaml"),
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 48,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="Of the answers; 0: greedy ones.")] = 0.0,
@@ -243,6 +242,8 @@ Minutes = Annotated[float, typer.Option(min=0, help="For all runs together: abou
 Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the head goes; else TARGET-KIND-trained here.")]
 Work = Annotated[Path | None, typer.Option(
     metavar="FOLDER", help="What is made on the way, to go on from; else in the user's cache folder.")]
+Prompts = Annotated[Path | None, typer.Option(
+    metavar="FILE", help="JSONL with `turns` or `prompt` in each line, to answer; else the target asks itself.")]
 Data = Annotated[list[Path] | None, typer.Option(
     metavar="FOLDER", help="Conversations of this target from another --work, to train on too; may be repeated.")]
 Tokens = Annotated[int, typer.Option(min=0, help="Tokens of conversations to make, given text included, in all runs; "
@@ -267,7 +268,7 @@ Mean = Annotated[bool, typer.Option(
     "--mean", help="Save the mean of the weights of `--begin` and of those learnt, which may be better than both.")]
 HeadKind = Annotated[Literal["eagle3", "dspark"], typer.Option("--kind", help="Of head: `dspark` drafts blocks.")]
 RowsPerStep = Annotated[int, typer.Option(
-    min=1, help="Tokens of a step of the optimiser, which itself takes as long for any number.")]
+    min=1, help="Tokens of one training step: more cost less time each, as a step also takes a fixed time.")]
 Layers = Annotated[int, typer.Option(min=1, max=4, help="Of an EAGLE-3 head: more draft better, and slower.")]
 Seed = Annotated[int, typer.Option(help="The same seed plans the same conversations.")]
 
@@ -319,8 +320,8 @@ def train_head(
 def simulate(
     schedule: Annotated[str, typer.Option(help="plain, colocated, serial, run-ahead or outcomes (far ahead); all: one "
                                           "row each.")] = "all",
-    targets: Annotated[int, typer.Option(min=1)] = 1,
-    drafts: Annotated[int, typer.Option(min=1)] = 1,
+    targets: Annotated[int, typer.Option(min=1, help="Targets, each on a device of its own.")] = 1,
+    drafts: Annotated[int, typer.Option(min=1, help="Drafts, which the targets share.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Streams of each target.")] = 1,
     rtt_ms: Annotated[float, typer.Option(min=0.0, max=MOST_MS, help="Round trip between target and draft.")] = 1.0,
     step_ms: Annotated[float, typer.Option(min=0.01, max=MOST_MS, help="A target step of few rows.")] = 20.0,

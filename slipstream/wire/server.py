@@ -47,13 +47,15 @@ class Servicer(Protocol):
         ...
 
 
-def bind_guard(listen: str, wire: WireSection, tls: TlsFiles | None = None) -> None:
-    """Raises ConfigError if ``listen`` (host:port) reaches beyond loopback in plain text without leave."""
+def bind_guard(listen: str, wire: WireSection, tls: TlsFiles | None = None, public: str = "") -> None:
+    """Raises ConfigError if ``listen`` (host:port) reaches beyond loopback in plain text without leave. public: the
+    setting that it is of, where clients ask and there is no TLS of ours."""
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdigit():
         raise ConfigError(f"listen: {listen!r} is not host:port")
     if tls is None and not wire.insecure_allow_plaintext and not _is_loopback(host):
-        raise ConfigError(f"listen: {listen} reaches beyond this machine in plain text; give TLS files, listen on "
+        way = "put a proxy with TLS before it and" if public else "set wire.tls.folder,"
+        raise ConfigError(f"{public or 'listen'}: {listen} reaches beyond this machine in plain text; {way} listen on "
                           "127.0.0.1, or set wire.insecure_allow_plaintext=true behind a network policy")
 
 
@@ -109,8 +111,9 @@ class GrpcServer:
     """A server for ``servicers`` and grpc.health.v1. Make and use it on one event loop."""
 
     def __init__(self, listen: str, wire: WireSection, servicers: Sequence[Servicer], *, tls: TlsFiles | None = None,
-                 rules: ConnectionRules = RULES) -> None:
-        bind_guard(listen, wire, tls)
+                 rules: ConnectionRules = RULES, public: str = "") -> None:
+        """``public``: as of ``bind_guard``."""
+        bind_guard(listen, wire, tls, public)
         self.listen = listen
         self.port = 0  # set by start
         self._servicers = servicers

@@ -1,6 +1,6 @@
 """Slipstream drafts for vLLM: its own engine asks a draft service for the tokens that it verifies.
 
-    pip install slipstream-vllm
+    pip install . ./integrations/vllm   # in a checkout: it is on no public index
     vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
         "num_speculative_tokens": 4}' --additional-config '{"slipstream": {"drafts": ["draft:8052"]}}'
 
