@@ -9,7 +9,7 @@ a target on each in turn.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import product
@@ -64,18 +64,11 @@ async def both(backend: Backend, prompt: list[int], sampling: Sampling,
     return plain, drafted
 
 
-def speed(answers: Iterable[Measured]) -> float:
-    """Tokens a second of decoding, all answers together."""
-    answers = list(answers)
-    return sum(len(a.tokens) - 1 for a in answers) / max(1e-9, sum(a.decode_s for a in answers))
-
-
 def row(name: str, dtype: str, kernels: str, set_name: str, answers: list[tuple[Measured, Measured]]) -> Row:
     drafted = [d for _, d in answers]
     return {"sampling": name, "dtype": dtype, "kernels": kernels, "set": set_name, "answers": len(answers),
             "equal": sum(p.tokens == d.tokens for p, d in answers),
             "different": sum(p.tokens != d.tokens for p, d in answers),
-            "plain_tokens_per_s": speed(p for p, _ in answers), "drafted_tokens_per_s": speed(drafted),
             "tokens": sum(len(d.tokens) for d in drafted), "from_drafts": sum(d.accepted for d in drafted),
             "acceptance_length": sum(len(d.tokens) for d in drafted) / max(1, sum(d.rounds for d in drafted))}
 
