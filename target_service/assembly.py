@@ -139,11 +139,19 @@ def _warn_if_lossy(config: TargetSection) -> bool:
     return thresholds.lossy
 
 
+def gathers(model: CausalModel) -> bool:
+    """Whether its attention is torch's, not one that reads slots where they are."""
+    if isinstance(model, GraphedDecoder | RankedModel):
+        return not model.spare_slots  # ranks whose attention can be captured have some
+    return not isinstance(model, NativeDecoder)
+
+
 def slots_for(config: TargetSection, model: CausalModel, max_context: int) -> int:
     """KV slots: what the configuration says, else room for all sessions at a typical length, and for one whole context
     with its tree in any case. Raises ConfigError where that does not fit."""
     memory = Memory.of(model.config, model.dtype, model.device,
-                       Limits.on(model.device.type, config.max_sessions).max_step_rows)
+                       Limits.on(model.device.type, config.max_sessions).max_step_rows,
+                       max_context if gathers(model) else 0)
     if isinstance(model, GraphedDecoder | RankedModel):  # which has slots that are handed to nobody
         memory = replace(memory, free=memory.free - model.spare_slots * memory.slot)
     if 0 < config.slots < LEAST_SLOTS:

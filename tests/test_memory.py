@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,12 +13,16 @@ from deploy.values import DraftValues, PodValues, TargetValues
 from slipstream.base.config import DraftSection, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.heads.checkpoint import read_head
+from slipstream.engine.attention import TorchAttention, plan_attention, plan_pages
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.decoder import Decoder
+from slipstream.engine.graphs import GraphedDecoder, capture_eager
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.runner import Memory, default_slots, kv_bytes, slot_bytes, step_bytes
 from slipstream.models.folder import resolve, settled_draft
 from slipstream.observe.log import refuse_private
-from target_service.assembly import slots_for
+from target_service.assembly import gathers, slots_for
 
 CONFIG = config_of(LLAMA_8B)
 GB = 10**9
@@ -27,6 +33,26 @@ def test_bytes_of_a_published_shape() -> None:
     assert slot_bytes(CONFIG, torch.bfloat16) == 2 * 32 * 8 * 128 * 2 + 3 * 4096 * 2
     # 512 rows: logits of 128256 tokens alone are a gigabyte.
     assert 1.0e9 < step_bytes(CONFIG, torch.bfloat16, 512) < 1.4e9
+
+
+def test_a_step_has_room_for_what_torch_s_attention_gathers_and_masks() -> None:
+    """A chunk at the end of a long context has a mask as large as all its logits."""
+    context, builder = 4000, BatchBuilder()
+    for first in (0, 5000):
+        slots = np.arange(first, first + 2 * context, 2)  # no run: they are gathered
+        builder.add([0] * 100, range(100), list(range(20_000 + first, 20_100 + first)), slots)
+    plan = plan_attention(plan_pages(builder.build()), CONFIG.group, torch.bfloat16, torch.device("cpu"))
+    masks = sum(part.mask.nbytes for part in plan if part.mask is not None)
+    gathered = max(part.size[0] * part.size[2] for part in plan) * kv_bytes(CONFIG, torch.bfloat16) // CONFIG.num_layers
+    usual, beside = (step_bytes(CONFIG, torch.bfloat16, 200, tokens) for tokens in (0, context + 100))
+    assert masks > 10**6 and masks + gathered <= beside - usual < 10**9
+
+
+def test_kernels_that_read_slots_need_no_room_for_a_context(tiny_folder: Path) -> None:
+    torchs = load_model(tiny_folder, ModelSection(dtype="float64"))
+    assert gathers(torchs)
+    graphs = GraphedDecoder(cast(Decoder, torchs), TorchAttention(torchs.config, torch.float64), capture_eager)
+    assert not gathers(graphs)
 
 
 @pytest.mark.parametrize(("slots", "told"), [

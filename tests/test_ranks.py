@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -195,6 +196,29 @@ def test_a_rank_that_dies_in_a_step_ends_it(cut: RankedModel) -> None:
     threading.Timer(0.5, os.kill, (cut.pids[0], signal.SIGKILL)).start()
     with pytest.raises(RanksLost, match=r"rank 1 of 2 has ended \(signal 9\)"):
         runner.forward(tree())
+
+
+def test_an_error_inside_of_a_step_ends_all_ranks_and_every_call_after_it(cut: RankedModel) -> None:
+    """Ranks that are out of step would sum what does not belong together."""
+    runner = ModelRunner(cut, 128)
+    builder = BatchBuilder()
+    builder.add([9999], [0], [0], np.zeros(0, np.int64))  # beyond the vocabulary: it fails before any sum
+    with pytest.raises(RanksLost, match=r"ranks of the model are out of step|rank 1 of 2 has ended \(exit code 1\)"):
+        runner.forward(builder.build())
+    with pytest.raises(RanksLost):
+        runner.forward(prompt())
+    with pytest.raises(RanksLost):
+        cut.logits(torch.zeros(1, 48, dtype=torch.float64))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody else limits another process")
+def test_a_rank_that_has_no_memory_in_a_step_ends_it(cut: RankedModel) -> None:
+    """Rank 0 has, and waits for its sum."""
+    runner = ModelRunner(cut, 1 << 16)  # whose pool the other has not made yet
+    rank = psutil.Process(cut.pids[0])
+    rank.rlimit(psutil.RLIMIT_AS, (rank.memory_info().vms + (1 << 20),) * 2)
+    with pytest.raises(RanksLost, match=r"rank 1 of 2 has ended"):
+        runner.forward(prompt())
 
 
 def test_ranks_end_with_whoever_started_them(folder: Path) -> None:

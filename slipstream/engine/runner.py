@@ -10,7 +10,8 @@ Rules:
 2. The same runner serves target and draft; it never learns why a row is there.
 3. Memory is sized before anything is served: what is free beside the model, what a step may need, what is left for
    tokens. A step is bounded from shapes, for the most rows that it may have: logits in float32 with two more copies for
-   choosing, and the widest activations twice. Feature rows are counted from the start.
+   choosing, the widest activations twice, and what torch's attention gathers and masks of a context. Feature rows are
+   counted from the start.
 4. What cannot fit is a ConfigError with numbers, before it is allocated.
 
 It knows nothing about sessions, trees, sampling or the network, nor how memory is given back when it runs out all the
@@ -37,6 +38,7 @@ from numpy.typing import NDArray
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull, in_a_line
 from slipstream.choosing.sampling import GREEDY, Draws, Race
 from slipstream.choosing.transfer import sent
+from slipstream.engine.attention import PADDED_ENTRIES_CUDA
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots, SlotTable
 from slipstream.engine.model import DTYPES, CausalModel, Map, ModelConfig, dtype_of
@@ -60,10 +62,10 @@ class Memory:
     step: int  # what the largest step may need beside them
 
     @staticmethod
-    def of(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_rows: int) -> Memory:
-        """As it is now. max_rows: of one step."""
+    def of(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_rows: int, context: int = 0) -> Memory:
+        """As it is now. max_rows: of one step; context: see ``step_bytes``."""
         free, total = free_memory(device)
-        return Memory(total, free, slot_bytes(config, dtype), step_bytes(config, dtype, max_rows))
+        return Memory(total, free, slot_bytes(config, dtype), step_bytes(config, dtype, max_rows, context))
 
     def slots(self, wanted: int) -> int:
         """How many of ``wanted`` slots there is room for."""
@@ -156,10 +158,14 @@ def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return kv_bytes(config, dtype) + MOST_TAPS * config.hidden_size * dtype.itemsize
 
 
-def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int, context: int = 0) -> int:
+    """context: of the longest answer, where torch's attention gathers what rows read, a layer at a time, and masks it;
+    0: kernels read slots where they are."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widest = max(3 * config.intermediate_size, 2 * heads) + (4 + MOST_TAPS) * config.hidden_size
-    return rows * (2 * widest * dtype.itemsize + config.vocab_size * (4 + 4 + 8))
+    attends = (rows * config.group * context * dtype.itemsize
+               + max(context, PADDED_ENTRIES_CUDA) * kv_bytes(config, dtype) // config.num_layers if context else 0)
+    return rows * (2 * widest * dtype.itemsize + config.vocab_size * (4 + 4 + 8)) + attends
 
 
 def _gb(size: int) -> float:
