@@ -12,7 +12,9 @@ Rules:
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
-5. Both ends write lines of JSON. The process logs nothing, and ends with its standard input.
+5. Messages that a template refuses are tried again ``joined``: clients send several of the system, also in
+   mid-conversation, and of a user, which the API allows and many templates do not.
+6. Both ends write lines of JSON. The process logs nothing, and ends with its standard input.
 
 It knows nothing about tokenizers, and imports little: it starts in a tenth of a second.
 """
@@ -24,6 +26,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from jinja2 import Template, TemplateError
@@ -82,6 +85,8 @@ class Renderer:
         except SecurityError as error:
             raise Problem(BROKEN, f"does what the sandbox forbids: {error}") from error
         except TemplateError as error:
+            if (turns := joined(messages)) != messages:
+                return self._text(turns, add_generation_prompt, given)
             raise Problem(REFUSED, f"the model's chat template refuses: {str(error)[:200]}") from error
         except Exception as error:
             raise Problem(REFUSED, f"the model's chat template cannot render them ({type(error).__name__}); give every "
@@ -152,6 +157,19 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [_map_texts(item, change) for item in value]
     return value
+
+
+def joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One of the system at the beginning, whose later words are a user's; and those of a user that follow one another
+    as one."""
+    begun = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    later = [{**message, "role": "user"} if message["role"] == "system" else message for message in messages[begun:]]
+    turns: list[Mapping[str, Any]] = []
+    for role, run in groupby([*messages[:begun], *later], key=lambda message: message["role"]):
+        said = list(run)
+        together = {**said[0], "content": "\n".join([message["content"] for message in said])}
+        turns += [together] if role in ("system", "user") else said
+    return turns
 
 
 def trial(renderer: Renderer) -> None:
