@@ -264,6 +264,7 @@ class Values(Section):
     tls: TlsValues = TlsValues()
     networkPolicy: NetworkPolicyValues = NetworkPolicyValues()
     monitoring: MonitoringValues = MonitoringValues()
-    bindAddress: str = Field("0.0.0.0", min_length=1, description="[::] where pods have IPv6 addresses only")
+    bindAddress: str = Field("0.0.0.0", min_length=1,
+                             description="[::] where the first address of pods is IPv6, which probes ask")
     runAsUser: int = Field(65532, ge=1, description="not root; also the group, and the owner of volumes")
     extraObjects: list[Blob | str] = Field([], description="rendered with the release")
