@@ -20,7 +20,6 @@ constexpr int BLOCK_ROWS = 1;
 constexpr int BUNDLE = 4;   // query heads that are computed together, at most
 constexpr int LONG = 4;     // chunks; a row of more, whose entries one thread reads, asks for a whole chunk in advance
 constexpr int WIDE = LANES == 4 ? 1 : 2;  // pairs of vectors of a value that are computed together, as registers hold
-constexpr int KEYS = LANES == 8 ? 2 : 1;  // that are multiplied together: sixteen registers hold no queries
 
 struct Place {  // where keys are read, and values `width` further on
     const Chunk& chunk;
@@ -73,18 +72,12 @@ void weighed(const Chunk& chunk, int64_t column, const float* scores, float* kno
 // others where all of it is one function: the compiler must be told.
 template <int N, int H, class SumsOf>
 inline __attribute__((always_inline)) void folded_sums(SumsOf& sums_of, int64_t first, Floats (&sums)[H]) {
-    auto fold = [&]<int S>(std::integral_constant<int, S>, const Floats (&others)[H]) __attribute__((always_inline)) {
-        for (int h = 0; h < H; h++) sums[h] = folded<S>(sums[h], others[h], std::make_integer_sequence<int, LANES>());
-    };
-    if constexpr (N == KEYS) {
-        Floats each[KEYS][H];
-        sums_of(first, each);
-        for (int h = 0; h < H; h++) sums[h] = each[0][h];
-        if constexpr (KEYS == 2) fold(std::integral_constant<int, 1>(), each[1]);
-    } else {
+    if constexpr (N == 1) sums_of(first, sums);
+    else {
         Floats others[H];
         folded_sums<N / 2, H>(sums_of, first, sums), folded_sums<N / 2, H>(sums_of, first + N / 2, others);
-        fold(std::integral_constant<int, N / 2>(), others);
+        for (int h = 0; h < H; h++)
+            sums[h] = folded<N / 2>(sums[h], others[h], std::make_integer_sequence<int, LANES>());
     }
 }
 
@@ -97,24 +90,18 @@ void attend_heads(const Op& op, const Place& place, const Place& next, Coming co
     const int size = SIZE ? SIZE : op.head_dim;
     int64_t width = int64_t(op.kv_heads) * size, stride = size + 2;
     Floats scale = all(1.0f / sqrtf(float(size)));
-    auto sums_of = [&](int64_t first, Floats (&sums)[KEYS][H]) __attribute__((always_inline)) {
-        for (int64_t i = first; i < first + KEYS; i++) {
-            coming.ask_on(op);
-            if (asked) continue;
+    auto sums_of = [&](int64_t i, Floats (&sums)[H]) __attribute__((always_inline)) {
+        const bf16* key = place[i];
+        coming.ask_on(op);
+        if (!asked) {
             int64_t early = i + EARLY;
             const bf16* then = early < chunk.count ? place[early] : next[early - chunk.count];
             ask(then, size), ask(then + width, size);
         }
-        const bf16* keys[KEYS];
-        for (int k = 0; k < KEYS; k++) {
-            keys[k] = place[first + k];
-            for (int h = 0; h < H; h++) sums[k][h] = Floats{};
-        }
+        for (int h = 0; h < H; h++) sums[h] = Floats{};
         for (int j = 0; j < size; j += 2 * LANES) {
-            Pairs pairs[KEYS];
-            for (int k = 0; k < KEYS; k++) pairs[k] = pairs_of(words_at(keys[k] + j));
-            for (int h = 0; h < H; h++)
-                for (int k = 0; k < KEYS; k++) sums[k][h] = add_keys(sums[k][h], query + h * size + j, pairs[k]);
+            Pairs keys = pairs_of(words_at(key + j));
+            for (int h = 0; h < H; h++) sums[h] = add_keys(sums[h], query + h * size + j, keys);
         }
     };
     for (int64_t first = 0; first < chunk.count; first += LANES) {
