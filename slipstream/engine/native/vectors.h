@@ -67,7 +67,7 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// sum + a * b, in the register that the sum stands in: left to itself, a compiler short of registers moves sums to memory.
+// sum + a * b, in the register of the sum: by AVX2 a compiler, left to itself, moves sums of many rows to memory and back.
 inline Floats add_product(Floats sum, Floats a, Floats b) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
@@ -77,7 +77,7 @@ inline Floats add_product(Floats sum, Floats a, Floats b) {
 #endif
 }
 
-// The same address, of which a compiler short of registers does not know that it has been read: it reads again, when it must.
+// The same address, hidden from the compiler, so that it reads what stands there anew and keeps no register for it.
 template <class T>
 inline const T* read_anew(const T* p) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
