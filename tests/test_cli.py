@@ -62,14 +62,17 @@ def on_free_ports() -> tuple[str, ...]:
 
 
 SIGNALLED = """
-import asyncio, sys, threading
+import asyncio, os, select, signal, sys, threading
 from slipstream.base.config import Config
 from slipstream.cli.process import run
 
 async def serve(config, stop, ready):
-    if sys.argv[1] == "ready":
+    if sys.argv[1] != "loading":
         ready()
         print("here", flush=True)
+        if sys.argv[1] == "both":
+            select.select([0], [], [])
+            os.kill(os.getpid(), signal.SIGTERM)  # the loop has heard of neither
         await stop.wait()
         return
     print("here", flush=True)
@@ -79,9 +82,11 @@ run(Config(), serve, while_input=True)
 """
 
 
-@pytest.mark.parametrize("by", ["a signal", "the end of its input"])
-@pytest.mark.parametrize(("state", "code", "told"), [("ready", 0, ""), ("loading", 143, "ended before it was ready")])
-def test_a_service_that_loads_has_nothing_to_drain(state: str, code: int, told: str, by: str) -> None:
+@pytest.mark.parametrize(("state", "by", "code", "told"), [
+    ("ready", "a signal", 0, ""), ("ready", "the end of its input", 0, ""), ("both", "the end of its input", 0, ""),
+    ("loading", "a signal", 143, "ended before it was ready"),
+    ("loading", "the end of its input", 143, "ended before it was ready")])
+def test_a_service_that_loads_has_nothing_to_drain(state: str, by: str, code: int, told: str) -> None:
     """A pod that is taken back while it loads would hold its GPU until the model is there."""
     process = subprocess.Popen([sys.executable, "-c", SIGNALLED, state], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

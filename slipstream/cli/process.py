@@ -111,32 +111,32 @@ async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None
 
 async def until_signalled(config: Config, serve: Serve, while_input: bool = False) -> None:
     """Serve until SIGTERM or SIGINT; one that has nothing to wait for (rule 1) exits at once, as a shell expects it:
-    with 128 and its number. while_input: the end of standard input, a pipe, is a first SIGTERM."""
+    with 128 and its number. while_input: the end of standard input, a pipe, drains too, and makes no signal a second."""
     stop, ready = asyncio.Event(), asyncio.Event()
+    heard: set[str] = set()
 
     def begun() -> None:
         ready.set()
         gc.freeze()
 
-    def signalled(number: int) -> None:
+    def ask(number: int, by: str) -> None:
         if not ready.is_set():
             logger("start").info("ended before it was ready", signal=number)
-        if stop.is_set() or not ready.is_set():
+        if by in heard or not ready.is_set():
             os._exit(128 + number)
+        heard.add(by)
         stop.set()
 
-    def said() -> None:
-        if os.read(STDIN, 1):
-            return
-        loop.remove_reader(STDIN)
-        if not stop.is_set():
-            signalled(signal.SIGTERM)
+    def read() -> None:
+        if not os.read(STDIN, 1):
+            loop.remove_reader(STDIN)
+            ask(signal.SIGTERM, "input")
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled, number)
+        loop.add_signal_handler(number, ask, number, "signal")
     if while_input:
-        loop.add_reader(STDIN, said)
+        loop.add_reader(STDIN, read)
     await serve(config, stop, begun)
 
 
