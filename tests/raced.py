@@ -1,11 +1,13 @@
-"""``python -m tests.raced``: the kernels that choose. With TRITON_INTERPRET=1 set, in Triton's interpreter, on a CPU,
-beside ``choosing``; without, compiled for an H100, whose code is looked at. What it prints last says what was seen."""
+"""``python -m tests.raced [TIMES]``: the kernels that choose. With TRITON_INTERPRET=1 set, in Triton's interpreter, on a
+CPU, beside ``choosing``, TIMES as many random cases as the tests have; without, compiled for an H100, whose code is
+looked at. What it prints last says what was seen."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -231,7 +233,7 @@ def trees() -> None:
     assert found[0] == found[1] and found[2] == found[3], SEED
 
 
-def interpreted() -> str:
+def interpreted(times: int) -> str:
     interpreter._patch_lang_tensor = with_index
     with np.errstate(all="ignore"):
         same_noise()
@@ -241,8 +243,8 @@ def interpreted() -> str:
         trees()
         assert trial(2 * PART + 3, CPU) == "" and difference(race_of(7), CPU) == ""
         edges()
-        assert filtered(40) > 0.9
-        return f"{choices(120)} rows raced and {greedy(30)} children compared"
+        assert filtered(20 * times) > 0.9
+        return f"{choices(40 * times)} rows raced and {greedy(10 * times)} children compared"
 
 
 def sources() -> Iterator[tuple[str, ASTSource, int]]:
@@ -320,7 +322,7 @@ def compilations() -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(interpreted() if os.environ.get("TRITON_INTERPRET") == "1" else compiled())
+    print(interpreted(int(*sys.argv[1:]) or 1) if os.environ.get("TRITON_INTERPRET") == "1" else compiled())
 
 
 if __name__ == "__main__":

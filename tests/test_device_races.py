@@ -114,8 +114,10 @@ def test_a_witness_says_why_there_is_nothing_to_see() -> None:
 
 
 @needs_triton
-def test_kernels_say_what_choosing_does(tmp_path: Path) -> None:
-    assert "children compared" in own_python(tmp_path, "-m", "tests.raced", TRITON_INTERPRET="1").splitlines()[-1]
+@pytest.mark.parametrize("times", ["1", pytest.param("3", marks=pytest.mark.long)])
+def test_kernels_say_what_choosing_does(tmp_path: Path, times: str) -> None:
+    told = own_python(tmp_path, "-m", "tests.raced", times, TRITON_INTERPRET="1")
+    assert "children compared" in told.splitlines()[-1]
 
 
 @needs_triton
