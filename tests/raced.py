@@ -1,5 +1,5 @@
-"""``python -m tests.raced [TIMES]``: the kernels that choose. With TRITON_INTERPRET=1 set, in Triton's interpreter, on a
-CPU, beside ``choosing``, TIMES as many random cases as the tests have; without, compiled for an H100, whose code is
+"""``python -m tests.raced [TIMES]``: the kernels that choose. With TRITON_INTERPRET=1 set, in Triton's interpreter, on
+a CPU, beside ``choosing``, TIMES as many random cases as the tests have; without, compiled for an H100, whose code is
 looked at. What it prints last says what was seen."""
 
 from __future__ import annotations
