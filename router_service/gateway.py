@@ -52,7 +52,8 @@ from slipstream.observe.spans import Spans, well_formed
 from slipstream.protocol.chat import Begun, Usage
 from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, TargetInfo
 
-MAX_N = 8  # answers that one request may ask for
+MAX_N = 128  # answers that one request may ask for to each of its prompts
+MAX_SENT = 1 << 21  # tokens of prompts that are sent to targets for one request: as many as its body can hold
 
 
 class Gateway:
@@ -297,6 +298,9 @@ class Gateway:
         info, prompts = self.info, self._prompts(asked)
         param = "messages" if asked.messages else "prompt"
         limits = tuple(_room(param, prompt, asked.options, info) for prompt in prompts)
+        if (sent := sum(map(len, prompts)) * asked.options.n) > MAX_SENT:
+            raise InvalidRequest("n", f"makes {sent} tokens of prompts, each answer's counted; at most {MAX_SENT} go in "
+                                 "one request: ask for fewer answers")
         if (most := asked.most_tokens) is not None:
             limits = tuple(min(limit, most) for limit in limits)
         shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()

@@ -44,7 +44,7 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "stop": "a text or at most 32, of at most 1,024 characters each; no part of the answer",
     "include_stop_str_in_output": "false; `stop` is part of the answer", "stop_token_ids": "at most 48",
     "min_tokens": "0; no end before so many", "ignore_eos": "false; no end by itself",
-    "n": "1; at most 8; choice i has the seed `seed` + i",
+    "n": "1; at most 128; choice i has the seed `seed` + i",
     "logprobs": "chat: true, and as many as `top_logprobs`; completions: how many; at most 20, 1,048,576 in all",
     "top_logprobs": "chat: true, and as many as `top_logprobs`; completions: how many; at most 20, 1,048,576 in all",
     "stream": "false",
