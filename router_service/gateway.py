@@ -299,8 +299,8 @@ class Gateway:
         param = "messages" if asked.messages else "prompt"
         limits = tuple(_room(param, prompt, asked.options, info) for prompt in prompts)
         if (sent := sum(map(len, prompts)) * asked.options.n) > MAX_SENT:
-            raise InvalidRequest("n", f"makes {sent} tokens of prompts, each answer's counted; at most {MAX_SENT} go in "
-                                 "one request: ask for fewer answers")
+            raise InvalidRequest("n", f"makes {sent} tokens of prompts, each answer's counted; at most {MAX_SENT} go "
+                                 "in one request: ask for fewer answers")
         if (most := asked.most_tokens) is not None:
             limits = tuple(min(limit, most) for limit in limits)
         shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
