@@ -315,6 +315,28 @@ async def test_log_probabilities_name_tokens_by_their_ids_where_trainers_ask(rou
     assert [entry["token"] for entry in ended["logprobs"]["content"]] == [f"token_id:{EOS}"]
 
 
+async def test_a_stop_token_is_part_of_the_text_where_what_stops_is(
+        routed: Routing, folders: dict[str, Path]) -> None:
+    asked: dict[str, Any] = {"prompt": TEXT, "temperature": 0, "max_tokens": 12, "return_token_ids": True,
+                             "skip_special_tokens": False}
+    kept = {"include_stop_str_in_output": True}
+
+    async def said(**more: Any) -> tuple[str, list[int]]:
+        choice = (await routed.post(COMPLETIONS, **asked, **more)).json()["choices"][0]
+        return choice["text"], choice["token_ids"]
+
+    free, ids = await said()
+    letter = next(letter for letter in reversed(free) if letter.isascii())
+    end = ids.index(ord(letter))
+    before, after = await said(stop_token_ids=[ord(letter)]), await said(stop_token_ids=[ord(letter)], **kept)
+    assert before[1] == after[1] == ids[: end + 1] and after[0] == before[0] + letter
+    mark = TextCodec(folders["target"]).specials[EOS]
+    ended = {"logit_bias": {str(EOS): 100}}
+    assert await said(**ended) == ("", [EOS]) and await said(**ended, **kept) == (mark, [EOS])
+    asked["skip_special_tokens"] = True
+    assert await said(**ended, **kept) == ("", [EOS])
+
+
 async def test_a_streamed_prompt_is_told_whole_where_a_stop_string_may_begin_the_answer(routed: Routing) -> None:
     asked = {"prompt": TEXT, "echo": True, "logprobs": 0, "max_tokens": 4, "temperature": 0, "prompt_logprobs": 0}
     free = (await routed.post(COMPLETIONS, **asked)).json()["choices"][0]

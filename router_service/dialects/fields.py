@@ -42,7 +42,7 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "repetition_penalty": "1; above 0, at most 100", "logit_bias": "token id → -100 to 100, 300 at most",
     "seed": "random; the same seed and prompt give the same answer, with drafts and without",
     "stop": "a text or at most 32, of at most 1,024 characters each; no part of the answer",
-    "include_stop_str_in_output": "false; `stop` is part of the answer", "stop_token_ids": "at most 48",
+    "include_stop_str_in_output": "false; the answer ends with what stopped it", "stop_token_ids": "at most 48",
     "min_tokens": "0; no end before so many", "ignore_eos": "false; no end by itself",
     "n": "1; at most 128; choice i has the seed `seed` + i",
     "logprobs": "chat: true, and as many as `top_logprobs`; completions: how many; at most 20, 1,048,576 in all",
