@@ -282,6 +282,7 @@ class Surface:
             raise InvalidRequest("n", "must be 1")
         options = asked.options
         for name, wanted in (("prompt_logprobs", options.tells_prompt), ("return_token_ids", options.token_ids),
+                             ("return_tokens_as_token_ids", options.by_ids),
                              ("logprobs", options.top_logprobs is not None)):
             if wanted:
                 raise InvalidRequest(name, f"is told by {CHAT} and {COMPLETIONS} alone", "unsupported_parameter")

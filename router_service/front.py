@@ -13,7 +13,7 @@ It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -23,7 +23,7 @@ from router_service.dialects.openai import MAX_CONTAINERS, Asked, num_containers
 from router_service.gateway import Gateway, Run
 from router_service.tenants import Tenant
 from router_service.text.calls import call_id
-from router_service.text.deltas import TextDelta
+from router_service.text.deltas import AnswerToken, TextDelta
 from router_service.text.markup import Markup, Named, finish_of
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import ChatOptions, Delta, Function, Message, TextToken, ToolCall, Usage
@@ -52,10 +52,11 @@ class GatewayFront:
 
         return self._run("chat", plan, NAMES | {"tool_choice": "function"} if options.function is not None else NAMES)
 
-    def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncGenerator[Delta, None]:
+    def complete(self, model: str, prompt: str | Sequence[int],
+                 options: ChatOptions) -> AsyncGenerator[Delta, None]:
         def plan() -> Asked:
             raw = self._raw(model, options)
-            raw["prompt"] = prompt
+            raw["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
             raw["logprobs"] = raw.pop("top_logprobs", None)
             return self._gateway.plan_completion(parse(CompletionBody, raw), options.begun)
 
@@ -90,7 +91,7 @@ class GatewayFront:
                         for part in parts:
                             yield Delta(prompt=part)
                     if delta.text or delta.tokens or delta.finish or identity:
-                        yield _told(_delta(delta, run.usage() if delta.finish else None, identity), markup,
+                        yield _told(self._delta(delta, run.usage() if delta.finish else None, identity), markup,
                                     run.job.options.tell_reasoning)
                         identity = ""
             except Exception:
@@ -103,6 +104,16 @@ class GatewayFront:
             if isinstance(error, InvalidRequest) and (name := names.get(error.field.partition(".")[0])):
                 raise InvalidRequest(name, error.message, error.code) from error
             raise
+
+    def _delta(self, delta: TextDelta, usage: Usage | None, identity: str) -> Delta:
+        return Delta(delta.text, tuple(map(self._token, delta.tokens)), delta.finish, usage, identity)
+
+    def _token(self, token: AnswerToken) -> TextToken:
+        if token.logprob is None:
+            return TextToken(token.id, token.text, token.drafted)
+        text = self._gateway.codec.token_text
+        top = tuple([(i, text(i), value) for i, value in token.logprob.top])
+        return TextToken(token.id, token.text, token.drafted, token.logprob.logprob, top)
 
     async def _markup(self, run: Run) -> Markup | Named | None:
         job = run.job
@@ -154,12 +165,6 @@ def _tool(at: str, function: Function) -> dict[str, Any]:
     schema = ({"parameters": read_json(f"{at}.parameters", function.parameters.encode())}
               if function.parameters else {})
     return {"type": "function", "function": {"name": function.name, **described, **schema}}
-
-
-def _delta(delta: TextDelta, usage: Usage | None, identity: str) -> Delta:
-    tokens = [TextToken(token.id, token.text, token.drafted,
-                        token.logprob.logprob if token.logprob is not None else None) for token in delta.tokens]
-    return Delta(delta.text, tuple(tokens), delta.finish, usage, identity)
 
 
 def _told(delta: Delta, markup: Markup | Named | None, reasoning: bool) -> Delta:

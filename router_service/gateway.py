@@ -52,7 +52,8 @@ from slipstream.observe.spans import Spans, well_formed
 from slipstream.protocol.chat import Begun, Usage
 from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, TargetInfo
 
-MAX_N = 8  # answers that one request may ask for
+MAX_N = 128  # answers that one request may ask for to each of its prompts
+MAX_SENT = 1 << 21  # tokens of prompts that are sent to targets for one request: as many as its body can hold
 
 
 class Gateway:
@@ -295,8 +296,10 @@ class Gateway:
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""
         info, prompts = self.info, self._prompts(asked)
-        param = "messages" if asked.messages else "prompt"
-        limits = tuple(_room(param, prompt, asked.options, info) for prompt in prompts)
+        limits = tuple(_room(_param(asked, i), prompt, asked.options, info) for i, prompt in enumerate(prompts))
+        if (sent := sum(map(len, prompts)) * asked.options.n) > MAX_SENT:
+            raise InvalidRequest("n", f"makes {sent} tokens of prompts, each answer's counted; at most {MAX_SENT} go "
+                                 "in one request: ask for fewer answers")
         if (most := asked.most_tokens) is not None:
             limits = tuple(min(limit, most) for limit in limits)
         shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
@@ -312,9 +315,11 @@ class Gateway:
     def _prompts(self, asked: Asked) -> list[Sequence[int]]:
         info, last = self.info, asked.options.truncate
         room = info.max_context if last is None else None  # what is cut is read as a whole
-        prompts: list[Sequence[int]] = [self.codec.chat(asked.messages, asked.turn, room)] if asked.messages else [
-            self.codec.encode(prompt, room, asked.add_special_tokens) if isinstance(prompt, str) else prompt
-            for prompt in asked.prompts]
+        prompts: list[Sequence[int]] = [self.codec.chat(asked.messages, asked.turn, room)] if asked.messages else []
+        for i, prompt in enumerate(asked.prompts):
+            with written_as({"prompt": _param(asked, i)}):
+                prompts.append(self.codec.encode(prompt, room, asked.add_special_tokens) if isinstance(prompt, str)
+                               else prompt)
         if last is not None:
             keep = last if last >= 0 else max(info.max_context - (asked.options.max_tokens or 1), 1)
             prompts = [prompt[max(len(prompt) - keep, 0):] for prompt in prompts]
@@ -339,6 +344,11 @@ class Gateway:
         if not set(tokens).isdisjoint(job.options.ends(self.codec.stop_token_ids, job.vocab_size)):
             raise InvalidRequest("begun.tokens", "one of them ends an answer")
         return replace(job, begun=tokens, identity=self._balancer.identity(begun.identity))
+
+
+def _param(asked: Asked, number: int) -> str:
+    """What a refusal of one prompt names: of many, which one."""
+    return "messages" if asked.messages else "prompt" if len(asked.prompts) == 1 else f"prompt[{number}]"
 
 
 def _salted(namespace: str, salt: str) -> str:

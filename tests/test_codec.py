@@ -240,6 +240,12 @@ def test_requests_and_texts_come_back() -> None:
     assert decode_complete(encode_complete("m", "hi", more)) == ("m", "hi", more)
     prompt = Delta(prompt=(PromptToken(1, "a"), PromptToken(2, "b", -0.5, 1, ((2, "b", -0.5), (7, "x", -2.0)))))
     assert decode_delta(encode_delta(prompt)) == prompt
+    assert decode_complete(encode_complete("m", (3, 0, 7), more)) == ("m", (3, 0, 7), more)
+    both = inference_pb2.CompleteRequest(prompt="hi", prompt_tokens=[3])
+    with pytest.raises(InvalidRequest, match="prompt"):
+        decode_complete(both.SerializeToString())
+    likely = Delta("a", (TextToken(1, "a", False, -0.5, ((1, "a", -0.5), (2, "b", -1.5))),))
+    assert decode_delta(encode_delta(likely)) == likely
     bound = replace(OPTIONS, grammar=Grammar("regex", "a+"))
     assert decode_complete(encode_complete("m", "hi", bound)) == ("m", "hi", bound)
     assert decode_chat(encode_chat("m", (Message("user", "hi"),), OPTIONS)) == ("m", (Message("user", "hi"),), OPTIONS)

@@ -102,6 +102,18 @@ async def test_what_does_not_fit_gives_its_place_back(tiny_folder: Path) -> None
         assert r.service.gateway.admission.in_flight == 0
 
 
+async def test_prompts_are_sent_so_many_times_as_a_body_could_hold_them(tiny_folder: Path) -> None:
+    target = EchoTarget(end=1)
+    target.context = 1 << 20
+    async with routing(tiny_folder, target) as r:
+        for count, prompts in ((64, [[70] * (1 << 15)]), (32, [[70] * (1 << 15)] * 2)):
+            assert (await r.post(COMPLETIONS, prompt=prompts, n=count, max_tokens=1)).status_code == 200
+            for over in ({"prompt": [*prompts, [70]]}, {"n": count + 1}):
+                refused = await r.post(COMPLETIONS, **{"prompt": prompts, "n": count, "max_tokens": 1, **over})
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+        assert len(target.requests) == 128
+
+
 def test_a_text_that_cannot_fit_is_not_encoded(tmp_path: Path) -> None:
     codec = TextCodec(write_folder(tmp_path, byte_level()))
     longest = max(len(token) for token in byte_level().get_vocab())
@@ -214,7 +226,7 @@ def test_a_whole_answer_costs_as_much_for_each_of_its_deltas(use: ToolUse | None
             Counted.seen += len(self)
             return Counted(str(self) + str(other))
 
-    codec: Any = SimpleNamespace(style=Style())
+    codec: Any = SimpleNamespace(style=Style(), token_text=str)
     options = Options(Sampling(), parsed=True, use=use)
     reply = ChatReply("a", 0, Job("chat", "tiny", ((1,),), (1000,), options, 260), codec)
     deltas = [TextDelta(Counted("word ")) for _ in range(1000)]

@@ -326,6 +326,7 @@ async def test_a_body_is_an_object_wherever_it_goes(tiny_folder: Path) -> None:
 @pytest.mark.parametrize(("path", "fields", "param"), [
     (MESSAGES, {"logprobs": True}, "logprobs"), (MESSAGES, {"return_token_ids": True}, "return_token_ids"),
     (RESPONSES, {"return_token_ids": True}, "return_token_ids"),
+    (RESPONSES, {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"), (RESPONSES, {"top_logprobs": 2},
                                                                            "top_logprobs"),
 ])

@@ -79,6 +79,33 @@ async def test_each_token_that_was_said_is_told(tiny_folder: Path, stop: tuple[s
     assert deltas[-1].usage.completion_tokens == len(ids)
 
 
+async def test_alternatives_are_told_as_over_http(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget(accepted=2)) as r, client_of(r) as client:
+        for top in (0, 2):
+            asked = {"messages": HELLO, "seed": 7, "max_tokens": 9, "logprobs": True, "top_logprobs": top}
+            entries = (await r.post(CHAT, **asked)).json()["choices"][0]["logprobs"]["content"]
+            deltas = await told(client, HELLO, max_tokens=9, top_logprobs=top)
+            tokens = [token for delta in deltas for token in delta.tokens]
+            assert [token.logprob for token in tokens] == [entry["logprob"] for entry in entries]
+            assert [[(text, value) for _, text, value in token.top] for token in tokens] == [
+                [(likely["token"], likely["logprob"]) for likely in entry["top_logprobs"]] for entry in entries]
+            assert all(len(token.top) == top for token in tokens)
+    assert [i for i, _, _ in tokens[0].top] == [tokens[0].id, tokens[0].id + 1]
+
+
+async def test_a_prompt_may_be_token_ids(tiny_folder: Path) -> None:
+    target, ids = EchoTarget(), [72, 105, EOS]
+    async with routing(tiny_folder, target) as r, client_of(r) as client:
+        right = (await r.post(COMPLETIONS, prompt=ids, seed=7, max_tokens=9)).json()["choices"][0]["text"]
+        deltas = [delta async for delta in client.complete(ids, seed=7, max_tokens=9)]
+        assert "".join(delta.text for delta in deltas) == right
+        assert [list(request.tokens) for request in target.requests] == [ids] * 2
+        for wrong in ([], [260], [-1], [1 << 40], ["a"], 5, [70] * ((1 << 20) + 1)):
+            with pytest.raises(InvalidRequest) as caught:
+                [delta async for delta in client.complete(wrong)]  # type: ignore[arg-type]
+            assert caught.value.field == "prompt", short(wrong)
+
+
 async def test_calls_and_reasoning_are_told_as_over_http(thinking_folder: Path) -> None:
     target = EchoTarget(accepted=2)
     target.says, target.context, target.takes = THOUGHT, 4096, ("grammar",)

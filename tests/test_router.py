@@ -139,6 +139,8 @@ async def test_choices_have_their_own_seeds(tiny_folder: Path) -> None:
         assert len(random) == 5, "absent seeds differ"
         batch = (await r.post(COMPLETIONS, prompt=[PROMPT] * 4, n=2, max_tokens=30)).json()["choices"]
         assert len({choice["text"] for choice in batch}) == 8, "of each prompt of a batch, too"
+        group = (await r.post(COMPLETIONS, prompt=PROMPT, n=128, seed=5, max_tokens=12)).json()["choices"]
+        assert [choice["text"] for choice in group] == [expected(5 + i, 12) for i in range(128)], "as trainers ask"
 
 
 async def test_logprobs_in_both_formats(tiny_folder: Path) -> None:
@@ -245,7 +247,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"temperature": -1}, 400, "temperature", "invalid_value"),
     (CHAT, {"temperature": "1"}, 400, "temperature", "invalid_value"),
     (CHAT, {"top_p": 0}, 400, "top_p", "invalid_value"),
-    (CHAT, {"n": 9}, 400, "n", "invalid_value"),
+    (CHAT, {"n": 129}, 400, "n", "invalid_value"),
     (CHAT, {"n": 0}, 400, "n", "invalid_value"),
     (CHAT, {"stop": ["a"] * 33}, 400, "stop", "invalid_value"),
     (CHAT, {"stop": "a" * 1025}, 400, "stop[0]", "invalid_value"),
@@ -264,6 +266,10 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": [260]}, 400, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": ["x", ""]}, 400, "prompt[1]", "invalid_value"),
+    (COMPLETIONS, {"prompt": [[1], [2], [260]]}, 400, "prompt[2]", "invalid_value"),
+    (COMPLETIONS, {"prompt": ["x", "x" * CONTEXT * 9]}, 400, "prompt[1]", "context_length_exceeded"),
+    (COMPLETIONS, {"prompt": ["x", "x" * CONTEXT]}, 400, "prompt[1]", "context_length_exceeded"),
     (COMPLETIONS, {"prompt": [1 << 70]}, 400, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": [1] * CONTEXT}, 400, "prompt", "context_length_exceeded"),
     (COMPLETIONS, {"prompt": "x", "best_of": 2}, 400, "best_of", "unsupported_parameter"),

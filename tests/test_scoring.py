@@ -292,6 +292,51 @@ async def test_clients_get_prompts_and_scores_in_the_shapes_they_know(routed: Ro
     assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
+async def test_log_probabilities_name_tokens_by_their_ids_where_trainers_ask(routed: Routing) -> None:
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "return_token_ids": True}
+    named = {"return_tokens_as_token_ids": True}
+    body = {**asked, "prompt": TEXT, "echo": True, "logprobs": 20}
+    texts, ids = [(await routed.post(COMPLETIONS, **body, **more)).json()["choices"][0] for more in ({}, named)]
+    columns = ids["logprobs"]
+    assert columns["tokens"] == [f"token_id:{i}" for i in [*ids["prompt_token_ids"], *ids["token_ids"]]]
+    for token, value, top in zip(columns["tokens"][1:], columns["token_logprobs"][1:], columns["top_logprobs"][1:],
+                                 strict=True):
+        assert top[token] == value and len(top) >= 20, "bytes that are no text are not one"
+        assert all(name.removeprefix("token_id:").isdecimal() for name in top)
+    assert columns["text_offset"] == texts["logprobs"]["text_offset"] and ids["text"] == texts["text"]
+    body = {**asked, "messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    texts, ids = [(await routed.post(CHAT, **body, **more)).json()["choices"][0] for more in ({}, named)]
+    for by_text, by_id, i in zip(texts["logprobs"]["content"], ids["logprobs"]["content"], ids["token_ids"],
+                                 strict=True):
+        assert by_id["token"] == f"token_id:{i}" and by_id["bytes"] == by_text["bytes"]
+        assert by_id["token"] in [likely["token"] for likely in by_id["top_logprobs"]]
+    del body["return_token_ids"]
+    ended = (await routed.post(CHAT, **body, **named, logit_bias={str(EOS): 100})).json()["choices"][0]
+    assert [entry["token"] for entry in ended["logprobs"]["content"]] == [f"token_id:{EOS}"]
+
+
+async def test_a_stop_token_is_part_of_the_text_where_what_stops_is(
+        routed: Routing, folders: dict[str, Path]) -> None:
+    asked: dict[str, Any] = {"prompt": TEXT, "temperature": 0, "max_tokens": 12, "return_token_ids": True,
+                             "skip_special_tokens": False}
+    kept = {"include_stop_str_in_output": True}
+
+    async def said(**more: Any) -> tuple[str, list[int]]:
+        choice = (await routed.post(COMPLETIONS, **asked, **more)).json()["choices"][0]
+        return choice["text"], choice["token_ids"]
+
+    free, ids = await said()
+    letter = next(letter for letter in reversed(free) if letter.isascii())
+    end = ids.index(ord(letter))
+    before, after = await said(stop_token_ids=[ord(letter)]), await said(stop_token_ids=[ord(letter)], **kept)
+    assert before[1] == after[1] == ids[: end + 1] and after[0] == before[0] + letter
+    mark = TextCodec(folders["target"]).specials[EOS]
+    ended = {"logit_bias": {str(EOS): 100}}
+    assert await said(**ended) == ("", [EOS]) and await said(**ended, **kept) == (mark, [EOS])
+    asked["skip_special_tokens"] = True
+    assert await said(**ended, **kept) == ("", [EOS])
+
+
 async def test_a_streamed_prompt_is_told_whole_where_a_stop_string_may_begin_the_answer(routed: Routing) -> None:
     asked = {"prompt": TEXT, "echo": True, "logprobs": 0, "max_tokens": 4, "temperature": 0, "prompt_logprobs": 0}
     free = (await routed.post(COMPLETIONS, **asked)).json()["choices"][0]
@@ -352,7 +397,7 @@ def test_scores_that_are_written_in_parts_are_those_of_one(count: int, folders: 
                           tuple(i for row in top[first:end] for i, _ in row),
                           tuple(value for row in top[first:end] for _, value in row))
              for first, end in itertools.pairwise(ends)]
-    prompts = Prompts(codec, [tokens], 1, ("".join(map(chr, tokens)),), 1, 2)
+    prompts = Prompts(codec, codec.token_text, [tokens], 1, ("".join(map(chr, tokens)),), 1, 2)
     after = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{}], "text_offset": [count]}
     texts = [codec.token_text(token) for token in tokens]
     assert orjson.loads(orjson.dumps(prompts.columns(0, parts, after))) == {

@@ -155,9 +155,11 @@ def grpc_seeds() -> Iterator[bytes]:
     options = ChatOptions(max_tokens=5, temperature=0.5, seed=9, stop=("x",), logit_bias=((3, 1.5),), speculate=False)
     yield encode_chat("tiny", (Message("system", "be brief"), Message("user", "hello")), options)
     yield encode_complete("tiny", "once", options)
+    yield encode_complete("tiny", (3, 4), options)
     yield encode_complete("tiny", "once", replace(options, grammar=Grammar("choice", '["a", "b"]')))
     yield from asking.tools_seeds()
-    told = Delta("hi", (TextToken(3, "h", True, -0.5), TextToken(4, "i", False, None)), "stop", Usage(3, 2, 5))
+    tokens = TextToken(3, "h", True, -0.5, ((3, "h", -0.5),)), TextToken(4, "i")
+    told = Delta("hi", tokens, "stop", Usage(3, 2, 5))
     yield encode_delta(told)
     yield encode_delta(told._replace(reasoning="hm", tool_calls=(ToolCall("f", "{}", "c1", 2),)))
 

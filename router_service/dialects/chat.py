@@ -228,7 +228,7 @@ class ChatReply:
         self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": job.model}
         self._markups = job.markups(codec)  # one a choice; [] leaves all to the content
         self._tell_reasoning = options.tell_reasoning
-        self._codec = codec
+        self._codec, self._name = codec, options.names(codec)
         self._logprobs = options.top_logprobs is not None
         self._prompt: Json = {"prompt_token_ids": list(job.prompts[0])} if options.token_ids else {}
         self._scored = job.told(codec)
@@ -295,7 +295,7 @@ class ChatReply:
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> Json:
-        return {"token": self._codec.token_text(token), "logprob": max(logprob, LOWEST),
+        return {"token": self._name(token), "logprob": max(logprob, LOWEST),
                 "bytes": list(self._codec.token_bytes(token))}
 
     def _ids_of(self, tokens: Sequence[AnswerToken]) -> Json:

@@ -53,7 +53,7 @@ class TextReply:
     def __init__(self, answer_id: str, created: int, job: Job, codec: TextCodec) -> None:
         self._head: Json = {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created,
                             "model": job.model}
-        self._job, self._codec = job, codec
+        self._job, self._name = job, job.options.names(codec)
         self._logprobs = job.options.top_logprobs is not None
         self._scored = job.told(codec)
         self.detailed = self._logprobs or job.options.token_ids or self._scored is not None
@@ -97,9 +97,9 @@ class TextReply:
         columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
             if token.logprob is not None:
-                columns["tokens"].append(self._codec.token_text(token.id))
+                columns["tokens"].append(self._name(token.id))
                 columns["token_logprobs"].append(max(token.logprob.logprob, LOWEST))
-                columns["top_logprobs"].append(alternatives(self._codec, (token.id, token.logprob.logprob),
+                columns["top_logprobs"].append(alternatives(self._name, (token.id, token.logprob.logprob),
                                                             token.logprob.top))
                 columns["text_offset"].append(offset)
             offset += len(token.text)

@@ -78,7 +78,8 @@ PLACE = "\x00text\x00"
 class Options:
     """How answers are wanted, the prompt apart. ``sampling`` lacks the model's stop tokens and each choice's own seed.
 
-    ``truncate``: tokens of a prompt that count, the last ones; -1: as many as fit. ``token_ids``: they are told."""
+    ``truncate``: tokens of a prompt that count, the last ones; -1: as many as fit. ``token_ids``: they are told;
+    ``by_ids``: log probabilities name tokens by them."""
 
     sampling: Sampling
     max_tokens: int | None = None  # None: what the context leaves
@@ -94,6 +95,7 @@ class Options:
     tell_reasoning: bool = True
     top_logprobs: int | None = None
     token_ids: bool = False
+    by_ids: bool = False
     ignore_eos: bool = False
     truncate: int | None = None
     salt: str = field(default="", repr=False)
@@ -123,7 +125,11 @@ class Options:
     def tells_all(self) -> bool:
         """Whether each token that was said is told, those that end an answer too: who scores counts them, and who
         trains on what was said learns when to end."""
-        return self.echo or self.token_ids
+        return self.echo or self.token_ids or self.by_ids
+
+    def names(self, codec: TextCodec) -> Callable[[int], str]:
+        """How log probabilities name a token: texts are for readers, and several tokens may have the same."""
+        return "token_id:{}".format if self.by_ids else codec.token_text
 
     def told_apart(self, style: Style) -> bool:
         """Whether calls and reasoning are told apart from the other words of an answer. Where a grammar binds it from
@@ -196,6 +202,7 @@ class Generation(Strict):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Whole | None = None
     request_id: str | None = None
     cache_salt: str | None = Field(None, max_length=MAX_SALT)
@@ -263,7 +270,8 @@ class Generation(Strict):
             sampling, max_tokens, seeded=self.seed is not None, n=self.n or 1,
             stop=tuple(filter(None, self.stop or ())), keep_stop=bool(self.include_stop_str_in_output),
             show_specials=self.skip_special_tokens is False, top_logprobs=top_logprobs,
-            token_ids=bool(self.return_token_ids), ignore_eos=bool(self.ignore_eos),
+            token_ids=bool(self.return_token_ids), by_ids=bool(self.return_tokens_as_token_ids),
+            ignore_eos=bool(self.ignore_eos),
             truncate=self.truncate_prompt_tokens, salt=self.cache_salt or "", answer_id=self.request_id or "",
             speculate=self.speculate is not False, grammar=grammar, bound_by=bound_by,
             prompt_logprobs=self.prompt_logprobs, logprobs_mode=MODES[self.logprobs_mode or "raw_logprobs"],
@@ -531,7 +539,8 @@ class Job:
         if not options.tells_prompt:
             return None
         echoed = options.top_logprobs if options.echo else None
-        return Prompts(codec, self.prompts, options.n, self.shown, echoed, options.prompt_logprobs)
+        return Prompts(codec, options.names(codec), self.prompts, options.n, self.shown, echoed,
+                       options.prompt_logprobs)
 
     def markups(self, codec: TextCodec) -> list[Markup | Named]:
         """What tells calls and reasoning apart, one an answer to the only prompt; [] where nobody asks for it."""

@@ -32,10 +32,12 @@ LOWEST = -9999.0  # the API's way to say "never"; JSON has no infinity
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Of one request; ``n`` answers each. ``texts``: where they are echoed, else (). ``echoed`` and ``told``:
-    alternatives of each token where it is scored in an echo, or beside it; None: it is not."""
+    """Of one request; ``n`` answers each. ``name``: how an echo calls a token. ``texts``: where they are echoed, else
+    (). ``echoed`` and ``told``: alternatives of each token where it is scored in an echo, or beside it; None: it is
+    not."""
 
     codec: TextCodec
+    name: Callable[[int], str]
     tokens: Sequence[Sequence[int]]
     n: int
     texts: Sequence[str] = ()
@@ -50,9 +52,9 @@ class Prompts:
         """OpenAI's ``logprobs``, so far, before those of the ``answer``."""
         rows, none = self._rows(number, scores, self.echoed), [[None]]
         told: dict[str, Iterable[list[Any]]] = {
-            "tokens": ([self.codec.token_text(token) for token in part] for part in _parts(self._tokens(number))),
+            "tokens": ([self.name(token) for token in part] for part in _parts(self._tokens(number))),
             "token_logprobs": chain(none, ([max(value, LOWEST) for _, value, _, _ in part] for part in rows())),
-            "top_logprobs": chain(none, ([alternatives(self.codec, (token, value), top)
+            "top_logprobs": chain(none, ([alternatives(self.name, (token, value), top)
                                           for token, value, _, top in part] for part in rows())),
             "text_offset": self._offsets(number)}
         return {name: _written(chain(parts, [answer[name]])) for name, parts in told.items()}
@@ -106,11 +108,11 @@ class Prompts:
         return ([max(0, offset - before) for offset in part] for part in _parts(offsets))
 
 
-def alternatives(codec: TextCodec, own: tuple[int, float], top: Sequence[tuple[int, float]]) -> Json:
-    """By text, the likeliest first; ``top`` is in that order. ``own``, the token that stands there, is among them."""
+def alternatives(name: Callable[[int], str], own: tuple[int, float], top: Sequence[tuple[int, float]]) -> Json:
+    """By name, the likeliest first; ``top`` is in that order. ``own``, the token that stands there, is among them."""
     told: Json = {}
     for token, value in (*top, own):
-        told.setdefault(codec.token_text(token), max(value, LOWEST))
+        told.setdefault(name(token), max(value, LOWEST))
     return told
 
 

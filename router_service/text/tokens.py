@@ -322,9 +322,9 @@ class Completion:
     def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
                  identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
                  shown: Collection[int] = (), within: bool = False, all_told: bool = False) -> None:
-        """``keep_stop``: the stop string that ends it is part of its text. ``shown``: so are these special tokens.
-        ``within``: it goes on from its prompt's. ``all_told``: tokens that are no part of its text, as they end it, are
-        told with none."""
+        """``keep_stop``: the stop string or token that ends it is part of its text. ``shown``: so are these special
+        tokens. ``within``: it goes on from its prompt's. ``all_told``: tokens that are no part of its text, as they end
+        it, are told with none."""
         self.identity = identity
         self.tally = Tally()
         self.finished = False
@@ -333,7 +333,7 @@ class Completion:
         self._silent = frozenset(request.sampling.stop_token_ids)
         self._vocab_size = vocab_size
         self._detokenizer = Detokenizer(codec, shown, within)
-        self._all_told = all_told
+        self._all_told, self._keep_stop = all_told, keep_stop
         self._prompt = len(request.tokens) - request.answered
         self._scores: list[PromptScores] = []
         self._unscored = 0 if request.prompt_logprobs is None else len(request.tokens) - 1
@@ -407,7 +407,7 @@ class Completion:
             tally.tokens += 1
             tally.accepted += i < piece.accepted
             logprob = piece.logprobs[i] if i < len(piece.logprobs) else None
-            if last and token in self._silent:
+            if last and token in self._silent and not self._keep_stop:
                 if self._all_told:
                     self._held.append((self._length, AnswerToken(token, "", i < piece.accepted, logprob)))
                 break

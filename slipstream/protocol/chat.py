@@ -26,6 +26,7 @@ MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
 MAX_BIASES = 300
 MAX_BEGUN = 1 << 18  # tokens
+MAX_PROMPT_IDS = 1 << 20  # as many as fit a body of JSON
 MAX_WORDS, MAX_WORD = 128, 64  # bad words, and characters of one
 
 
@@ -131,12 +132,14 @@ class PromptToken(NamedTuple):
 
 
 class TextToken(NamedTuple):
-    """One token of the answer; ``drafted`` when a drafter had proposed it. logprob: natural log, if asked for."""
+    """One token of the answer; ``drafted`` when a drafter had proposed it. logprob: natural log, if asked for; ``top``:
+    id, text and natural log of as many as were asked for, the likeliest first."""
 
     id: int
     text: str
     drafted: bool = False
     logprob: float | None = None
+    top: tuple[tuple[int, str, float], ...] = ()
 
     def __repr__(self) -> str:
         return f"TextToken(id={self.id})"

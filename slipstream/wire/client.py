@@ -121,8 +121,8 @@ class Caller(Generic[Deltas]):
         turns = _messages(messages)
         return self._stream(Asked("Chat", lambda options: encode_chat(model, turns, options), _options(options)))
 
-    def complete(self, prompt: str, *, model: str = "", **options: Any) -> Deltas:
-        """Deltas of what follows ``prompt``, without a chat template."""
+    def complete(self, prompt: str | Sequence[int], *, model: str = "", **options: Any) -> Deltas:
+        """Deltas of what follows ``prompt``, a text or token ids, without a chat template."""
         return self._stream(Asked("Complete", lambda options: encode_complete(model, prompt, options),
                                   _options(options)))
 

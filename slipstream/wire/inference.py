@@ -16,7 +16,7 @@ It knows nothing about tokenizers, models or balancing. Format: ``proto/slipstre
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sized
+from collections.abc import AsyncGenerator, Callable, Sequence, Sized
 from contextlib import aclosing
 from dataclasses import fields
 from functools import partial
@@ -31,6 +31,7 @@ from slipstream.protocol.chat import (
     MAX_BODY_BYTES,
     MAX_CALLS,
     MAX_ITEMS,
+    MAX_PROMPT_IDS,
     MAX_STOP_IDS,
     MAX_STOPS,
     MAX_TOOLS,
@@ -61,6 +62,7 @@ from slipstream.wire.fields import (
 from slipstream.wire.status import Context, abort
 
 Ts = TypeVarTuple("Ts")
+Likely = tuple[tuple[int, str, float], ...]  # id, text and natural log
 # Repeated, and what of them one request may hold.
 LISTS = {"stop": MAX_STOPS, "allowed_token_ids": MAX_ALLOWED, "bad_words": MAX_WORDS, "stop_token_ids": MAX_STOP_IDS}
 # These, and messages of their own or what is enumerated.
@@ -100,17 +102,27 @@ def _call(wire: inference_pb2.ToolCall) -> ToolCall:
     return ToolCall(wire.name, wire.arguments, wire.id, wire.index)
 
 
-def encode_complete(model: str, prompt: str, options: ChatOptions) -> bytes:
-    """Raises InvalidRequest for an option that its field cannot hold."""
-    request = inference_pb2.CompleteRequest(model=model, prompt=prompt, options=_options(options))
+def encode_complete(model: str, prompt: str | Sequence[int], options: ChatOptions) -> bytes:
+    """Raises InvalidRequest for what its field cannot hold."""
+    request = inference_pb2.CompleteRequest(model=model, options=_options(options))
+    try:
+        if isinstance(prompt, str):
+            request.prompt = prompt
+        else:
+            request.prompt_tokens.extend(prompt)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest("prompt", "must be a text or token ids") from error
     return request.SerializeToString(deterministic=True)
 
 
-def decode_complete(data: bytes) -> tuple[str, str, ChatOptions]:
+def decode_complete(data: bytes) -> tuple[str, str | tuple[int, ...], ChatOptions]:
     """Raises InvalidRequest."""
     wire = inference_pb2.CompleteRequest()
     _parse_request(wire, data)
-    return wire.model, wire.prompt, _options_of(wire.options)
+    if wire.prompt and wire.prompt_tokens:
+        raise InvalidRequest("prompt", "is given as a text and as token ids; send one of them")
+    _at_most("prompt", wire.prompt_tokens, MAX_PROMPT_IDS)
+    return wire.model, tuple(wire.prompt_tokens) or wire.prompt, _options_of(wire.options)
 
 
 def _parse_request(wire: inference_pb2.ChatRequest | inference_pb2.CompleteRequest, data: bytes) -> None:
@@ -182,14 +194,14 @@ def encode_delta(delta: Delta) -> bytes:
             item.drafted = True
         if token.logprob is not None:
             item.logprob = token.logprob
+        _add_likely(item, token.top)
     if delta.finish:
         wire.finish_reason = delta.finish
     if delta.identity:
         wire.identity = delta.identity
     for part in delta.prompt:
         scored = wire.prompt.add(id=part.id, text=part.text, rank=part.rank, logprob=part.logprob)
-        for i, text, logprob in part.top:
-            scored.top.add(id=i, text=text, logprob=logprob)
+        _add_likely(scored, part.top)
     if delta.reasoning:
         wire.reasoning_content = delta.reasoning
     for call in delta.tool_calls:
@@ -199,17 +211,25 @@ def encode_delta(delta: Delta) -> bytes:
     return message.SerializeToString()
 
 
+def _add_likely(wire: inference_pb2.TextToken | inference_pb2.PromptToken, top: Likely) -> None:
+    for i, text, logprob in top:
+        wire.top.add(id=i, text=text, logprob=logprob)
+
+
+def _likely(wire: inference_pb2.TextToken | inference_pb2.PromptToken) -> Likely:
+    return tuple([(likely.id, likely.text, likely.logprob) for likely in wire.top])
+
+
 def decode_delta(data: bytes) -> Delta:
     """Raises RemoteProtocolError."""
     message = inference_pb2.ChatResponse()
     parse(message, data, "delta")
     wire = message.delta
-    tokens = tuple(TextToken(token.id, token.text, token.drafted, token.logprob if token.HasField("logprob") else None)
-                   for token in wire.tokens)
+    tokens = tuple(TextToken(token.id, token.text, token.drafted, token.logprob if token.HasField("logprob") else None,
+                             _likely(token)) for token in wire.tokens)
     usage = made(Usage, wire.usage, reached=tuple(wire.usage.reached)) if wire.HasField("usage") else None
     prompt = tuple(PromptToken(token.id, token.text, token.logprob if token.HasField("logprob") else None, token.rank,
-                               tuple((likely.id, likely.text, likely.logprob) for likely in token.top))
-                   for token in wire.prompt)
+                               _likely(token)) for token in wire.prompt)
     return Delta(wire.text, tokens, wire.finish_reason, usage, wire.identity, prompt, wire.reasoning_content,
                  tuple(map(_call, wire.tool_calls)))
 
@@ -230,7 +250,8 @@ class Front(Protocol):
 
     def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]: ...
 
-    def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncGenerator[Delta, None]: ...
+    def complete(self, model: str, prompt: str | Sequence[int],
+                 options: ChatOptions) -> AsyncGenerator[Delta, None]: ...
 
     async def models(self) -> list[str]: ...
 
