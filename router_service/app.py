@@ -250,7 +250,8 @@ class Surface:
         asks_for_ids = "text/event-stream" in request.headers.get("accept", "")
         origin = reached.origin if reached is not None else Origin(
             run.id, run.created, asked.options.sampling.seed, run.identity if asks_for_ids else "")
-        reply = reply_to(run.job.options.answer_id or origin.name, origin.created, run.job, self._gateway.codec)
+        reply = reply_to(run.job.options.answer_id or origin.name, origin.created, run.job, self._gateway.codec,
+                         run.identity)
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
             events = self._events(run, reply, self._ids(request, run, origin, reached), body, request.scope[REQUEST_ID])

@@ -228,7 +228,7 @@ def test_a_whole_answer_costs_as_much_for_each_of_its_deltas(use: ToolUse | None
 
     codec: Any = SimpleNamespace(style=Style(), token_text=str)
     options = Options(Sampling(), parsed=True, use=use)
-    reply = ChatReply("a", 0, Job("chat", "tiny", ((1,),), (1000,), options, 260), codec)
+    reply = ChatReply("a", 0, Job("chat", "tiny", ((1,),), (1000,), options, 260), codec, "")
     deltas = [TextDelta(Counted("word ")) for _ in range(1000)]
     message = reply.whole([deltas], Usage(1, 1000))["choices"][0]["message"]
     told = message["tool_calls"][0]["function"]["arguments"] if use else message["content"]

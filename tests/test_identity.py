@@ -33,7 +33,7 @@ from slipstream.wire.target import TargetClient, TargetServicer
 from tests.echo import EchoTarget, answer_bytes
 from tests.loop import eventually
 from tests.pair import WIRE, Rig, target
-from tests.routing import COMPLETIONS, HELLO, Routing, routing
+from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, events, routing
 from tests.test_moving import balanced, echo_request, read
 from tests.tiny import write_tiny_model
 
@@ -174,6 +174,19 @@ async def test_a_model_that_was_exchanged_since_the_last_poll_takes_new_answers(
     only.identity = OTHER
     assert await read(balancer.submit(echo_request())) == answer_bytes(echo_request())[:30]
     assert [request.identity for request in only.requests] == [EchoTarget().identity, OTHER]
+
+
+async def test_each_answer_says_whose_it_is(tiny_folder: Path) -> None:
+    """Who trains on answers has to know which weights gave them."""
+    only = EchoTarget()
+    async with routing(tiny_folder, only) as r:
+        for identity in (only.identity, OTHER, None):
+            only.identity = identity
+            right = None if identity is None else identity.tag
+            for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello", "n": 2})):
+                whole = (await r.post(path, max_tokens=3, **asked)).json()
+                chunks = events((await r.post(path, stream=True, max_tokens=3, **asked)).text)
+                assert {chunk["system_fingerprint"] for chunk in (whole, *chunks)} == {right}
 
 
 async def test_the_error_has_a_name_on_both_surfaces(tiny_folder: Path) -> None:

@@ -221,11 +221,12 @@ def _read(at: str, arguments: str) -> Json:
 
 
 class ChatReply:
-    """``chat.completion`` and its chunks, of the answers to ``job``."""
+    """``chat.completion`` and its chunks, of the answers to ``job``. identity: of the model that gives them."""
 
-    def __init__(self, answer_id: str, created: int, job: Job, codec: TextCodec) -> None:
+    def __init__(self, answer_id: str, created: int, job: Job, codec: TextCodec, identity: str) -> None:
         options = job.options
-        self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": job.model}
+        self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": job.model,
+                            "system_fingerprint": identity or None}
         self._markups = job.markups(codec)  # one a choice; [] leaves all to the content
         self._tell_reasoning = options.tell_reasoning
         self._codec, self._name = codec, options.names(codec)

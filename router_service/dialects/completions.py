@@ -48,11 +48,12 @@ class CompletionBody(Generation):
 
 
 class TextReply:
-    """``text_completion``, which has one form for whole answers and chunks, of the answers to ``job``."""
+    """``text_completion``, which has one form for whole answers and chunks, of the answers to ``job``. identity: of
+    the model that gives them."""
 
-    def __init__(self, answer_id: str, created: int, job: Job, codec: TextCodec) -> None:
+    def __init__(self, answer_id: str, created: int, job: Job, codec: TextCodec, identity: str) -> None:
         self._head: Json = {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created,
-                            "model": job.model}
+                            "model": job.model, "system_fingerprint": identity or None}
         self._job, self._name = job, job.options.names(codec)
         self._logprobs = job.options.top_logprobs is not None
         self._scored = job.told(codec)
