@@ -408,8 +408,10 @@ class PoolFallback:
         beliefs = self._beliefs
         if piece.plain_s:
             self._learn(piece)
-        # A target that does not say, or a text that was looked up, tells nothing of drafts.
-        if not answer.allowed or not piece.plain_s:
+        # A target that does not say, or a text that was looked up, tells nothing of drafts; nor does an answer that its
+        # own target drafts no more for: taken for silence, many of them made one late draft the end of the pool.
+        left = piece.state != "speculate" and not piece.drafted and not piece.wait_s and not self._policy.probing
+        if not answer.allowed or not piece.plain_s or left:
             beliefs.purse.earn(piece.verify_s, len(self._followed))
             return
         # A chain is the shallowest tree of so many nodes that can have had what was accepted.

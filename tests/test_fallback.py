@@ -27,6 +27,7 @@ class Pool:
     wait_s: float = 0.001
     plain_s: float = PLAIN_S  # as the target says with each piece
     looks_up: bool = False  # all texts copy: no target asks for drafts
+    stumbles: bool = False  # the next answer that drafts waits in vain, once
     hangs: bool = False  # the drafts are connected and never answer: a first wait of each answer is in vain
 
     def clock(self) -> float:
@@ -40,6 +41,7 @@ class PoolAnswer:
         self.pool = pool
         self.speculate = speculate
         self.closed = self.waited = False
+        self.shadow = False  # its own target drafts for it no more
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
@@ -48,6 +50,11 @@ class PoolAnswer:
         if not self.speculate:
             return Piece((1,), verify_s=PLAIN_S, state="plain", plain_s=PLAIN_S)
         pool = self.pool
+        if self.shadow:
+            return Piece((1,), verify_s=PLAIN_S, state="shadow", plain_s=PLAIN_S)
+        if pool.stumbles:
+            pool.stumbles = False
+            return Piece((1,), verify_s=PLAIN_S, wait_s=0.005, plain_s=PLAIN_S, late=True)
         if pool.hangs:
             wait_s, self.waited = (0.0 if self.waited else 0.25), True
             return Piece((1,), 0, 0, verify_s=PLAIN_S, wait_s=wait_s, plain_s=PLAIN_S, late=wait_s > 0.0)
@@ -269,3 +276,14 @@ async def test_more_answers_in_a_step_are_no_reason_to_leave() -> None:
     world.pool.accepted = 0
     await world.run(5.0)
     assert world.fallback.mode is not Mode.SPECULATE
+
+
+async def test_answers_that_their_targets_draft_no_more_for_are_not_a_pool_s_silence() -> None:
+    """A draft is late once, and then come the pieces of many for whom nobody drafts."""
+    world = await prepared(20)
+    for inner in world.inner[1:]:
+        inner.shadow = True
+    for _ in range(20):
+        world.pool.stumbles = True
+        await world.run(1.0)
+        assert world.fallback.mode is Mode.SPECULATE and world.inner[0].speculate

@@ -449,6 +449,20 @@ def test_others_pay_for_each_row_of_a_tree_that_is_waited_for() -> None:
     assert decided(alone).wait_s > 0.0 and decided(few, others=3).wait_s == 0.0
 
 
+@pytest.mark.parametrize("sessions", [1, 4, 16, 32, 64, 128])
+def test_all_who_draft_in_one_step_see_what_it_costs_them_together(sessions: int) -> None:
+    """Rows are nearly free until there are many, and each session thinks of a few more."""
+    def step_s(rows: int) -> float:
+        return 0.020 * (1 + (rows / 200) ** 3) ** (1 / 3)
+
+    costs = {rows: step_s(rows) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)}
+    policy, _ = policy_of(costs, exchange_s=0.001)
+    tokens, most = Acceptance(), CONFIG.max_nodes
+    rates = [(1 + tokens.tokens(nodes)) / step_s(sessions * (1 + nodes)) for nodes in range(most + 1)]
+    verify = decided(policy, others=sessions - 1).verify
+    assert verify > 0 and rates[verify] > 0.95 * max(rates), (verify, [round(rate, 1) for rate in rates])
+
+
 def test_the_first_texts_do_not_judge_for_all_others() -> None:
     """The first one is hard, and drafts stop. The next few find out for themselves; later ones are told. Who never had
     a draft is none of them."""

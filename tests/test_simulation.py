@@ -108,6 +108,12 @@ def test_streams_that_wait_share_a_step() -> None:
     assert rate("serial", replace(SOME, batch=8)) > 6 * rate("serial")
 
 
+@pytest.mark.parametrize("schedule", ["serial", "colocated"])
+def test_trees_of_a_crowd_are_no_larger_than_its_device_takes(schedule: str) -> None:
+    crowd = Deployment(Timing(knee_rows=50), batch=16)
+    assert rate(schedule, crowd, 2.0) > 1.3 * rate("plain", crowd, 2.0)
+
+
 def test_a_draft_serves_two_targets_and_a_target_two_drafts() -> None:
     one = rate("run-ahead")
     assert rate("run-ahead", replace(SOME, targets=2)) > 1.6 * one

@@ -461,11 +461,6 @@ class Beliefs:
         self._share = 1.0
         self._drafted = 0  # sessions that ask for drafts
 
-    def steps(self, sessions: int, most: int) -> Sequence[float]:
-        """Seconds of a step of ``sessions`` with one row each and 0, 1, … ``most`` more, as they count for one of
-        them."""
-        return self.costs.shares(sessions, most) if self.together else self.costs.steps(sessions, most)
-
     def passed(self, earned_s: float, spent_s: float, lookup: bool) -> None:
         """A round of any session is over. Without prompt lookup it counts as a plain one."""
         alone = self.alone

@@ -5,8 +5,8 @@ Rules:
    others:  gain = tokens * plain / (plain + worth * ((1 + others) * (verify - plain) + wait + toll)).
    It is above 1 exactly when more tokens are made than without a drafter: ``worth`` is what else a second would give
    (``beliefs.alone``), so a draft has to beat prompt lookup, not just plain steps.
-2. The rows of others are worth a token each, drafts or not: the estimate errs to the plain side. In an engine that
-   steps all ``together`` each is priced as if all did as it does, which is what its steps measure.
+2. Each tree is priced as if all of the step had one of its size: what is cheap for one is not for all at once. A chain
+   that the text foretells, which few have, is priced behind those of others; not in an engine that steps ``together``.
 3. A wait is granted while its round reaches ``leave_gain``, or ``enter_gain`` where a drafter has to read the prompt
    first. One that does not is tried when the purse can pay for what it should lose. Where all stand while one waits,
    it is granted to as many at once as are worth the time of all; a try is one of all.
@@ -161,8 +161,8 @@ class Standing:
 
 @value
 class Prices:
-    """Of the coming step. ``steps``: its seconds with 0, 1, 2, … draft nodes; ``rows``: sessions that wait for them;
-    ``tokens``: that these get without them."""
+    """Of the coming step. ``steps``: its seconds with 0, 1, 2, … draft nodes, as they count for one of its
+    sessions; ``rows``: sessions that wait for them; ``tokens``: that these get without them."""
 
     steps: Sequence[float]
     rows: int
@@ -171,14 +171,15 @@ class Prices:
 
     @staticmethod
     def of(beliefs: Beliefs, others: int, most: int) -> Prices:
-        return Prices(beliefs.steps(others + 1, most), others + 1, beliefs.worth, others + 1)
+        """As if all did as it does."""
+        return Prices(beliefs.costs.shares(others + 1, most), others + 1, beliefs.worth, others + 1)
 
     def behind(self, beliefs: Beliefs, most: int, taken: int, given: float) -> Prices:
         """For who comes behind others that have ``taken`` rows more, which should give so many tokens: the more rows
         there are, the dearer is the next one, and the more waits for it."""
         if beliefs.together:
             return self
-        return Prices(beliefs.steps(self.rows + taken, most), self.rows, self.worth, self.tokens + given)
+        return Prices(beliefs.costs.steps(self.rows + taken, most), self.rows, self.worth, self.tokens + given)
 
     @property
     def plain_s(self) -> float:
@@ -238,8 +239,10 @@ def usual_wait_s(beliefs: Beliefs, rules: Rules) -> float:
     return min(max(usual_s, rules.deadline_min_s), rules.deadline_max_s)
 
 
-def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> int:
-    """Tokens of the text's own chain to verify at once, where that gains more than a tree with the wait for it."""
+def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules,
+            behind: Prices) -> int:
+    """Tokens of the text's own chain to verify at once, where that gains more than a tree with the wait for it.
+    ``behind``: what rows cost it behind those that others look up."""
     if standing.probe_left_s is not None and seen.followed:
         return 0  # a probe is the drafter's, once there is one
     floor, reach = LOOKUP_GAIN, [0.0]
@@ -250,7 +253,7 @@ def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, se
         floor = max(floor, tokens * prices.plain_s / prices.seconds(nodes, beside_s))
     for chance in seen.chances[: standing.most]:
         reach.append(reach[-1] + chance)
-    return prices.best(reach, floor)
+    return behind.best(reach, floor)
 
 
 class Wait(NamedTuple):
@@ -342,8 +345,8 @@ def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[De
         nodes, wants = tree_nodes(prices, beliefs, standing, rules), standing.wants
         lookup = 0
         if seen.chances:
-            left = prices.behind(beliefs, standing.most, taken, given) if taken else prices
-            lookup = _lookup(left, nodes, beliefs, standing, seen, rules)
+            lookup = _lookup(prices, nodes, beliefs, standing, seen, rules,
+                             prices.behind(beliefs, standing.most, taken, given))
             taken, given = taken + lookup, given + sum(seen.chances[:lookup])
         stands = wants and nodes > 0 and seen.followed and not standing.silent
         turn = Turn(standing, seen, leads, prices, nodes, lookup, wants, stands)

@@ -228,13 +228,16 @@ class SpeculationPolicy:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
         beliefs, at, told, drafted, wait_s = self._beliefs, self._at, self._others, round_.drafted, round_.wait_s
         # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
-        beside = told or 0 if beliefs.together else max(told or 0, round_.rows - 1 - drafted, 0)
-        others = beside if told is None else told
+        others = max(round_.rows - 1 - drafted, 0) if told is None else told
         if round_.plain_s is not None:
             plain_s, step_s, waiting = round_.plain_s, round_.verify_s, 1
         else:
             # As many as a decision asks for, so that they are made once.
-            steps, waiting = beliefs.steps(beside + 1, drafted if drafted > at.most else at.most), others + 1
+            most, waiting = max(drafted, at.most), others + 1
+            if round_.lookup and not beliefs.together:
+                steps = beliefs.costs.steps(max(waiting, round_.rows - drafted), most)  # as it was decided
+            else:
+                steps = beliefs.costs.shares(waiting, most)
             plain_s, step_s = steps[0], steps[drafted]
         self._plain_s = plain_s
         beside_s = wait_s
