@@ -3,6 +3,7 @@ and say so, and whoever came first has no say."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -136,3 +137,21 @@ def test_rows_that_the_engine_has_not_are_refused_by_name() -> None:
     assert engine.target.pool.follows(right)
     assert {engine.problem(link) for link in wrong} == {
         "features.layers: this engine has no rows of layers (9,), or no memory for them"}
+
+
+def test_of_those_who_stand_aside_with_one_projection_its_weights_are_kept_once() -> None:
+    """As in a rollout of another head, where each has brought a hundred megabytes."""
+    engine = Engine()
+    usual = [engine.join(name, USUAL) for name in ("a", "b", "c")]
+
+    def join(name: str) -> bytes:
+        weights = bytes(bytearray(32))
+        engine.join(name, FeatureSpec((0,), 2, projection=Projection(2, 4, "float32", b"digest", weights)))
+        return weights
+
+    kept, other = join("x"), join("y")
+    assert sys.getrefcount(other) == 2 < sys.getrefcount(kept), "ours, and the question's"
+    for link in usual:
+        engine.leave(link)
+    given = engine.asked[-1].projection
+    assert given is not None and given.weights == kept
