@@ -77,6 +77,14 @@ def test_two_drafts_of_one_kind_replace_one_that_came_first() -> None:
     assert [type(item) for item in odd.items] == [Open, Close], "it hears that its session is over"
 
 
+def test_one_that_reads_the_same_in_another_dtype_says_so() -> None:
+    """As in a rollout of another ``draft.dtype``: it has no projection, and was told of another one."""
+    engine = Engine()
+    engine.join("a", USUAL)
+    other = engine.join("b", replace(USUAL, dtype="bfloat16"))
+    assert engine.problem(other) == "features: it reads rows in bfloat16, and more drafts read them in float32"
+
+
 def test_drafts_that_read_no_rows_have_no_vote_and_stay() -> None:
     engine = Engine()
     plain = [engine.join(name, None) for name in ("x", "y", "z")]

@@ -179,6 +179,8 @@ class DraftPool:
             return
         same = " through another projection" if found.layers == kept.layers else ""
         problem = f"features: it reads layers {found.layers}{same}, and more drafts read {kept.layers}"
+        if same and found.dtype != kept.dtype:
+            problem = f"features: it reads rows in {found.dtype}, and more drafts read them in {kept.dtype}"
         self._log.warning("draft stands aside", address=link.address, problem=problem)
         self._problems[link.address] = problem
 
