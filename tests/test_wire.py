@@ -46,7 +46,7 @@ from slipstream.wire.codec import decode_target_hello, encode_draft_frames, enco
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.link import DraftLink, Outbox
 from slipstream.wire.local import LocalLink
-from slipstream.wire.server import MOST_ASKING, SERVING, GrpcServer, bind_guard
+from slipstream.wire.server import MOST_ASKING, SERVING, WATCHING_EACH, GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.loop import eventually
@@ -702,6 +702,28 @@ async def test_questions_about_the_health_that_never_come_whole_are_few() -> Non
         name = health_pb2.HealthCheckRequest(service="x" * 1000).SerializeToString()
         watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(name)
         assert await asyncio.wait_for(watch.code(), 4.0) == grpc.StatusCode.INVALID_ARGUMENT
+    await server.drain(0)
+
+
+async def test_who_watches_the_health_are_few_and_the_oldest_of_an_address_goes() -> None:
+    """Nobody needs a key for it, and each took 20 kB of the server's memory for as long as it pleased."""
+    server = GrpcServer(LOOPBACK, WIRE, [])
+    async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
+        begin, calls = channel.unary_stream("/grpc.health.v1.Health/Watch"), []
+
+        async def watch() -> None:
+            calls.append(begin(b""))
+            assert health_pb2.HealthCheckResponse.FromString(await calls[-1].read()).status == SERVING
+
+        for _ in range(WATCHING_EACH + 2):
+            await watch()
+        assert {await call.code() for call in calls[:2]} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert not any(call.done() for call in calls[2:])
+        calls[2].cancel()
+        await watch()
+        await watch()
+        assert await calls[3].code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not any(call.done() for call in calls[4:]), "who had left made room for one"
     await server.drain(0)
 
 

@@ -23,7 +23,7 @@ import structlog
 from slipstream.base.errors import CapacityError, Draining, PairingError, RemoteProtocolError, SlipstreamError
 from slipstream.protocol.conduct import Absence
 from slipstream.protocol.messages import PeerEvents, TargetBound
-from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules
+from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, host_of
 from slipstream.wire.codec import (
     FrameLimits,
     decode_target_frame,
@@ -38,11 +38,6 @@ from slipstream.wire.status import Context, abort
 MAX_PEERS = 64
 HOSTS = 256  # that are remembered for having broken the protocol
 FAREWELL_S = 0.25  # from the beginning of a drain to the end of streams: the engine thread gives its sessions up
-
-
-def host_of(context: Context) -> str:
-    """Where a stream comes from, without the port."""
-    return context.peer().rpartition(":")[0]
 
 
 class DraftServicer:
