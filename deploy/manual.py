@@ -104,7 +104,7 @@ def _limits() -> Rows:
         ("layers that a drafter reads", str(MAX_TAPS), "the handshake is refused, naming `features.layers`"),
         ("bytes of a projection", str(MAX_PROJECTION_BYTES), "the handshake is refused, naming `features.projection`"),
         ("number types of features", dtypes, "the item is invalid"),
-        ("reasons of a Drop", ", ".join(DROP_REASONS), "the item is invalid"),
+        ("reasons of a Drop", ", ".join(DROP_REASONS), "others count as gap"),
         ("targets of one draft", str(MAX_PEERS), "the stream is refused; the target tries again"),
         ("batches that wait to be sent", str(MAX_BATCHES), "the stream is reset; the next one opens sessions again"),
         ("time for the handshake", f"{HANDSHAKE_S:g} s", "the stream ends; the target tries again"),

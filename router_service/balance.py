@@ -399,11 +399,12 @@ class Balancer:
     def moved(self, target: Target) -> None:
         self._metrics.retried(target.name)
 
-    async def renewed(self, target: Target) -> bool:
-        """Ask ``target`` again, which says that its model is another. Returns whether that was not known."""
-        before = target.identity
-        await self._ask(target)
-        return target.identity != before
+    async def renewed(self, target: Target, asked: Identity | None) -> bool:
+        """``target`` says that its model is not the one that was ``asked`` for. Returns whether another is known now:
+        it is asked again unless somebody else has done so since."""
+        if target.identity == asked:
+            await self._ask(target)
+        return target.identity != asked
 
     def told(self, request: Request, tried: Collection[str], target: Target, error: SlipstreamError) -> SlipstreamError:
         """What the client is told of ``error``, with which ``request`` goes nowhere: nothing of addresses inside."""
@@ -526,7 +527,7 @@ class RoutedAnswer:
         raise error
 
     async def _may_move(self, rest: Request, target: Target, error: SlipstreamError) -> bool:
-        if isinstance(error, ModelChanged) and await self._balancer.renewed(target):
+        if isinstance(error, ModelChanged) and await self._balancer.renewed(target, self._asked.identity):
             return True
         if not rest.answered:
             self._tried.add(target.name)

@@ -303,6 +303,12 @@ def test_bad_growth_costs_its_session_only(item: Growth | Drop, field: str) -> N
     assert [(session, fault.field) for session, fault in faults] == [(3, field)]
 
 
+def test_a_reason_of_another_release_is_no_fault() -> None:
+    drop = Drop(3, "asleep", 4)
+    frames, _ = encode_draft_frames(INCARNATION, [drop], MAX_BYTES)
+    assert decode_draft_frame(frames[0], INCARNATION, LIMITS) == ([drop], [])
+
+
 def test_a_frame_of_a_draft_holds_no_more_than_could_be_asked_for() -> None:
     (frame,), _ = encode_draft_frames(INCARNATION, [Growth.empty(1, 5)] * 33, MAX_BYTES)
     assert len(decode_draft_frame(frame, INCARNATION, LIMITS, 33)[0]) == 33

@@ -26,12 +26,13 @@ from slipstream.engine.model import CausalModel, ModelConfig, load_tensors
 from slipstream.engine.ops.layer import TORCH, LayerOps
 from slipstream.models.folder import weights_hash
 from slipstream.protocol.identity import Identity
+from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.answers import decode_asked, decode_info, encode_asked, encode_info
 from slipstream.wire.client import AsyncClient
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
-from tests.echo import EchoTarget, answer_bytes
-from tests.loop import eventually
+from tests.echo import EchoAnswer, EchoTarget, answer_bytes
+from tests.loop import eventually, settled
 from tests.pair import WIRE, Rig, target
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, events, routing
 from tests.test_moving import balanced, echo_request, read
@@ -187,6 +188,38 @@ async def test_each_answer_says_whose_it_is(tiny_folder: Path) -> None:
                 whole = (await r.post(path, max_tokens=3, **asked)).json()
                 chunks = events((await r.post(path, stream=True, max_tokens=3, **asked)).text)
                 assert {chunk["system_fingerprint"] for chunk in (whole, *chunks)} == {right}
+
+
+class Distant(EchoTarget):
+    """What it says to the first answer takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrives = asyncio.Event()
+
+    def submit(self, request: Request) -> EchoAnswer:
+        self.requests.append(request)
+        return (Delayed if len(self.requests) == 1 else EchoAnswer)(self, request)
+
+
+class Delayed(EchoAnswer):
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        assert isinstance(self.target, Distant)
+        await self.target.arrives.wait()
+        async for piece in EchoAnswer.__aiter__(self):
+            yield piece
+
+
+async def test_who_hears_of_an_exchanged_model_behind_others_is_answered_as_they_are() -> None:
+    """It was asked of the model before, and meanwhile the router has learned of the new one from somebody else."""
+    only = Distant()
+    balancer = await balanced(only)
+    only.identity = OTHER
+    late = asyncio.create_task(read(balancer.submit(echo_request())))
+    await settled()
+    assert await read(balancer.submit(echo_request())) == answer_bytes(echo_request())[:30]
+    only.arrives.set()
+    assert await late == answer_bytes(echo_request())[:30]
 
 
 async def test_the_error_has_a_name_on_both_surfaces(tiny_folder: Path) -> None:

@@ -3,6 +3,7 @@ and say so, and whoever came first has no say."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -76,6 +77,14 @@ def test_two_drafts_of_one_kind_replace_one_that_came_first() -> None:
     assert [type(item) for item in odd.items] == [Open, Close], "it hears that its session is over"
 
 
+def test_one_that_reads_the_same_in_another_dtype_says_so() -> None:
+    """As in a rollout of another ``draft.dtype``: it has no projection, and was told of another one."""
+    engine = Engine()
+    engine.join("a", USUAL)
+    other = engine.join("b", replace(USUAL, dtype="bfloat16"))
+    assert engine.problem(other) == "features: it reads rows in bfloat16, and more drafts read them in float32"
+
+
 def test_drafts_that_read_no_rows_have_no_vote_and_stay() -> None:
     engine = Engine()
     plain = [engine.join(name, None) for name in ("x", "y", "z")]
@@ -136,3 +145,21 @@ def test_rows_that_the_engine_has_not_are_refused_by_name() -> None:
     assert engine.target.pool.follows(right)
     assert {engine.problem(link) for link in wrong} == {
         "features.layers: this engine has no rows of layers (9,), or no memory for them"}
+
+
+def test_of_those_who_stand_aside_with_one_projection_its_weights_are_kept_once() -> None:
+    """As in a rollout of another head, where each has brought a hundred megabytes."""
+    engine = Engine()
+    usual = [engine.join(name, USUAL) for name in ("a", "b", "c")]
+
+    def join(name: str) -> bytes:
+        weights = bytes(bytearray(32))
+        engine.join(name, FeatureSpec((0,), 2, projection=Projection(2, 4, "float32", b"digest", weights)))
+        return weights
+
+    kept, other = join("x"), join("y")
+    assert sys.getrefcount(other) == 2 < sys.getrefcount(kept), "ours, and the question's"
+    for link in usual:
+        engine.leave(link)
+    given = engine.asked[-1].projection
+    assert given is not None and given.weights == kept

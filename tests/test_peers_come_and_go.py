@@ -19,7 +19,7 @@ from slipstream.following.following import Following
 from slipstream.observe.metrics import RouterMetrics, TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Drop, Link
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import DraftStatus, Request, Sampling
+from slipstream.protocol.requests import LEFT_ALONE, REFUSED, DraftStatus, Request, Sampling
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.discovery import RosterRules, WatchRules, following
 from slipstream.wire.drafts import Drafts
@@ -373,6 +373,34 @@ async def test_a_draft_that_left_gets_no_session_though_its_link_comes_back_at_o
     drafts.seen({"a:1": ""})
     target.inbox.drain()
     assert target.pool.has_room
+    await drafts.aclose()
+
+
+@dataclass(eq=False)
+class Away(Flapping):
+    """One that is not up."""
+
+    problem: str
+
+    def status(self) -> DraftStatus:
+        return DraftStatus(self.address, False, problem=self.problem)
+
+
+@pytest.mark.parametrize("why", [REFUSED, LEFT_ALONE])
+async def test_a_draft_that_is_gone_without_is_not_forgotten_while_it_answers(why: str) -> None:
+    """It would be found again and told of anew each minute, and one that broke the protocol forgiven."""
+    away = Away("b:1", f"{why}vocab_size: draft 9, target 10")
+    links = {"a:1": Flapping("a:1"), "b:1": away}
+    clock = Clock()
+    drafts = Drafts(lambda address, name: links[address], Told(), clock, ROSTER)
+    drafts.seen(dict.fromkeys(links, ""))
+    clock.now_s += SILENT_S
+    drafts.sweep()
+    assert [status.address for status in drafts.statuses()] == ["a:1", "b:1"]
+    away.problem = "unavailable"
+    clock.now_s += SILENT_S
+    drafts.sweep()
+    assert [status.address for status in drafts.statuses()] == ["a:1"]
     await drafts.aclose()
 
 

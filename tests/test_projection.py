@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -48,10 +49,13 @@ from slipstream.wire.codec import (
 )
 from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
+from slipstream.wire.server import GrpcServer
+from slipstream.wire.servicer import DraftServicer
 from tests.eagle_folder import eagle_config, eagle_tensors, speculators_config, speculators_tensors, write_eagle_folder
 from tests.loop import eventually
-from tests.pair import Rig, drafting, grpc_link, local_link, target
+from tests.pair import WIRE, Rig, drafting, grpc_link, local_link, target
 from tests.sequences import run
+from tests.test_wire import Echo, Target
 from tests.tiny import VOCAB, write_tiny_model
 from tests.written import WrittenEagle3, WrittenLayer
 
@@ -246,6 +250,22 @@ def test_weights_travel_below_the_message_limit(limit: int, whole: Projection) -
         assert len(message) <= limit and not reader.complete
         reader.add(message)
     assert reader.complete and reader.finish().weights == whole.weights
+
+
+async def test_a_link_keeps_no_weights() -> None:
+    """Of each draft it would be a hundred megabytes and more, as long as the stream lasts."""
+    heard, server = Target(), GrpcServer("127.0.0.1:0", WIRE, [DraftServicer(Echo(DRAFT))])
+    link = DraftLink(f"127.0.0.1:{await server.start()}", HELLO, heard, check_pair)
+    running = asyncio.create_task(link.run())
+    await eventually(lambda: len(heard.ups) > 0)
+    spec = heard.ups.pop().features
+    assert spec is not None and spec.projection is not None
+    weights = spec.projection.weights
+    del spec
+    assert weights == WEIGHTS and sys.getrefcount(weights) == 2, "ours, and the question's"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.drain(0.0)
 
 
 HOSTILE = {

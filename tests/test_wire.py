@@ -46,7 +46,7 @@ from slipstream.wire.codec import decode_target_hello, encode_draft_frames, enco
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.link import DraftLink, Outbox
 from slipstream.wire.local import LocalLink
-from slipstream.wire.server import MOST_ASKING, SERVING, GrpcServer, bind_guard
+from slipstream.wire.server import MOST_ASKING, SERVING, WATCHING_EACH, GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.loop import eventually
@@ -369,6 +369,7 @@ class BlackHole:
     """A TCP proxy that can stop passing bytes without closing anything."""
 
     port: int
+    source: str = "127.0.0.1"  # where its connections come from
     silent: bool = False
     server: asyncio.Server | None = None
     port_out: int = 0
@@ -379,7 +380,8 @@ class BlackHole:
         return self
 
     async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.port)
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.port,
+                                                                local_addr=(self.source, 0))
         await asyncio.gather(self.copy(reader, far_writer), self.copy(far_reader, writer), return_exceptions=True)
 
     async def copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -387,6 +389,27 @@ class BlackHole:
             if not self.silent:
                 writer.write(data)
         writer.close()
+
+
+async def test_one_host_does_not_take_all_places_of_a_draft() -> None:
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(Echo(), max_peers=4)])
+    port = await server.start()
+    other = await BlackHole(port, "127.0.0.2").start()
+    link = DraftLink(f"127.0.0.1:{other.port_out}", HELLO, Target(), check_pair, rules=RULES)
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        begin = channel.stream_stream("/slipstream.v1.DraftService/Exchange")
+        calls = [begin() for _ in range(4)]
+        for call in calls:  # they say hello, and nothing more
+            await call.write(encode_target_hello(HELLO))
+            await call.read()
+        assert await begin().code() == grpc.StatusCode.RESOURCE_EXHAUSTED, "it has all places"
+        running = asyncio.create_task(link.run())
+        await eventually(lambda: link.status().connected)
+        await eventually(lambda: any(call.done() for call in calls))
+        assert [await call.code() for call in calls if call.done()] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await server.drain(0)
 
 
 async def test_a_black_hole_is_noticed_on_both_sides() -> None:
@@ -702,6 +725,28 @@ async def test_questions_about_the_health_that_never_come_whole_are_few() -> Non
         name = health_pb2.HealthCheckRequest(service="x" * 1000).SerializeToString()
         watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(name)
         assert await asyncio.wait_for(watch.code(), 4.0) == grpc.StatusCode.INVALID_ARGUMENT
+    await server.drain(0)
+
+
+async def test_who_watches_the_health_are_few_and_the_oldest_of_an_address_goes() -> None:
+    """Nobody needs a key for it, and each took 20 kB of the server's memory for as long as it pleased."""
+    server = GrpcServer(LOOPBACK, WIRE, [])
+    async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
+        begin, calls = channel.unary_stream("/grpc.health.v1.Health/Watch"), []
+
+        async def watch() -> None:
+            calls.append(begin(b""))
+            assert health_pb2.HealthCheckResponse.FromString(await calls[-1].read()).status == SERVING
+
+        for _ in range(WATCHING_EACH + 2):
+            await watch()
+        assert {await call.code() for call in calls[:2]} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert not any(call.done() for call in calls[2:])
+        calls[2].cancel()
+        await watch()
+        await watch()
+        assert await calls[3].code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not any(call.done() for call in calls[4:]), "who had left made room for one"
     await server.drain(0)
 
 

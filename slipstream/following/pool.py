@@ -107,11 +107,17 @@ class DraftPool:
     def link_up(self, link: Link, hello: DraftHello) -> None:
         """A drafter is there. Rows that it reads are kept from now on; older tokens have none for it. It may make
         others stand aside (see ``follows``)."""
-        member = self._members[link] = Member(hello, aside=True)
+        member = self._members[link] = Member(self._known(hello), aside=True)
         if hello.features is None:
             self._take(link, member)
         else:
             self._choose_spec()
+
+    def _known(self, hello: DraftHello) -> DraftHello:
+        """The same with the weights of a projection that another drafter has brought: they are kept once."""
+        spec = hello.features
+        whole = (one.hello for one in self._members.values() if one.hello.features == spec and _is_whole(one.hello))
+        return replace(hello, features=next(whole, hello).features)
 
     def follows(self, link: Link) -> bool:
         """Whether sessions may have it: it is there, and does not stand aside."""
@@ -173,6 +179,8 @@ class DraftPool:
             return
         same = " through another projection" if found.layers == kept.layers else ""
         problem = f"features: it reads layers {found.layers}{same}, and more drafts read {kept.layers}"
+        if same and found.dtype != kept.dtype:
+            problem = f"features: it reads rows in {found.dtype}, and more drafts read them in {kept.dtype}"
         self._log.warning("draft stands aside", address=link.address, problem=problem)
         self._problems[link.address] = problem
 

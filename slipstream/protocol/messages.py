@@ -136,7 +136,7 @@ class Drop:
     """The drafter gives a session up (no room, lost track, lease over); the target goes plain or opens it again."""
 
     session: int
-    reason: str  # one of DROP_REASONS
+    reason: str  # one of DROP_REASONS; of another release maybe, then it is as "gap"
     base: int = 0  # tokens that were committed as far as the drafter knew; 0: it does not say
 
 

@@ -22,6 +22,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import structlog
@@ -124,6 +126,11 @@ def round_trip_s(address: str, tls: TlsFiles | None) -> float:
         except grpc.RpcError as error:
             raise Unavailable(f"nobody answers over gRPC at {address}") from error
     return statistics.median(times[1:] or times)
+
+
+def host_of(context: aio.ServicerContext[Any, Any]) -> str:
+    """The address that a call comes from, without the port. gRPC writes ipv4:10.0.0.1:80, and ipv6:%5B::1%5D:80."""
+    return unquote(context.peer().partition(":")[2].rpartition(":")[0]).strip("[]")
 
 
 def _name(tls: TlsFiles) -> Options:

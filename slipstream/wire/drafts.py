@@ -118,10 +118,11 @@ class Drafts:
     def sweep(self) -> None:
         """Forget those that are over."""
         for address, dialled in self._dialled.items():
-            if dialled.link.status().connected:
+            status = dialled.link.status()
+            if status.connected or status.given_up:  # one that is refused lives
                 self._roster.heard(address)
-                if dialled.left:  # the link may have come back since, and is as new then
-                    self._worker.link_leaving(dialled.link, True)
+            if status.connected and dialled.left:  # the link may have come back since, and is as new then
+                self._worker.link_leaving(dialled.link, True)
         ended = [address for address, dialled in self._dialled.items()
                  if dialled.left and not dialled.link.status().connected]
         for address in {*self._roster.over(), *ended}:

@@ -369,8 +369,7 @@ class DraftLink:
         try:
             method: Any = channel.stream_stream(f"/{DRAFT_SERVICE}/Exchange")  # bytes in, bytes out
             call: Call = method()
-            draft = await self._shake_hands(call, target)
-            await self._pump(call, target, draft)
+            await self._pump(call, target, await self._shake_hands(call, target))
         except aio.AioRpcError as error:
             raise error_of(error, self.address) from error
         except TimeoutError as error:
@@ -419,6 +418,7 @@ class DraftLink:
                                                                  problem=self._problem)
         reason = "stopped"
         self._events.link_up(self, draft)
+        del draft  # all weights of a projection, as long as the stream lasts
         try:
             await pumps.run(call)
             reason = "closed"

@@ -3,7 +3,8 @@
 Rules:
 1. Beyond loopback a server listens with TLS only, unless the configuration says otherwise in so many words.
 2. Health: "" and "liveness" serve while the process runs; "readiness" and the services' own names while it takes work.
-   Anybody may ask, and so little is kept of what is asked: one that does not say it at once goes when others come.
+   Anybody may ask, and so little is kept of what is asked: one that does not say it at once goes when others come, and
+   so does who has watched for longest.
 3. A drain first says so in its health, then lets the services end what they have, then closes what is left.
 4. ``peer_up`` and ``peer_down`` come in pairs; a silent peer is ended by keepalive (15 s).
 
@@ -26,12 +27,13 @@ from grpc_reflection.v1alpha import reflection
 from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError
 from slipstream.base.guests import Guests
-from slipstream.wire.channel import RULES, ConnectionRules, server_options
+from slipstream.wire.channel import RULES, ConnectionRules, host_of, server_options
 from slipstream.wire.tls import Doorman, TlsFiles, server_credentials
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 MOST_ASKING, ASKING_S = 64, 5.0  # whose question about the health is on its way, and for how long
+MOST_WATCHING, WATCHING_EACH = 1024, 128  # who watch the health: of all, and of one address
 MAX_NAME = 256  # letters of what they ask about
 
 
@@ -74,6 +76,7 @@ class Health:
     def __init__(self, health: HealthServicer) -> None:
         self._health = health
         self._asking: Guests[asyncio.Timeout] = Guests(MOST_ASKING, MOST_ASKING, self._end)
+        self._watching: Guests[asyncio.Timeout] = Guests(MOST_WATCHING, WATCHING_EACH, self._end)
 
     def handler(self) -> grpc.GenericRpcHandler:
         handlers: Any = {name: grpc.stream_stream_rpc_method_handler(
@@ -85,7 +88,16 @@ class Health:
         await context.write(await self._health.Check(await self._asked(context), context))
 
     async def _watch(self, _requests: object, context: Any) -> None:
-        await self._health.Watch(await self._asked(context), context)
+        asked = await self._asked(context)
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._watching.enter(limit, host_of(context))
+                try:
+                    await self._health.Watch(asked, context)
+                finally:
+                    self._watching.leave(limit)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch; ask again later")
 
     async def _asked(self, context: Any) -> health_pb2.HealthCheckRequest:
         asked = None

@@ -5,6 +5,7 @@ Rules of a peer:
 2. ``peer_up`` and ``peer_down`` come in pairs, also when the target vanishes.
 3. ``Peer.send`` may be called from any thread and never blocks; a peer that does not take what it is sent is ended.
 4. From where the protocol was broken no new stream is taken for a while, longer each time (``conduct``).
+5. Where all places are taken, a host that has two more than another gives its oldest one up for it.
 
 It knows nothing about sessions, trees or what items mean.
 """
@@ -12,6 +13,7 @@ It knows nothing about sessions, trees or what items mean.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +25,7 @@ import structlog
 from slipstream.base.errors import CapacityError, Draining, PairingError, RemoteProtocolError, SlipstreamError
 from slipstream.protocol.conduct import Absence
 from slipstream.protocol.messages import PeerEvents, TargetBound
-from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules
+from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, host_of
 from slipstream.wire.codec import (
     FrameLimits,
     decode_target_frame,
@@ -38,11 +40,6 @@ from slipstream.wire.status import Context, abort
 MAX_PEERS = 64
 HOSTS = 256  # that are remembered for having broken the protocol
 FAREWELL_S = 0.25  # from the beginning of a drain to the end of streams: the engine thread gives its sessions up
-
-
-def host_of(context: Context) -> str:
-    """Where a stream comes from, without the port."""
-    return context.peer().rpartition(":")[0]
 
 
 class DraftServicer:
@@ -60,7 +57,7 @@ class DraftServicer:
         self._max_peers = max_peers
         self._max_batches = max_batches
         self._handshake_s = handshake_s
-        self._num_peers = 0
+        self._hosts: dict[asyncio.Timeout, str] = {}  # of streams, the oldest first
         self._num_connected = 0
         self._connected = connected
         self._absent: dict[str, tuple[Absence, float]] = {}  # by host: those that broke the protocol, and until when
@@ -76,27 +73,28 @@ class DraftServicer:
         self._draining.set()
 
     async def _exchange(self, _requests: object, context: Context) -> None:
-        self._num_peers += 1
         try:
-            await self._serve(context)
+            async with asyncio.timeout(None) as limit:
+                try:
+                    await self._serve(context, limit)
+                finally:
+                    self._hosts.pop(limit, None)
         except TimeoutError:
-            await abort(context, RemoteProtocolError("hello", f"none within {self._handshake_s:g} s"))
+            late = RemoteProtocolError("hello", f"none within {self._handshake_s:g} s")
+            await abort(context, CapacityError("another host has this place now") if limit.expired() else late)
         except SlipstreamError as error:
             self._log.warning("target stream ended", target=context.peer(), problem=str(error))
             if isinstance(error, RemoteProtocolError) and not isinstance(error, PairingError):
                 self._leave_alone(host_of(context))
             await abort(context, error)
-        finally:
-            self._num_peers -= 1
 
-    async def _serve(self, context: Context) -> None:
+    async def _serve(self, context: Context, limit: asyncio.Timeout) -> None:
         if self._draining.is_set():
             raise Draining("this draft service is shutting down")
         _, until_s = self._absent.get(host_of(context), (None, 0.0))
         if (left_s := until_s - asyncio.get_running_loop().time()) > 0.0:
             raise CapacityError("a stream from there broke the protocol", retry_after_s=left_s)
-        if self._num_peers > self._max_peers:
-            raise CapacityError(f"already {self._max_peers} targets are connected", retry_after_s=10.0)
+        self._enter(limit, host_of(context))
         async with asyncio.timeout(self._handshake_s):
             first = await context.read()
         if not isinstance(first, bytes):
@@ -119,6 +117,18 @@ class DraftServicer:
             self._log.info("target gone", target=peer.name)
             self._count(-1)
             self._events.peer_down(peer)
+
+    def _enter(self, limit: asyncio.Timeout, host: str) -> None:
+        """A stream from ``host``, which ``limit`` can end. Raises CapacityError."""
+        if len(self._hosts) >= self._max_peers:
+            held = Counter(self._hosts.values())
+            most = max(held, key=lambda one: held[one])
+            if held[most] < held[host] + 2:
+                raise CapacityError(f"already {self._max_peers} targets are connected", retry_after_s=10.0)
+            oldest = next(one for one, whose in self._hosts.items() if whose == most)
+            del self._hosts[oldest]
+            oldest.reschedule(asyncio.get_running_loop().time())
+        self._hosts[limit] = host
 
     def _leave_alone(self, host: str) -> None:
         now_s = asyncio.get_running_loop().time()
