@@ -111,7 +111,8 @@ async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None
 
 async def until_signalled(config: Config, serve: Serve, while_input: bool = False) -> None:
     """Serve until SIGTERM or SIGINT; one that has nothing to wait for (rule 1) exits at once, as a shell expects it:
-    with 128 and its number. while_input: the end of standard input, a pipe, drains too, and makes no signal a second."""
+    with 128 and its number. while_input: the end of standard input, a pipe, drains too, and makes no signal a second.
+    """
     stop, ready = asyncio.Event(), asyncio.Event()
     heard: set[str] = set()
 
