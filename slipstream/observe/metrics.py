@@ -428,8 +428,7 @@ class TargetMetrics:
         self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
         self._by_drafter = registry.counter("drafter_tokens_total", "Draft tokens verified and accepted, by who "
                                             "proposed them.", "drafter", "kind")
-        self.moved = registry.counter("drafter_moves_total", "Answers whose drafter went and that another could "
-                                      "take.").of().inc
+        self.moved = registry.counter("drafter_moves_total", "Answers whose drafter went; another had room.").of().inc
         self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
         self._full = registry.counter("device_full_total", "Steps that the device had no memory for.")
         self._shedding = registry.gauge("shedding_level", "1 smaller trees, 2 plain, 3 no new answers; 0 all is well.")
