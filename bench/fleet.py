@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import httpx
 import psutil
 
 from slipstream.base.errors import Unavailable
@@ -117,14 +116,6 @@ class Process:
                 said = self.log.read_text(errors="replace")[-2000:]
                 raise Unavailable(f"{self.log.stem} did not start; {self.log} ends with:\n{said}")
             await asyncio.sleep(0.1)
-
-    async def metric(self, name: str, **labels: str) -> float:
-        """The sum of the series of ``slipstream_<name>`` that carry ``labels``, scraped now; 0 if there is none."""
-        async with httpx.AsyncClient() as client:
-            page = (await client.get(f"http://127.0.0.1:{self.metrics_port}/metrics")).text
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines()
-                   if line.startswith(f"slipstream_{name}{{") and all(label in line for label in wanted))
 
 
 def service(role: str, name: str, folder: Path, settings: Sequence[str] = (), module: str = "",

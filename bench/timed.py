@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from bench.fleet import LOGS, Process, Served, free_port, served, service
 from draft_service.__main__ import host as host_draft
@@ -36,6 +37,7 @@ from target_service.__main__ import host as host_target
 from target_service.assembly import assemble as assemble_target
 
 SETTLE_S = 2.0  # and a hundredth for each stream
+TIMING = TypeAdapter(Timing)
 
 
 @dataclass(slots=True)
@@ -90,13 +92,12 @@ def text(stream: int) -> tuple[int, int]:
 
 def written(timing: Timing) -> str:
     """As an argument of a process."""
-    return json.dumps(asdict(timing))
+    return TIMING.dump_json(timing).decode()
 
 
 def read(text: str) -> Timing:
     """What was ``written``."""
-    fields = json.loads(text)
-    return Timing(**{**fields, **{name: tuple(fields[name]) for name in ("acceptance", "wrong")}})
+    return TIMING.validate_json(text)
 
 
 def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | None = None,

@@ -421,7 +421,7 @@ class DraftWorker:
         self._next_sweep_s = now_s + self._lease_s / 4
         for drafted in [f for f in self._sessions.values() if now_s - f.side.heard_s > self._lease_s]:
             self._drop(drafted, DraftEvent.EXPIRE, "expired", round_)
-            self._metrics.expired("lease")
+            self._metrics.expired()
 
     def _hear(self, peer: Peer, said: Sequence[Said], round_: Round) -> None:
         for item in said:

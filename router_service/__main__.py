@@ -1,35 +1,32 @@
 """The router as a process: ``python -m router_service --config slipstream.yaml``.
 
-A composition root: it joins the router to targets over the wire, or to backends of its own process.
+A composition root: it joins the router to targets over the wire.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from router_service.service import RouterService
 from slipstream.base.config import Config
 from slipstream.cli.process import main
 from slipstream.observe.vitals import until
-from slipstream.protocol.requests import Backend
 from slipstream.wire.discovery import fixed, following
 from slipstream.wire.target import TargetClient
 from slipstream.wire.tls import dialling, tls_files
 
 
-async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None,
-                backends: Mapping[str, Backend] | None = None) -> None:
-    """Serve until ``stop`` is set, then drain. ``backends`` (name to backend) take the place of
-    ``router.targets``; they stay the caller's. ``ready`` is called once the ports listen."""
-    tls, addresses = tls_files(config.wire.tls), config.router.targets if backends is None else ()
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+    """Serve until ``stop`` is set, then drain. ``ready`` is called once the ports listen."""
+    tls, addresses = tls_files(config.wire.tls), config.router.targets
     clients = {address: TargetClient(address, tls=tls) for address in fixed(addresses)}
 
     def connect(address: str, name: str) -> TargetClient:
         return TargetClient(address, tls=dialling(tls, name))
 
     try:
-        service = RouterService(config, clients if backends is None else backends, connect)
+        service = RouterService(config, clients, connect)
         async with following(addresses, config.wire.kubeconfig, service.seen, begun=service.vitals.follow):
             await service.gateway.warm()
             await service.start()

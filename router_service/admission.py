@@ -168,10 +168,6 @@ class Place:
     def tenant(self) -> Tenant:
         return self.account.tenant
 
-    def spend(self, tokens: int) -> None:
-        """They were asked, or came of it."""
-        self.account.spend(tokens)
-
 
 class Admission:
     """Room for ``max_in_flight`` answers, and queues in which nobody waits longer than ``max_wait_s``."""

@@ -160,7 +160,7 @@ class Gateway:
         except SlipstreamError as error:
             await run.aclose()
             if not isinstance(error, DeadlineExceeded):  # no target took it, so it took nothing
-                run.place.spend(-run.job.num_asked)
+                run.place.account.spend(-run.job.num_asked)
             if isinstance(error, CapacityError):
                 raise self.admission.overloaded(run.place, error) from error
             raise
@@ -183,7 +183,7 @@ class Gateway:
                     asked = replace(asked, options=await self._try(asked.options, tenant))
                     # A conversation may have to wait for the process of its template.
                     job = await self.lanes.run(asked.size, partial(self._job, asked), tenant.id, not asked.messages)
-                    place.spend(job.num_asked)
+                    place.account.spend(job.num_asked)
                     self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
                     return Run(self, job, place, arrived_s, limit, trace)
                 except BaseException:
@@ -484,7 +484,7 @@ class Run:
             await asyncio.gather(*(completion.aclose() for completion in self.completions))
         finally:
             used = self.usage()
-            self.place.spend(self._generated())
+            self.place.account.spend(self._generated())
             self._gateway.admission.leave(self.place)
             self._count()
             if self._span is not None:

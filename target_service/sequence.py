@@ -341,9 +341,9 @@ class KV:
         for one in ones if self._rows is not None else ():
             end = min(one.computed, one.base - 1)  # a root's goes with its commit
             wanted = one.followed.wants_rows(end)
-            if wanted is None or self._rows is None or wanted[1] >= end:
+            if wanted is None or self._rows is None:
                 continue
-            start = max(wanted[1], self._runner.features_from(one.slots[:end]))
+            start = max(wanted, self._runner.features_from(one.slots[:end]))
             while start < end:
                 upto = min(start + AT_ONCE, end)
                 try:

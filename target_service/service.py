@@ -36,7 +36,7 @@ class LoopDispatch:
 
     def __call__(self, pieces: list[tuple[Sink, Piece | Exception]]) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_hand_over, pieces)
+            self._loop.call_soon_threadsafe(hand_over, pieces)
 
 
 class TargetAnswer:
@@ -181,6 +181,7 @@ def _nobody(_: Piece) -> bool:
     return False
 
 
-def _hand_over(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
+def hand_over(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
+    """Each to who reads it."""
     for sink, piece in pieces:
         sink(piece)

@@ -458,7 +458,7 @@ class VllmService:
             self._drafts = tuple(DraftStatus(*draft) for draft in known)
             self._metrics.drafts_expected(expected)
             self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))
-            self._metrics.hear(counts)
+            self._metrics.registry.hear(counts)
 
     async def _answered(self, asked: asyncio.Future[Any]) -> None:
         """Looks are counted, not seconds: those in which this process was stopped say nothing about the engine."""

@@ -59,7 +59,7 @@ def target() -> TargetMetrics:
 def draft() -> DraftMetrics:
     metrics = DraftMetrics("ngram")
     metrics.sessions_open(1)
-    metrics.expired("lease")
+    metrics.expired()
     metrics.grew(0.1, 4)
     metrics.committed(1, 2)
     metrics.wire_bytes("in", 1)

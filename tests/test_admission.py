@@ -146,9 +146,9 @@ def test_a_quota_of_tokens_is_kept_and_who_comes_back_in_time_is_let_in() -> Non
                 told.append(error.retry_after_s)
                 await asyncio.sleep(error.retry_after_s)
                 place = await office.admission.enter(replace(A, tokens_per_minute=600), 1)
-            place.spend(50)
+            place.account.spend(50)
             await asyncio.sleep(0.5)
-            place.spend(150)
+            place.account.spend(150)
             office.admission.leave(place)
             spent += 200
         assert office.refused("a", "tokens") == len(told)
@@ -163,17 +163,17 @@ def test_a_limit_that_comes_to_a_busy_tenant_is_of_what_it_takes_from_then_on() 
     async def reloaded() -> None:
         admission, limited = Office().admission, replace(A, tokens_per_minute=600)
         before = await admission.enter(A, 1)
-        before.spend(1_000_000)
+        before.account.spend(1_000_000)
         await asyncio.sleep(100.0)
         place = await admission.enter(limited, 1)
-        before.spend(100)
-        place.spend(600)
+        before.account.spend(100)
+        place.account.spend(600)
         with pytest.raises(QuotaExceeded) as caught:
             await admission.enter(limited, 1)
         assert 10 < caught.value.retry_after_s < 11, "700 of 600 are spent"
         freed = await admission.enter(A, 1)  # and the limit goes again
         for held in (before, place, freed):
-            held.spend(1000)
+            held.account.spend(1000)
             admission.leave(held)
         assert await admission.enter(limited, 1)
 

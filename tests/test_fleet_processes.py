@@ -22,6 +22,7 @@ from bench.timed import written
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
 from slipstream.wire.target import TargetClient
+from tests.scraped import scraped
 from tests.test_timed import text
 
 TIMING = Timing(step_s=0.06, draft_s=0.006, seed=5)
@@ -51,14 +52,14 @@ class Fleet:
 
     async def total(self, name: str, **labels: str) -> float:
         """Of both targets."""
-        return sum([await target.metric(name, **labels) for target in self.targets])
+        return sum([await scraped(target.metrics_port, name, **labels) for target in self.targets])
 
     async def open_sessions(self) -> list[float]:
         """Of each draft; 0 of one that is not there, or is just going."""
         counts = []
         for draft in self.drafts:
             try:
-                counts.append(await draft.metric("sessions_open") if runs(draft) else 0.0)
+                counts.append(await scraped(draft.metrics_port, "sessions_open") if runs(draft) else 0.0)
             except httpx.TransportError:
                 counts.append(0.0)
         return counts

@@ -225,11 +225,11 @@ def test_rows_are_asked_for_and_sent_in_order() -> None:
     one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
     assert asked == [SPEC] and one.wants_rows(8) is None
     target.begin([one], 0.0)
-    assert one.wants_rows(8) == (SPEC, 0)
+    assert one.wants_rows(8) == 0
     states = np.arange(2 * 600, dtype=np.float32).reshape(600, 2)
     count = len(PROMPT) - 1
     one.give_rows(0, count, states[:count].tobytes())
-    assert one.wants_rows(count) is None and one.wants_rows(count + 1) == (SPEC, count)
+    assert one.wants_rows(count) is None and one.wants_rows(count + 1) == count
     newest = states[count : count + 1].tobytes()
     target.committed([Verified(1, (5,), 0, 0, 0, rows=newest)], Step(0.0, STEP_S, 1, 1))
     target.close(one)
@@ -253,16 +253,15 @@ def test_rows_of_all_texts_at_once_do_not_end_the_stream() -> None:
     target.begin(ones, 0.0)
     count = len(PROMPT) - 1
     for one in ones:
-        wanted = one.wants_rows(count)
-        assert wanted is not None
-        one.give_rows(wanted[1], count - wanted[1], bytes(count - wanted[1] << 20))
+        if (start := one.wants_rows(count)) is not None:
+            one.give_rows(start, count - start, bytes(count - start << 20))
         assert one.wants_rows(count) is None, "they are not asked for again"
     target.flush()
     told = [(item.start + item.num_rows, len(item.rows)) for item in link.items if isinstance(item, Features)]
     assert {end for end, _ in told} == {count}
     assert MAX_BYTES / 4 < sum(size for _, size in told) <= MAX_BYTES / 2
     assert sum(isinstance(item, Open) for item in link.items) == len(ones)
-    assert ones[0].wants_rows(count + 5) == (wide, count), "the next frame has room again"
+    assert ones[0].wants_rows(count + 5) == count, "the next frame has room again"
 
 
 def test_of_a_long_text_the_newest_rows_are_told() -> None:
@@ -272,7 +271,7 @@ def test_of_a_long_text_the_newest_rows_are_told() -> None:
     one = target.open(1, [5] * 1000, 1000, Sampling(), 1100)
     target.begin([one], 0.0)
     wanted = one.wants_rows(1000)
-    assert wanted is not None and 1000 - (MAX_BYTES >> 20) / 2 <= wanted[1] < 1000 - (MAX_BYTES >> 20) / 4
+    assert wanted is not None and 1000 - (MAX_BYTES >> 20) / 2 <= wanted < 1000 - (MAX_BYTES >> 20) / 4
 
 
 def test_an_engine_without_rows_refuses_a_drafter_that_reads_them() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from slipstream_vllm.links import Links
+from slipstream_vllm.options import Options
 
 from router_service.balance import Balancer, BalanceRules, Targets
-from slipstream.base.config import TargetSection, WireSection
+from slipstream.base.config import TargetSection, TlsSection, WireSection
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.decision.beliefs import StepCosts
 from slipstream.following.following import Following
@@ -29,7 +30,7 @@ from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
 from slipstream.wire.tls import TlsFiles, dialling
 from tests.api_server import StandIn, endpoint
-from tests.certificates import authority, issue, needs_openssl
+from tests.certificates import authority, issue, laid, needs_openssl
 from tests.echo import EchoTarget
 from tests.loop import eventually
 from tests.test_discovery import kubeconfig
@@ -422,8 +423,9 @@ async def test_in_vllm_links_find_pods_and_know_them_by_their_services_name(tmp_
     await api.start()
     pods = Pods(api, server)
     session = Following(TargetSection(), StepCosts({1: 0.02, 64: 0.03}), metrics)
-    links = await asyncio.to_thread(Links, ADDRESSES, HELLO, session, metrics, check_pair, client,
-                                    kubeconfig(tmp_path, api))
+    shown = TlsSection(folder=str(laid(client, tmp_path / "client")))
+    options = Options(ADDRESSES, tls=shown, kubeconfig=kubeconfig(tmp_path, api))
+    links = await asyncio.to_thread(Links, options, HELLO, session, metrics)
     a = await pods.start("a", DraftServicer(Echo()))
     await eventually(lambda: [s.address for s in links.statuses() if s.connected] == [a])
     assert links.expected == 1
@@ -438,8 +440,7 @@ async def test_in_vllm_links_find_pods_and_know_them_by_their_services_name(tmp_
 def test_in_vllm_what_no_link_can_be_made_with_is_told_at_once(tmp_path: Path) -> None:
     metrics = TargetMetrics("tiny")
     session = Following(TargetSection(), StepCosts({1: 0.02, 64: 0.03}), metrics)
-    missing = TlsFiles(tmp_path / "a.pem", tmp_path / "a.key", tmp_path / "ca.pem")
-    with pytest.raises(ConfigError, match=r"tls: cannot read .*a\.pem"):
-        Links(["127.0.0.1:1"], HELLO, session, metrics, check_pair, missing)
+    with pytest.raises(ConfigError, match=r"tls: cannot read .*tls\.crt"):
+        Links(Options(("127.0.0.1:1",), tls=TlsSection(folder=str(tmp_path))), HELLO, session, metrics)
     with pytest.raises(ConfigError, match="kubernetes:///"):
-        Links(ADDRESSES, HELLO, session, metrics, kubeconfig=str(tmp_path / "none"))
+        Links(Options(ADDRESSES, kubeconfig=str(tmp_path / "none")), HELLO, session, metrics)

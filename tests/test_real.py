@@ -16,6 +16,7 @@ from slipstream.drafting.ngram import NgramDrafter
 from slipstream.models.folder import is_prepared, prepare, resolve
 from slipstream.protocol.requests import Piece, Request, Sampling
 from tests.pair import STUBBORN, drafting, grpc_link, target
+from tests.scraped import scraped
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 CHAT, COPY = own().values()
@@ -102,7 +103,7 @@ async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: 
     again = await ask(pair.clients[0], text, Sampling(), 160, True, on_piece=on_piece)
     assert again.tokens == plain.tokens
     assert again.accepted > 10 and sum(accepted_after) > 10, "the restarted draft was not used"
-    assert await pair.targets[0].metric("drafter_lost_total") == 1
+    assert await scraped(pair.targets[0].metrics_port, "drafter_lost_total") == 1
     assert "draft link down" in pair.targets[0].log.read_text()
 
 

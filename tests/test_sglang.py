@@ -132,7 +132,7 @@ def test_it_has_a_page_of_metrics(known: dict[str, CustomSpecAlgo], folder: Path
     worker = worker_of(known, arguments(folder, {"drafts": ["127.0.0.1:1"], "metrics_listen": page}))
     with urllib.request.urlopen(f"http://{page}/metrics", timeout=60) as reply:
         assert b"slipstream_drafts_connected" in reply.read()
-    worker.page.close()
+    worker.links.page.close()
 
 
 def test_without_a_draft_each_step_gives_a_token(known: dict[str, CustomSpecAlgo], folder: Path) -> None:

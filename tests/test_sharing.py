@@ -19,7 +19,8 @@ from slipstream.engine.runner import ModelRunner, computes
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
-from target_service.sequence import KV, LUMPS, SHARED, Sink
+from target_service.sequence import KV, LUMPS, SHARED
+from target_service.service import hand_over
 from target_service.step import Limits
 
 LONG = tuple(range(1, 201))
@@ -28,13 +29,9 @@ Told = list[Piece | Exception]
 
 def target(folder: Path, metrics: TargetMetrics | None = None, slots: int = 2048,
            limits: Limits | None = None, prefix_cache: bool = True) -> TargetWorker:
-    def dispatch(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
-        for sink, piece in pieces:
-            sink(piece)
-
     runner = ModelRunner(load_model(folder, ModelSection(dtype="float64")), slots)
     return TargetWorker(runner, TargetSection(slots=slots), StepCosts({1: 1e-3, 64: 2e-3}),
-                        metrics or TargetMetrics("tiny"), dispatch, limits=limits, prefix_cache=prefix_cache)
+                        metrics or TargetMetrics("tiny"), hand_over, limits=limits, prefix_cache=prefix_cache)
 
 
 def alone(folder: Path, prompt: tuple[int, ...], tokens: int) -> list[int]:

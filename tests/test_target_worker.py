@@ -25,7 +25,7 @@ from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftB
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
 from target_service.sequence import Sink
-from target_service.service import TargetAnswer
+from target_service.service import TargetAnswer, hand_over
 
 HELLO = DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8)
 
@@ -64,12 +64,8 @@ def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> N
 
 def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMetrics | None = None,
                  tokens: int = 3, clock: Callable[[], float] = time.monotonic) -> TargetWorker:
-    def dispatch(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
-        for sink, piece in pieces:
-            sink(piece)
-
     worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512), TargetSection(slots=512),
-                          StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), dispatch, clock)
+                          StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), hand_over, clock)
     worker.ask(1, Request("one", (1, 2, 3), Sampling(), tokens), told.append)
     return worker
 

@@ -144,18 +144,18 @@ def test_a_process_that_is_killed_while_it_begins_again_is_no_fault_of_the_model
 def test_messages_are_joined_where_a_template_takes_no_others() -> None:
     """As Qwen3.5's and Mistral's: opencode sends two of the system, and others one in mid-conversation, and got 400."""
     said: Any = [{"role": role, "content": word} for role, word in (
-        ("system", "a"), ("system", "b"), ("user", "c"), ("user", "d"), ("assistant", "e"), ("system", "f"))]
+        ("system", "a"), ("system", "b"), ("user", "c"), ("user", "d"), ("assistant", "e"), ("assistant", "f"),
+        ("system", "g"))]
     free = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
     strict = ("{% for m in messages %}{% if m.role != (['assistant', 'user'][loop.index0 % 2] if loop.index0 else "
               "'system') %}{{ raise_exception('roles') }}{% endif %}{% endfor %}")
-    for source, wanted in ((strict + free, "[system: a\nb][user: c\nd][assistant: e][user: f]"),
-                           (free, "[system: a][system: b][user: c][user: d][assistant: e][system: f]")):
+    for source, wanted in ((strict + free, "[system: a\nb][user: c\nd][assistant: e\nf][user: g]"), (free, (
+            "[system: a][system: b][user: c][user: d][assistant: e][assistant: f][system: g]"))):
         template = ChatTemplate(source, {}, [])
         try:
             assert template.render(said) == [wanted], "as they are, where that can be"
             if source is not free:
-                for none in ([*said[:5], said[4]], said[2:4]):
-                    with pytest.raises(InvalidRequest, match="roles"):
-                        template.render(none)
+                with pytest.raises(InvalidRequest, match="roles"):
+                    template.render(said[2:4])
         finally:
             template.close()

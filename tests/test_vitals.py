@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from slipstream_vllm.links import Links
+from slipstream_vllm.options import Options
 from structlog.testing import capture_logs
 
 from bench.fleet import free_port
@@ -214,7 +215,7 @@ async def test_in_vllm_links_that_die_end_drafting_and_nothing_else() -> None:
     metrics = Failing("tiny")
     following = Following(TargetSection(), StepCosts({1: 0.02, 64: 0.03}), metrics)
     with capture_logs() as lines:
-        links = Links(["127.0.0.1:1"], HELLO, following, metrics)
+        links = Links(Options(("127.0.0.1:1",)), HELLO, following, metrics)
         await eventually(lambda: not links.alive)
         await eventually(lambda: any(line["event"] == "lost" for line in lines))
     one = following.open(1, [1, 2, 3], 3, Sampling(), 100)

@@ -665,7 +665,7 @@ async def test_a_draining_target_refuses_and_finishes_what_runs() -> None:
 
 @pytest.mark.parametrize(("listen", "fine"), [
     ("127.0.0.1:1", True), ("localhost:1", True), ("[::1]:1", True), ("0.0.0.0:1", False), ("[::]:1", False),
-    ("10.0.0.1:1", False), ("some-host:1", False), (":1", False), ("127.0.0.1", False)])
+    ("10.0.0.1:1", False), ("some-host:1", False)])
 def test_plain_text_stays_on_loopback(listen: str, fine: bool) -> None:
     if fine:
         bind_guard(listen, WIRE)

@@ -30,6 +30,7 @@ from bench.timed import deployed
 from slipstream.models.folder import load_tokenizer, resolve
 from slipstream.simulate.timed import STREAMS, SYMBOLS, VOCAB, Timing
 from slipstream.wire.client import AsyncClient
+from tests.scraped import scraped
 
 TIMING = Timing(step_s=0.001, draft_s=0.0002, seed=3)
 AT_ONCE = 8
@@ -111,7 +112,7 @@ async def soaked(count: int, told: Callable[[str], None]) -> tuple[dict[str, lis
             told(f"\n{made[-1]:.0f} of {count} requests: {now}")
         info = await timed.clients[0].info()
         assert info.sessions_running + info.sessions_waiting == 0, "answers that nobody reads"
-        assert await timed.drafts[0].metric("sessions_open") == 0, "sessions that nobody closed"
+        assert await scraped(timed.drafts[0].metrics_port, "sessions_open") == 0, "sessions that nobody closed"
     return held, made
 
 

@@ -17,6 +17,7 @@ from slipstream.cli.process import answers
 from slipstream.wire.tls import NAMES as NAMES_OF_FILES
 from slipstream.wire.tls import TlsFiles
 from tests.certificates import authority, issue, laid, needs_openssl, replace_files
+from tests.scraped import scraped
 from tests.tiny import write_tiny_model
 from tests_k8s.fleet import Fleet, asking, fleet
 
@@ -69,7 +70,7 @@ async def test_strangers_are_refused_and_new_certificates_taken_under_load(tmp_p
         client = AsyncOpenAI(base_url=f"{services.url}/v1", api_key="none", max_retries=0, timeout=300)
         async with asking(client, "abcabcabcabcabcabc abcabcabc") as load:
             await load.until(drafted=True)
-            assert await services.processes["target"].metric("drafts_connected") == 1
+            assert await scraped(services.processes["target"].metrics_port, "drafts_connected") == 1
             for name, stranger in strangers.items():
                 async with peer(services, model, stranger, tmp_path) as (status, log):
                     print(f"{name}: {status}")

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from bench.fleet import free_port
+from tests.scraped import scraped
 from tests_vllm.running import MODEL, PROMPTS, ROOT, Server, draft, quiet
 
 TOKENS = 96
@@ -85,12 +85,6 @@ class Stack:
 
     async def ask_all(self) -> list[Said]:
         return await asyncio.gather(*(self.ask(*one) for one in ASKED))
-
-    async def metric(self, name: str, page: int = 0) -> float:
-        async with httpx.AsyncClient() as client:
-            text = (await client.get(f"http://127.0.0.1:{page or self.page}/metrics")).text
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
-                   if line.startswith(f"slipstream_{name}{{"))
 
     def end(self) -> None:
         for process in self.drafts:
@@ -179,7 +173,7 @@ async def test_answers_of_a_target_that_is_killed_go_on_exactly(stack: Stack, pl
     stack.targets[0][0].signal(signal.SIGKILL)
     await asyncio.gather(*asked)
     assert [one.text for one in said] == plain
-    assert await stack.metric("retries_total") > 0, "no answer had to move"
+    assert await scraped(stack.page, "retries_total") > 0, "no answer had to move"
 
 
 async def test_a_drain_lets_answers_finish_and_takes_no_more(stack: Stack, plain: Sequence[str]) -> None:

@@ -117,12 +117,12 @@ def steps_of(model: CausalModel, given: Given, expected: str = ">= 0.80", layer_
         taken_s = seconds(step(1, 1, context), given.device, given.repeats)
         yield Finding(what, 1e3 * taken_s, "ms")
         yield Finding(f"{what}: of the copy roof", roof_s / taken_s, "share", expected)
-        yield from _work(what, step(1, 1, context), given, roof_s)
+        yield from work(what, step(1, 1, context), given, roof_s)
     plain_s = seconds(step(1, 1, CONTEXT), given.device, given.repeats)
     for rows in given.few(ROWS[1:]):
         taken_s = seconds(step(1, rows, CONTEXT), given.device, given.repeats)
         yield Finding(f"{rows} rows by 1 row", taken_s / plain_s, "ratio", RATIOS.get(rows, ""))
-    yield from _work("64 rows", step(1, 64, CONTEXT), given)
+    yield from work("64 rows", step(1, 64, CONTEXT), given)
     for count in given.few(SESSIONS):
         taken_s = seconds(step(count, 1, deep), given.device, given.repeats)
         yield Finding(f"{count} sessions behind {deep}", count / taken_s, "tokens/s", RATES.get(count, ""))
@@ -144,7 +144,7 @@ def fp8_stage(given: Given) -> Iterator[Finding]:
     yield from steps_of(model, given, ">= 0.70", layer_itemsize=1, spare_slots=model.spare_slots)
 
 
-def _work(what: str, step: Part, given: Given, roof_s: float = 0.0, most: int = 0) -> Iterator[Finding]:
+def work(what: str, step: Part, given: Given, roof_s: float = 0.0, most: int = 0) -> Iterator[Finding]:
     """How long the device computed: what the time of the step has above it, the device waits for the host. most:
     kernels that are listed."""
     if events := device_events(step, given.device):
@@ -169,9 +169,9 @@ def choose_stage(given: Given) -> Iterator[Finding]:
                 ours = f"{what}, by kernels of our own"
                 choosing = partial(choose, logits[:rows], asked, None, race)
                 yield Finding(ours, 1e6 * seconds(choosing, given.device, given.repeats), "us", "< 200 on H100")
-                yield from _work(ours, choosing, given)
+                yield from work(ours, choosing, given)
             elif (name, rows) == LISTED:
-                yield from _work(what, choosing, given, most=MOST_KERNELS // 2)
+                yield from work(what, choosing, given, most=MOST_KERNELS // 2)
 
 
 def tree_stage(given: Given) -> Iterator[Finding]:
@@ -187,7 +187,7 @@ def tree_stage(given: Given) -> Iterator[Finding]:
         taken_s = seconds(grower, given.device, given.repeats)
         yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",
                       "<= 3.0 on H100, 2.2 on H200" if loop else "")
-        yield from _work(name, grower, given, most=MOST_KERNELS)
+        yield from work(name, grower, given, most=MOST_KERNELS)
         grower.drafter.close([1])
     yield Finding("nodes in both trees", len(set(trees[0]) & set(trees[1])), f"of {len(set(trees[1]))}",
                   "all but for equal scores")
@@ -224,7 +224,7 @@ def fused_stage(given: Given) -> Iterator[Finding]:
         run, what = layers_in_graph(ops, given, rows), f"{LAYERS} layers of {rows} rows, {name} operations"
         took[name] = seconds(run, given.device, given.repeats)
         yield Finding(what, 1e3 * took[name], "ms")
-        yield from _work(what, run, given)
+        yield from work(what, run, given)
         free()
     yield Finding(f"layers of {rows} rows, fused by torch's", took["fused"] / took["torch's"], "ratio", "< 1")
 

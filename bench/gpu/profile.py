@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from bench.clock import Part, timed
-from bench.gpu.pace import graphed
-from bench.gpu.stage import MOST_KERNELS, Finding, Given, busy_s, by_kernel, device_events, pool_for, seconds
+from bench.gpu.pace import graphed, work
+from bench.gpu.stage import MOST_KERNELS, Finding, Given, pool_for, seconds
 from bench.inputs import chains, places_of
 from slipstream.engine.attention import plan_pages
 from slipstream.engine.batch import ForwardBatch
@@ -51,7 +51,7 @@ def profile_stage(given: Given) -> Iterator[Finding]:
     yield Finding("a step", 1e6 * seconds(whole, given.device, given.repeats), "us")
     if given.device.type == "cuda":
         yield from _waits(parts)
-        yield from _kernels(whole, given)
+        yield from work("a step", whole, given, most=MOST_KERNELS)
 
 
 def chained(parts: Mapping[str, Callable[[Any], Any]]) -> dict[str, Part]:
@@ -77,9 +77,3 @@ def _waits(parts: Mapping[str, Part]) -> Iterator[Finding]:
         count = sum("synchroniz" in str(warning.message) for warning in told)
         yield Finding(f"waits for the device: {name}", count, expected="1" if "wait" in name else "0")
 
-
-def _kernels(step: Part, given: Given) -> Iterator[Finding]:
-    events = device_events(step, given.device)
-    yield Finding("device: kernels and copies", len(events))
-    yield Finding("device: computes", 1e6 * busy_s(events), "us")
-    yield from by_kernel("device", events, MOST_KERNELS)

@@ -18,7 +18,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,6 @@ class Asked:
     @property
     def propose_ms(self) -> float:
         return 1e3 * self.propose_s / max(1, self.steps)
-
-    @staticmethod
-    def of(engine: Engine, prompts: Sequence[str], batch: int, max_tokens: int) -> Asked:
-        said = engine.ask(prompts, batch, max_tokens)
-        return Asked(*(said[name] for name in ("tokens", "seconds", "propose_s", "steps")))
 
 
 Runs = dict[tuple[str, str, int], list[Asked]]  # (system, set, batch)
@@ -135,7 +130,8 @@ def main() -> None:
         turns = [(run, set_, batch) for run in range(options.runs) for set_ in sets for batch in options.batches]
         for number, (_, set_, batch) in enumerate(track(turns, description="asking")):
             for name in (*names[number % len(names):], *names[: number % len(names)]):
-                runs[name, set_, batch].append(Asked.of(engines[name], sets[set_], batch, options.max_tokens))
+                said = engines[name].ask(sets[set_], batch, options.max_tokens)
+                runs[name, set_, batch].append(Asked(*(said[field.name] for field in fields(Asked))))
             save("vllm", rows_of(runs))
     write("vllm", rows_of(runs), f"bench-vllm: default model, {options.dtype}, greedy, chains of {CHAIN}")
 

@@ -127,7 +127,7 @@ class Proposer:
         self._runner, self._clock = runner, SlowClock()
         metrics = TargetMetrics("bench")
         self._chains = Chains(options.section(CHAIN), metrics, self._clock, inbox=Inbox(self._clock, self._clock))
-        Links(options.drafts, HELLO, self._chains.following, metrics)
+        Links(options, HELLO, self._chains.following, metrics)
         self._proposed: Sequence[Sequence[int]] = [[]] * runner.count
 
     def step(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ It knows nothing about how a field is honoured; the pages about the API are prin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -170,21 +170,6 @@ def text_of(at: str, value: Any) -> str:
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
         raise InvalidRequest(at, f"must be a string or a list of at most {MAX_ITEMS} parts of text")
     return "\n".join(part["text"] for part in value)
-
-
-def turns_of(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With those of one role that follow one another as one, words and calls: many templates take no others. Reasoning
-    begins another."""
-    turns: list[tuple[dict[str, Any], list[str]]] = []
-    for message in messages:
-        turn, texts = turns[-1] if turns else ({"role": "tool"}, [])
-        if message["role"] == "tool" or message["role"] != turn.get("role") or "reasoning_content" in message:
-            turns.append((dict(message), [message["content"]]))
-            continue
-        texts.append(message["content"])
-        if "tool_calls" in message:
-            turn.setdefault("tool_calls", []).extend(message["tool_calls"])
-    return [{**turn, "content": "\n".join(filter(None, texts))} for turn, texts in turns]
 
 
 def _same(value: Any, nothing: Any) -> bool:

@@ -18,10 +18,11 @@ from types import MappingProxyType
 from typing import Any
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import Refused, object_of, others, parts_left, text_of, turns_of
+from router_service.dialects.fields import Refused, object_of, others, parts_left, text_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
+from router_service.text.template import turns_of
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS, Usage
 

@@ -3,7 +3,8 @@
 Rules:
 1. Only functions are known. Their schemas are bounded with the body that brings them, their number here.
 2. A template that takes no tools is told of them in the system's message, and of calls and results in the words of
-   ``<tool_call>`` and ``<tool_response>``. Results are one turn of the user, with what he says behind them.
+   ``<tool_call>`` and ``<tool_response>``. Results are the user's, and turns of one role are one: many want them to
+   alternate.
 3. A call that has to be made binds the answer to a grammar: the arguments of the one that is named, else a list of
    calls, also where a JSON schema says what text would be. Where the answer is bound to one and may call, it is either
    one call or what the schema says.
@@ -21,6 +22,7 @@ from typing import Any
 import orjson
 
 from router_service.dialects.formats import made
+from router_service.text.template import turns_of
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
@@ -183,13 +185,7 @@ def _check_tool(at: str, tool: Any) -> None:
 
 def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Json]:
     """``messages`` for a template that knows neither tools nor calls."""
-    turns: list[list[Json]] = []  # results are words of the user, and many templates want turns to alternate
-    for i, message in enumerate(messages):
-        if i and messages[i - 1]["role"] == "tool" and message["role"] in ("tool", "user"):
-            turns[-1].append(_plain(message))
-        else:
-            turns.append([_plain(message)])
-    plain = [{**turn[0], "content": "\n".join([part["content"] for part in turn])} for turn in turns]
+    plain = turns_of(map(_plain, messages))
     if use is not None:
         words = TOLD.format(tools="\n".join(_written(tool) for tool in use.tools))
         if plain and plain[0]["role"] == "system":

@@ -26,7 +26,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from jinja2 import Template, TemplateError
@@ -159,17 +158,29 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One of the system at the beginning, whose later words are a user's; and those of a user that follow one another
-    as one."""
+def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One of the system at the beginning, whose later words are a user's; and turns."""
     begun = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    later = [{**message, "role": "user"} if message["role"] == "system" else message for message in messages[begun:]]
-    turns: list[Mapping[str, Any]] = []
-    for role, run in groupby([*messages[:begun], *later], key=lambda message: message["role"]):
-        said = list(run)
-        together = {**said[0], "content": "\n".join([message["content"] for message in said])}
-        turns += [together] if role in ("system", "user") else said
-    return turns
+    return turns_of([{**message, "role": "user"} if message["role"] == "system" and i >= begun else message
+                     for i, message in enumerate(messages)])
+
+
+def turns_of(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """With those of one role that follow one another as one, words and calls: many templates take no others. Results
+    of tools stay apart, and reasoning begins another."""
+    turns: list[list[Mapping[str, Any]]] = []
+    for message in messages:
+        role = turns[-1][0]["role"] if turns else "tool"
+        if message["role"] != role or role == "tool" or "reasoning_content" in message:
+            turns.append([])
+        turns[-1].append(message)
+    return [_one(turn) for turn in turns]
+
+
+def _one(turn: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    calls = [call for message in turn for call in message.get("tool_calls", ())]
+    content = "\n".join([message["content"] for message in turn if message["content"]])
+    return {**turn[0], "content": content, **({"tool_calls": calls} if calls else {})}
 
 
 def trial(renderer: Renderer) -> None:

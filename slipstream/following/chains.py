@@ -283,11 +283,10 @@ class Chains:
 
     def _give_rows(self, row: Row, one: Followed) -> None:
         """Hand its drafter what it reads and has not had."""
-        end = one.side.base - 1
-        wanted = one.wants_rows(end)
-        if wanted is None or self._states is None or wanted[1] >= end:
+        wanted = one.wants_rows(one.side.base - 1)
+        if wanted is None or self._states is None:
             return
-        start, count, rows = self._states.since(row.request, wanted[1])
+        start, count, rows = self._states.since(row.request, wanted)
         if count:
             one.give_rows(start, count, rows)
 

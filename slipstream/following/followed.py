@@ -355,13 +355,13 @@ class Followed:
         if decision.lookup:
             side.add_foretold(decision.lookup)
 
-    def wants_rows(self, end: int) -> tuple[FeatureSpec, int] | None:
-        """Which feature rows its drafter reads, and from which position on it is to have those before ``end``: it has
-        had what stands before, or its link has room for the newest alone. None: it lacks none."""
+    def wants_rows(self, end: int) -> int | None:
+        """From which position on its drafter is to have the feature rows before ``end``: it has had what stands before,
+        or its link has room for the newest alone. None: it lacks none, or has room for none."""
         if (reads := self.reads) is None or self._rows_from >= end:
             return None
-        size = reads.width * FEATURE_DTYPES[reads.dtype]
-        return reads, max(self._rows_from, end - self._shared.room(self.link) // size)
+        start = end - self._shared.room(self.link) // (reads.width * FEATURE_DTYPES[reads.dtype])
+        return max(self._rows_from, start) if start < end else None
 
     def give_rows(self, start: int, count: int, rows: bytes) -> None:
         """Rows of committed tokens from ``start`` on, in order; what is left out is a gap for the drafter."""

@@ -428,7 +428,7 @@ class TargetMetrics:
         self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
         self._by_drafter = registry.counter("drafter_tokens_total", "Draft tokens verified and accepted, by who "
                                             "proposed them.", "drafter", "kind")
-        self._moved = registry.counter("drafter_moves_total", "Answers whose drafter went and that another could take.")
+        self.moved = registry.counter("drafter_moves_total", "Answers whose drafter went; another had room.").of().inc
         self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
         self._full = registry.counter("device_full_total", "Steps that the device had no memory for.")
         self._shedding = registry.gauge("shedding_level", "1 smaller trees, 2 plain, 3 no new answers; 0 all is well.")
@@ -438,12 +438,6 @@ class TargetMetrics:
     def tell(self) -> Counts:
         """What is counted beside an engine; see ``Registry``."""
         return self.registry.tell(BESIDE_ENGINE)
-
-    def hear(self, told: Counts) -> None:
-        self.registry.hear(told)
-
-    def moved(self) -> None:
-        self._moved.of().inc()
 
     def request(self, outcome: str) -> None:
         """``outcome``: stop, length, cancelled, refused, handed_back or failed."""
@@ -552,8 +546,8 @@ class DraftMetrics:
     def __init__(self, model: str) -> None:
         self.registry = registry = Registry("draft", model)
         self.sessions_open = registry.gauge("sessions_open", "Sessions that the drafter holds.").of().set
-        self._expired = registry.counter("session_expirations_total", "Sessions freed without a close.",
-                                         "reason").begin(("lease",))
+        self.expired = registry.counter("session_expirations_total", "Sessions freed without a close.",
+                                        "reason").of("lease").inc
         self._grow = registry.histogram("draft_seconds", "One growth of all sessions of a batch.", STEP_SECONDS)
         self._nodes = registry.counter("grown_nodes_total", "Nodes grown.", before="draft_tokens_total")
         self._commits = registry.counter("commits_total", "Commits absorbed.")
@@ -563,9 +557,6 @@ class DraftMetrics:
         self.targets_connected = registry.gauge("targets_connected", "Target streams that are up.").of().set
         self.sessions_open(0)
         self.targets_connected(0)
-
-    def expired(self, reason: str) -> None:
-        self._expired.of(reason).inc()
 
     def grew(self, seconds: float, nodes: int) -> None:
         self._grow.of().observe(seconds)

@@ -39,6 +39,7 @@ from slipstream.simulate.timed import (
     Timing,
 )
 from target_service.loop import TargetWorker
+from target_service.service import hand_over
 from target_service.step import Limits
 
 AHEAD = {"run-ahead": 239, "outcomes": 1007}  # nodes beyond those that are verified next
@@ -239,7 +240,7 @@ class Target:
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
         section = TargetSection(policy=deployment.policy, slots=slots, drafts=(), prompt_lookup=False,
                                 max_sessions=max(64, deployment.batch))
-        self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), self._deliver, self.actor.clock,
+        self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), hand_over, self.actor.clock,
                                    limits=Limits(section.max_sessions, 4096, 256), prefix_cache=False)
         self.actor.act = self._act
         self._asked = False
@@ -259,10 +260,6 @@ class Target:
 
         self._asked = True
         self.worker.ask(next(self._numbers), request, sink)
-
-    def _deliver(self, pieces: list[tuple[Callable[[Piece | Exception], None], Piece | Exception]]) -> None:
-        for sink, piece in pieces:
-            sink(piece)
 
     def _act(self) -> float | None:
         wait_s = self.worker.poll()

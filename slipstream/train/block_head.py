@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from slipstream.engine.model import ModelConfig
-from slipstream.train.head import SMALL, Counts, Head, copied, placed, taps_of
+from slipstream.train.head import SMALL, Counts, Head, copied, layer_config, placed, taps_of
 
 LAYERS, BLOCK, RANK = 2, 6, 128
 
@@ -37,8 +37,7 @@ def warm_block_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vo
                     seed: int, device: torch.device) -> Head:
     """A head that begins where the target ends. tensors: the target's checkpoint."""
     layers = min(LAYERS, target.num_layers)
-    config = replace(target, model_type="qwen3", num_layers=layers, tied_embeddings=False, qkv_bias=False,
-                     o_bias=False, mlp_bias=False, qk_norm=True, sliding_window=0)
+    config = replace(layer_config(target, layers), model_type="qwen3", qk_norm=True)
     taps, hidden = (*taps_of(target.num_layers), target.num_layers), config.hidden_size
     dice = torch.Generator().manual_seed(seed)
     made = copied(target, tensors, config, len(taps), vocabulary, dice)

@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from slipstream.base.address import host_port
 from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError
 from slipstream.base.guests import Guests
@@ -52,20 +53,18 @@ class Servicer(Protocol):
 def bind_guard(listen: str, wire: WireSection, tls: TlsFiles | None = None, public: str = "") -> None:
     """Raises ConfigError if ``listen`` (host:port) reaches beyond loopback in plain text without leave. public: the
     setting that it is of, where clients ask and there is no TLS of ours."""
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdigit():
-        raise ConfigError(f"listen: {listen!r} is not host:port")
-    if tls is None and not wire.insecure_allow_plaintext and not _is_loopback(host):
+    if tls is None and not wire.insecure_allow_plaintext and not _is_loopback(listen):
         way = "put a proxy with TLS before it and" if public else "set wire.tls.folder,"
         raise ConfigError(f"{public or 'listen'}: {listen} reaches beyond this machine in plain text; {way} listen on "
                           "127.0.0.1, or set wire.insecure_allow_plaintext=true behind a network policy")
 
 
-def _is_loopback(host: str) -> bool:
+def _is_loopback(listen: str) -> bool:
+    host, _ = host_port(listen)
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -135,7 +134,7 @@ class GrpcServer:
         self._server = aio.server(options=server_options(rules), interceptors=guards)
         self._server.add_generic_rpc_handlers([*(servicer.handler() for servicer in servicers),
                                                Health(self._health).handler()])
-        if _is_loopback(listen.rpartition(":")[0]):  # handy in development; elsewhere it would be an inventory
+        if _is_loopback(listen):  # handy in development; elsewhere it would be an inventory
             names = [servicer.service for servicer in servicers]
             reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], self._server)
 

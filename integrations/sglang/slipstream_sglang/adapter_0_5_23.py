@@ -22,9 +22,7 @@ from slipstream_vllm.tokenizer import digest_of
 from slipstream.base.errors import ConfigError
 from slipstream.following.chains import Chains
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.observe.scrape import MetricsServer
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
-from slipstream.wire.tls import tls_files
 from slipstream_sglang.trees import Asked, Mask, Tokens, Trees
 
 NAME = "SLIPSTREAM"
@@ -56,7 +54,7 @@ def adapt() -> None:
             self.limit = shape.context_len
             branches = server_args.speculative_ngram_max_bfs_breadth > 1
             self.trees = Trees(chains, self.draft_token_num, shape.vocab_size, branches)
-            self.links, self.page = linked(options, hello_of(server_args, shape), chains, metrics)
+            self.links = Links(options, hello_of(server_args, shape), chains.following, metrics)
 
         def _prepare_draft_tokens(self, batch: Any) -> tuple[Tokens, Mask]:
             return self.trees.drafted(asked_of(self, batch))
@@ -74,18 +72,6 @@ def adapt() -> None:
     register = SpeculativeAlgorithm.register(NAME, supports_overlap=True, validate_server_args=check,
                                              spec_class=Algorithm)
     register(factory)
-
-
-def linked(options: Options, hello: TargetHello, chains: Chains,
-           metrics: TargetMetrics) -> tuple[Links, MetricsServer | None]:
-    """Links to the drafts, and a page of metrics where one is asked for."""
-    links = Links(options.drafts, hello, chains.following, metrics, tls=tls_files(options.tls),
-                  kubeconfig=options.kubeconfig)
-    if options.metrics_listen is None:
-        return links, None
-    page = MetricsServer(options.metrics_listen, metrics.registry, lambda: links.ready)
-    page.start()
-    return links, page
 
 
 def hello_of(server_args: Any, shape: Any) -> TargetHello:

@@ -1,5 +1,5 @@
-"""Links: the streams to all drafts, on a thread of their own beside the engine's. Where it ends, drafting ends: that is
-told once, and the engine decodes plain.
+"""Links: the streams to all drafts, on a thread of their own beside the engine's, and a page of metrics where one is
+asked for. Where that thread ends, drafting ends: that is told once, and the engine decodes plain.
 
 It knows nothing about what they carry.
 """
@@ -7,37 +7,42 @@ It knows nothing about what they carry.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from slipstream.following.following import Following
 from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.vitals import Vitals
 from slipstream.protocol.messages import DraftHello, TargetHello
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
-from slipstream.wire.tls import TlsFiles, dialling
+from slipstream.wire.tls import dialling, tls_files
+from slipstream_vllm.options import Options
 
 
 class Links:
     """They run until the process ends."""
 
-    def __init__(self, addresses: Sequence[str], hello: TargetHello, following: Following, metrics: TargetMetrics,
-                 check: Callable[[TargetHello, DraftHello], str] = check_pair, tls: TlsFiles | None = None,
-                 kubeconfig: str = "") -> None:
-        """addresses: host:port, or kubernetes:///SERVICE.NAMESPACE:PORT. Raises ConfigError for certificates that
-        cannot be read, and where an address names a service and no cluster can be found."""
-        self._addresses, self._hello, self._following, self._metrics = addresses, hello, following, metrics
-        self._check, self._tls, self._kubeconfig = check, tls, kubeconfig
+    def __init__(self, options: Options, hello: TargetHello, following: Following, metrics: TargetMetrics,
+                 check: Callable[[TargetHello, DraftHello], str] = check_pair, speaks: bool = True) -> None:
+        """speaks: with drafts; else there are none, and no page. Raises ConfigError for certificates that cannot be
+        read, a page's port that is taken, and where an address names a service and no cluster can be found."""
+        self._addresses, self._kubeconfig = options.drafts if speaks else (), options.kubeconfig
+        self._hello, self._following, self._metrics, self._check = hello, following, metrics, check
         self.expected = 0  # drafts that there should be
-        if tls is not None:
-            tls.read()
+        self._tls = tls_files(options.tls)
+        if self._tls is not None:
+            self._tls.read()
         self._counts, begun = WireCounts(), Future[Drafts]()
         self._vitals = Vitals("vllm")
         self._vitals.thread("slipstream-links", lambda: asyncio.run(self._run(begun))).start()
         self._drafts = begun.result()
+        if options.metrics_listen is not None and speaks:
+            self.page = MetricsServer(options.metrics_listen, metrics.registry, lambda: self.ready)
+            self.page.start()
 
     @property
     def alive(self) -> bool:

@@ -1,6 +1,6 @@
 """RemoteDrafter: what stands where vLLM expects a proposer, and asks draft services for chains.
 
-The sessions are ``Chains``; this puts them together with links, states and a page of metrics.
+The sessions are ``Chains``; this puts them together with links and states.
 
 Rules:
 1. vLLM's scheduler takes the proposals of one rank, the first of the last pipeline stage, and hands them to all ranks
@@ -21,10 +21,8 @@ from slipstream.base.errors import ConfigError
 from slipstream.following.chains import Chains
 from slipstream.following.rounds import ToldStep, encode
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.observe.scrape import MetricsServer
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.tls import tls_files
 from slipstream_vllm.lines import adopt
 from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
@@ -56,11 +54,7 @@ class RemoteDrafter:
         self.states = States(taps, int(options.features_gb * (1 << 30))) if options.layers else None
         self.chains = Chains(options.section(speculative.num_speculative_tokens), metrics, states=self.states,
                              tell=Teller(options.rounds).tell if options.rounds is not None else None)
-        self._links = Links(options.drafts if self.speaks else (), hello, self.chains.following, metrics, taps.check,
-                            tls_files(options.tls), options.kubeconfig)
-        if options.metrics_listen is not None and self.speaks:
-            self._page = MetricsServer(options.metrics_listen, metrics.registry, lambda: self._links.ready)
-            self._page.start()
+        self._links = Links(options, hello, self.chains.following, metrics, taps.check, self.speaks)
 
     @property
     def expected(self) -> int:
