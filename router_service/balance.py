@@ -207,6 +207,7 @@ class Balancer:
         self._clock = clock
         self._retries = self.rules.retry_reserve
         self._turns: deque[asyncio.Future[None]] = deque()  # of begun answers that wait for room
+        self._asking: dict[Target, asyncio.Task[None]] = {}  # who is polled
         self._log = logger("balance")
 
     @property
@@ -250,15 +251,24 @@ class Balancer:
 
     async def run(self) -> None:
         """Poll all targets until cancelled."""
-        while True:
-            await self.poll()
-            await asyncio.sleep(self.rules.poll_every_s)
+        try:
+            while True:
+                await self.poll()
+                await asyncio.sleep(self.rules.poll_every_s)
+        finally:
+            for asking in self._asking.values():
+                asking.cancel()
 
     async def poll(self) -> None:
-        """Ask all targets how they are, and forget those that discovery has lost."""
+        """Ask all targets how they are, and forget those that discovery has lost. Whose answer takes long is waited for
+        beside the next polls of others."""
+        self._asking = {target: asking for target, asking in self._asking.items() if not asking.done()}
         for target in self._targets:
             self._metrics.target_known(target.name)
-        await asyncio.gather(*(self._ask(target) for target in self._targets))
+            if target not in self._asking:
+                self._asking[target] = asyncio.create_task(self._ask(target))
+        if self._asking:
+            await asyncio.wait(self._asking.values(), timeout=self.rules.poll_every_s)
         for target in await self._targets.sweep():
             self._metrics.target_forgotten(target.name)
         self._metrics.targets(sum(target.ready and not target.left for target in self._targets))

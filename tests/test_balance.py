@@ -303,6 +303,19 @@ async def test_a_silent_target_loses_what_waits_for_its_first_piece() -> None:
     assert b.ready
 
 
+async def test_a_target_that_does_not_answer_keeps_no_other_from_being_asked() -> None:
+    deaf, good = EchoTarget(), EchoTarget()
+    b = balancer(deaf, good, poll_every_s=0.01, poll_timeout_s=1e9)
+    await b.poll()
+    assert len({b.pick(request((i,))).name for i in range(16)}) == 2
+    deaf.deaf = True
+    async with asyncio.timeout(30):
+        await b.poll()
+        good.draining = True
+        await b.poll()
+    assert {b.pick(request((i,))).name for i in range(16)} == {"t0"}, "who drains gets nothing"
+
+
 async def test_cancelling_a_reader_frees_the_target() -> None:
     target = EchoTarget(hang=True)
     b = balancer(target)
