@@ -65,28 +65,11 @@ def test_a_draft_that_has_a_new_name_each_time_makes_no_new_series_for_ever() ->
 
 
 def test_a_name_has_one_meaning_on_all_services() -> None:
-    """What a name says may differ on the services only where one of them says that it goes."""
     texts: dict[str, set[str]] = {}
     for metrics in (RouterMetrics("tiny"), TargetMetrics("tiny"), DraftMetrics("tiny")):
         for family in text_string_to_metric_families(metrics.registry.page("")[1].decode()):
-            if not family.documentation.startswith("Gone with the next release"):
-                texts.setdefault(family.name, set()).add(family.documentation)
+            texts.setdefault(family.name, set()).add(family.documentation)
     assert {name: said for name, said in texts.items() if len(said) > 1} == {}
-
-
-def test_a_replaced_name_is_shown_for_one_more_release() -> None:
-    metrics = TargetMetrics("tiny")
-    metrics.request("stop")
-    metrics.prompt(7, 0)
-    page = metrics.registry.page("")[1].decode()
-    assert "# HELP slipstream_requests_total Gone with the next release: read slipstream_answers_total." in page
-    found = values(metrics.registry)
-    assert found["slipstream_requests_total"] == found["slipstream_answers_total"] == 1
-    assert found["slipstream_prompt_tokens_total"] == found["slipstream_answer_prompt_tokens_total"] == 7
-    draft = DraftMetrics("tiny")
-    draft.grew(0.1, 5)
-    found = values(draft.registry)
-    assert found["slipstream_draft_tokens_total"] == found["slipstream_grown_nodes_total"] == 5
 
 
 def test_what_the_cache_keeps_is_not_in_use() -> None:

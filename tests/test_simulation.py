@@ -51,6 +51,23 @@ def play(deployment: Deployment) -> list[tuple[float, Piece]]:
     raise AssertionError
 
 
+def with_drafts(*slowness: float, seconds: float = 8.0) -> float:
+    """Tokens a second of four streams with drafts that take so many times what one should, once all have settled."""
+    deployment, world = Deployment(Timing(step_s=0.02, draft_s=0.003, acceptance=(0.75, 0.12, 0.05)), batch=4), World()
+    target = Target(world, Accelerator(), deployment, 0)
+    for number, times in enumerate(slowness):
+        slow = replace(deployment, timing=replace(deployment.timing, draft_s=times * deployment.timing.draft_s))
+        Line(str(number), target, Draft(world, Accelerator(), slow), deployment.rtt_s / 2 + deployment.hop_s).join()
+    target.actor.wake(0.0)
+    world.run(14.0 + seconds)
+    return sum(len(piece.tokens) for at_s, piece in target.pieces if at_s >= 14.0) / seconds
+
+
+@pytest.mark.parametrize("times", [3, 40, 200])
+def test_answers_go_on_with_another_draft_where_one_is_slow(times: float) -> None:
+    assert with_drafts(times, 1) > 0.9 * with_drafts(1)
+
+
 def test_a_run_depends_on_its_seed_alone() -> None:
     ahead = of_schedule("run-ahead", SOME)
     once, again, other = (simulate(replace(ahead, timing=Timing(seed=seed)), 1.0, 0.5) for seed in (0, 0, 1))

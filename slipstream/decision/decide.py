@@ -115,6 +115,18 @@ class Round:
     first: bool = False  # of this drafter in this answer: it had the prompt to read, which no later exchange has
     lookup: bool = False  # the text's own chain was verified: it says nothing about a drafter
 
+    def took_s(self, most_s: float) -> float | None:
+        """Seconds of the exchange, at most ``most_s`` where it was given up; None: it tells nothing."""
+        if self.first:
+            return None
+        if self.exchange_s is not None:
+            return self.exchange_s
+        if self.wait_s > 0 and not self.late:
+            return self.wait_s
+        if self.wait_s > 0 and not self.drafted:  # nobody knows how long one takes that was given up: twice the wait
+            return min(2 * self.wait_s, most_s)
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Transition:

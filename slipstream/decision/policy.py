@@ -263,13 +263,8 @@ class SpeculationPolicy:
         return earned_s, spent_s
 
     def _learn_latency(self, round_: Round) -> None:
-        latency, waited = self._beliefs.latency, round_.wait_s > 0
-        if round_.exchange_s is not None:
-            latency.observe(round_.exchange_s)
-        elif waited and not round_.late:
-            latency.observe(round_.wait_s)
-        elif waited and not round_.drafted:  # nobody knows how long one takes that was given up: twice the wait
-            latency.observe(min(2 * round_.wait_s, self._rules.deadline_max_s))
+        if (took_s := round_.took_s(self._rules.deadline_max_s)) is not None:
+            self._beliefs.latency.observe(took_s)
 
     def _prices(self) -> Prices:
         return Prices.of(self._beliefs, self._others or 0, self._at.most)

@@ -24,7 +24,7 @@ from slipstream.base.value import value
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import PLAIN, Decision, Reason, Round, Seen, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.following.pool import DraftPool
+from slipstream.following.pool import FORGET_S, DraftPool
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import (
     FEATURE_DTYPES,
@@ -323,8 +323,14 @@ class Followed:
         # At the first token the drafter has the prompt to read, and so it may have behind it.
         reading = not waiting.stood and (first_token or (waiting.first and link is not None))
         waiting.first = waiting.first and (lookup or first_token)
+        took_s = round_.took_s(self._shared.policy.deadline_max_s)
+        if link is not None and took_s is not None:
+            self._shared.pool.took(link, took_s, now_s)
         if (change := self.policy.observe(now_s, round_)) is not None:
             self._note(change, link)
+        gave_up = change is not None and change.reason == "draft_timeout"
+        if link is not None and (gave_up or waited_s):
+            self._leave_slow(link, gave_up, now_s)
         outcome = "used" if drafted and not lookup else self._outcome(drafted, reading)
         record = RoundRecord(drafted, accepted, len(tokens), waited_s, outcome, before.why, None if lookup else link)
         if verified.finish:
@@ -395,6 +401,14 @@ class Followed:
             return
         self._note(self.policy.drafter_lost(now_s, reason), link or had)
 
+    def _leave_slow(self, link: Link, gave_up: bool, now_s: float) -> None:
+        """Another drafter takes over at its next commit where that pays for reading the text again. ``gave_up``: for
+        ``link`` drafts were given up."""
+        if (gave_up or now_s - self._opened_s > FORGET_S) and self._shared.pool.is_slow(link, gave_up, now_s):
+            self._shared.metrics.moved()
+            self.detach()
+            self.policy.drafter_ready(now_s)
+
     def _dropped(self, reason: str, now_s: float) -> None:
         link = self._unlink()
         self._shared.pool.part(link)
@@ -447,7 +461,7 @@ class Followed:
                 self._retry_at_s = now_s + LOOK_S
 
     def _attach(self, now_s: float, others: int) -> None:
-        self.link = self._shared.pool.join()
+        self.link = self._shared.pool.join(now_s)
         hello = self._shared.pool.hello(self.link)
         if hello is None:
             return

@@ -8,6 +8,8 @@ Rules:
 3. All drafters that read features share one FeatureSpec: the one that most of them read; of two with as many, the one
    in use. Others stand aside, with that as their problem, until the majority is theirs; a spec that the engine cannot
    give is refused by name.
+4. Who takes more than SLOW times as long as another gets a new session only where no other has room, and loses those
+   that gave drafts up for it or had it for FORGET_S. What it took is forgotten as soon: what slowed it may be over.
 
 It knows nothing about what is said to them, what is drafted, how it is verified, or what a session decides.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import inf, sqrt
 from random import Random
 
 from slipstream.observe.log import logger
@@ -31,6 +33,9 @@ SUSPECT_BELOW = 0.10
 SUSPECT_ROUNDS = 32  # before any judgement
 FORGET_ROUNDS = 1024  # at so many, all counts are halved: a draft model may be exchanged behind its address
 ONE_SIDED_95 = 1.645  # standard deviations
+SLOW = 2.0
+FORGET_S = 10.0
+NEWEST = 0.2  # weight of the newest exchange
 GiveRows = Callable[[FeatureSpec], bool]
 
 
@@ -89,6 +94,12 @@ class Member:
     sessions: int = 0
     agreement: Agreement | None = None  # None: it is not judged
     warned: bool = False
+    took_s: float = 0.0  # from a commit to its growth, as a moving mean
+    taken_at_s: float = -inf  # when it was last measured
+
+    def pace_s(self, now_s: float) -> float:
+        """What it takes, as far as that is known; else 0."""
+        return self.took_s if now_s - self.taken_at_s < FORGET_S else 0.0
 
 
 class DraftPool:
@@ -211,17 +222,31 @@ class DraftPool:
         """Whether some drafter would take one more session."""
         return any(map(_is_open, self._members.values()))
 
-    def join(self) -> Link | None:
+    def join(self, now_s: float) -> Link | None:
         """A drafter for one more session: of two drawn at random the one that is less busy for its size. Targets that
         do not know of each other spread their sessions so."""
         members = self._members
         links = [link for link, member in members.items() if _is_open(member)]
         if not links:
             return None
+        most_s = SLOW * min(members[link].pace_s(now_s) or inf for link in links)
+        links = [link for link in links if members[link].pace_s(now_s) <= most_s]
         chosen = min(self._chance.sample(links, min(2, len(links))),
                      key=lambda link: members[link].sessions / members[link].hello.max_sessions)
         members[chosen].sessions += 1
         return chosen
+
+    def took(self, link: Link, seconds: float, now_s: float) -> None:
+        """A drafter answered a commit after so many ``seconds``, or had not by then."""
+        if (member := self._members.get(link)) is not None:
+            known_s = member.pace_s(now_s) or seconds
+            member.took_s, member.taken_at_s = known_s + NEWEST * (seconds - known_s), now_s
+
+    def is_slow(self, link: Link, gave_up: bool, now_s: float) -> bool:
+        """Whether another with room takes so much less, or, for who ``gave_up`` its drafts, may take less."""
+        pace_s = self._members[link].pace_s(now_s) if link in self._members else 0.0
+        others = [member.pace_s(now_s) for other, member in self._members.items() if other != link and _is_open(member)]
+        return any(0.0 < SLOW * other_s < pace_s or (gave_up and not (other_s and pace_s)) for other_s in others)
 
     def part(self, link: Link | None) -> None:
         """One of its sessions is not its any more."""

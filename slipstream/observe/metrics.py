@@ -8,7 +8,7 @@ Rules:
 4. Each object has its own registry: several services live in one process without sharing series.
 5. What is counted begins at 0, not with its first event: ``increase`` does not see an event that makes its series.
    Gauges begin when they are set, as 0 would be a claim.
-6. A name has one meaning on all services. One that was replaced is shown for one more release, and its text says so.
+6. A name has one meaning on all services.
 7. ``scope`` of a mode tells who decides: pool, a router for all answers of a model's drafts; session, a target for one.
 
 The only importer of prometheus_client. It knows nothing about sessions, trees or sockets of the services.
@@ -65,21 +65,6 @@ class Series(Generic[M]):
             self.metric.remove(*self.fixed, *values)
 
 
-class Replaced(Collector):
-    """A counter once more, under the name ``old`` that it had in the release before."""
-
-    def __init__(self, counter: Counter, old: str) -> None:
-        self._counter = counter
-        self._old = old
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._counter.collect():
-            again = Metric(self._old, f"Gone with the next release: read {family.name}_total.", "counter")
-            again.samples = [sample._replace(name=sample.name.replace(family.name, self._old, 1))
-                             for sample in family.samples]
-            yield again
-
-
 class Tally(Collector):
     """A histogram of whole numbers, of which many are told at once."""
 
@@ -129,11 +114,8 @@ class Registry:
         self.gauge("build_info", "Always 1; the labels say what runs.", "version").of(__version__).set(1)
         self._certificate = self.gauge("tls_certificate_expiry_seconds", "Unix time at which our certificate ends.")
 
-    def counter(self, name: str, text: str, *labels: str, before: str = "") -> Series[Counter]:
-        """``before``: its name until this release, which is shown, too."""
+    def counter(self, name: str, text: str, *labels: str) -> Series[Counter]:
         metric = Counter(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors)
-        if before:
-            self._collectors.register(Replaced(metric, f"slipstream_{before}".removesuffix("_total")))
         return self._begun(Series(metric, self._fixed), labels)
 
     def add(self, collector: Collector) -> None:
@@ -399,8 +381,8 @@ class TargetMetrics:
         self._there: tuple[int, int] | None = None  # sessions
         registry.settle = self._settle
         self.mode = ModeMetrics(registry, "session")
-        self._answers = registry.counter("answers_total", "Answers ended.", "outcome", before="requests_total")
-        self._prompt = registry.counter("answer_prompt_tokens_total", "Prompt tokens.", before="prompt_tokens_total")
+        self._answers = registry.counter("answers_total", "Answers ended.", "outcome")
+        self._prompt = registry.counter("answer_prompt_tokens_total", "Prompt tokens.")
         self._cached = registry.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
         self._step = registry.histogram("step_seconds", "One step by phase.", STEP_SECONDS, "phase")
         self._rows = registry.histogram("step_rows", "Rows of one forward.", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
@@ -428,7 +410,7 @@ class TargetMetrics:
         self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
         self._by_drafter = registry.counter("drafter_tokens_total", "Draft tokens verified and accepted, by who "
                                             "proposed them.", "drafter", "kind")
-        self.moved = registry.counter("drafter_moves_total", "Answers whose drafter went; another had room.").of().inc
+        self.moved = registry.counter("drafter_moves_total", "Answers that another drafter took over.").of().inc
         self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
         self._full = registry.counter("device_full_total", "Steps that the device had no memory for.")
         self._shedding = registry.gauge("shedding_level", "1 smaller trees, 2 plain, 3 no new answers; 0 all is well.")
@@ -549,7 +531,7 @@ class DraftMetrics:
         self.expired = registry.counter("session_expirations_total", "Sessions freed without a close.",
                                         "reason").of("lease").inc
         self._grow = registry.histogram("draft_seconds", "One growth of all sessions of a batch.", STEP_SECONDS)
-        self._nodes = registry.counter("grown_nodes_total", "Nodes grown.", before="draft_tokens_total")
+        self._nodes = registry.counter("grown_nodes_total", "Nodes grown.")
         self._commits = registry.counter("commits_total", "Commits absorbed.")
         self._tokens = registry.counter("committed_tokens_total", "Tokens of absorbed commits.")
         self._wire = registry.counter("wire_bytes_total", "Bytes between targets and drafts.", "direction")
