@@ -119,7 +119,7 @@ def test_the_server_answers_three_pages() -> None:
             return error.code, error.read().decode()
 
     try:
-        assert "slipstream_draft_tokens_total{" in get("/metrics")[1]
+        assert "slipstream_grown_nodes_total{" in get("/metrics")[1]
         assert get("/live")[0] == 200 and get("/ready")[0] == 503 and get("/else")[0] == 404
         ready = True
         assert get("/ready")[0] == 200
