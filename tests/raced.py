@@ -172,7 +172,7 @@ def filtered(turns: int) -> float:
 
 def edges() -> None:
     """Where a filter ends: equal logits live or die together, and a mass that is its limit is left to ``choosing``."""
-    logits = torch.full((8, PART + 3), -math.inf)
+    logits = torch.full((4, PART + 3), -math.inf)
     logits[:, [5, 70, PART, PART + 2]] = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     race = race_of(PART + 3)
     every = {5, 70, PART, PART + 2}
@@ -181,7 +181,7 @@ def edges() -> None:
             ({"top_k": 3, "top_p": 0.8}, every, True), ({"top_k": 2, "top_p": 0.7}, {5, 70}, True),
             ({"top_k": 2, "top_p": 0.6}, {5}, True), ({"top_k": 1}, {5}, True), ({"top_k": 3}, every, True),
             ({"min_p": 0.4}, {5, 70}, True)):
-        session = rows_of(Sampling(temperature=1.0, seed=1, **filters), 8)
+        session = rows_of(Sampling(temperature=1.0, seed=1, **filters), 4)
         won = race(logits, [session], 1)
         assert won is not None and all(won.sure) == all_sure, filters
         for token, is_sure, right in zip(won.tokens, won.sure, choose(logits, [session]), strict=True):
@@ -241,7 +241,7 @@ def interpreted(times: int) -> str:
         company()
         no_children()
         trees()
-        assert trial(2 * PART + 3, CPU) == "" and difference(race_of(7), CPU) == ""
+        assert trial(PART + 3, CPU) == "" and difference(race_of(7), CPU) == ""
         edges()
         assert filtered(20 * times) > 0.9
         return f"{choices(40 * times)} rows raced and {greedy(10 * times)} children compared"

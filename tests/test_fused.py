@@ -145,7 +145,7 @@ def test_a_block_holds_its_row_and_threads_hold_little_of_it() -> None:
 
 
 def own_python(folder: Path, *arguments: str, **environment: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=560,
                           env={**os.environ, "TRITON_CACHE_DIR": str(folder), **environment})
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout

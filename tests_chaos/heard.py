@@ -18,8 +18,8 @@ from slipstream.protocol.chat import Delta
 from tests_chaos.asks import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 Json = dict[str, Any]
-OTHERS = frozenset({"id", "call_id", "item_id", "created", "created_at", "metrics", "slipstream", "total_tokens",
-                    "prompt_tokens_details", "completion_tokens_details", "input_tokens_details",
+OTHERS = frozenset({"id", "call_id", "item_id", "created", "created_at", "system_fingerprint", "metrics", "slipstream",
+                    "total_tokens", "prompt_tokens_details", "completion_tokens_details", "input_tokens_details",
                     "cache_read_input_tokens", "input_tokens"})
 
 
@@ -94,7 +94,7 @@ class Heard:
         if "error" in told:
             self.fail(told["error"], told["error"]["type"])
             return
-        head = told["id"], told["created"], told["object"]
+        head = told["id"], told["created"], told["object"], told["system_fingerprint"]
         assert self.head in ((), head), (self.head, head)
         self.head = head
         for choice in told["choices"]:
