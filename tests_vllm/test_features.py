@@ -149,7 +149,7 @@ def test_drafts_that_die_come_late_and_are_of_another_kind(vllm_python: Path, pl
 def test_requests_that_are_preempted_keep_their_tokens_and_their_drafts(vllm_python: Path, own: Told,
                                                                        plain: dict[int, list[list[int]]]) -> None:
     port = free_port()
-    small = {**SETTINGS, "num_gpu_blocks_override": 24, "max_model_len": 256}
+    small = {**SETTINGS, "num_gpu_blocks_override": 16, "max_model_len": 256}
     with drafting(port, *EAGLE3), engine(vllm_python, reading(port), **small) as drafted:
         ask = beginning(drafted)
         tight = ask(8)
