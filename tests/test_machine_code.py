@@ -75,12 +75,11 @@ def test_compiled_modules_decide_as_their_sources_do(compiled: Path) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("files", [
-    ("test_following", "test_session", "test_tree", "test_vllm", "test_codec", "test_draft_worker",
-     "test_target_worker"),
-    pytest.param(("test_lookup", "test_pairing", "test_policy", "test_scheduler", "test_vllm_features", "test_wire"),
-                 marks=pytest.mark.long)], ids=["quick", "more"])
-def test_compiled_modules_pass_the_tests_of_their_sources(compiled: Path, files: tuple[str, ...]) -> None:
+@pytest.mark.long
+def test_compiled_modules_pass_the_tests_of_their_sources(compiled: Path) -> None:
+    files = ("test_policy", "test_following", "test_session", "test_tree", "test_lookup", "test_pairing", "test_vllm",
+             "test_vllm_features", "test_codec", "test_draft_worker", "test_scheduler", "test_target_worker",
+             "test_wire")
     told = run(compiled, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in files))
     assert "[100%]" in told
 
