@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any
 
@@ -50,6 +50,7 @@ from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Spans, well_formed
 from slipstream.protocol.chat import Begun, Usage
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, TargetInfo
 
 MAX_N = 128  # answers that one request may ask for to each of its prompts
@@ -346,6 +347,12 @@ class Gateway:
         return replace(job, begun=tokens, identity=self._balancer.identity(begun.identity))
 
 
+@lru_cache(maxsize=64)
+def _tag(identity: Identity) -> str:
+    """Digested once, not once an answer."""
+    return identity.tag
+
+
 def _param(asked: Asked, number: int) -> str:
     """What a refusal of one prompt names: of many, which one."""
     return "messages" if asked.messages else "prompt" if len(asked.prompts) == 1 else f"prompt[{number}]"
@@ -414,7 +421,7 @@ class Run:
     def identity(self) -> str:
         """The tag of whose the first answer is; "" for nobody known."""
         identity = self.completions[0].identity()
-        return "" if identity is None else identity.tag
+        return "" if identity is None else _tag(identity)
 
     async def begin(self) -> None:
         """Wait for the first delta; call it once, before iterating."""

@@ -122,7 +122,7 @@ def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
     frame = message.frame
     frame.incarnation = incarnation
     # Rows that do not fit would be copied for nothing.
-    if len(items) == 1 or (len(items) <= FRAME_ITEMS and rows_bytes(items) <= max_bytes):
+    if len(items) == 1 or (len(items) <= FRAME_ITEMS and _rows_bytes(items) <= max_bytes):
         for item in items:
             _write(frame.items.add(), item)
         data = message.SerializeToString()
@@ -136,7 +136,7 @@ def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
     return frames + more_frames, left + more_left
 
 
-def rows_bytes(items: Sequence[Any]) -> int:
+def _rows_bytes(items: Sequence[Any]) -> int:
     """Of feature rows among ``items``."""
     size = 0
     for item in items:

@@ -48,7 +48,17 @@ from slipstream.base.errors import (
     Unavailable,
 )
 from slipstream.protocol.conduct import Absence, Allowance, Pace
-from slipstream.protocol.messages import DraftBound, DraftHello, Drop, Faults, LinkEvents, TargetBound, TargetHello
+from slipstream.protocol.messages import (
+    Commit,
+    DraftBound,
+    DraftHello,
+    Drop,
+    Faults,
+    Features,
+    LinkEvents,
+    TargetBound,
+    TargetHello,
+)
 from slipstream.protocol.requests import LEFT_ALONE, REFUSED, DraftStatus
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, open_channel
 from slipstream.wire.codec import (
@@ -59,7 +69,6 @@ from slipstream.wire.codec import (
     decode_draft_hello,
     encode_target_frames,
     encode_target_hello,
-    rows_bytes,
 )
 from slipstream.wire.status import error_of
 from slipstream.wire.tls import TlsFiles
@@ -118,7 +127,11 @@ class Outbox(Generic[Item]):
 
     def send(self, items: Sequence[Item]) -> None:
         """Nothing happens once the outbox is closed or has failed."""
-        weight = rows_bytes(items)
+        weight = 0
+        for item in items:
+            features = item.features if isinstance(item, Commit) else item
+            if isinstance(features, Features):
+                weight += len(features.rows)
         with self._lock:
             if self._closed or not items:
                 return
