@@ -94,12 +94,12 @@ class Member:
     sessions: int = 0
     agreement: Agreement | None = None  # None: it is not judged
     warned: bool = False
-    took_s: float = 0.0  # from a commit to its growth, as a moving mean
-    taken_at_s: float = -inf  # when it was last measured
+    latency_s: float = 0.0  # from a commit to its growth, as a moving mean
+    measured_at_s: float = -inf  # when it was last measured
 
-    def pace_s(self, now_s: float) -> float:
+    def known_s(self, now_s: float) -> float:
         """What it takes, as far as that is known; else 0."""
-        return self.took_s if now_s - self.taken_at_s < FORGET_S else 0.0
+        return self.latency_s if now_s - self.measured_at_s < FORGET_S else 0.0
 
 
 class DraftPool:
@@ -229,8 +229,8 @@ class DraftPool:
         links = [link for link, member in members.items() if _is_open(member)]
         if not links:
             return None
-        most_s = SLOW * min(members[link].pace_s(now_s) or inf for link in links)
-        links = [link for link in links if members[link].pace_s(now_s) <= most_s]
+        most_s = SLOW * min(members[link].known_s(now_s) or inf for link in links)
+        links = [link for link in links if members[link].known_s(now_s) <= most_s]
         chosen = min(self._chance.sample(links, min(2, len(links))),
                      key=lambda link: members[link].sessions / members[link].hello.max_sessions)
         members[chosen].sessions += 1
@@ -239,14 +239,14 @@ class DraftPool:
     def took(self, link: Link, seconds: float, now_s: float) -> None:
         """A drafter answered a commit after so many ``seconds``, or had not by then."""
         if (member := self._members.get(link)) is not None:
-            known_s = member.pace_s(now_s) or seconds
-            member.took_s, member.taken_at_s = known_s + NEWEST * (seconds - known_s), now_s
+            before_s = member.known_s(now_s) or seconds
+            member.latency_s, member.measured_at_s = before_s + NEWEST * (seconds - before_s), now_s
 
     def is_slow(self, link: Link, gave_up: bool, now_s: float) -> bool:
         """Whether another with room takes so much less, or, for who ``gave_up`` its drafts, may take less."""
-        pace_s = self._members[link].pace_s(now_s) if link in self._members else 0.0
-        others = [member.pace_s(now_s) for other, member in self._members.items() if other != link and _is_open(member)]
-        return any(0.0 < SLOW * other_s < pace_s or (gave_up and not (other_s and pace_s)) for other_s in others)
+        own_s = self._members[link].known_s(now_s) if link in self._members else 0.0
+        others = [one.known_s(now_s) for other, one in self._members.items() if other != link and _is_open(one)]
+        return any(0.0 < SLOW * other_s < own_s or (gave_up and not (other_s and own_s)) for other_s in others)
 
     def part(self, link: Link | None) -> None:
         """One of its sessions is not its any more."""
