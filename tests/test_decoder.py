@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import CapacityError, ModelError
@@ -262,6 +264,24 @@ def test_rope_fields_of_old_and_new_configs() -> None:
     assert new.rope_theta == 5.0 and new.rope_scaling is not None and new.rope_scaling.factor == 2.0
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("changes", [
+    {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": YARN, "rope_theta": 5e5},
+    {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": None},
+    {"rope_parameters": {}, "rope_scaling": YARN, "rope_theta": 5e5},
+    {"rope_parameters": YARN | {"rope_theta": 5e5}, "original_max_position_embeddings": 256},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5},
+     "original_max_position_embeddings": 256}])
+def test_positions_turn_as_in_transformers(changes: dict[str, Any]) -> None:
+    raw = tiny_config("qwen3", **changes)
+    config: Any = AutoConfig.for_model(**json.loads(json.dumps(raw)))
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float64), torch.arange(99)[None])
+    ours = Rope(parse_config(raw, "c"), torch.float64, torch.device("cpu")).rows(torch.arange(99))
+    assert far(ours[0][:, 0], theirs[0][0]) < 1e-4  # angles of up to 99 in float32
+
+
 @pytest.mark.parametrize("changes", [{"beta_slow": 5e-324, "beta_fast": 9e11}, {"beta_fast": 5e-324}, {"factor": 1e11},
                                      {"rope_theta": 1.0000000001}, {"original_max_position_embeddings": 1}])
 def test_yarn_of_any_numbers_turns_by_numbers(changes: dict[str, float]) -> None:
@@ -282,6 +302,12 @@ def test_yarn_of_any_numbers_turns_by_numbers(changes: dict[str, float]) -> None
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type: 'yarn' is not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor: expected a positive number"),
     ({"rope_parameters": {"rope_type": "yarn", "mscale": -1, "mscale_all_dim": 1}}, "mscale: expected a positive"),
+    ({"rope_scaling": YARN}, "rope_scaling: it says other positions than rope_parameters"),
+    ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e6}}, "rope_scaling: it says other positions"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+     "rope_parameters: full_attention: positions for each kind of layer are not supported"),
+    ({"rope_parameters": None, "rope_theta": 0}, "rope_theta: expected a positive number, found 0"),
+    ({"original_max_position_embeddings": "1", "rope_parameters": YARN}, "original_max_position_embeddings: expected"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor: 0.25 is not"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),

@@ -44,6 +44,7 @@ class Family:
     absent: Mapping[str, Any]  # what transformers takes for fields that are not there; null is something else
 
 
+CONTEXT = "original_max_position_embeddings"  # before positions were stretched
 QWEN: Mapping[str, Any] = MappingProxyType({"num_key_value_heads": 32, "max_position_embeddings": 32768})
 FAMILY: Mapping[str, Family] = MappingProxyType({
     "llama": Family(False, False, {}),
@@ -218,14 +219,26 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
 
 def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
     """The base of rotary positions and how they are stretched. Raises ModelError."""
+    said = [_rope(fields, name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)]
+    if said and said[0] != said[-1]:
+        raise ModelError(f"{fields.where}: rope_scaling: it says other positions than rope_parameters; keep one")
+    return said[0] if said else _rope(fields, "rope_parameters")
+
+
+def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
     raw = fields.raw
-    nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    nested = raw.get(name) or {}
     if not isinstance(nested, dict):
-        raise ModelError(f"{fields.where}: rope_parameters: expected an object, found {type(nested).__name__}")
-    rope = Fields(f"{fields.where}: rope_parameters", nested)
+        raise ModelError(f"{fields.where}: {name}: expected an object, found {type(nested).__name__}")
+    for layers, value in nested.items():
+        if isinstance(value, dict):
+            raise ModelError(f"{fields.where}: {name}: {layers}: positions for each kind of layer are not supported")
+    if raw.get(CONTEXT) is not None:  # transformers takes it first
+        nested = nested | {CONTEXT: raw[CONTEXT]}
+    rope = Fields(f"{fields.where}: {name}", nested)
     for given in (fields, rope):  # of a head's numbers
         given.must_be("partial_rotary_factor", 1, None)
-    theta = rope.real("rope_theta", raw.get("rope_theta") or 10000.0)
+    theta = rope.real("rope_theta", fields.real("rope_theta", 10000.0))
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind in ("default", None):
         return theta, None
@@ -233,7 +246,7 @@ def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
         return theta, RopeScaling(kind, rope.real("factor"))
     if kind == "llama3":
         return theta, RopeScaling(kind, rope.real("factor"), rope.real("low_freq_factor"),
-                                  rope.real("high_freq_factor"), rope.integer("original_max_position_embeddings"))
+                                  rope.real("high_freq_factor"), rope.integer(CONTEXT))
     if kind == "yarn" and theta > 1:
         return theta, _yarn(fields, rope)
     raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, linear, llama3 and, with a "
@@ -242,7 +255,7 @@ def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
 
 def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
     context = fields.integer("max_position_embeddings", 2048)
-    original = rope.integer("original_max_position_embeddings", context)
+    original = rope.integer(CONTEXT, context)
     factor = rope.real("factor", context / original)
 
     def size(share: float) -> float:
