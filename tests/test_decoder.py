@@ -217,6 +217,29 @@ def test_profile_measures_and_frees(tiny_folder: Path) -> None:
     runner.slots.check([])
 
 
+@pytest.mark.parametrize(("name", "section"), [
+    ("model.layers.1.mlp.up_proj.weight", ModelSection(dtype="float32")),
+    ("lm_head.weight", ModelSection(dtype="float64", engine="hf")),
+    ("model.layers.0.self_attn.v_proj.weight", ModelSection(dtype="bfloat16"))])
+def test_a_model_that_gives_no_numbers_does_not_start(tmp_path: Path, name: str, section: ModelSection) -> None:
+    folder = write_tiny_model(tmp_path, hidden_size=64, head_dim=32)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"logits are NaN.*its tensors hold NaN"):
+        ModelRunner(load_model(folder, section), 400).profile((1,))
+
+
+def test_weights_that_the_dtype_cannot_hold_do_not_start(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1e6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ModelRunner(load_model(folder, ModelSection(dtype="float32")), 400).profile((1,))
+    with pytest.raises(ModelError, match=r"numbers that float16 \(model\.dtype\) cannot hold"):
+        ModelRunner(load_model(folder, ModelSection(dtype="float16")), 400).profile((1,))
+
+
 def test_slots_are_sized_by_sessions_and_memory(tiny_folder: Path) -> None:
     config = ModelConfig.from_folder(tiny_folder)
     assert default_slots(config, torch.float32, 4, max_context=100) == 400
