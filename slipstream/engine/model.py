@@ -293,7 +293,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 Tensors = Mapping[str, torch.Tensor]
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # computed from the config
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NAMES_SHOWN, NAME_SHOWN = 5, 120  # of tensors that nothing reads, and characters of each
 
 
@@ -336,6 +336,9 @@ def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> di
     if block is not None and names is not None:
         names = {*names, *(name + SCALE_INV for name in names)}
     files, listed = _files(Path(folder), names)
+    if names is None and listed and SINGLE not in listed.values() and (Path(folder) / SINGLE).exists():
+        logger("engine").warning(f"{SINGLE} is not read, as the index names other files: one of them may be old",
+                                 folder=str(folder), index=INDEX)
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         with _opened(path) as file:
@@ -370,13 +373,16 @@ def tensor_types(folder: str | Path) -> dict[str, str]:
 
 def _files(folder: Path, names: Collection[str] | None = None) -> tuple[list[Path], dict[str, str]]:
     """The files that hold the tensors ``names`` (None: all), and the one of each that an index, if there is one,
-    lists: what two of them hold is read from there."""
+    lists: what two of them hold is read from there. An index without any of its files is left from an earlier save."""
     index = folder / INDEX
     if not index.exists():
-        return [folder / "model.safetensors"], {}
+        return [folder / SINGLE], {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ModelError(f"{index}: weight_map: expected an object of tensor name to file name")
+    present = {path.name for path in folder.glob("*.safetensors")}
+    if SINGLE in present and present.isdisjoint(weight_map.values()):
+        return [folder / SINGLE], {}
     listed = {name: file for name, file in weight_map.items() if names is None or name in names}
     for file in listed.values():
         if Path(file).name != file:
