@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import CapacityError, ModelError
@@ -215,6 +217,29 @@ def test_profile_measures_and_frees(tiny_folder: Path) -> None:
     runner.slots.check([])
 
 
+@pytest.mark.parametrize(("name", "section"), [
+    ("model.layers.1.mlp.up_proj.weight", ModelSection(dtype="float32")),
+    ("lm_head.weight", ModelSection(dtype="float64", engine="hf")),
+    ("model.layers.0.self_attn.v_proj.weight", ModelSection(dtype="bfloat16"))])
+def test_a_model_that_gives_no_numbers_does_not_start(tmp_path: Path, name: str, section: ModelSection) -> None:
+    folder = write_tiny_model(tmp_path, hidden_size=64, head_dim=32)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"logits are NaN.*its tensors hold NaN"):
+        ModelRunner(load_model(folder, section), 400).profile((1,))
+
+
+def test_weights_that_the_dtype_cannot_hold_do_not_start(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1e6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ModelRunner(load_model(folder, ModelSection(dtype="float32")), 400).profile((1,))
+    with pytest.raises(ModelError, match=r"numbers that float16 \(model\.dtype\) cannot hold"):
+        ModelRunner(load_model(folder, ModelSection(dtype="float16")), 400).profile((1,))
+
+
 def test_slots_are_sized_by_sessions_and_memory(tiny_folder: Path) -> None:
     config = ModelConfig.from_folder(tiny_folder)
     assert default_slots(config, torch.float32, 4, max_context=100) == 400
@@ -262,6 +287,24 @@ def test_rope_fields_of_old_and_new_configs() -> None:
     assert new.rope_theta == 5.0 and new.rope_scaling is not None and new.rope_scaling.factor == 2.0
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("changes", [
+    {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": YARN, "rope_theta": 5e5},
+    {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": None},
+    {"rope_parameters": {}, "rope_scaling": YARN, "rope_theta": 5e5},
+    {"rope_parameters": YARN | {"rope_theta": 5e5}, "original_max_position_embeddings": 256},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5},
+     "original_max_position_embeddings": 256}])
+def test_positions_turn_as_in_transformers(changes: dict[str, Any]) -> None:
+    raw = tiny_config("qwen3", **changes)
+    config: Any = AutoConfig.for_model(**json.loads(json.dumps(raw)))
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float64), torch.arange(99)[None])
+    ours = Rope(parse_config(raw, "c"), torch.float64, torch.device("cpu")).rows(torch.arange(99))
+    assert far(ours[0][:, 0], theirs[0][0]) < 1e-4  # angles of up to 99 in float32
+
+
 @pytest.mark.parametrize("changes", [{"beta_slow": 5e-324, "beta_fast": 9e11}, {"beta_fast": 5e-324}, {"factor": 1e11},
                                      {"rope_theta": 1.0000000001}, {"original_max_position_embeddings": 1}])
 def test_yarn_of_any_numbers_turns_by_numbers(changes: dict[str, float]) -> None:
@@ -282,6 +325,12 @@ def test_yarn_of_any_numbers_turns_by_numbers(changes: dict[str, float]) -> None
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type: 'yarn' is not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor: expected a positive number"),
     ({"rope_parameters": {"rope_type": "yarn", "mscale": -1, "mscale_all_dim": 1}}, "mscale: expected a positive"),
+    ({"rope_scaling": YARN}, "rope_scaling: it says other positions than rope_parameters"),
+    ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e6}}, "rope_scaling: it says other positions"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+     "rope_parameters: full_attention: positions for each kind of layer are not supported"),
+    ({"rope_parameters": None, "rope_theta": 0}, "rope_theta: expected a positive number, found 0"),
+    ({"original_max_position_embeddings": "1", "rope_parameters": YARN}, "original_max_position_embeddings: expected"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor: 0.25 is not"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),

@@ -30,7 +30,7 @@ from tests.eagle_folder import (
     speculators_tensors,
     write_eagle_folder,
 )
-from tests.tiny import write_tiny_model
+from tests.tiny import VOCAB, write_tiny_model
 from tests.written import WrittenEagle2, WrittenEagle3
 
 Tensor = torch.Tensor
@@ -381,6 +381,71 @@ def test_an_eagle3_config_that_does_not_fit_is_refused(tmp_path: Path, target: P
     folder = write_eagle_folder(tmp_path, eagle_config(**change), eagle_tensors(eagle_config()))
     with pytest.raises(ModelError, match=match):
         read_head(folder, target)
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    ({"logit_scale": 0.0625}, "logit_scale: heads with 0.0625"),
+    ({"logits_scaling": 16.0}, "logits_scaling: heads with 16.0"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: heads with 30.0"),
+    ({"embedding_multiplier": 12}, "embedding_multiplier: heads with 12"),
+    ({"residual_multiplier": 0.22}, "residual_multiplier: heads with 0.22"),
+    ({"attention_multiplier": 0.0078125}, "attention_multiplier: heads with"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: heads with 50.0"),
+    ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation: heads with 'gelu_pytorch_tanh'"),
+    ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+    ({"rope_interleave": True}, "rope_interleave: heads with True"),
+    ({"is_neox_style": False}, "is_neox_style: heads with False"),
+    ({"rope_is_neox_style": False}, "rope_is_neox_style: heads with False"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
+    ({"is_causal": False}, "is_causal: heads with False"),
+    ({"layer_types": ["chunked_attention"]}, r"layer_types: expected full_attention .* found \['chunked_attention'\]"),
+    ({"layer_types": "sliding_attention"}, "layer_types: .* or sliding_attention, found"),
+    ({"layer_types": ["sliding_attention"]}, "sliding_window: expected a number from 64"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "sliding_window: expected a number from 64"),
+    ({"model_type": "gemma2"}, "model_type: 'gemma2' is not one of"),
+])
+def test_a_field_that_nothing_computes_with_is_refused(tmp_path: Path, target: Path, change: Config,
+                                                       match: str) -> None:
+    speculator = speculators_config()
+    speculator["transformer_layer_config"] |= change
+    heads = {"eagle3": (eagle_config(**change), eagle_tensors(eagle_config()), read_head),
+             "speculators": (speculator, speculators_tensors(speculators_config()), read_head),
+             "eagle2": (eagle2_config(**change), eagle2_tensors(eagle2_config()), read_eagle2_head)}
+    for name, (config, tensors, read) in heads.items():
+        with pytest.raises(ModelError, match=match):
+            read(write_eagle_folder(tmp_path / name, config, tensors), target)
+
+
+def test_fields_that_change_nothing_are_no_matter(tmp_path: Path, target: Path) -> None:
+    config = eagle_config(logit_scale=1.0, logits_scaling=1, embedding_multiplier=1.0, residual_multiplier=1.0,
+                          attention_multiplier=None, final_logit_softcapping=None, attn_logit_softcapping=None,
+                          hidden_activation="silu", rope_interleave=False, is_neox_style=True, is_causal=True,
+                          layer_types=["full_attention", "sliding_attention"], sliding_window=4096)
+    assert read_head(write_eagle_folder(tmp_path, config), target).config.sliding_window == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_layer_that_slides_sees_its_window(tmp_path: Path, target: Path, kind: str) -> None:
+    layer = speculators_config()["transformer_layer_config"] | {
+        "layer_types": ["sliding_attention"], "model_type": kind, "sliding_window": 64, "use_sliding_window": True}
+    config = speculators_config(transformer_layer_config=layer)
+    tensors = speculators_tensors(config)
+    if kind == "qwen3":
+        tensors |= {f"layers.0.self_attn.{name}_norm.weight": torch.ones(12) for name in "qk"}
+    head = read_head(write_eagle_folder(tmp_path, config, tensors), target)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB, (102,), generator=generator).tolist()
+    states = torch.randn(101, 3 * 48, generator=generator, dtype=torch.float64)
+
+    def logits(replaced: int) -> Tensor:
+        """With other tokens in the first rows, of which there are 101."""
+        network = EagleNetwork(head, "float64", torch.device("cpu"), 128)
+        text = [5] * (replaced + 1) + tokens[replaced + 1:]
+        return drafted(network, text, states)[()]
+
+    usual = logits(0)
+    assert torch.allclose(logits(101 - 64), usual, rtol=0, atol=1e-12)
+    assert not torch.allclose(logits(101 - 63), usual, rtol=0, atol=1e-6)
 
 
 def test_a_missing_lm_head_that_the_target_cannot_lend_is_refused(tmp_path: Path, target: Path) -> None:

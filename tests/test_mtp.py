@@ -313,6 +313,23 @@ def test_a_tied_target_lends_its_embedding_as_the_head(tmp_path: Path) -> None:
     assert torch.equal(head.lm_head, tensors["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("kind", ["mimo", "glm4_moe"])
+def test_a_tied_target_may_hold_its_embedding_as_the_head(kind: str, tmp_path: Path) -> None:
+    """As safetensors' own ``save_model`` leaves it: of two names of a tensor the first in the alphabet."""
+    config = mtp_config(kind, tie_word_embeddings=True)
+    tensors = {name: tensor for name, tensor in mtp_tensors(config).items()
+               if not name.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
+    target = write_folder(tmp_path / "target", config, tensors)
+    apart = write_nextn_folder(tmp_path / "apart", config, tensors) if kind == "glm4_moe" else target
+    for folder in (target, apart):
+        head = read_mtp(folder, target)
+        assert torch.equal(head.embedding, tensors["lm_head.weight"])
+        assert torch.equal(head.lm_head, tensors["lm_head.weight"])
+    untied = write_folder(tmp_path / "untied", config | {"tie_word_embeddings": False}, tensors)
+    with pytest.raises(ModelError, match=r"tensor model\.embed_tokens\.weight is missing"):
+        read_mtp(untied, untied)
+
+
 def test_a_transformers_without_prediction_layers_is_named(folders: dict[str, Path],
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(PreTrainedConfig, "get_mtp_config")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,34 @@ def test_a_head_that_a_config_wrongly_calls_tied_is_told(tmp_path: Path, capsys:
     loaded(folder, "decoder")
     told = capsys.readouterr().out
     assert TOLD in told and "lm_head.weight" in told
+
+
+def indexed(folder: Path, file: str) -> None:
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_index_that_an_earlier_save_left_is_passed_over(tmp_path: Path, engine: str) -> None:
+    """transformers takes away earlier shards where it saves one file, and leaves their index."""
+    folder = write_tiny_model(tmp_path)
+    indexed(folder, "model-00001-of-00002.safetensors")
+    loaded(folder, engine)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="model-00001-of-00002"):
+        loaded(folder, engine)
+
+
+def test_a_file_beside_the_shards_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny_model(tmp_path)
+    indexed(folder, "model.safetensors")
+    loaded(folder, "decoder")
+    assert "model.safetensors is not read" not in capsys.readouterr().out
+    indexed(folder, "model-00001-of-00001.safetensors")
+    shutil.copyfile(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    loaded(folder, "decoder")
+    told = capsys.readouterr().out
+    assert "model.safetensors is not read" in told and TOLD not in told
 
 
 def test_a_flood_of_names_is_a_short_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

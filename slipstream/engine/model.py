@@ -44,6 +44,7 @@ class Family:
     absent: Mapping[str, Any]  # what transformers takes for fields that are not there; null is something else
 
 
+CONTEXT = "original_max_position_embeddings"  # before positions were stretched
 QWEN: Mapping[str, Any] = MappingProxyType({"num_key_value_heads": 32, "max_position_embeddings": 32768})
 FAMILY: Mapping[str, Family] = MappingProxyType({
     "llama": Family(False, False, {}),
@@ -218,14 +219,26 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
 
 def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
     """The base of rotary positions and how they are stretched. Raises ModelError."""
+    said = [_rope(fields, name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)]
+    if said and said[0] != said[-1]:
+        raise ModelError(f"{fields.where}: rope_scaling: it says other positions than rope_parameters; keep one")
+    return said[0] if said else _rope(fields, "rope_parameters")
+
+
+def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
     raw = fields.raw
-    nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    nested = raw.get(name) or {}
     if not isinstance(nested, dict):
-        raise ModelError(f"{fields.where}: rope_parameters: expected an object, found {type(nested).__name__}")
-    rope = Fields(f"{fields.where}: rope_parameters", nested)
+        raise ModelError(f"{fields.where}: {name}: expected an object, found {type(nested).__name__}")
+    for layers, value in nested.items():
+        if isinstance(value, dict):
+            raise ModelError(f"{fields.where}: {name}: {layers}: positions for each kind of layer are not supported")
+    if raw.get(CONTEXT) is not None:  # transformers takes it first
+        nested = nested | {CONTEXT: raw[CONTEXT]}
+    rope = Fields(f"{fields.where}: {name}", nested)
     for given in (fields, rope):  # of a head's numbers
         given.must_be("partial_rotary_factor", 1, None)
-    theta = rope.real("rope_theta", raw.get("rope_theta") or 10000.0)
+    theta = rope.real("rope_theta", fields.real("rope_theta", 10000.0))
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind in ("default", None):
         return theta, None
@@ -233,7 +246,7 @@ def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
         return theta, RopeScaling(kind, rope.real("factor"))
     if kind == "llama3":
         return theta, RopeScaling(kind, rope.real("factor"), rope.real("low_freq_factor"),
-                                  rope.real("high_freq_factor"), rope.integer("original_max_position_embeddings"))
+                                  rope.real("high_freq_factor"), rope.integer(CONTEXT))
     if kind == "yarn" and theta > 1:
         return theta, _yarn(fields, rope)
     raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, linear, llama3 and, with a "
@@ -242,7 +255,7 @@ def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
 
 def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
     context = fields.integer("max_position_embeddings", 2048)
-    original = rope.integer("original_max_position_embeddings", context)
+    original = rope.integer(CONTEXT, context)
     factor = rope.real("factor", context / original)
 
     def size(share: float) -> float:
@@ -280,7 +293,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 Tensors = Mapping[str, torch.Tensor]
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # computed from the config
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NAMES_SHOWN, NAME_SHOWN = 5, 120  # of tensors that nothing reads, and characters of each
 
 
@@ -323,6 +336,9 @@ def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> di
     if block is not None and names is not None:
         names = {*names, *(name + SCALE_INV for name in names)}
     files, listed = _files(Path(folder), names)
+    if names is None and listed and SINGLE not in listed.values() and (Path(folder) / SINGLE).exists():
+        logger("engine").warning(f"{SINGLE} is not read, as the index names other files: one of them may be old",
+                                 folder=str(folder), index=INDEX)
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         with _opened(path) as file:
@@ -357,13 +373,16 @@ def tensor_types(folder: str | Path) -> dict[str, str]:
 
 def _files(folder: Path, names: Collection[str] | None = None) -> tuple[list[Path], dict[str, str]]:
     """The files that hold the tensors ``names`` (None: all), and the one of each that an index, if there is one,
-    lists: what two of them hold is read from there."""
+    lists: what two of them hold is read from there. An index without any of its files is left from an earlier save."""
     index = folder / INDEX
     if not index.exists():
-        return [folder / "model.safetensors"], {}
+        return [folder / SINGLE], {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ModelError(f"{index}: weight_map: expected an object of tensor name to file name")
+    present = {path.name for path in folder.glob("*.safetensors")}
+    if SINGLE in present and present.isdisjoint(weight_map.values()):
+        return [folder / SINGLE], {}
     listed = {name: file for name, file in weight_map.items() if names is None or name in names}
     for file in listed.values():
         if Path(file).name != file:

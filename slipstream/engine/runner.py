@@ -35,11 +35,11 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from slipstream.base.errors import CapacityError, ConfigError, DeviceFull, in_a_line
+from slipstream.base.errors import CapacityError, ConfigError, DeviceFull, ModelError, in_a_line
 from slipstream.choosing.sampling import GREEDY, Draws, Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.attention import PADDED_ENTRIES_CUDA
-from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.batch import BatchBuilder, ForwardBatch, rows_batch
 from slipstream.engine.kv import KVPool, Slots, SlotTable
 from slipstream.engine.model import DTYPES, CausalModel, Map, ModelConfig, dtype_of
 from slipstream.engine.native.decoder import NativeDecoder
@@ -430,7 +430,8 @@ class ModelRunner:
 
     def profile(self, rows: Sequence[int] = PROFILED) -> dict[int, float]:
         """Seconds of one forward with so many tree rows behind a short context: the cost of verifying. Row counts that
-        do not fit the free slots are left out."""
+        do not fit the free slots are left out. Raises ModelError where the model gives no numbers."""
+        self._check_numbers()
         costs: dict[int, float] = {}
         for count in rows:
             try:
@@ -442,6 +443,17 @@ class ModelRunner:
             finally:
                 self.slots.free(slots)
         return costs
+
+    def _check_numbers(self) -> None:
+        slots = self.slots.alloc(1)
+        try:
+            self.pool.kv[:, sent(slots, self.pool.kv.device)] = 0  # memory may hold anything
+            logits = self.forward(rows_batch(slots, self.model.device))
+        finally:
+            self.slots.free(slots)
+        if bool(logits.isnan().any()):
+            raise ModelError("the model's logits are NaN, so every answer would be nonsense: its tensors hold NaN, or "
+                             f"numbers that {str(self.model.dtype).removeprefix('torch.')} (model.dtype) cannot hold")
 
     def _time(self, slots: NDArray[np.int64], count: int) -> float:
         self.pool.kv[:, sent(slots, self.pool.kv.device)] = 0  # memory may hold anything

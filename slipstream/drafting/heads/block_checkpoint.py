@@ -48,9 +48,9 @@ DEEPSPEC = "Qwen3DSparkModel"
 SPECULATORS = ("dflash", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
 ANCHOR = ("sample_from_anchor", "query_zero_predicts_next")  # one field under two names
-NEUTRAL = {"projector_type": ("dflash", "dspark"), "input_embedding_scale": (1, 1.0), "output_multiplier": (1, 1.0),
-           "logit_scale": (1, 1.0), "use_swa": (False,), "causal": (False,), "is_causal": (False,),
-           "attention_sink_bias": (False,), "shift_label": (False,), "attention_mode": ("gqa", "mha"),
+NEUTRAL = {"projector_type": ("dflash", "dspark"), "input_embedding_scale": (1,), "output_multiplier": (1,),
+           "use_swa": (False,), "causal": (False,), "is_causal": (False,), "attention_sink_bias": (False,),
+           "add_swa_attention_sink_bias": (False,), "shift_label": (False,), "attention_mode": ("gqa", "mha"),
            "fc_norm": (False,)}  # fields of further kinds of head, and what they say where they change nothing
 
 
@@ -116,9 +116,7 @@ def _published(folder: str | Path) -> Published:
     if not isinstance(nested, dict):
         raise ModelError(f"{where}: dflash_config: expected an object, found {type(nested).__name__}")
     flat = replace(published, raw=raw | nested)
-    for name, allowed in NEUTRAL.items():
-        if flat.raw.get(name) is not None and flat.raw[name] not in allowed:
-            raise ModelError(f"{where}: {name}: heads with {flat.raw[name]!r} are not supported")
+    flat.must_be_neutral(NEUTRAL)
     return flat
 
 

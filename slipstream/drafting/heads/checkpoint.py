@@ -14,7 +14,8 @@ Rules of EAGLE:
    without ``rope_theta`` means 10000, as it does where such heads are trained and served. A difference is warned of,
    because converted configs are known to carry a wrong value.
 7. A tensor that nothing would read (a norm, a bias that the config does not speak of) is refused by name: without it
-   the head would run, and draft badly.
+   the head would run, and draft badly. So is a field that others compute with and nothing here does (``NEUTRAL``).
+   ``layer_types`` says whether layers slide (vLLM's speculators are trained so), whatever the layer's family.
 
 Rules of EAGLE-3 (``read_head``):
 8. Tensors, by plain names: ``fc.weight`` (``fc.bias``), ``layers.i.*``, ``norm.weight``, ``d2t``, ``t2d``,
@@ -48,6 +49,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ from slipstream.engine.model import DTYPES, Fields, ModelConfig, load_tensors, p
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.models.folder import read_json
 from slipstream.observe.log import logger
+from slipstream.protocol.tree import MAX_NODES
 
 LAYER = "layers.0"
 MAX_LAYERS = 16  # of heads that have several
@@ -66,6 +69,11 @@ PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYE
 UNREAD = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
           "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
 MAPS = ("d2t", "t2d")  # between vocabularies: tensors that are no weights
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
+    "logit_scale": (1,), "logits_scaling": (1,), "final_logit_softcapping": (), "embedding_multiplier": (1,),
+    "residual_multiplier": (1,), "attention_multiplier": (), "attn_logit_softcapping": (),
+    "hidden_activation": ("silu", "swish"), "rope_interleave": (False,), "is_neox_style": (True,),
+    "rope_is_neox_style": (True,)})  # fields that nothing here reads, and what they say where they change nothing
 CONVERSION = "read it there and write its tensors with safetensors.torch.save_file(tensors, 'model.safetensors')"
 
 
@@ -79,6 +87,13 @@ class Published(Fields):
         """Raises ModelError unless both are equal."""
         if found != expected:
             raise ModelError(f"{self.where}: {name}: the head was made for {found}{what}, the target has {expected}")
+
+    def must_be_neutral(self, fields: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises ModelError for one of ``fields`` that says something else than there. Null says nothing."""
+        for name, allowed in fields.items():
+            found = self.raw.get(name)
+            if found is not None and found not in allowed:
+                raise ModelError(f"{self.where}: {name}: heads with {found!r} are not supported")
 
     def taps(self, name: str, ids: Any, by_output: bool, num_layers: int) -> tuple[int, ...]:
         """What the field ``name`` says as FeatureSpec.layers: it names layers of the target by what they give, or what
@@ -111,6 +126,9 @@ def read_published(folder: str | Path) -> Published:
 def layer_config(published: Published, target: Lender, most_layers: int = 1) -> ModelConfig:
     """The measures of the head's layers, checked against the target's vocabulary. Raises ModelError."""
     raw, where = dict(published.raw), published.where
+    published.must_be_neutral(NEUTRAL)
+    if raw.get("layer_types") is not None:
+        raw["use_sliding_window"] = False  # the list says which layers do
     config = parse_config({"model_type": "llama"} | raw, where)
     if config.num_layers > most_layers:
         expected = "1" if most_layers == 1 else f"1 to {most_layers}"
@@ -246,7 +264,7 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
     published, target = read_published(folder), Lender.of(target_folder)
     _check_kind(published, EAGLE3)
-    config, tensors, taps = layer_config(published, target, MAX_LAYERS), read_tensors(folder), _taps(published, target)
+    config, tensors, taps = _eagle_config(published, target, MAX_LAYERS), read_tensors(folder), _taps(published, target)
     draft_vocab = draft_size(published, tensors, config)
     shapes = _shapes(published, tensors, config, len(taps), target.hidden_size)
     tensors, vocabulary = completed(folder, tensors, shapes, draft_vocab, config, target)
@@ -261,7 +279,7 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
     Raises ModelError."""
     published, target = read_published(folder), Lender.of(target_folder)
     _check_kind(published, EAGLE2)
-    config = layer_config(published, target)
+    config = _eagle_config(published, target)
     published.must_fit("hidden_size", config.hidden_size, target.hidden_size)
     tensors = read_tensors(folder)
     if "fc.weight" not in tensors:
@@ -275,6 +293,20 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
     every = torch.arange(target.vocab_size)
     return EagleHead(config, hidden, (target.num_layers,), tensors | lent, every if vocabulary is None else vocabulary,
                      joint=True)
+
+
+def _eagle_config(published: Published, target: Lender, most_layers: int = 1) -> ModelConfig:
+    """``layer_config`` of layers that may slide, all of them with one window. Of a longer list the first ones count."""
+    published.must_be_neutral({"is_causal": (True,)})
+    config, kinds = layer_config(published, target, most_layers), published.raw.get("layer_types") or []
+    listed = isinstance(kinds, list)
+    own = kinds[: config.num_layers] if listed else kinds
+    if listed and own and all(kind == "sliding_attention" for kind in own):
+        return replace(config, sliding_window=published.integer("sliding_window", low=MAX_NODES))
+    if not listed or not all(kind == "full_attention" for kind in own):
+        raise ModelError(f"{published.where}: layer_types: expected full_attention for all of the head's layers, or "
+                         f"sliding_attention, found {own!r}")
+    return config
 
 
 def _check_kind(published: Published, kind: Kind) -> None:

@@ -89,9 +89,6 @@ def _lent(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 def _rope(fields: Fields) -> tuple[float, RopeScaling | None] | None:
-    nested = fields.raw.get("rope_parameters")
-    if isinstance(nested, dict) and any(isinstance(value, dict) for value in nested.values()):
-        return None  # one for each kind of layer
     try:
         return rope_of(fields)
     except ModelError:

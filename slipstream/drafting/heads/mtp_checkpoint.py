@@ -17,7 +17,7 @@ It knows nothing about sessions or forwards. Formats: tensor names of targets as
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,12 +98,13 @@ def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
     names = tensor_names(folder)
     prefixes = _prefixes(own, names, folder.resolve() == target_folder.resolve())
     tied = target.raw.get("tie_word_embeddings") is True
-    # What the first layer repeats of the target is not read twice; a tied embedding serves as lm_head too.
+    # What the first layer repeats of the target is not read twice; of a tied pair either may be all that there is.
     shared = [name for own, name in ((OWN_EMBEDDING, EMBEDDING), (OWN_LM_HEAD, HEAD))
               if tied or f"{prefixes[0]}{own}" not in names]
     tensors = Noted(_tensors(folder, names, target_folder, prefixes, shared))
-    embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", EMBEDDING), vocab, hidden)
-    lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", EMBEDDING if tied else HEAD), vocab, hidden)
+    both = (EMBEDDING, HEAD)
+    embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", *(both if tied else both[:1])), vocab, hidden)
+    lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", *(both if tied else both[1:])), vocab, hidden)
     norm_eps = own.real("rms_norm_eps", layout.norm_eps)
     return MtpHead(folder, layout, vocab, hidden, target.integer("num_hidden_layers"), norm_eps,
                    tuple(_layer(tensors, layout, prefix, hidden) for prefix in prefixes), tensors, embedding, lm_head)
@@ -136,9 +137,9 @@ def _tensors(folder: Path, names: Iterable[str], target_folder: Path, prefixes: 
     return found
 
 
-def _shared(tensors: Tensors, names: tuple[str, str], vocab: int, hidden: int) -> torch.Tensor:
-    own, targets = names
-    return take(tensors, own if own in tensors else targets, vocab, hidden)
+def _shared(tensors: Tensors, names: Sequence[str], vocab: int, hidden: int) -> torch.Tensor:
+    """The first of ``names`` that is there: the head's own, then the target's."""
+    return take(tensors, next((name for name in names if name in tensors), names[1]), vocab, hidden)
 
 
 def _layer(tensors: Tensors, layout: Layout, prefix: str, hidden: int) -> MtpLayer:
