@@ -806,6 +806,13 @@ def test_the_notes_say_when_a_service_is_open_and_its_policy_is_not() -> None:
     assert "networkPolicy.clients" not in notes()
 
 
+def test_the_notes_say_what_a_new_claim_lacks() -> None:
+    """Nothing fills it: targets would end again and again, and their log says no more than that a folder is not there."""
+    lacks = "NOTE: nothing puts a model into the new claim r-slipstream-model"
+    assert lacks in notes("model.claim.create=true", "model.prepare=false")
+    assert lacks not in notes("model.claim.create=true") and lacks not in notes()
+
+
 def test_a_chart_around_it_may_have_it_on_a_condition(tmp_path: Path) -> None:
     """Helm hands the condition on as a value, which a strict schema would refuse."""
     shutil.copytree(CHART, tmp_path / "charts/slipstream")
