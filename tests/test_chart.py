@@ -807,7 +807,7 @@ def test_the_notes_say_when_a_service_is_open_and_its_policy_is_not() -> None:
 
 
 def test_the_notes_say_what_a_new_claim_lacks() -> None:
-    """Nothing fills it: targets would end again and again, and their log says no more than that a folder is not there."""
+    """Nothing fills it: targets would end again and again, with no more in their log than that a folder is missing."""
     lacks = "NOTE: nothing puts a model into the new claim r-slipstream-model"
     assert lacks in notes("model.claim.create=true", "model.prepare=false")
     assert lacks not in notes("model.claim.create=true") and lacks not in notes()
