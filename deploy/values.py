@@ -235,13 +235,13 @@ class DashboardsValues(Section):
 
 class PodMonitorValues(Section):
     enabled: Literal["auto", "always", "never"] = Field("auto", description="auto: where the cluster knows the kind")
-    labels: Texts = Field({}, description="as in release: kube-prometheus-stack")
+    labels: Texts = Field({}, description="which a Prometheus looks for, as in release: kube-prometheus-stack")
     interval: str = "15s"
 
 
 class RulesValues(Section):
     enabled: Literal["auto", "always", "never"] = Field("auto", description="auto: where the cluster knows the kind")
-    labels: Texts = Field({})
+    labels: Texts = Field({}, description="as podMonitor's: which rules a Prometheus reads")
     runbooks: str = Field("", description="address before the runbook's file name; empty: its path in the repository")
 
 

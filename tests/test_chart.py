@@ -94,6 +94,10 @@ WRONG = {
                               "tensor_parallel is 4 but target.resources.limits has 2"),
     "fewer GPUs than stages": (("config.model.device=cuda", "config.target.engine.vllm.pipeline_parallel_size=2",
                                 r"target.resources.limits.nvidia\.com/gpu=1"), "tensor_parallel is 1 but target"),
+    "a GPU that nobody computes on": (("images.engine.variant=cuda", "model.claim.existing=c",
+                                       r"target.resources.limits.nvidia\.com/gpu=1"), 'config.model.device is "cpu"'),
+    "a GPU that no draft computes on": ((r"draft.resources.limits.nvidia\.com/gpu=1",),
+                                        'draft.resources.limits has 1 of nvidia.com/gpu'),
     "nodes without vLLM": (("target.nodes=2",), "target.nodes is 2 but config.target.engine is not vllm"),
     "uneven nodes": (("config.target.engine=vllm", "config.model.tensor_parallel=4", "target.nodes=3"),
                      "4 ranks (config.model.tensor_parallel by vLLM's pipeline_parallel_size)"),
@@ -174,6 +178,7 @@ def test_wrong_values_are_refused_with_a_sentence(case: str) -> None:
     ("config.model.device=cuda", "config.target.engine=vllm"),  # drafts on the CPU have the CPU's image
     (f"fullnameOverride={'n' * 40}", f"draft.pools[0].name={'p' * 16}"),
     ("images.engine.variant=cuda", "model.claim.existing=c"),
+    ("config.target.engine=vllm", r"target.resources.limits.nvidia\.com/gpu=1"),  # whose device is its image's affair
     # What is said by an empty line: nothing of it.
     ("target.resources=null", "model.prepareResources=null", "router.nodeSelector=null", "images.pullSecrets=null")])
 def test_what_is_right_is_not_refused(changes: tuple[str, ...]) -> None:
@@ -799,6 +804,13 @@ def test_the_notes_say_when_a_service_is_open_and_its_policy_is_not() -> None:
         for enough in ('networkPolicy.clients=[{"ipBlock":{"cidr":"10.0.0.0/8"}}]', "networkPolicy.enabled=false"):
             assert "networkPolicy.clients" not in notes(opened, enough)
     assert "networkPolicy.clients" not in notes()
+
+
+def test_the_notes_say_what_a_new_claim_lacks() -> None:
+    """Nothing fills it: targets would end again and again, with no more in their log than that a folder is missing."""
+    lacks = "NOTE: nothing puts a model into the new claim r-slipstream-model"
+    assert lacks in notes("model.claim.create=true", "model.prepare=false")
+    assert lacks not in notes("model.claim.create=true") and lacks not in notes()
 
 
 def test_a_chart_around_it_may_have_it_on_a_condition(tmp_path: Path) -> None:

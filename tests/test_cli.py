@@ -326,6 +326,15 @@ def test_a_taken_port_is_told_before_a_model_is_loaded(role: str) -> None:
             asyncio.run(service.serve(config, asyncio.Event()))
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_missing_certificate_is_told_before_a_model_is_loaded(role: str, tmp_path: Path) -> None:
+    service = import_module(f"{role}_service.__main__")
+    config = load(None, (*on_free_ports(), "model.path=nowhere", "draft.drafter=standalone", "draft.model=nowhere",
+                         f"wire.tls.folder={tmp_path}"))
+    with pytest.raises(ConfigError, match=r"^tls: cannot read .*tls\.crt"):
+        asyncio.run(service.serve(config, asyncio.Event()))
+
+
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="'8000' is not host:port"):
         require_free(load(None, ("router.listen='8000'",)))

@@ -40,6 +40,7 @@ from slipstream.cli.process import places
     ("router.listen='::1'", "router.listen: '::1' is not host:port, such as 127.0.0.1:8000"),
     ("target.drafts=['fd00::5']", "target.drafts: 'fd00::5' is not host:port, such as 127.0.0.1:8000"),
     ("router.targets=[one]", "router.targets: 'one' is not host:port, such as 127.0.0.1:8000"),
+    ("router.targets=[]", "router.targets: is empty; write one at least, as in [127.0.0.1:8051]"),
     ("target.drafts=['http://here:8052']",
      "target.drafts: 'http://here:8052' is not host:port, such as 127.0.0.1:8000"),
     ("log.spans=collector:4317",
@@ -105,7 +106,7 @@ def test_no_default_port_is_one_that_a_system_gives_to_clients() -> None:
 
 @pytest.mark.parametrize("addresses", ["[]", "[10.0.0.1:1, '[::1]:2']", "['kubernetes:///target.llm:8051']"])
 def test_addresses_that_can_be_dialled(addresses: str) -> None:
-    assert isinstance(load(None, (f"router.targets={addresses}",)).router.targets, tuple)
+    assert isinstance(load(None, (f"target.drafts={addresses}",)).target.drafts, tuple)
 
 
 @pytest.mark.parametrize(("content", "told"), [

@@ -54,6 +54,12 @@ def test_a_missing_model_fails(tmp_path: Path) -> None:
     assert model.status == "fail" and "model.path" in model.advice
 
 
+def test_a_model_that_is_not_there_is_no_pair_that_does_not_fit(tiny_folder: Path, tmp_path: Path) -> None:
+    """A known one needs one command, and people were told to set another one, too."""
+    config = load(None, (f"model.path={tmp_path}/nowhere", "draft.drafter=standalone", f"draft.model={tiny_folder}"))
+    assert [check.name for check in checks(config) if check.status == "fail"] == ["model"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_device_that_is_not_here_is_named(tiny_folder: Path) -> None:
     """Also where no model is loaded: a target beside such a draft would not begin."""

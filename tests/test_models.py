@@ -96,6 +96,14 @@ def test_failed_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert list((tmp_path / "models").iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_written_says_how_to_name_another(small_gguf: Path, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    known = packaged(tmp_path, monkeypatch, "tiny", small_gguf.read_bytes())
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match=r"cannot write .*another folder with --to"):
+        prepare("tiny", tmp_path / "file" / "tiny", known=known)
+
+
 def test_no_name_is_no_folder() -> None:
     with pytest.raises(ModelError, match="no model is named: give a folder"):
         resolve("")

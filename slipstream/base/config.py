@@ -55,6 +55,7 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "bool_type": "'{input}' is neither true nor false",
     "bool_parsing": "'{input}' is neither true nor false",
     "tuple_type": "write a list, as in [one, two]; [] for none",
+    "too_short": "is empty; write one at least, as in [127.0.0.1:8051]",
     "literal_error": "'{input}' is not known; write {expected}",
     "greater_than": "must be above {gt:g}",
     "greater_than_equal": "must be at least {ge:g}",
@@ -173,8 +174,8 @@ class RouterSection(Section):
     listen: Listen = "127.0.0.1:8000"
     grpc_listen: Listen = "127.0.0.1:8001"
     metrics_listen: Listen = "127.0.0.1:9100"
-    targets: Peers = Field(("127.0.0.1:8051",),
-                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
+    targets: Peers = Field(("127.0.0.1:8051",), min_length=1,
+                           description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
     model_name: str = Field("", description="the name clients use; empty: the target's own")
     api_keys_file: str = Field("", description="one key a line, then whose it is, as in name=alice; read again when it "
                                "changes; empty: no keys")

@@ -191,6 +191,10 @@ def _model(config: Config) -> Iterator[Check]:
 
 
 def _pairing(config: Config) -> Iterator[Check]:
+    try:
+        resolve(config.model.path)
+    except ModelError:  # ``_model`` says what to do
+        return
     if "draft" not in config.model_fields_set and "drafts" in config.target.model_fields_set:
         yield Check("pairing", "warn", "not checked: target.drafts is set, and without a section draft it is not known "
                     "which drafter runs", "run it with the drafts' configuration, in a pod of theirs")

@@ -230,8 +230,8 @@ def filled(folder: Path, receipt: Mapping[str, Any]) -> Iterator[Path]:
             write_json(fresh / RECEIPT, {"format": FORMAT, **receipt, "files": files})
             _put_in_place(fresh, folder, Path(scratch) / "old")
     except OSError as error:
-        raise ModelError(f"cannot write {folder}: {error}; a model needs its size in disk twice while it is prepared"
-                         ) from error
+        raise ModelError(f"cannot write {folder}: {error}; a model needs its size in disk twice while it is prepared, "
+                         "and `slipstream models prepare` takes another folder with --to") from error
 
 
 def packaged_file(model: KnownModel) -> Path:

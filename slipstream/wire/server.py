@@ -51,9 +51,11 @@ class Servicer(Protocol):
 
 
 def bind_guard(listen: str, wire: WireSection, tls: TlsFiles | None = None, public: str = "") -> None:
-    """Raises ConfigError if ``listen`` (host:port) reaches beyond loopback in plain text without leave. public: the
-    setting that it is of, where clients ask and there is no TLS of ours."""
-    if tls is None and not wire.insecure_allow_plaintext and not _is_loopback(listen):
+    """Raises ConfigError if ``listen`` (host:port) reaches beyond loopback in plain text without leave, and for files
+    of TLS that cannot be used. public: the setting that it is of, where clients ask and there is no TLS of ours."""
+    if tls is not None:
+        tls.read()
+    elif not wire.insecure_allow_plaintext and not _is_loopback(listen):
         way = "put a proxy with TLS before it and" if public else "set wire.tls.folder,"
         raise ConfigError(f"{public or 'listen'}: {listen} reaches beyond this machine in plain text; {way} listen on "
                           "127.0.0.1, or set wire.insecure_allow_plaintext=true behind a network policy")

@@ -79,6 +79,9 @@
 {{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (gt $all 1) $gpus (ne (int $gpus) $ranks) -}}
 {{- fail (printf "config.model.tensor_parallel is %d but target.resources.limits has %d of nvidia.com/gpu: give a target's pod as many GPUs as share its part of the model (%d)" (int (default 1 $model.tensor_parallel)) (int $gpus) $ranks) -}}
 {{- end -}}
+{{- if and (int $gpus) (not $vllm) (not (hasPrefix "cuda" (default "cpu" $model.device))) -}}
+{{- fail (printf "target.resources.limits has %d of nvidia.com/gpu but config.model.device is \"cpu\", which leaves them idle: set config.model.device=cuda" (int $gpus)) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "slipstream.checks.scaling" -}}
@@ -113,6 +116,7 @@
 {{- $names := list -}}
 {{- $shares := 0 -}}
 {{- $open := 0 -}}
+{{- $cuda := false -}}
 {{- range .Values.draft.pools -}}
 {{- if has .name $names -}}
 {{- fail (printf "draft.pools: the name %q is there twice" .name) -}}
@@ -128,6 +132,7 @@
 {{- if and (hasPrefix "cuda" (default "cpu" $settings.device)) (eq $.Values.images.engine.variant "cpu") -}}
 {{- fail (printf "draft.pools: pool %q has the device %q but images.engine.variant is \"cpu\": set images.engine.variant=cuda" .name $settings.device) -}}
 {{- end -}}
+{{- $cuda = or $cuda (hasPrefix "cuda" (default "cpu" $settings.device)) -}}
 {{- $drafter := default "auto" $settings.drafter -}}
 {{- if and (eq $drafter "auto") (or .model $settings.token_map) -}}
 {{- fail (printf "draft.pools: pool %q has a model or token_map but no drafter: say for which one with config.drafter" .name) -}}
@@ -142,6 +147,10 @@
 {{- if and .model (ne .model $.Values.model.path) (not $claim.existing) (not $claim.create) -}}
 {{- fail (printf "draft.pools: pool %q has the model %q but no claim holds it, and without one a pod has %s alone: set model.claim.existing to a claim with a folder for each" .name .model $.Values.model.path) -}}
 {{- end -}}
+{{- end -}}
+{{- $gpus := get (default dict (default dict .Values.draft.resources).limits) "nvidia.com/gpu" -}}
+{{- if and (int $gpus) .Values.draft.pools (not $cuda) -}}
+{{- fail (printf "draft.resources.limits has %d of nvidia.com/gpu but no pool has the device cuda, which leaves them idle: set config.draft.device=cuda" (int $gpus)) -}}
 {{- end -}}
 {{- if gt (int $shares) 99 -}}
 {{- fail (printf "draft.pools: the shares add up to %d per cent; leave some for a pool without a share" (int $shares)) -}}
