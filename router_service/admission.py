@@ -43,7 +43,7 @@ from typing import Any
 
 from router_service.tenants import Tenant
 from slipstream.base.config import PolicySection
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest, QuotaExceeded
+from slipstream.base.errors import CapacityError, Draining, QuotaExceeded
 from slipstream.decision.beliefs import SHARE, Beliefs, StepCosts
 from slipstream.decision.decide import Mode, Round, Seen, Transition
 from slipstream.decision.policy import SpeculationPolicy
@@ -160,7 +160,7 @@ class Place:
     """What a request that was let in holds until it leaves."""
 
     account: Account
-    answers: int
+    answers: int  # that may run at once
     since_s: float
 
     @property
@@ -199,13 +199,13 @@ class Admission:
                 return
 
     async def enter(self, tenant: Tenant, answers: int) -> Place:
-        """Wait for room for so many answers. Raises CapacityError, Draining, or InvalidRequest for more than could ever
-        run."""
+        """Wait for room for so many answers, or for half of the places, if they are more than may run: they take turns
+        then, and others go on beside them. Raises CapacityError or Draining."""
         if self.closed:
             raise _leaving()
         most = min(self._max_in_flight, tenant.requests or self._max_in_flight)
         if answers > most:
-            raise InvalidRequest("n", f"asks for {answers} answers at once; {most} may run")
+            answers = max(1, most // 2)
         account = self._accounts.setdefault(tenant.id, Account(tenant, self._clock()))
         account.renew(tenant, self._clock())
         try:
@@ -283,9 +283,9 @@ class Admission:
         """What is there and what bounds it, for its caller and for whoever may change the settings."""
         own, most = account.tenant.requests, WAITING * self._max_in_flight
         if own and self.in_flight < self._max_in_flight:  # there are places, but not for this key
-            there = f"{account.in_flight} answers of this key run and {account.queued} wait, of {own} and {most}"
+            there = f"answers of this key: {account.in_flight} run and {account.queued} wait, of {own} and {most}"
         else:
-            there = (f"{self.in_flight} answers run and {self.queued} wait, of {self._max_in_flight} and {most} "
+            there = (f"answers here: {self.in_flight} run and {self.queued} wait, of {self._max_in_flight} and {most} "
                      "(router.max_in_flight)")
         return f"{there}, for at most {self._max_wait_s:g} s (router.max_wait_s)"
 
