@@ -471,13 +471,16 @@ class Run:
         """Tokens of the answers so far, and log probabilities: how much there is to write."""
         return self.job.num_scores + self._generated() * (1 + (self.job.options.top_logprobs or 0))
 
-    def usage(self) -> Usage:
-        """Of all answers together; a prompt counts once, however many choices it has."""
-        tallies = [completion.tally for completion in self.completions]
+    def usage(self, number: int | None = None) -> Usage:
+        """Of one answer, or of all together: a prompt counts once then, however many choices it has."""
+        prompts, completions = self.job.prompts, self.completions
+        if number is not None:
+            prompts, completions = (prompts[number // self.job.options.n],), [completions[number]]
+        tallies = [completion.tally for completion in completions]
         reached = sum((tally.reached for tally in tallies), Counter[int]())
         return Usage(
-            prompt_tokens=sum(map(len, self.job.prompts)),
-            completion_tokens=self._generated() + len(self.job.begun),
+            prompt_tokens=sum(map(len, prompts)),
+            completion_tokens=sum(tally.tokens for tally in tallies) + len(self.job.begun),
             accepted_prediction_tokens=sum(tally.accepted for tally in tallies),
             rejected_prediction_tokens=sum(max(tally.drafted - tally.accepted, 0) for tally in tallies),
             cached_tokens=sum(tally.cached_tokens for tally in tallies[:: self.job.options.n]),

@@ -436,6 +436,12 @@ async def test_usage_in_every_chunk(tiny_folder: Path) -> None:
             "include_usage": True, "continuous_usage_stats": True})).text)
         counts = [chunk["usage"]["completion_tokens"] for chunk in told[1:]]
         assert counts == sorted(counts) and counts[-1] == 30 and len(counts) > 4
+        told = events((await r.post(COMPLETIONS, prompt=[PROMPT, PROMPT + "x"], n=2, stream=True, max_tokens=30,
+                                    stream_options={"include_usage": True, "continuous_usage_stats": True})).text)
+        last = {chunk["choices"][0]["index"]: chunk["usage"] for chunk in told[:-1]}
+        assert {number: (usage["prompt_tokens"], usage["completion_tokens"]) for number, usage in last.items()} == {
+            0: (10, 30), 1: (10, 30), 2: (11, 30), 3: (11, 30)}, "each of its own answer"
+        assert (told[-1]["usage"]["prompt_tokens"], told[-1]["usage"]["completion_tokens"]) == (21, 120)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/messages", "/v1/responses"])
