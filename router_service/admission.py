@@ -6,7 +6,7 @@ Rules:
    ask for, and nobody's while nobody wants it.
 2. Waiting is bounded. Who would wait longer than ``max_wait_s``, at the pace at which places were given back lately, is
    refused at once, and so is who has its share of the queue waiting already; who has waited so long is refused then.
-   Every refusal says when to come back: when those who wait now should be in.
+   Every refusal says when to come back, which is when those who wait now should be in, and what bounds who may run.
 3. A tenant has no more answers at once than it may have: further ones wait. One that has used up its tokens of a minute
    is refused until it has some again.
 4. Closing turns away everyone who waits; who is inside may finish.
@@ -43,7 +43,7 @@ from typing import Any
 
 from router_service.tenants import Tenant
 from slipstream.base.config import PolicySection
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest, QuotaExceeded
+from slipstream.base.errors import CapacityError, Draining, QuotaExceeded
 from slipstream.decision.beliefs import SHARE, Beliefs, StepCosts
 from slipstream.decision.decide import Mode, Round, Seen, Transition
 from slipstream.decision.policy import SpeculationPolicy
@@ -55,7 +55,6 @@ MAX_RETRY_AFTER_S = 60.0  # the openai client comes back by its own time where i
 WAITING = 2  # answers for each that may run: the queue's memory has a bound whatever the pace
 FADE = 0.98  # of how long answers held their places, for each that leaves
 SHORTEST_S = 1e-3  # of a wait
-BUSY = "the server is busy and more would wait too long; try again later"
 TICK_S = 0.25
 POOL = Seen(followed=True)
 
@@ -161,7 +160,7 @@ class Place:
     """What a request that was let in holds until it leaves."""
 
     account: Account
-    answers: int
+    answers: int  # that may run at once
     since_s: float
 
     @property
@@ -200,13 +199,13 @@ class Admission:
                 return
 
     async def enter(self, tenant: Tenant, answers: int) -> Place:
-        """Wait for room for so many answers. Raises CapacityError, Draining, or InvalidRequest for more than could ever
-        run."""
+        """Wait for room for so many answers, or for half of the places, if they are more than may run: they take turns
+        then, and others go on beside them. Raises CapacityError or Draining."""
         if self.closed:
             raise _leaving()
         most = min(self._max_in_flight, tenant.requests or self._max_in_flight)
         if answers > most:
-            raise InvalidRequest("n", f"asks for {answers} answers at once; {most} may run")
+            answers = max(1, most // 2)
         account = self._accounts.setdefault(tenant.id, Account(tenant, self._clock()))
         account.renew(tenant, self._clock())
         try:
@@ -271,12 +270,24 @@ class Admission:
         share = account.tenant.weight / (account.tenant.weight + others)
         return not account.queued or account.queued + answers <= share * WAITING * self._max_in_flight
 
-    def _refusal(self, account: Account, reason: str, after_s: float, told: str = BUSY) -> CapacityError:
+    def _refusal(self, account: Account, reason: str, after_s: float, told: str = "") -> CapacityError:
         self._metrics.refused(account.tenant.name, reason)
         after_s = min(after_s, MAX_RETRY_AFTER_S)
+        again = f"try again in {max(1, math.ceil(after_s))} s"
         if reason == "tokens":
-            return QuotaExceeded(f"this key's {account.tenant.tokens_per_minute} tokens a minute are used up", after_s)
-        return CapacityError(told, after_s)
+            return QuotaExceeded(f"this key's {account.tenant.tokens_per_minute} tokens a minute are used up; {again}",
+                                 after_s)
+        return CapacityError(f"{told or self._full(account)}; {again}", after_s)
+
+    def _full(self, account: Account) -> str:
+        """What is there and what bounds it, for its caller and for whoever may change the settings."""
+        own, most = account.tenant.requests, WAITING * self._max_in_flight
+        if own and self.in_flight < self._max_in_flight:  # there are places, but not for this key
+            there = f"answers of this key: {account.in_flight} run and {account.queued} wait, of {own} and {most}"
+        else:
+            there = (f"answers here: {self.in_flight} run and {self.queued} wait, of {self._max_in_flight} and {most} "
+                     "(router.max_in_flight)")
+        return f"{there}, for at most {self._max_wait_s:g} s (router.max_wait_s)"
 
     async def _turn(self, account: Account, turn: Turn) -> None:
         if not self.queued:

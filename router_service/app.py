@@ -256,7 +256,7 @@ class Surface:
         if body.stream:
             events = self._events(run, reply, self._ids(request, run, origin, reached), body, request.scope[REQUEST_ID])
             return EventStream(events, client, run.aclose, headers)
-        answers: list[list[TextDelta]] = [[] for _ in run.completions]
+        answers: list[list[TextDelta]] = [[] for _ in range(run.job.num_answers)]
         await _taken(run, client, lambda number, delta: answers[number].append(delta))
         written = await self._gateway.lanes.beside(
             run.num_told, lambda: orjson.dumps(reply.whole(answers, run.usage())), run.place.tenant.id)

@@ -20,7 +20,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -54,6 +53,7 @@ from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, TargetInfo
 
 MAX_N = 128  # answers that one request may ask for to each of its prompts
+MAX_ANSWERS = 1024  # to all of its prompts
 MAX_SENT = 1 << 21  # tokens of prompts that are sent to targets for one request: as many as its body can hold
 
 
@@ -176,9 +176,7 @@ class Gateway:
         limit = Limit(_too_long, self._section.request_timeout_s)
         try:
             with limit:
-                # Answers that many prompts ask for.
-                with written_as({"n": "prompt"}) if asked.prompts and asked.options.n == 1 else nullcontext():
-                    place = await self.admission.enter(tenant, asked.num_answers)
+                place = await self.admission.enter(tenant, asked.num_answers)
                 try:
                     waited_s = time.monotonic() - arrived_s
                     asked = replace(asked, options=await self._try(asked.options, tenant))
@@ -259,6 +257,9 @@ class Gateway:
         info = self.info
         if asked.options.n > MAX_N:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
+        if asked.num_answers > MAX_ANSWERS:
+            raise InvalidRequest("prompt" if asked.options.n == 1 else "n", f"asks for {asked.num_answers} answers, "
+                                 f"{asked.options.n} a prompt; one request may ask for {MAX_ANSWERS}: send several")
         most = asked.most_tokens
         if most is not None and (asked.options.max_tokens or 0) > most:
             raise InvalidRequest(asked.options.limited_by, f"must be at most {most} with these log probabilities, so "
@@ -411,11 +412,20 @@ class Run:
         self._limit = limit
         self._span = None if gateway.spans is None else gateway.spans.begin(
             "router.request", well_formed(trace), endpoint=job.endpoint, answers=job.num_answers)
-        parent = "" if self._span is None else self._span.parent
-        self.completions = [gateway.completion(job, place.tenant, self.id, i, parent)
-                            for i in range(job.num_answers)]
-        # No queue between a single answer and its reader.
-        self._many = merged(self.completions) if job.num_answers > 1 else None
+        self.completions: list[Completion] = []  # those that have begun, in their order
+        begun = self._begun("" if self._span is None else self._span.parent)
+        self._many = None
+        if job.num_answers > 1:
+            self._many = merged(begun, min(place.answers, job.num_answers))
+        else:  # no queue between a single answer and its reader
+            next(begun)
+
+    def _begun(self, parent: str) -> Iterator[Completion]:
+        """Each answer as it begins: one whose turn has not come is nothing that others share steps with."""
+        for number in range(self.job.num_answers):
+            completion = self._gateway.completion(self.job, self.place.tenant, self.id, number, parent)
+            self.completions.append(completion)
+            yield completion
 
     @property
     def identity(self) -> str:
@@ -461,13 +471,16 @@ class Run:
         """Tokens of the answers so far, and log probabilities: how much there is to write."""
         return self.job.num_scores + self._generated() * (1 + (self.job.options.top_logprobs or 0))
 
-    def usage(self) -> Usage:
-        """Of all answers together; a prompt counts once, however many choices it has."""
-        tallies = [completion.tally for completion in self.completions]
+    def usage(self, number: int | None = None) -> Usage:
+        """Of one answer, or of all together: a prompt counts once then, however many choices it has."""
+        prompts, completions = self.job.prompts, self.completions
+        if number is not None:
+            prompts, completions = (prompts[number // self.job.options.n],), [completions[number]]
+        tallies = [completion.tally for completion in completions]
         reached = sum((tally.reached for tally in tallies), Counter[int]())
         return Usage(
-            prompt_tokens=sum(map(len, self.job.prompts)),
-            completion_tokens=self._generated() + len(self.job.begun),
+            prompt_tokens=sum(map(len, prompts)),
+            completion_tokens=sum(tally.tokens for tally in tallies) + len(self.job.begun),
             accepted_prediction_tokens=sum(tally.accepted for tally in tallies),
             rejected_prediction_tokens=sum(max(tally.drafted - tally.accepted, 0) for tally in tallies),
             cached_tokens=sum(tally.cached_tokens for tally in tallies[:: self.job.options.n]),
@@ -519,7 +532,8 @@ class Run:
                 metrics.for_vllm.answered(tally.drafts, tally.drafted, tally.accepted, tally.reached)
         if self._failed:
             return
-        done = all(completion.finished for completion in self.completions)
+        done = (len(self.completions) == self.job.num_answers
+                and all(completion.finished for completion in self.completions))
         metrics.request(self.job.endpoint, 200 if done else 499, self.mode)
         if done:
             metrics.finished(time.monotonic() - self._arrived_s, self.mode)

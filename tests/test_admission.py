@@ -11,7 +11,7 @@ import pytest
 
 from router_service.admission import Admission
 from router_service.tenants import ANYONE, Tenant
-from slipstream.base.errors import CapacityError, InvalidRequest, QuotaExceeded
+from slipstream.base.errors import CapacityError, QuotaExceeded
 from slipstream.observe.metrics import RouterMetrics
 from tests.counted import counted
 
@@ -205,6 +205,37 @@ def test_who_waits_where_nobody_leaves_is_refused_in_time_and_told_what_is_known
     assert all(told > 0 for _, told in seen)
 
 
+def test_a_refusal_says_what_is_there_which_settings_bound_it_and_when_to_come_back() -> None:
+    async def told() -> list[str]:
+        office, found = Office(places=2), list[str]()
+        admission, own = office.admission, replace(A, requests=1, tokens_per_minute=600)
+
+        async def refused(tenant: Tenant) -> None:
+            with pytest.raises(CapacityError) as caught:
+                await admission.enter(tenant, 1)
+            found.append(str(caught.value))
+
+        place = await admission.enter(own, 1)
+        await refused(own)  # in time, as nobody leaves
+        place.account.spend(660)
+        await refused(own)
+        inside = await admission.enter(B, 1)
+        waiting = [asyncio.create_task(office.ask(ANYONE, 1.0)) for _ in range(4)]
+        await asyncio.sleep(2.0)
+        await refused(ANYONE)
+        for held in (place, inside):
+            admission.leave(held)
+        await asyncio.gather(*waiting)
+        return found
+
+    key, tokens, all_ = counted(told())
+    assert key == ("answers of this key: 1 run and 1 wait, of 1 and 4, for at most 3 s (router.max_wait_s); "
+                   "try again in 6 s")
+    assert tokens == "this key's 600 tokens a minute are used up; try again in 4 s"
+    assert all_ == ("answers here: 2 run and 4 wait, of 2 and 4 (router.max_in_flight), for at most 3 s "
+                    "(router.max_wait_s); try again in 5 s")
+
+
 async def test_who_gives_up_takes_nothing_and_several_answers_are_not_overtaken() -> None:
     metrics = RouterMetrics("tiny")
     admission = Admission(4, 30.0, metrics)
@@ -228,7 +259,5 @@ async def test_who_gives_up_takes_nothing_and_several_answers_are_not_overtaken(
     await asyncio.gather(*tasks.values(), return_exceptions=True)
     assert order == ["other", "three", "one"], "who has nothing goes first; within a tenant in order"
     assert admission.in_flight == admission.queued == 0
-    with pytest.raises(InvalidRequest):
-        await admission.enter(A, 5)
-    with pytest.raises(InvalidRequest):
-        await admission.enter(replace(A, requests=2), 3)
+    assert [(await admission.enter(tenant, answers)).answers for tenant, answers in (
+        (A, 5), (replace(B, requests=1), 3))] == [2, 1], "more than may run have half of the places that may"

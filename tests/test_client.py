@@ -151,3 +151,27 @@ async def test_who_has_a_part_of_an_answer_waits_for_room_for_the_rest(begun: bo
         else:
             with pytest.raises(CapacityError):
                 await anext(aiter(deltas))
+
+
+@pytest.mark.parametrize("busy", [40, 1 << 30])
+async def test_who_says_how_long_waits_for_room_for_all_of_an_answer(busy: int,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer starts hundreds of answers at once, and wants all of them."""
+    monkeypatch.setattr(wire_client, "PAUSE_S", 0.01)
+    asked = 0
+
+    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        nonlocal asked
+        asked += 1
+        if asked <= busy:
+            await abort(context, CapacityError("busy", 0.01))
+        yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16))
+
+    patience_s = 50.0 if busy == 40 else 0.2
+    async with served(complete) as address, AsyncClient(address, patience_s=patience_s) as client:
+        if busy == 40:
+            assert [delta.text async for delta in client.complete("x", max_tokens=1)] == ["hi"] and asked == 41
+        else:
+            with pytest.raises(CapacityError):
+                await anext(aiter(client.complete("x", max_tokens=1)))
+            assert asked >= 2, "when patience ends it is asked for once more"

@@ -82,7 +82,7 @@ async def test_who_is_refused_for_want_of_room_has_not_been_tokenized(tiny_folde
         await eventually(lambda: gateway.admission.queued == 2)
         for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "x"})):
             assert (await r.post(path, **asked)).status_code == 429
-        assert (await r.post(COMPLETIONS, prompt=["x", "x"])).json()["error"]["param"] == "prompt"
+        assert (await r.post(COMPLETIONS, prompt=["x"] * 1025)).json()["error"]["param"] == "prompt"
         assert not codec.threads, "neither who was refused nor who waits"
         gateway.admission.leave(place)
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]

@@ -17,11 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.fleet import free_port
 from router_service import app
-from slipstream.base.errors import InvalidRequest
+from slipstream.base.errors import CapacityError, InvalidRequest
 from slipstream.protocol.chat import MAX_BODY_BYTES
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
+from slipstream.protocol.requests import Request
 from slipstream.wire.client import AsyncClient
-from tests.echo import CONTEXT, EchoTarget
+from tests.echo import CONTEXT, EchoAnswer, EchoTarget
+from tests.loop import eventually
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing
 from tests.tiny import EOS
 
@@ -123,6 +125,42 @@ async def test_completions_of_all_prompt_kinds(tiny_folder: Path) -> None:
             assert [c.text for c in answer.choices] == [expected(5, 20, 10 + i) for i in range(count)]
             assert answer.usage and answer.usage.prompt_tokens == sum(10 + i for i in range(count))
         assert len((await r.openai.completions.create(model="tiny", prompt=PROMPT)).choices[0].text) == 16
+
+
+class Watched(EchoTarget):
+    """Counts who runs already when another one begins."""
+
+    def submit(self, request: Request) -> EchoAnswer:
+        self.besides = max(getattr(self, "besides", 0), len(self.running))
+        return super().submit(request)
+
+
+async def test_more_prompts_than_answers_may_run_are_answered_in_turn(tiny_folder: Path) -> None:
+    """Evaluators send hundreds at once."""
+    target = Watched(pause_s=0.001)
+    async with routing(tiny_folder, target, max_in_flight=4) as r:
+        prompts = [PROMPT + "x" * i for i in range(21)]
+        texts = [expected(5, 20, 10 + i) for i in range(21)]
+        batch = asyncio.create_task(r.post(COMPLETIONS, prompt=prompts, seed=5, max_tokens=20))
+        single = asyncio.create_task(r.post(COMPLETIONS, prompt=PROMPT, seed=5, max_tokens=20))
+        assert (await single).json()["choices"][0]["text"] == texts[0] and not batch.done(), "others have their half"
+        whole = (await batch).json()
+        assert [choice["text"] for choice in whole["choices"]] == texts
+        assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (420, 420)
+        assert target.besides <= 2
+        target.besides = 0
+        chunks = events((await r.post(COMPLETIONS, prompt=prompts, seed=5, max_tokens=20, stream=True)).text)
+        assert ["".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i)
+                for i in range(21)] == texts
+        assert target.besides == 1, "half of the places"
+        await eventually(lambda: not r.service.gateway.admission.in_flight)
+        assert await r.codes() == {200: 3}
+        many = await r.post(COMPLETIONS, prompt=["x"] * 1025)
+        assert many.status_code == 400 and many.json()["error"]["param"] == "prompt"
+        assert "1025 answers, 1 a prompt; one request may ask for 1024" in many.json()["error"]["message"]
+        target.fail_after, target.error = 0, CapacityError("full")
+        assert (await r.post(COMPLETIONS, prompt=prompts)).status_code == 429
+        await eventually(lambda: not target.running and not r.service.gateway.admission.in_flight)
 
 
 async def test_choices_have_their_own_seeds(tiny_folder: Path) -> None:
@@ -275,8 +313,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "x", "best_of": 2}, 400, "best_of", "unsupported_parameter"),
     (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix", "unsupported_parameter"),
     (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo", "unsupported_parameter"),
-    (COMPLETIONS, {"prompt": ["x"] * 200}, 400, "prompt", "invalid_value"),
-    (COMPLETIONS, {"prompt": ["x"] * 100, "n": 2}, 400, "n", "invalid_value"),
+    (COMPLETIONS, {"prompt": ["x"] * 1025}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": ["x"] * 513, "n": 2}, 400, "n", "invalid_value"),
 ]
 
 
@@ -398,6 +436,12 @@ async def test_usage_in_every_chunk(tiny_folder: Path) -> None:
             "include_usage": True, "continuous_usage_stats": True})).text)
         counts = [chunk["usage"]["completion_tokens"] for chunk in told[1:]]
         assert counts == sorted(counts) and counts[-1] == 30 and len(counts) > 4
+        told = events((await r.post(COMPLETIONS, prompt=[PROMPT, PROMPT + "x"], n=2, stream=True, max_tokens=30,
+                                    stream_options={"include_usage": True, "continuous_usage_stats": True})).text)
+        last = {chunk["choices"][0]["index"]: chunk["usage"] for chunk in told[:-1]}
+        assert {number: (usage["prompt_tokens"], usage["completion_tokens"]) for number, usage in last.items()} == {
+            0: (10, 30), 1: (10, 30), 2: (11, 30), 3: (11, 30)}, "each of its own answer"
+        assert (told[-1]["usage"]["prompt_tokens"], told[-1]["usage"]["completion_tokens"]) == (21, 120)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/messages", "/v1/responses"])

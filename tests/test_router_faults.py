@@ -119,6 +119,7 @@ async def test_the_queue_is_bounded(tiny_folder: Path) -> None:
         refused = await r.post(CHAT, messages=HELLO)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "overloaded_error"
+        assert "answers here: 2 run and 4 wait, of 2 and 4 (router.max_in_flight)" in refused.json()["error"]["message"]
         with pytest.raises(openai.RateLimitError):
             await r.openai.chat.completions.create(model="tiny", messages=HELLO)
         target.stall_after = -1

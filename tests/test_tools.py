@@ -334,8 +334,8 @@ async def test_a_past_that_is_none_is_refused_by_name(tiny_folder: Path) -> None
             assert error["param"] == "messages" and word in error["message"], "those in a text are text"
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Ro', '{"city": "Ro"me"}', "", " ", "x", "[]", "null", '"{}"'])
-async def test_a_call_whose_arguments_were_cut_ends_no_conversation(tiny_folder: Path, arguments: str) -> None:
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', '{"city": "Ro"me"}', "", " ", "x", "[]", "null", '"{}"', None])
+async def test_a_call_whose_arguments_were_cut_ends_no_conversation(tiny_folder: Path, arguments: str | None) -> None:
     """Agents send back what a model wrote, with the error that its function gave."""
     target = EchoTarget()
     target.context = 4096

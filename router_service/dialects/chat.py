@@ -3,7 +3,7 @@
 Rules:
 1. Arguments of calls in history are objects written as JSON, as the API gives them; templates are given the objects.
    Text that is none was cut, or a model wrote it: refused, it would end the conversation that holds it. It is given as
-   {}.
+   {}, and so is null, which others write for a call without arguments.
 2. Parts of text are joined; the name that newer clients have for the system's role is replaced.
 
 Format: the OpenAI API. It knows nothing about models, routes or the network.
@@ -200,7 +200,7 @@ def _call(at: str, call: Any) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{at}.function.name", "must be a string")
-    arguments = function.get("arguments")
+    arguments = {} if function.get("arguments") is None else function["arguments"]
     if isinstance(arguments, str):
         arguments = _read(f"{at}.function.arguments", arguments)
     if not isinstance(arguments, dict):

@@ -425,11 +425,11 @@ class Reply(Protocol):
 
 class Chunks:
     """The chunks of a stream as JSON. Those that say a text and nothing else are written once, then again around every
-    text. ``usage``: what each of them tells besides; None: nothing."""
+    text. ``usage``: what each of them tells besides of its answer, as in vLLM; None: nothing."""
 
     __slots__ = ("_around", "_reply", "_usage")
 
-    def __init__(self, reply: Reply, usage: Callable[[], Usage] | None = None) -> None:
+    def __init__(self, reply: Reply, usage: Callable[[int], Usage] | None = None) -> None:
         self._reply = reply
         self._usage = usage
         self._around: dict[int, tuple[bytes, bytes]] = {}
@@ -439,7 +439,7 @@ class Chunks:
         if self._reply.detailed or delta.finish or self._usage is not None:
             chunk = self._reply.chunk(number, delta)
             if chunk is not None and self._usage is not None:
-                chunk |= usage_told(self._usage())
+                chunk |= usage_told(self._usage(number))
             return b"" if chunk is None else orjson.dumps(chunk)
         if not delta.text:
             return b""

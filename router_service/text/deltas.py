@@ -7,7 +7,7 @@ long. It knows nothing about how tokens become text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from typing import NamedTuple
 
 from slipstream.protocol.requests import Finish, PromptScores, TokenLogprob
@@ -43,10 +43,12 @@ class TextDelta(NamedTuple):
 Numbered = tuple[int, TextDelta]
 
 
-async def merged(answers: Sequence[AsyncIterator[TextDelta]]) -> AsyncGenerator[Numbered, None]:
-    """(number, delta) of all ``answers``. The first error of any ends the stream with it."""
-    queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(PENDING * len(answers))
-    tasks = [asyncio.create_task(_pump(i, answer, queue)) for i, answer in enumerate(answers)]
+async def merged(answers: Iterable[AsyncIterator[TextDelta]], at_once: int) -> AsyncGenerator[Numbered, None]:
+    """(number, delta) of all ``answers``, of which so many run at once. The first error of any ends the stream with
+    it."""
+    queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(PENDING * at_once)
+    numbered = enumerate(answers)
+    tasks = [asyncio.create_task(_pump(numbered, queue)) for _ in range(at_once)]
     try:
         running = len(tasks)
         while running:
@@ -63,11 +65,13 @@ async def merged(answers: Sequence[AsyncIterator[TextDelta]]) -> AsyncGenerator[
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(number: int, answer: AsyncIterator[TextDelta],
+async def _pump(answers: Iterator[tuple[int, AsyncIterator[TextDelta]]],
                 queue: asyncio.Queue[Numbered | BaseException | None]) -> None:
+    """One answer after the other, of those that nobody else has taken."""
     try:
-        async for delta in answer:
-            await queue.put((number, delta))
+        for number, answer in answers:
+            async for delta in answer:
+                await queue.put((number, delta))
     except Exception as error:
         await queue.put(error)
     else:

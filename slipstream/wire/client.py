@@ -11,7 +11,8 @@ Rules:
 4. An answer whose router is lost or leaves is asked for again, and goes on where it stopped: from the tokens that came,
    with the seed that was sent, at a target that is the one that began it. The loop sees a pause. It ends with the error
    when ``TRIES`` in a row brought no token, when what began it is no longer served, or when its prompt's text would be
-   told twice. Who was told some of it waits where there is no room; who was told nothing hears that.
+   told twice. Who was told some of it waits where there is no room. Who was told nothing hears that, as others may have
+   room or he something else to do, unless he says how long he would rather wait (``patience_s``).
 5. Of several addresses one is used until it fails, then the next.
 
 It knows nothing about tokenizers or models.
@@ -50,8 +51,10 @@ Conversation = str | Sequence[Message | Mapping[str, str]]
 class Asked:
     """One answer, and what came of it so far."""
 
-    def __init__(self, name: str, encode: Callable[[ChatOptions], bytes], options: ChatOptions) -> None:
-        """name: of the call. Raises InvalidRequest for options that cannot be sent."""
+    def __init__(self, name: str, encode: Callable[[ChatOptions], bytes], options: ChatOptions,
+                 patience_s: float) -> None:
+        """name: of the call; patience_s: of who has nothing yet and finds no room. Raises InvalidRequest for options
+        that cannot be sent."""
         encode(options)  # before they are read here
         self.name = name
         self._encode = encode
@@ -63,6 +66,7 @@ class Asked:
         self._rounds = self._accepted = 0  # of those before
         self._scored = self._behind = 0  # tokens of the prompt that were told, and that will be once more
         self._failed = 0  # calls in a row that brought no token
+        self._until_s = time.monotonic() + patience_s
         self.over = False  # all is here, whatever becomes of the call
 
     def request(self) -> bytes:
@@ -89,11 +93,14 @@ class Asked:
 
     def again(self, error: SlipstreamError) -> float:
         """The call broke off: how long to wait before the next. Raises ``error`` where there is none to make."""
+        if isinstance(error, CapacityError) and not (self._rounds or self._came):
+            if (left_s := self._until_s - time.monotonic()) <= 0:
+                raise error
+            return min(max(PAUSE_S, error.retry_after_s), left_s)
         answered = any(delta.tokens for delta in self._came)
         self._failed = 1 if answered else self._failed + 1
-        refused = isinstance(error, CapacityError) and not (self._rounds or self._came)
         echoed = not self._tokens and any(delta.text for delta in self._came)  # and would be once more
-        if self._failed >= TRIES or (self._tokens and not self._identity) or refused or echoed:
+        if self._failed >= TRIES or (self._tokens and not self._identity) or echoed:
             raise error
         if answered:  # then all of the prompt was told, too
             self._options = replace(self._options, echo=None, prompt_logprobs=None)
@@ -108,10 +115,12 @@ class Asked:
 class Caller(Generic[Deltas]):
     """What both clients say; how deltas come is theirs."""
 
-    def __init__(self, addresses: str | Sequence[str], api_key: str, open_: Callable[[str], Any]) -> None:
+    def __init__(self, addresses: str | Sequence[str], api_key: str, patience_s: float,
+                 open_: Callable[[str], Any]) -> None:
         self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         if not self._addresses:
             raise InvalidRequest("address", "names no router")
+        self._patience_s = patience_s
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._channels = [open_(address) for address in self._addresses]
         self._at = 0  # of them is used
@@ -119,12 +128,13 @@ class Caller(Generic[Deltas]):
     def chat(self, messages: Conversation, *, model: str = "", **options: Any) -> Deltas:
         """Deltas of the answer; the last one has ``finish`` and ``usage``. A string is one message of the user."""
         turns = _messages(messages)
-        return self._stream(Asked("Chat", lambda options: encode_chat(model, turns, options), _options(options)))
+        return self._stream(Asked("Chat", lambda options: encode_chat(model, turns, options), _options(options),
+                                  self._patience_s))
 
     def complete(self, prompt: str | Sequence[int], *, model: str = "", **options: Any) -> Deltas:
         """Deltas of what follows ``prompt``, a text or token ids, without a chat template."""
         return self._stream(Asked("Complete", lambda options: encode_complete(model, prompt, options),
-                                  _options(options)))
+                                  _options(options), self._patience_s))
 
     @contextmanager
     def _router(self) -> Iterator[Any]:
@@ -158,11 +168,12 @@ class Caller(Generic[Deltas]):
 
 
 class Client(Caller[Iterator[Delta]]):
-    """For programs without asyncio; may be used from any thread."""
+    """For programs without asyncio; may be used from any thread. ``patience_s``: for so long an answer that finds no
+    room is asked for again, as who starts hundreds at once and wants all of them does."""
 
     def __init__(self, address: str | Sequence[str] = "127.0.0.1:8001", *, api_key: str = "",
-                 tls: TlsFiles | None = None) -> None:
-        super().__init__(address, api_key, lambda one: open_sync_channel(one, tls))
+                 tls: TlsFiles | None = None, patience_s: float = 0.0) -> None:
+        super().__init__(address, api_key, patience_s, lambda one: open_sync_channel(one, tls))
 
     def models(self) -> list[str]:
         for _ in self._channels[1:]:
@@ -199,11 +210,11 @@ class Client(Caller[Iterator[Delta]]):
 
 
 class AsyncClient(Caller[AsyncIterator[Delta]]):
-    """For programs with asyncio. Make it on the event loop that uses it."""
+    """For programs with asyncio, as ``Client``. Make it on the event loop that uses it."""
 
     def __init__(self, address: str | Sequence[str] = "127.0.0.1:8001", *, api_key: str = "",
-                 tls: TlsFiles | None = None) -> None:
-        super().__init__(address, api_key, lambda one: open_channel(one, tls))
+                 tls: TlsFiles | None = None, patience_s: float = 0.0) -> None:
+        super().__init__(address, api_key, patience_s, lambda one: open_channel(one, tls))
 
     async def models(self) -> list[str]:
         for _ in self._channels[1:]:
