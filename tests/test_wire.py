@@ -478,7 +478,7 @@ async def test_an_outbox_takes_by_weight_and_forgets_after_overflow() -> None:
 
 # The target's calls.
 
-INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, 100, 40, False)
+INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, False)
 REQUEST = Request("r", (1, 2, 3), Sampling(), 8)
 
 
