@@ -124,9 +124,8 @@ class Targets:
     def __init__(self, fixed: Mapping[str, Backend], connect: Connect | None = None,
                  clock: Callable[[], float] = time.monotonic, rules: RosterRules | None = None) -> None:
         self.known = {name: Target(name, backend) for name, backend in fixed.items()}
-        self._fixed = frozenset(fixed)
         self._connect = connect
-        self._roster = Roster(clock, rules)
+        self._roster = Roster(clock, rules, fixed)
         self._log = logger("balance")
 
     def __iter__(self) -> Iterator[Target]:
@@ -134,7 +133,7 @@ class Targets:
 
     def seen(self, ready: Mapping[str, str]) -> None:
         """What discovery knows: addresses that take work, each with the name that its certificate bears."""
-        for address in self._roster.seen({a: name for a, name in ready.items() if a not in self._fixed}):
+        for address in self._roster.seen(ready):
             self._add(address, ready[address])
         for target in self.known.values():
             left = self._roster.left(target.name)
@@ -308,7 +307,7 @@ class Balancer:
         left = [t for t in known if not t.draining]
         now = self._clock()
         usable = ([t for t in left if t.ready and not t.left and not t.rests(now)]
-                  or [t for t in left if t.ready] or [t for t in left if not self._mismatched(t)])
+                  or [t for t in left if t.ready] or [t for t in left if t.info is None or not self._misfit(t.info)])
         if usable:
             return usable[0] if len(usable) == 1 else self._choose(usable, request)
         if request.answered and (ending := [t for t in known if t.draining and not t.gone]):
@@ -316,9 +315,6 @@ class Balancer:
         if self._known and all(t.draining for t in self._known):
             raise Draining("all targets are shutting down; try again soon")
         raise Unavailable("no target can take the request now; try again soon")
-
-    def _mismatched(self, target: Target) -> bool:
-        return target.info is not None and bool(self._misfit(target.info))
 
     def _choose(self, usable: list[Target], request: Request) -> Target:
         tokens = request.tokens

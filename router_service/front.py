@@ -23,10 +23,10 @@ from router_service.dialects.openai import MAX_CONTAINERS, Asked, num_containers
 from router_service.gateway import Gateway, Run
 from router_service.tenants import Tenant
 from router_service.text.calls import call_id
-from router_service.text.deltas import AnswerToken, TextDelta
+from router_service.text.deltas import AnswerToken
 from router_service.text.markup import Markup, Named, finish_of
 from slipstream.base.errors import InvalidRequest
-from slipstream.protocol.chat import ChatOptions, Delta, Function, Message, TextToken, ToolCall, Usage
+from slipstream.protocol.chat import ChatOptions, Delta, Function, Message, TextToken, ToolCall
 from slipstream.protocol.grammar import Grammar
 
 # Options that a body has in another form.
@@ -91,8 +91,9 @@ class GatewayFront:
                         for part in parts:
                             yield Delta(prompt=part)
                     if delta.text or delta.tokens or delta.finish or identity:
-                        yield _told(self._delta(delta, run.usage() if delta.finish else None, identity), markup,
-                                    run.job.options.tell_reasoning)
+                        yield _told(Delta(delta.text, tuple(map(self._token, delta.tokens)), delta.finish,
+                                          run.usage() if delta.finish else None, identity),
+                                    markup, run.job.options.tell_reasoning)
                         identity = ""
             except Exception:
                 run.fail()
@@ -104,9 +105,6 @@ class GatewayFront:
             if isinstance(error, InvalidRequest) and (name := names.get(error.field.partition(".")[0])):
                 raise InvalidRequest(name, error.message, error.code) from error
             raise
-
-    def _delta(self, delta: TextDelta, usage: Usage | None, identity: str) -> Delta:
-        return Delta(delta.text, tuple(map(self._token, delta.tokens)), delta.finish, usage, identity)
 
     def _token(self, token: AnswerToken) -> TextToken:
         if token.logprob is None:

@@ -154,9 +154,9 @@ class TargetService:
     async def info(self) -> TargetInfo:
         served, worker = self._served, self._worker
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
-                          worker.num_running, self.num_waiting, served.num_slots, worker.num_free_slots,
-                          self._draining, tuple(map(worker.following.pool.with_problem, self.drafts())),
-                          served.lossy, identity=served.identity,
+                          worker.num_running, self.num_waiting, self._draining,
+                          tuple(map(worker.following.pool.with_problem, self.drafts())), served.lossy,
+                          identity=served.identity,
                           takes=tuple(need for need in NEEDS if need != "grammar" or self._grammars is not None))
 
     async def drain(self, grace_s: float) -> bool:

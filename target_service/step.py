@@ -369,13 +369,10 @@ def _sessions(trees: Trees, levels: abc.Sequence[list[int]]) -> list[ChoiceRows]
     sessions, first = list[ChoiceRows](), 0
     for (one, tree), level in zip(trees, levels, strict=True):
         plain = one.bare and one.request.sampling.greedy
-        sessions.append(_plain_rows(one, first, len(level)) if plain else _choice_rows(one, tree, level, first))
+        sessions.append(ChoiceRows(one.request.sampling, range(first, first + len(level)), (), (), None, ()) if plain
+                        else _choice_rows(one, tree, level, first))
         first += len(level)
     return sessions
-
-
-def _plain_rows(one: Sequence, first: int, count: int) -> ChoiceRows:
-    return ChoiceRows(one.request.sampling, range(first, first + count), (), (), None, ())
 
 
 def _bound(trees: Trees, sessions: list[ChoiceRows]) -> tuple[list[ChoiceRows], dict[int, frozenset[int]]]:

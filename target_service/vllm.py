@@ -398,18 +398,14 @@ class VllmService:
     async def info(self) -> TargetInfo:
         served, all_, most = self._running.served, len(self._answers), self._config.max_sessions
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
-                          min(all_, most), max(0, all_ - most), served.num_slots, self._free, self._draining,
-                          self._drafts, engine=f"vllm {self._running.version}", without=self._without,
+                          min(all_, most), max(0, all_ - most), self._draining, self._drafts,
+                          engine=f"vllm {self._running.version}", without=self._without,
                           identity=served.identity,
                           takes=tuple(need for need in TAKES if need != "grammar" or self._running.trials is not None))
 
     @property
     def _without(self) -> tuple[Without, ...]:
         return ("trees",) if self._running.keyed else ("keyed_sampling", "trees", "resumed_samples")
-
-    @property
-    def _free(self) -> int:
-        return round(self._running.served.num_slots * (1.0 - self._running.fill.share))
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new requests and wait for the running ones; those that do not finish in time are handed back where
@@ -479,8 +475,9 @@ class VllmService:
         if self._running.engine.errored:
             raise Unavailable(ENDED)
         running, total = len(self._answers), self._running.served.num_slots
+        free = round(total * (1.0 - self._running.fill.share))
         self._metrics.sessions(min(running, self._config.max_sessions), max(0, running - self._config.max_sessions))
-        self._metrics.slots(total, self._free, 0)  # vLLM counts what it keeps as free
+        self._metrics.slots(total, free, 0)  # vLLM counts what it keeps as free
         preempted, self._preempted = self._preempted, self._running.fill.preempted
         self._metrics.preempted(self._preempted - preempted)
 

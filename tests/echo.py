@@ -58,9 +58,9 @@ class EchoTarget:
     async def info(self) -> TargetInfo:
         if self.deaf:
             await asyncio.Event().wait()
-        return TargetInfo(self.model, VOCAB, self.context, "", len(self.running), self.waiting, 4096, 4096,
-                          self.draining, (DraftStatus("draft:1", True, "echo"),), self.lossy,
-                          identity=self.identity, takes=self.takes)
+        return TargetInfo(self.model, VOCAB, self.context, "", len(self.running), self.waiting, self.draining,
+                          (DraftStatus("draft:1", True, "echo"),), self.lossy, identity=self.identity,
+                          takes=self.takes)
 
 
 class EchoAnswer:

@@ -55,6 +55,7 @@ class Simulation:
     seed: int = 0
     now_s: float = 0.0
     transitions: list[Transition] = field(default_factory=list)
+    noted_s: list[float] = field(default_factory=list)  # when each of them was noted
     rounds: list[tuple[float, float, float, int]] = field(default_factory=list)  # end, took, plain would, drafted
     beliefs: Beliefs = field(default_factory=lambda: Beliefs(StepCosts(PROFILE)))  # shared with the sessions before
 
@@ -80,7 +81,8 @@ class Simulation:
 
     def first(self, mode: Mode, after_s: float) -> float:
         """Seconds after ``after_s`` until the policy is in ``mode``; infinite if never."""
-        modes = [(0.0, Mode.SPECULATE), *((t.at_s, t.after) for t in self.transitions)]
+        noted = zip(self.noted_s, self.transitions, strict=True)
+        modes = [(0.0, Mode.SPECULATE), *((at_s, transition.after) for at_s, transition in noted)]
         if [m for at_s, m in modes if at_s <= after_s][-1] is mode:
             return 0.0
         return min((at_s - after_s for at_s, m in modes if at_s > after_s and m is mode), default=float("inf"))
@@ -88,6 +90,7 @@ class Simulation:
     def note(self, transition: Transition | None) -> None:
         if transition is not None:
             self.transitions.append(transition)
+            self.noted_s.append(self.now_s)
 
     def _round(self) -> None:
         world, policy, start_s = self.world, self.policy, self.now_s

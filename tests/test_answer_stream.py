@@ -47,7 +47,7 @@ from target_service.service import TargetAnswer
 from tests.loop import eventually, settled
 
 WIRE = WireSection()
-INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, 100, 40, False)
+INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, False)
 SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

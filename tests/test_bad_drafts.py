@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.decision.decide import PLAIN_EVERY
+from slipstream.decision.beliefs import PLAIN_EVERY
 from tests.clocked import Engine, World, right
 from tests.test_following import chosen
 

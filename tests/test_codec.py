@@ -117,7 +117,7 @@ DRAFT_ITEMS = [growth(), Growth.empty(4, 6), Drop(5, "capacity", 7)]
 REQUEST = Request("r-1", (1, 2, 3), SAMPLING, 16, 0, False)
 PIECE = Piece((1, 2), 1, 3, (TokenLogprob(-0.5, ((1, -0.5), (9, -2.0))), TokenLogprob(-1.0)), "stop", 0.25, 0.125,
               "shadow", 8, 0.5)
-INFO = TargetInfo("tiny", VOCAB, CONTEXT, "abc", 1, 2, 100, 40, True, (DraftStatus("d:1", False, "ngram", "vocab"),))
+INFO = TargetInfo("tiny", VOCAB, CONTEXT, "abc", 1, 2, True, (DraftStatus("d:1", False, "ngram", "vocab"),))
 OPTIONS = ChatOptions(8, 0.5, 0.75, 3, 0.25, 0.5, -0.5, 1.25, ((5, -1.5),), 11, ("end",), 2, True, 3, False)
 DELTA = Delta("ab", (TextToken(1, "a", True, -0.5), TextToken(2, "b")), "stop", Usage(1, 2, 3, 4, 5, 6))
 
@@ -145,7 +145,7 @@ GOLDEN = {
         "0a5008031a4c0a08010000000200000010011803221f09000000000000e0bf120201091a10000000000000e0bf0000000000"
         "0000c0220909000000000000f0bf28013090a10f38c8d0074002480850a0c21e"
     ),
-    "info": "0a0474696e7910e80718f40322036162632801300238644028480152130a03643a311a056e6772616d2205766f636162",
+    "info": "0a0474696e7910e80718f403220361626328013002480152130a03643a311a056e6772616d2205766f636162",
     "chat": (
         "0a016d120a0a0475736572120268691a56080811000000000000e03f19000000000000e83f200329000000000000d03f3100"
         "0000000000e03f39000000000000e0bf41000000000000f43f4a0b080511000000000000f8bf500b5a03656e646002680170"

@@ -79,7 +79,7 @@ async def test_what_is_not_finished_in_time_is_handed_back(tiny_folder: Path) ->
             with pytest.raises(Draining):
                 await task
         await rig.check()
-        assert (await rig.service.info()).slots_free == rig.runner.slots.num_slots
+        assert rig.worker.num_free_slots == rig.runner.slots.num_slots
         assert 'outcome="handed_back"' in rig.metrics.registry.page("")[1].decode()
 
 

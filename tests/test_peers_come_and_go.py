@@ -312,7 +312,7 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
         a = await pods.start("a", DraftServicer(echo))
         b = await pods.start("b", DraftServicer(echo))
         await eventually(lambda: up() == {a, b})
-        assert drafts.num_fixed == 1 and directory.listed == 2
+        assert len(drafts.statuses()) == 3 and directory.listed == 2
         await pods.list("a", ready=False)
         await eventually(lambda: told.leaving == {a: True})
         assert up() == {a, b}, "its sessions may end"

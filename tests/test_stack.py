@@ -28,7 +28,7 @@ class Stack:
             while (info := await self.rig.service.info()).sessions_running or info.sessions_waiting:
                 await asyncio.sleep(0.01)
         await self.rig.check()
-        assert (await self.rig.service.info()).slots_free == self.rig.runner.slots.num_slots
+        assert self.rig.worker.num_free_slots == self.rig.runner.slots.num_slots
 
 
 @asynccontextmanager

@@ -41,7 +41,7 @@ class Reference:
         return Whole(self, request)
 
     async def info(self) -> TargetInfo:
-        return TargetInfo("timed", VOCAB, CONTEXT, "", 0, 0, CONTEXT, CONTEXT, False, takes=NEEDS,
+        return TargetInfo("timed", VOCAB, CONTEXT, "", 0, 0, False, takes=NEEDS,
                           identity=Identity("calm", "float32", "none", "law"))
 
     def row(self, token: int, position: int) -> torch.Tensor:

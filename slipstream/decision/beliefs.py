@@ -187,6 +187,7 @@ FIRST_TEXTS = 4  # of a kind, for which drafts were verified: until then each be
 KEEP, KEEP_LONG = 0.95, 0.995  # of the trials at a depth, for each new one: of a session, of all sessions
 ALONE = 0.995  # of what rounds without a drafter gave, for each new one
 SURE = 2  # steps near a row count, before a guess no longer stands for it
+PLAIN_EVERY = 64  # rounds: then one is plain, so that the cost of a plain step is measured, not remembered
 FEW = 4  # steps in a row that may be asked to be plain: prompts in each of them must not forbid drafts
 
 
@@ -221,14 +222,14 @@ class StepCosts:
     def guessed(self) -> bool:
         return self._seen is not None
 
-    def due(self, rows: int, every: int) -> bool:
-        """Whether a step of ``rows`` rows should be taken to see what it costs: none, or none of the last ``every``,
-        was near. Only where the profile is a guess."""
+    def due(self, rows: int) -> bool:
+        """Whether a step of ``rows`` rows should be taken to see what it costs: none, or none of the last
+        PLAIN_EVERY, was near. Only where the profile is a guess."""
         if self._seen is None:
             return False
         point = self._nearest(rows)
         age = self._observed - self._near[point]
-        return (age >= every or self._seen[point] < SURE) and age % every < FEW
+        return (age >= PLAIN_EVERY or self._seen[point] < SURE) and age % PLAIN_EVERY < FEW
 
     def known(self, rows: int) -> bool:
         """Whether more than a guess stands for steps near ``rows`` rows."""
@@ -443,6 +444,9 @@ class Ledger:
         return self.spent_s - self.earned_s
 
 
+LED = 4  # sessions drafted for, above which none is grown ahead: others' steps hide an exchange
+
+
 class Beliefs:
     """What the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts compute on the
     cores of their target. ``together``: each step is one of all sessions, so that who waits holds all."""
@@ -493,7 +497,6 @@ class Beliefs:
         """A session asks for drafts from now on, or does not any more. Whoever goes says so first."""
         self._drafted += 1 if asks else -1
 
-    def leads(self, asks: bool, few: int) -> bool:
-        """Whether the drafter of a session that does so, or does not yet, may grow ahead: as one of no more than
-        ``few``."""
-        return self._drafted + (not asks) <= few
+    def leads(self, asks: bool) -> bool:
+        """Whether the drafter of a session that does so, or does not yet, may grow ahead: as one of LED at most."""
+        return self._drafted + (not asks) <= LED

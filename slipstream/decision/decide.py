@@ -26,10 +26,9 @@ from typing import Literal, NamedTuple
 
 from slipstream.base.config import PolicySection
 from slipstream.base.value import value
-from slipstream.decision.beliefs import Acceptance, Beliefs, DraftLatency, Ledger
+from slipstream.decision.beliefs import PLAIN_EVERY, Acceptance, Beliefs, DraftLatency, Ledger
 
 LOOKUP_GAIN = 1.02  # of a chain that costs no wait
-PLAIN_EVERY = 64  # rounds: then one is plain, so that the cost of a plain step is measured, not remembered
 IDLE_TOKENS = 128  # committed since a tree was asked for: on shared cores, to tell of more takes time there
 
 
@@ -132,7 +131,6 @@ class Round:
 class Transition:
     """A change of mode, with the gain that was believed then."""
 
-    at_s: float
     before: Mode
     after: Mode
     reason: Reason
@@ -353,7 +351,7 @@ def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[De
     for standing, seen, leads in cases:
         if prices is None or prices.rows != seen.others + 1:  # all of a step have the same
             prices = Prices.of(beliefs, seen.others, standing.most)
-            due = beliefs.costs.due(prices.rows, PLAIN_EVERY)
+            due = beliefs.costs.due(prices.rows)
         nodes, wants = tree_nodes(prices, beliefs, standing, rules), standing.wants
         lookup = 0
         if seen.chances:

@@ -62,7 +62,6 @@ PROBE_MAX_S = 30.0  # so that a drafter that is good again is seen within half a
 PROBE_LIMIT_S = 5.0  # of rounds without its answer: the drafter has failed the probe
 REPAY_S = 10.0  # what a drafter took to catch up must have come back by then
 OVERLOAD_S = 0.1  # between two looks whether an overload is over
-FEW = 4  # sessions drafted for, above which none is grown ahead: others' steps hide an exchange
 
 
 @dataclass(slots=True)
@@ -105,7 +104,6 @@ class SpeculationPolicy:
     def __init__(self, config: PolicySection, beliefs: Beliefs, now_s: float = 0.0, sampled: bool = False,
                  rules: Rules | None = None) -> None:
         """``beliefs`` are shared by the sessions of a target; ``sampled``: the text is drawn, not the likeliest."""
-        self.num_probes = 0
         self._able = config.max_nodes > 0
         self._beliefs = beliefs
         self._rules = rules = rules or Rules.of(config)
@@ -167,7 +165,7 @@ class SpeculationPolicy:
             self._take_back(self._stands)
         if self._probe is not None:
             self._at.probe_left_s = self._probe.left_s
-        return self._at, seen, (seen.grows_ahead and self._beliefs.leads(self._asking, FEW))
+        return self._at, seen, (seen.grows_ahead and self._beliefs.leads(self._asking))
 
     def _takes(self, decision: Decision, seen: Seen) -> None:
         beliefs, asks = self._beliefs, decision.want > 0 and seen.followed
@@ -259,12 +257,9 @@ class SpeculationPolicy:
             beliefs.exchanged(drafted > 0)
         if not round_.first:  # which teaches nothing
             at.trying = False
-            self._learn_latency(round_)
+            if (took_s := round_.took_s(self._rules.deadline_max_s)) is not None:
+                beliefs.latency.observe(took_s)
         return earned_s, spent_s
-
-    def _learn_latency(self, round_: Round) -> None:
-        if (took_s := round_.took_s(self._rules.deadline_max_s)) is not None:
-            self._beliefs.latency.observe(took_s)
 
     def _prices(self) -> Prices:
         return Prices.of(self._beliefs, self._others or 0, self._at.most)
@@ -351,7 +346,7 @@ class SpeculationPolicy:
         at.silent = at.idle = at.since_plain = 0
         if after is not SPECULATE:
             self._asks(False)
-        return Transition(now_s, before, after, reason, self.gain) if before is not after else None
+        return Transition(before, after, reason, self.gain) if before is not after else None
 
     def _due(self, now_s: float) -> bool:
         # None begins before one exchange is affordable, and under overload it would only confirm what is known.
@@ -364,7 +359,6 @@ class SpeculationPolicy:
         return True
 
     def _start_probe(self, now_s: float) -> None:
-        self.num_probes += 1
         at, beliefs, rules = self._at, self._beliefs, self._rules
         most_s = PROBE_ROUNDS * (usual_wait_s(beliefs, rules) + self._plain_s)
         self._probe = Probe(min(beliefs.purse.left_s, most_s), now_s)

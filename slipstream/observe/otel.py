@@ -1,7 +1,7 @@
 """Spans as OpenTelemetry has them, sent to a collector over OTLP.
 
-It is imported only where ``log.spans`` asks for it, and what it makes has the form of ``spans.Spans``. It knows nothing
-about requests.
+It is imported only where ``log.spans`` asks for it, by ``spans``, which it does not import: what it makes has the form
+of ``spans.Spans``. It knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 
-from slipstream.observe.spans import HEADER, Value
-
+PARENT = "traceparent"  # W3C's name
 SEND_MS = 1000
 LAST_S = 2.0
 FOLLOWED = DEFAULT_ON  # every request that brings no parent: which of them are kept is the collector's to say
@@ -32,12 +32,12 @@ class Recorded:
         self._span = span
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(span))
-        self.parent = carrier.get(HEADER, "")
+        self.parent = carrier.get(PARENT, "")
 
-    def event(self, name: str, **values: Value) -> None:
+    def event(self, name: str, **values: AttributeValue) -> None:
         self._span.add_event(name, values)
 
-    def end(self, **values: Value) -> None:
+    def end(self, **values: AttributeValue) -> None:
         if self._span.is_recording():
             self._span.set_attributes(values)
             self._span.end()
@@ -49,8 +49,8 @@ class Recorder:
     def __init__(self, provider: trace.TracerProvider) -> None:
         self._tracer = provider.get_tracer("slipstream")
 
-    def begin(self, name: str, parent: str = "", **values: Value) -> Recorded:
-        context = TraceContextTextMapPropagator().extract({HEADER: parent} if parent else {}, Context())
+    def begin(self, name: str, parent: str = "", **values: AttributeValue) -> Recorded:
+        context = TraceContextTextMapPropagator().extract({PARENT: parent} if parent else {}, Context())
         return Recorded(self._tracer.start_span(name, context, attributes=values))
 
 

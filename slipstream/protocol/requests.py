@@ -297,8 +297,6 @@ class TargetInfo:
     tokenizer_hash: str
     sessions_running: int
     sessions_waiting: int
-    slots_total: int
-    slots_free: int
     draining: bool
     drafts: tuple[DraftStatus, ...] = ()
     lossy: bool = False  # accept thresholds below 1: sampled answers are not the model's own

@@ -35,7 +35,6 @@ from slipstream.protocol.requests import (
 )
 from slipstream.v1 import common_pb2, target_pb2
 from slipstream.wire.fields import (
-    INT32_MAX,
     LOGPROBS_MODE_NUMBERS,
     decode_grammar,
     decode_identity,
@@ -47,7 +46,7 @@ from slipstream.wire.fields import (
     few_floats_of,
     few_int_bytes,
     few_ints_of,
-    ints_of,
+    ids_of,
     logprobs_mode_of,
     made,
     microseconds,
@@ -146,7 +145,7 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
     """Raises InvalidRequest naming the field."""
     try:
         name_of("request_id", wire.request_id)
-        tokens = ints_of("tokens", wire.tokens, 0, vocab_size - 1, max_context).tolist()
+        tokens = ids_of("tokens", wire.tokens, vocab_size, max_context).tolist()
         speculate = _speculates(wire.mode)
         for field, most in (("allowed_token_ids", MAX_ALLOWED), ("bad_words", MAX_BAD_WORDS)):
             require(len(getattr(wire, field)) <= most, field, f"has more than {most} entries")
@@ -223,7 +222,7 @@ def _told(item: target_pb2.AnswerResponse) -> Told | RemoteProtocolError:
 def _piece_of(wire: target_pb2.GenerateResponse) -> Piece:
     """Raises RemoteProtocolError."""
     # A piece comes for every token of every answer: no check is a call, and no message is made that is not raised.
-    tokens = few_ints_of("tokens", wire.tokens, 0, INT32_MAX)
+    tokens = few_ints_of("tokens", wire.tokens, 0)
     accepted, finish, state = wire.accepted, FINISHES.get(wire.finish_reason), STATES.get(wire.state)
     if accepted > len(tokens):
         raise RemoteProtocolError("accepted", "more than the tokens of the piece")
@@ -244,8 +243,8 @@ def _piece_of(wire: target_pb2.GenerateResponse) -> Piece:
 def _scores_of(wire: target_pb2.PromptScores) -> PromptScores:
     """Raises RemoteProtocolError."""
     found = PromptScores(wire.start, few_floats_of("prompt.logprobs", wire.logprobs),
-                         few_ints_of("prompt.ranks", wire.ranks, 1, INT32_MAX),
-                         few_ints_of("prompt.top_ids", wire.top_ids, 0, INT32_MAX),
+                         few_ints_of("prompt.ranks", wire.ranks, 1),
+                         few_ints_of("prompt.top_ids", wire.top_ids, 0),
                          few_floats_of("prompt.top_logprobs", wire.top_logprobs))
     require(wire.start >= 1 and len(found.ranks) == len(found.logprobs) > 0, "prompt", "scores and ranks do not fit")
     require(len(found.top_ids) == len(found.top_logprobs) == found.width * len(found.logprobs), "prompt.top_ids",

@@ -8,7 +8,7 @@ Rules:
 3. A channel takes no proxy from the environment and shares no connection with another channel.
 4. A Connection follows its certificates: a call keeps the channel that it began on, and one that was replaced closes
    when its last call ends. The files are looked at no more than once a second; such as cannot be read change nothing.
-   Another may have come behind its name: who has met him on a ``fresh`` line may ``take`` that one.
+   Another may have come behind its name: who has met him on a ``fresh`` lane may ``take`` that one.
 
 It knows nothing about what is sent.
 """
@@ -152,31 +152,31 @@ class Connection:
         self._address = address
         self._tls = tls
         self._stamp = tls.stamp() if tls is not None else None
-        self._line = Lane(open_channel(address, tls))
+        self._lane = Lane(open_channel(address, tls))
         self._looked_s = time.monotonic()
         self._replaced: set[Lane] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger(part="wire", address=address)
 
     def begin(self) -> Lane:
-        """The line for a call that begins now; it must be given back with ``end``."""
+        """The lane for a call that begins now; it must be given back with ``end``."""
         self._follow_files()
-        self._line.calls += 1
-        return self._line
+        self._lane.calls += 1
+        return self._lane
 
-    def is_current(self, line: Lane) -> bool:
-        """Whether a call that begins now takes ``line``, too."""
+    def is_current(self, lane: Lane) -> bool:
+        """Whether a call that begins now takes ``lane``, too."""
         self._follow_files()
-        return line is self._line
+        return lane is self._lane
 
-    def end(self, line: Lane) -> None:
-        line.calls -= 1
-        if line in self._replaced and line.calls == 0:
-            self._replaced.discard(line)
-            self._close(line)
+    def end(self, lane: Lane) -> None:
+        lane.calls -= 1
+        if lane in self._replaced and lane.calls == 0:
+            self._replaced.discard(lane)
+            self._close(lane)
 
     def fresh(self) -> Lane | None:
-        """A line to whoever stands behind the name now, to be taken or closed; None: an address has no other, or
+        """A lane to whoever stands behind the name now, to be taken or closed; None: an address has no other, or
         certificates are being replaced."""
         try:
             ipaddress.ip_address(host_port(self._address)[0])
@@ -187,15 +187,15 @@ class Connection:
 
     def take(self, fresh: Lane) -> None:
         """Calls that begin now go there."""
-        old, self._line = self._line, fresh
+        old, self._lane = self._lane, fresh
         if old.calls == 0:
             self._close(old)
         else:
             self._replaced.add(old)
 
     async def aclose(self) -> None:
-        for line in (self._line, *self._replaced):
-            await line.channel.close()
+        for lane in (self._lane, *self._replaced):
+            await lane.channel.close()
         await asyncio.gather(*self._closing)
 
     def _follow_files(self) -> None:
@@ -210,10 +210,10 @@ class Connection:
         except ConfigError:
             return  # in the middle of being replaced
         self._stamp = found
-        self._log.info("certificates replaced: new calls take a new connection", running=self._line.calls)
+        self._log.info("certificates replaced: new calls take a new connection", running=self._lane.calls)
         self.take(fresh)
 
-    def _close(self, line: Lane) -> None:
-        task = asyncio.get_running_loop().create_task(line.channel.close())
+    def _close(self, lane: Lane) -> None:
+        task = asyncio.get_running_loop().create_task(lane.channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

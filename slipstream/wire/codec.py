@@ -66,7 +66,7 @@ from slipstream.wire.fields import (
     dtype_of,
     encode_identity,
     encode_sampling,
-    ints_of,
+    ids_of,
     made,
     name_of,
     outside,
@@ -220,7 +220,7 @@ def _decoded(frame_of: Callable[[], Any], data: bytes, incarnation: int, limits:
 
 
 def _open(wire: draft_pb2.OpenItem, limits: FrameLimits) -> Open:
-    tokens = ints_of("open.tokens", wire.tokens, 0, limits.vocab_size - 1, limits.max_context)
+    tokens = ids_of("open.tokens", wire.tokens, limits.vocab_size, limits.max_context)
     within("open.tokens", len(tokens), 1, limits.max_context)
     prompt_len = within("open.prompt_len", wire.prompt_len, 1, len(tokens))
     return Open(wire.session, tokens, prompt_len, decode_sampling(wire.sampling, limits.vocab_size),

@@ -38,7 +38,7 @@ import asyncio
 import contextlib
 import ipaddress
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -164,18 +164,14 @@ class Member:
 
 
 class Roster:
-    """Discovered peers by address. ``clock``: seconds."""
+    """Discovered peers by address. ``clock``: seconds. ``fixed``: peers that stay, whatever discovery says of them."""
 
-    def __init__(self, clock: Callable[[], float], rules: RosterRules | None = None) -> None:
+    def __init__(self, clock: Callable[[], float], rules: RosterRules | None = None,
+                 fixed: Iterable[str] = ()) -> None:
+        self.fixed = set(fixed)
         self._clock = clock
         self._rules = rules or RosterRules()
         self._members: dict[str, Member] = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
-
-    def __contains__(self, address: str) -> bool:
-        return address in self._members
 
     def seen(self, ready: Mapping[str, str]) -> list[str]:
         """Take what discovery lists. Returns those that are new."""
@@ -185,7 +181,7 @@ class Roster:
                 member.left_s = None
             elif member.left_s is None:
                 member.left_s = now_s
-        new = [address for address in ready if address not in self._members]
+        new = [address for address in ready if address not in self._members and address not in self.fixed]
         self._members |= {address: Member(now_s) for address in new}
         return new
 

@@ -63,20 +63,15 @@ class Drafts:
         self._dialled: dict[str, Dialled] = {}
         self._log = structlog.get_logger(part="wire")
 
-    @property
-    def num_fixed(self) -> int:
-        return sum(address not in self._roster for address in self._dialled)
-
     def fix(self, addresses: Sequence[str]) -> None:
         """Dial these for ever. Raises ConfigError for certificates that cannot be read."""
+        self._roster.fixed.update(addresses)
         for address in addresses:
             self._dial(address, "")
 
     def seen(self, ready: Mapping[str, str]) -> None:
         """What discovery knows: addresses that take work, each with the name that its certificate bears."""
-        known = self._roster.seen({address: name for address, name in ready.items()
-                                   if address in self._roster or address not in self._dialled})
-        for address in known:
+        for address in self._roster.seen(ready):
             try:
                 self._dial(address, ready[address])
                 self._log.info("draft found", draft=address)
@@ -98,7 +93,7 @@ class Drafts:
         try:
             self.fix(fixed(addresses))
             async with following(addresses, kubeconfig, self.seen, begun=begun) as directory:
-                sweeping = asyncio.create_task(self.run(lambda: expected(self.num_fixed + directory.listed)))
+                sweeping = asyncio.create_task(self.run(lambda: expected(len(self._roster.fixed) + directory.listed)))
                 begun(sweeping)
                 try:
                     yield

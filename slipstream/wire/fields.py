@@ -66,19 +66,19 @@ def outside(field: str, value: int, low: int, high: int) -> RemoteProtocolError:
     return RemoteProtocolError(field, f"{value} is not between {low} and {high}")
 
 
-def ints_of(field: str, data: bytes, low: int, high: int, max_count: int) -> Ints:
-    """int32 [n], n <= max_count, each in [low, high]; a view of ``data``."""
+def ids_of(field: str, data: bytes, vocab_size: int, max_count: int) -> Ints:
+    """int32 [n] token ids, n <= max_count; a view of ``data``."""
     require(len(data) % 4 == 0, field, f"{len(data)} bytes are not whole int32 values")
     require(len(data) // 4 <= max_count, field, f"{len(data) // 4} values are more than {max_count}")
     values: Ints = np.frombuffer(data, "<i4")
     if len(values):
-        within(field, int(values.min()), low, high)
-        within(field, int(values.max()), low, high)
+        within(field, int(values.min()), 0, vocab_size - 1)
+        within(field, int(values.max()), 0, vocab_size - 1)
     return values
 
 
-def few_ints_of(field: str, data: bytes, low: int, high: int) -> tuple[int, ...]:
-    """The same for the handful of a message that comes often, where an array costs more than its numbers."""
+def few_ints_of(field: str, data: bytes, low: int) -> tuple[int, ...]:
+    """int32, none below ``low``: the handful of a message that comes often, where an array costs more than they do."""
     if len(data) == 4:
         values = ONE_INT.unpack(data)
     elif len(data) % 4 == 0:
@@ -86,8 +86,8 @@ def few_ints_of(field: str, data: bytes, low: int, high: int) -> tuple[int, ...]
     else:
         raise RemoteProtocolError(field, f"{len(data)} bytes are not whole int32 values")
     for value in values:
-        if not low <= value <= high:
-            within(field, value, low, high)
+        if value < low:
+            raise outside(field, value, low, INT32_MAX)
     return values
 
 

@@ -2,7 +2,7 @@
 
 Rules of a link:
 1. ``send`` may be called from any thread, never blocks, and does nothing while the link is down.
-2. Every stream has a new random incarnation; a frame that carries another one is dropped and counted.
+2. Every stream has a new random incarnation; a frame that carries another one is dropped.
 3. ``link_up`` and ``link_down`` come in pairs. After ``link_up`` the draft knows nothing: sessions are opened anew.
 4. Reconnects wait a random time below an exponential bound; a draft that does not fit is asked again every 10 s, one
    that broke the protocol is left alone for longer each time (``conduct``).
@@ -15,7 +15,7 @@ Rules of a stream:
 2. Whatever waits when the writer comes is taken at once, so several of them become one frame.
 3. What waits is bounded. Beyond the bound all of it is dropped and the stream ends with CapacityError: a gap cannot be
    repaired item by item.
-4. A frame of another stream is dropped and counted, a bad item is a fault of its session, and anything else that is no
+4. A frame of another stream is dropped, a bad item is a fault of its session, and anything else that is no
    frame, or more than may be said, ends the stream with RemoteProtocolError.
 5. A peer is read at its pace, and not at all while too much of it waits (``full``): what is held back is held back at
    that peer, by its connection's flow control.
@@ -85,14 +85,10 @@ EXPORT_S = 0.5
 
 @dataclass(slots=True)
 class WireCounts:
-    """What passed and what was left out, counted since the start. Metrics take the bytes from here; what else
-    they show is counted where it happens."""
+    """What passed since the start. What else metrics show is counted where it happens."""
 
-    frames_in: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    stale_frames: int = 0
-    invalid_items: int = 0
 
 
 async def export_bytes(counts: Sequence[WireCounts], export: Callable[[str, int], None]) -> None:
@@ -229,9 +225,8 @@ class Pumps(Generic[Item, Heard]):
                 await asyncio.sleep(LOOK_S)
 
     def _hear(self, data: bytes) -> None:
-        counts, allowance, most = self.counts, self.allowance, FRAME_ITEMS
-        counts.frames_in += 1
-        counts.bytes_in += len(data)
+        allowance, most = self.allowance, FRAME_ITEMS
+        self.counts.bytes_in += len(data)
         if allowance is not None:
             most = max(0, allowance.left - 1)  # a frame counts as one
         try:
@@ -239,14 +234,11 @@ class Pumps(Generic[Item, Heard]):
         except RemoteProtocolError as error:
             if error.field != "incarnation":
                 raise
-            counts.stale_frames += 1
             items, faults = [], ()
         if allowance is not None:
             allowance.said(cast(Sequence[TargetBound], items), len(faults))
-        if not items and not faults:
-            return
-        counts.invalid_items += len(faults)
-        self.received(items, faults)
+        if items or faults:
+            self.received(items, faults)
 
     async def _write(self, line: Line, opening: Iterable[bytes]) -> None:
         for message in opening:

@@ -126,13 +126,10 @@ class LocalLink:
         """They stay joined: one is as trusted as the other."""
 
     def answer(self, peer: LocalPeer, items: Sequence[TargetBound]) -> None:
-        """What the draft sends; dropped and counted when ``peer`` belongs to a stream that is no more."""
+        """What the draft sends; dropped when ``peer`` belongs to a stream that is no more."""
         if peer is not self._peer:
-            self.counts.stale_frames += 1
             return
         for frame in encode_draft_frames(peer.incarnation, items, self._max_bytes)[0]:
-            self.counts.frames_in += 1
             self.counts.bytes_in += len(frame)
             good, faults = decode_draft_frame(frame, peer.incarnation, peer.limits)
-            self.counts.invalid_items += len(faults)
             self._events.received(self, good, faults)

@@ -1,4 +1,4 @@
-"""Hosting gRPC services: where a server may listen, its health, its drain; and the draft's side of draft streams.
+"""Hosting gRPC services: where a server may listen, its health, its drain.
 
 Rules:
 1. Beyond loopback a server listens with TLS only, unless the configuration says otherwise in so many words.
@@ -6,7 +6,6 @@ Rules:
    Anybody may ask, and so little is kept of what is asked: one that does not say it at once goes when others come, and
    so does who has watched for longest.
 3. A drain first says so in its health, then lets the services end what they have, then closes what is left.
-4. ``peer_up`` and ``peer_down`` come in pairs; a silent peer is ended by keepalive (15 s).
 
 It knows nothing about what the services do.
 """

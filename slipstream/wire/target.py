@@ -264,19 +264,19 @@ class TargetClient:
 
     async def info(self) -> TargetInfo:
         """Raises Unavailable within ``connect_s`` seconds."""
-        line = self._connection.begin()
+        lane = self._connection.begin()
         try:
-            found = await self._asked(line, self._connect_s)
+            found = await self._asked(lane, self._connect_s)
             if found.draining:
                 found = await self._successor(found)
             if self._stream is not None and not self._stream.takes:
                 self._stream = None
             return found
         finally:
-            self._connection.end(line)
+            self._connection.end(lane)
 
-    async def _asked(self, line: Lane, within_s: float) -> TargetInfo:
-        method: Any = line.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
+    async def _asked(self, lane: Lane, within_s: float) -> TargetInfo:
+        method: Any = lane.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
         with translated(self.address):
             return decode_info(await method(b"", timeout=within_s))
 
@@ -314,8 +314,8 @@ class AnswerStream:
         self.address = address
         self.over = False
         self._connection = connection
-        self._line = connection.begin()
-        method: Any = self._line.channel.stream_stream(f"/{TARGET_SERVICE}/GenerateMany")
+        self._lane = connection.begin()
+        method: Any = self._lane.channel.stream_stream(f"/{TARGET_SERVICE}/GenerateMany")
         self._call = method()
         self._numbers = itertools.count(1)
         self._answers: dict[int, SharedAnswer] = {}
@@ -328,7 +328,7 @@ class AnswerStream:
     @property
     def takes(self) -> bool:
         """Whether an answer may begin here: the call lives, on the connection that new calls take."""
-        if not self.over and not self._connection.is_current(self._line):
+        if not self.over and not self._connection.is_current(self._lane):
             self.retire()
         return not self.over and not self._retired
 
@@ -387,7 +387,7 @@ class AnswerStream:
             log_bug(failed)
         self.over = True
         self._call.cancel()
-        self._connection.end(self._line)
+        self._connection.end(self._lane)
         for answer in list(self._answers.values()):
             answer.take(error)
 
