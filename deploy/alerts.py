@@ -64,8 +64,8 @@ ALERTS = (
           "A target's device runs out of memory again and again", "Drafts are cut short or left out, at worst new "
           "answers are refused; running ones are right and go on."),
     Alert("SlipstreamDraftDown",
-          f"sum by ({WHERE}) (slipstream_drafts_connected) == 0 and sum by ({WHERE}) (slipstream_drafts_expected) > 0 "
-          f"and max by ({WHERE}) (max_over_time(slipstream_drafts_connected[6h])) > 0", "5m", "warning",
+          f"sum by ({WHERE}) (slipstream_drafts_connected) == 0 and sum by ({WHERE}) (slipstream_drafts_expected) > 0",
+          "5m", "warning",
           "No draft is connected to any target", "Answers are right and complete, but decoded plainly."),
     Alert("SlipstreamFallbackSustained",
           f'min by ({WHERE}) (slipstream_mode{{scope="pool",mode="plain"}}) == 1 '

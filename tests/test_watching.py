@@ -63,7 +63,7 @@ CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
     "SlipstreamDeviceFull": ({"slipstream_shedding_level{%s}": "0 1 2 3 3 2x20"}, 8,
                              {"slipstream_shedding_level{%s}": "0x8 1 1 0x20"}),
     "SlipstreamDraftDown": (
-        {"slipstream_drafts_connected{%s}": "1x5 0x30", "slipstream_drafts_expected{%s}": "2x40"}, 13,
+        {"slipstream_drafts_connected{%s}": "0x40", "slipstream_drafts_expected{%s}": "2x40"}, 7,  # there never was one
         {"slipstream_drafts_connected{%s}": "1x5 0x30", "slipstream_drafts_expected{%s}": "2x4 0x30"}),  # taken away
     "SlipstreamFallbackSustained": (
         {'slipstream_mode{scope="pool",mode="plain",%s}': "1x40", "slipstream_drafts_connected{%s}": "1x40",
