@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-PARENT = "traceparent"  # W3C's name
+HEADER = "traceparent"  # as in ``spans``, and by W3C
 SEND_MS = 1000
 LAST_S = 2.0
 FOLLOWED = DEFAULT_ON  # every request that brings no parent: which of them are kept is the collector's to say
@@ -32,7 +32,7 @@ class Recorded:
         self._span = span
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(span))
-        self.parent = carrier.get(PARENT, "")
+        self.parent = carrier.get(HEADER, "")
 
     def event(self, name: str, **values: AttributeValue) -> None:
         self._span.add_event(name, values)
@@ -50,7 +50,7 @@ class Recorder:
         self._tracer = provider.get_tracer("slipstream")
 
     def begin(self, name: str, parent: str = "", **values: AttributeValue) -> Recorded:
-        context = TraceContextTextMapPropagator().extract({PARENT: parent} if parent else {}, Context())
+        context = TraceContextTextMapPropagator().extract({HEADER: parent} if parent else {}, Context())
         return Recorded(self._tracer.start_span(name, context, attributes=values))
 
 
