@@ -266,5 +266,6 @@ class Values(Section):
     monitoring: MonitoringValues = MonitoringValues()
     bindAddress: str = Field("0.0.0.0", min_length=1,
                              description="[::] where the first address of pods is IPv6, which probes ask")
-    runAsUser: int = Field(65532, ge=1, description="not root; also the group, and the owner of volumes")
+    runAsUser: int = Field(65532, ge=0, description="also the group, and the owner of volumes; 0: no root, but whom the "
+                                                    "cluster names, as OpenShift does for each namespace")
     extraObjects: list[Blob | str] = Field([], description="rendered with the release")

@@ -396,6 +396,13 @@ def test_numbers_of_a_file_stay_whole(tmp_path: Path) -> None:
     assert 10**6 in [pod.get("terminationGracePeriodSeconds") for pod in found]
 
 
+def test_the_user_is_left_to_a_cluster_that_picks_one() -> None:
+    """OpenShift gives each namespace its own, and refuses pods that name another."""
+    for pod in pods(rendered("cpu", "--set", "runAsUser=0")):
+        assert pod["securityContext"] == {"runAsNonRoot": True, "fsGroupChangePolicy": "OnRootMismatch",
+                                          "seccompProfile": {"type": "RuntimeDefault"}}
+
+
 def test_namespaces_secrets_and_claims_may_be_called_by_numbers(tmp_path: Path) -> None:
     named = ("images.pullSecrets[0]", "model.claim.existing", "tls.existingSecret", "router.apiKeys.existingSecret",
              "router.priorityClassName", "router.runtimeClassName")

@@ -333,9 +333,11 @@ requests.cpu
 {{/* The restricted profile of Pod Security, in its two halves. */}}
 {{- define "slipstream.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ int64 .Values.runAsUser }}
-runAsGroup: {{ int64 .Values.runAsUser }}
-fsGroup: {{ int64 .Values.runAsUser }}
+{{- with int64 .Values.runAsUser }}
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
