@@ -16,7 +16,7 @@ from typing import Literal
 import yaml
 
 HEAD = "# Printed from deploy/alerts.py by `make chart`. A rules file as Prometheus reads it; the chart wraps it.\n"
-WHERE = "namespace, model"
+WHERE = "namespace, release, model"  # the chart's PodMonitor says whose pods they are; elsewhere all are one release's
 EACH = f"{WHERE}, instance"  # one service: what each of many does once is not done often
 REQUESTS = f'(sum by ({WHERE}) (rate(slipstream_requests_total{{service="router"}}[5m])) > 0)'
 FAILING = f'sum by ({WHERE}) (rate(slipstream_requests_total{{service="router",code=~"5.."}}[5m])) / {REQUESTS}'

@@ -16,7 +16,7 @@ from deploy.dashboards.panels import Dashboard, Panel
 from tests.kube import ROOT, only, program, rendered, run
 from tests.measured import labels, pages
 
-SCRAPED = {"namespace", "pod", "job", "instance"}  # what Prometheus adds
+SCRAPED = {"namespace", "release", "pod", "job", "instance"}  # what Prometheus adds
 KNOWN = labels()
 NAME = re.compile(r"\bslipstream_[a-z_]+\b")
 SELECTED = re.compile(r"\b(slipstream_[a-z_]+)\{([^}]*)\}")
@@ -221,6 +221,22 @@ def test_another_release_does_not_hide_one_that_is_gone(changes: tuple[str, ...]
         "tests": [*firing, _case(there, name, [(6, [])])]}, sort_keys=False))
     done = run("promtool", "test", "rules", tmp_path / "test.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_another_release_of_the_same_model_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "alerts.yaml").write_text(rules_yaml())
+    alert = next(alert for alert in ALERTS if alert.name == "SlipstreamNoReadyTarget")
+    labels = {"severity": alert.severity, "namespace": "n", "release": "b", "model": "m"}
+    case = _case({'slipstream_targets_ready{release="a",%s}': "2x20", 'slipstream_targets_ready{release="b",%s}': "0x20"},
+                 alert.name, [(3, [{"exp_labels": labels, "exp_annotations": alert.annotations}])])
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({
+        "rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": [case]}, sort_keys=False))
+    done = run("promtool", "test", "rules", tmp_path / "test.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (endpoint,) = only(rendered("cpu", "--api-versions", "monitoring.coreos.com/v1"), "PodMonitor")["spec"][
+        "podMetricsEndpoints"]
+    assert {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"], "targetLabel": "release"} in (
+        endpoint["relabelings"])
 
 
 def _case(series: dict[str, str], name: str, moments: list[tuple[int, list[dict[str, object]]]]) -> dict[str, object]:
