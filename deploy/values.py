@@ -266,6 +266,6 @@ class Values(Section):
     monitoring: MonitoringValues = MonitoringValues()
     bindAddress: str = Field("0.0.0.0", min_length=1,
                              description="[::] where the first address of pods is IPv6, which probes ask")
-    runAsUser: int = Field(65532, ge=0, description="also the group, and the owner of volumes; 0: no root, but whom the "
-                                                    "cluster names, as OpenShift does for each namespace")
+    runAsUser: int = Field(65532, ge=0, description="also the group, and the owner of volumes; 0: whom the cluster "
+                                                    "names, as OpenShift does for each namespace, but never root")
     extraObjects: list[Blob | str] = Field([], description="rendered with the release")

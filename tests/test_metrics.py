@@ -87,7 +87,7 @@ def test_what_is_counted_begins_at_zero() -> None:
     assert {f"slipstream_{name}" for name in (
         "invalid_growths_total", "preemptions_total", "drafter_lost_total", "request_errors_total",
         "retry_budget_exhausted_total", "session_expirations_total", "invalid_items_total", "tree_nodes_count",
-        "drafts_connected", "targets_connected", "queue_depth")} <= begun
+        "answers_total", "drafts_connected", "targets_connected", "queue_depth")} <= begun
     assert "slipstream_tls_certificate_expiry_seconds" not in begun, "that would be 1970"
 
 

@@ -227,7 +227,7 @@ def test_another_release_of_the_same_model_hides_nothing(tmp_path: Path) -> None
     (tmp_path / "alerts.yaml").write_text(rules_yaml())
     alert = next(alert for alert in ALERTS if alert.name == "SlipstreamNoReadyTarget")
     labels = {"severity": alert.severity, "namespace": "n", "release": "b", "model": "m"}
-    case = _case({'slipstream_targets_ready{release="a",%s}': "2x20", 'slipstream_targets_ready{release="b",%s}': "0x20"},
+    case = _case({'slipstream_targets_ready{release="a",%s}': "2x9", 'slipstream_targets_ready{release="b",%s}': "0x9"},
                  alert.name, [(3, [{"exp_labels": labels, "exp_annotations": alert.annotations}])])
     (tmp_path / "test.yaml").write_text(yaml.safe_dump({
         "rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": [case]}, sort_keys=False))

@@ -204,6 +204,7 @@ RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 # Values that labels begin with; what else comes is counted all the same.
 FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "authentication_error", "cancelled")
 LEAVING = ("acceptance_low", "draft_unavailable", "draft_timeout", "overload")
+ENDINGS = ("stop", "length", "cancelled", "refused", "handed_back", "failed")
 OUTCOMES = ("used", "prompt_lookup", "plain", "draft_missing", "discarded_late")
 POSITIONS = tuple(str(depth) for depth in range(1, 5))
 REFUSALS = ("queue", "late", "tokens", "target")
@@ -381,7 +382,7 @@ class TargetMetrics:
         self._there: tuple[int, int] | None = None  # sessions
         registry.settle = self._settle
         self.mode = ModeMetrics(registry, "session")
-        self._answers = registry.counter("answers_total", "Answers ended.", "outcome")
+        self._answers = registry.counter("answers_total", "Answers ended.", "outcome").begin(*zip(ENDINGS))
         self._prompt = registry.counter("answer_prompt_tokens_total", "Prompt tokens.")
         self._cached = registry.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
         self._step = registry.histogram("step_seconds", "One step by phase.", STEP_SECONDS, "phase")
@@ -422,7 +423,7 @@ class TargetMetrics:
         return self.registry.tell(BESIDE_ENGINE)
 
     def request(self, outcome: str) -> None:
-        """``outcome``: stop, length, cancelled, refused, handed_back or failed."""
+        """``outcome``: one of ENDINGS."""
         self._answers.of(outcome).inc()
 
     def prompt(self, tokens: int, cached: int) -> None:
