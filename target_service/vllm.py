@@ -33,6 +33,7 @@ from typing import Any, Protocol
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.following.chains import PLAIN, SWITCH
+from slipstream.following.followed import LOOKED_UP
 from slipstream.following.rounds import Told, ToldStep, decode
 from slipstream.grammar.trial import Trials
 from slipstream.observe.log import logger
@@ -202,7 +203,7 @@ class VllmAnswer:
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
         self._said: set[asyncio.Task[None]] = set()
         self._known = ""  # what the engine calls it; "": it does not run
-        self._tokens = self._pieces = self._accepted = self._verified = 0
+        self._tokens = self._pieces = self._accepted = self._verified = self._looked_up = 0
         self._told = self._over = False
         self._outcome = "cancelled"
 
@@ -318,6 +319,7 @@ class VllmAnswer:
         self._tokens += len(tokens)
         if (taken := self._rounds.take(self._known, len(self._request.tokens) + self._tokens)) is not None:
             step, told = taken
+            self._looked_up += told.looked_up and told.drafted > 0
             piece = piece._replace(drafted=told.drafted, verify_s=step.seconds, wait_s=told.waited_s, state=told.state,
                                    plain_s=0.0 if told.looked_up else step.plain_s, late=told.late)
             if self._span is not None:
@@ -349,8 +351,10 @@ class VllmAnswer:
             return piece._replace(finish="length")
         counts, drafts = getattr(completion, "spec_decode_metrics", None), list[tuple[int, int, str]]()
         if counts is not None:
-            drafts = [(drafted, accepted, "used") for drafted, accepted
-                      in zip(counts.per_step_drafted, counts.per_step_accepted, strict=True)]
+            both = zip(counts.per_step_drafted, counts.per_step_accepted, strict=True)
+            # Which of them were looked up is the same to who counts.
+            drafts = [(drafted, accepted, LOOKED_UP if at < self._looked_up else "used")
+                      for at, (drafted, accepted) in enumerate(both)]
             left = max(0, sum(counts.per_step_accepted) - self._accepted)
             piece = piece._replace(accepted=min(len(piece.tokens), left),
                                    drafted=max(0, counts.num_draft_tokens - self._verified))

@@ -83,6 +83,7 @@ class FakeEngine:
     steps: Sequence[int] = (1, 3, 1, 2)
     hold: bool = False  # no answer gets further than its first token
     tells: bool = False  # its workers tell of their steps
+    looked_up: bool = False  # the texts' own chains, and tells so
     rounds: Rounds | None = None
     errored: bool = False
     stuck: bool = False  # nothing comes from it any more
@@ -125,7 +126,7 @@ class FakeEngine:
                 kept.append(count - 1)
             over = stopped or left == 0
             if self.tells and self.rounds is not None:
-                told = Told(collected.request_id, len(text), 4 * (count > 1), 0.01, "shadow")
+                told = Told(collected.request_id, len(text), 4 * (count > 1), 0.01, "shadow", self.looked_up)
                 Teller(str(self.rounds.path)).tell(ToldStep(0.03, 0.02, (told,)))
                 await asyncio.sleep(0)
             collected.put(output(new, "stop" if stopped else "length" if over else None, params["logprobs"],
@@ -254,6 +255,16 @@ async def test_what_workers_tell_of_a_step_goes_with_its_pieces() -> None:
         (0.03, 0.02, 0.01, "shadow")}
     assert [piece.drafted for piece in told if len(piece.tokens) > 1] == [4, 4]
     assert sum(piece.drafted for piece in pieces) == 8, "vLLM's own count"
+
+
+@pytest.mark.parametrize(("looked_up", "outcome"), [(False, "used"), (True, "prompt_lookup")])
+async def test_rounds_are_counted_by_who_drafted(looked_up: bool, outcome: str) -> None:
+    metrics = TargetMetrics("function")
+    async with served(FakeEngine(tells=True, looked_up=looked_up), metrics=metrics) as service:
+        await taken(service.submit(request()))
+    page = metrics.registry.page("")[1].decode()
+    for name in ("used", "prompt_lookup"):
+        assert f'outcome="{name}",service="target"}} {2.0 * (name == outcome)}' in page
 
 
 @dataclass
