@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from dataclasses import replace
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -215,6 +217,17 @@ def test_profile_measures_and_frees(tiny_folder: Path) -> None:
     costs = runner.profile((1, 4, 8, 64))
     assert list(costs) == [1, 4, 8] and all(seconds > 0 for seconds in costs.values())
     runner.slots.check([])
+
+
+def test_a_slow_moment_makes_no_row_count_a_bargain(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def seconds(_: ModelRunner, slots: NDArray[np.int64], count: int) -> float:
+        return count * (5.0 if 6 <= next(calls) < 12 else 1.0)
+
+    monkeypatch.setattr(ModelRunner, "_time", seconds)
+    runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float32")), 200)
+    assert runner.profile((1, 4, 8)) == {1: 1.0, 4: 4.0, 8: 8.0}
 
 
 @pytest.mark.parametrize(("name", "section"), [

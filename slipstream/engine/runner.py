@@ -35,7 +35,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from slipstream.base.errors import CapacityError, ConfigError, DeviceFull, ModelError, in_a_line
+from slipstream.base.errors import ConfigError, DeviceFull, ModelError, in_a_line
 from slipstream.choosing.sampling import GREEDY, Draws, Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.attention import PADDED_ENTRIES_CUDA
@@ -432,17 +432,17 @@ class ModelRunner:
         """Seconds of one forward with so many tree rows behind a short context: the cost of verifying. Row counts that
         do not fit the free slots are left out. Raises ModelError where the model gives no numbers."""
         self._check_numbers()
-        costs: dict[int, float] = {}
-        for count in rows:
-            try:
-                slots = self.slots.alloc(PROFILE_CONTEXT + count)
-            except CapacityError:
-                break
-            try:
-                costs[count] = self._time(slots, count)
-            finally:
-                self.slots.free(slots)
-        return costs
+        fitting = [count for count in rows if PROFILE_CONTEXT + count <= self.slots.num_free]
+        slots = self.slots.alloc(PROFILE_CONTEXT + max(fitting, default=0))
+        try:
+            self.pool.kv[:, sent(slots, self.pool.kv.device)] = 0  # memory may hold anything
+            # In turn: what a slow moment makes of one count alone would look like a bargain of the next.
+            turns = [{count: self._time(slots[: PROFILE_CONTEXT + count], count) for count in fitting}
+                     for _ in range(PROFILE_REPEATS + 1)]
+        finally:
+            self.slots.free(slots)
+        # A neighbour on the machine can only make a step slower, so the fastest one tells what the step costs.
+        return {count: min(turn[count] for turn in turns[1:]) for count in fitting}
 
     def _check_numbers(self) -> None:
         slots = self.slots.alloc(1)
@@ -456,17 +456,12 @@ class ModelRunner:
                              f"numbers that {str(self.model.dtype).removeprefix('torch.')} (model.dtype) cannot hold")
 
     def _time(self, slots: NDArray[np.int64], count: int) -> float:
-        self.pool.kv[:, sent(slots, self.pool.kv.device)] = 0  # memory may hold anything
         words = [(2 << i) - 1 for i in range(count)]
-        times = []
-        for _ in range(PROFILE_REPEATS + 1):
-            began = time.perf_counter()
-            builder = BatchBuilder()
-            builder.add([0] * count, range(PROFILE_CONTEXT, PROFILE_CONTEXT + count), slots[PROFILE_CONTEXT:].tolist(),
-                        slots[:PROFILE_CONTEXT], words, count)
-            logits, best = self.scored(builder.build(self.model.device), GREEDY)
-            if best is None:
-                logits.argmax(-1).tolist()
-            times.append(time.perf_counter() - began)
-        # A neighbour on the machine can only make a step slower, so the fastest one tells what the step costs.
-        return min(times[1:])
+        began = time.perf_counter()
+        builder = BatchBuilder()
+        builder.add([0] * count, range(PROFILE_CONTEXT, PROFILE_CONTEXT + count), slots[PROFILE_CONTEXT:].tolist(),
+                    slots[:PROFILE_CONTEXT], words, count)
+        logits, best = self.scored(builder.build(self.model.device), GREEDY)
+        if best is None:
+            logits.argmax(-1).tolist()
+        return time.perf_counter() - began
