@@ -11,7 +11,9 @@ import pytest
 
 from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
+from router_service.dialects.chat import ChatBody
 from router_service.dialects.messages import MessagesReply
+from router_service.dialects.openai import parse
 from router_service.dialects.responses import ResponsesReply
 from router_service.text.deltas import TextDelta
 from router_service.text.marks import Style
@@ -130,6 +132,15 @@ def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> 
         "Noon.\nNoon."]
     with pytest.raises(InvalidRequest, match=r"input\[0\].content"):
         responses.chat_of({"input": [{"type": "reasoning", "content": 5}]})
+
+
+@pytest.mark.parametrize(("said", "comes"), [
+    ({"reasoning": "Hm."}, "Hm."), ({"reasoning": None}, None),
+    ({"reasoning": "Hm.", "reasoning_content": "So."}, "So.")])
+def test_what_others_call_reasoning_comes_back_to_the_template(said: dict[str, Any], comes: str | None) -> None:
+    turns = [*HELLO, {"role": "assistant", "content": "Noon.", **said}, *HELLO]
+    body = parse(ChatBody, {"model": "m", "messages": turns})
+    assert body.messages[1].given().get("reasoning_content") == comes
 
 
 def test_ids_of_calls_come_back_as_templates_take_them() -> None:

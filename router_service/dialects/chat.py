@@ -154,6 +154,9 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
     """One message with text parts joined and the name that newer clients use for the system role replaced."""
     if not isinstance(message, dict):
         return message
+    if "reasoning" in message:  # as vLLM and OpenRouter call it
+        message = {"reasoning_content": message["reasoning"], **message}
+        del message["reasoning"]
     plain = known(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
     if plain.get("role") == "function":
         raise InvalidRequest(f"{at}.role", "is not served here; use tools and the role 'tool'", "unsupported_parameter")
