@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from bench.gpu.__main__ import main, run
 from bench.gpu.piece import Piece
+from bench.gpu.profile import waits
 from bench.gpu.shapes import LLAMA_8B, config_of, head_bytes, read_bytes
 from bench.gpu.stage import Finding, Given, busy_s, by_kernel
 from bench.gpu.stages import PIECES
@@ -85,6 +87,18 @@ def test_the_large_shapes_weigh_what_they_are_known_to() -> None:
     config = config_of(LLAMA_8B)
     assert read_bytes(config, 2, 0) == 15_009_849_344
     assert 0.74e9 < head_bytes(config, 32_000, 2) < 0.76e9
+
+
+def test_that_the_mode_which_counts_waits_is_new_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_mode(mode: str) -> None:
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing "
+                          "operations", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    parts = {"build": lambda: None,
+             "wait": lambda: warnings.warn("called a synchronizing CUDA operation", stacklevel=1)}
+    assert [finding.value for finding in waits(parts)] == [0, 1]
 
 
 def test_a_table_of_kernels_has_the_longest_first() -> None:
