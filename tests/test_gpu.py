@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.gpu import machine
 from bench.gpu.__main__ import main, run
 from bench.gpu.piece import Piece
 from bench.gpu.profile import waits
@@ -87,6 +88,36 @@ def test_the_large_shapes_weigh_what_they_are_known_to() -> None:
     config = config_of(LLAMA_8B)
     assert read_bytes(config, 2, 0) == 15_009_849_344
     assert 0.74e9 < head_bytes(config, 32_000, 2) < 0.76e9
+
+
+SUITE = """
+from pathlib import Path
+
+def test_a_number():
+    print("\\n= largest error | 0.5 | rms")
+
+def test_that_waits(pytestconfig):
+    while not Path(__file__).with_name("heard").exists():
+        pass
+
+def test_a_lie():
+    assert 1 == 2, "one is not two"
+"""
+OPTION = "def pytest_addoption(parser):\n    parser.addoption('--device')\n"
+
+
+def test_what_the_suite_says_is_told_while_it_runs_and_what_fails_by_name(tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(SUITE)
+    (tmp_path / "conftest.py").write_text(OPTION)
+    monkeypatch.setattr(machine, "DEVICE_TESTS", (str(file),))
+    found = machine.suite_stage(GIVEN)
+    assert next(found) == Finding("largest error", 0.5, "rms")
+    (tmp_path / "heard").touch()
+    failed, passed, not_passed, code, _ = found
+    assert failed.what.endswith("test_some.py::test_a_lie") and "one is not two" in str(failed.value)
+    assert (passed.value, not_passed.value, code.value) == (2, 1, 1)
 
 
 def test_that_the_mode_which_counts_waits_is_new_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
