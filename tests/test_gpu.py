@@ -6,22 +6,29 @@ import ctypes
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from bench.asking import ask
+from bench.gpu import machine, served
 from bench.gpu.__main__ import main, run
+from bench.gpu.pace import head_of
 from bench.gpu.piece import Piece
+from bench.gpu.profile import waits
 from bench.gpu.shapes import LLAMA_8B, config_of, head_bytes, read_bytes
 from bench.gpu.stage import Finding, Given, busy_s, by_kernel
 from bench.gpu.stages import PIECES
+from slipstream.drafting.graph import GraphLevels
 
 GIVEN = Given(torch.device("cpu"), full=False, repeats=1)
-TRIED = ("kernel 64x7", "profile 64", "served 8", "fused 9")  # of stages with several shapes, one is enough here
+TRIED = ("kernel 64x7", "profile 64", "fused 9")  # of stages with several shapes, one is enough here
 HERE = [piece for piece in PIECES if piece.stage != "suite" and (not piece.shape or piece.name in TRIED)]
 
 
@@ -85,6 +92,70 @@ def test_the_large_shapes_weigh_what_they_are_known_to() -> None:
     config = config_of(LLAMA_8B)
     assert read_bytes(config, 2, 0) == 15_009_849_344
     assert 0.74e9 < head_bytes(config, 32_000, 2) < 0.76e9
+
+
+def test_of_answers_nothing_counts_that_a_first_time_costs_and_each_way_is_told_when_it_is_over(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked, found = list[GraphLevels](), list[int](), list[Finding]()
+    def heard(*args: Any, **kwargs: Any) -> Any:
+        asked.append(len(made[0].loops()))
+        return ask(*args, **kwargs)
+
+    def kept(*args: Any) -> Any:
+        network, levels = head_of(*args)
+        made.append(levels)
+        return network, levels
+
+    monkeypatch.setattr(served, "ask", heard)
+    monkeypatch.setattr(served, "head_of", kept)
+    for finding in served.served_stage(replace(GIVEN, shape="2")):
+        if finding.what.endswith("host busy"):
+            found.append(finding)
+            assert len(asked) == 2 * (len(served.WAYS) + len(found))
+    assert [finding.what.rpartition(":")[0] for finding in found] == list(served.WAYS)
+    assert set(asked) == {2}  # trees of one answer and of two
+
+
+SUITE = """
+from pathlib import Path
+
+def test_a_number():
+    print("\\n= largest error | 0.5 | rms")
+
+def test_that_waits(pytestconfig):
+    while not Path(__file__).with_name("heard").exists():
+        pass
+
+def test_a_lie():
+    assert 1 == 2, "one is not two"
+"""
+OPTION = "def pytest_addoption(parser):\n    parser.addoption('--device')\n"
+
+
+def test_what_the_suite_says_is_told_while_it_runs_and_what_fails_by_name(tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(SUITE)
+    (tmp_path / "conftest.py").write_text(OPTION)
+    monkeypatch.setattr(machine, "DEVICE_TESTS", (str(file),))
+    found = machine.suite_stage(GIVEN)
+    assert next(found) == Finding("largest error", 0.5, "rms")
+    (tmp_path / "heard").touch()
+    failed, passed, not_passed, code, _ = found
+    assert failed.what.endswith("test_some.py::test_a_lie") and "one is not two" in str(failed.value)
+    assert (passed.value, not_passed.value, code.value) == (2, 1, 1)
+
+
+def test_that_the_mode_which_counts_waits_is_new_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_mode(mode: str) -> None:
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing "
+                          "operations", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    parts = {"build": lambda: None,
+             "wait": lambda: warnings.warn("called a synchronizing CUDA operation", stacklevel=1)}
+    assert [finding.value for finding in waits(parts)] == [0, 1]
 
 
 def test_a_table_of_kernels_has_the_longest_first() -> None:

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choose, rank
+from slipstream.drafting.heads.mtp import DecoderBlocks, MtpNetwork
+from slipstream.drafting.heads.mtp_checkpoint import read_mtp
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.model import ModelConfig, load_tensors
 from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.requests import Sampling
 from tests.far import FAR, crossings, sent
+from tests.mtp_folder import mtp_config, write_mtp_target
 
 PENALISED = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": ((7, 2.0),)}
 ONE_COPY = [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(**PENALISED),
@@ -87,3 +90,23 @@ def test_a_forward_waits_for_nothing(tiny_folder: Path) -> None:
         assert not counted.waits
         for a, b in zip(found, right, strict=True):
             assert float((a.cpu() - b).abs().max()) < 1e-12
+
+
+def test_layers_that_predict_wait_for_nothing(tmp_path: Path) -> None:
+    target = write_mtp_target(tmp_path, mtp_config("mimo", num_nextn_predict_layers=2))
+    head, config = read_mtp(target, target), ModelConfig.from_folder(target)
+    states = torch.randn(4, config.hidden_size, generator=torch.Generator().manual_seed(1))
+
+    def run(device: torch.device, states: torch.Tensor) -> torch.Tensor:
+        blocks, builder = DecoderBlocks(config, head, torch.float32, device), BatchBuilder()
+        network = MtpNetwork(head, blocks, "float32", 64)
+        builder.add([5, 6, 7], [1, 2, 3], [4, 2, 9], np.zeros(0, np.int64))
+        builder.add([8], [4], [11], np.array([4, 2, 9]), [1], 1)
+        batch = builder.build(device, states)
+        counted.waits.clear()
+        return network.forward(batch).logits
+
+    with crossings() as counted:
+        found = run(FAR, sent(states))
+        assert not counted.waits
+        assert torch.equal(found.cpu(), run(torch.device("cpu"), states))

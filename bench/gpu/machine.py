@@ -4,6 +4,7 @@ shape of heads, is a captured step the one that it was captured from, do the tes
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -27,6 +28,7 @@ from slipstream.engine.graphs import TRIAL_LIMIT, GraphedDecoder
 DEVICE_TESTS = ("tests/test_device.py", "tests/test_attention.py", "tests/test_sampling.py")
 FEW_LAYERS, CONTEXT = 2, 100
 STEPS = ((1, 1), (9, 1), (64, 1), (8, 8), (72, 8), (64, 64))  # rows, sessions
+COUNTED = re.compile(r"(\d+) (passed|failed|error|skipped)")  # in the last line of pytest's
 PACKAGES = ("numpy", "transformers", "tokenizers", "safetensors", "triton", "flashinfer-python")
 
 
@@ -84,17 +86,32 @@ def suite_stage(given: Given) -> Iterator[Finding]:
     """Each file in a process of its own: what ends a process's use of the device fails all that stands behind it."""
     began, counts, codes = time.perf_counter(), Counter[str](), list[int]()
     for file in DEVICE_TESTS:
-        command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "--device", str(given.device), file]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        codes.append(done.returncode)
-        if done.returncode:  # what failed first says most
-            told = done.stdout[done.stdout.find("= FAILURES =") :]
-            print(told[:4000], done.stdout[-2000:], done.stderr[-2000:], sep="\n")
-        for what, value, unit in re.findall(r"^= (.+) \| (.+) \| (.+)$", done.stdout, re.MULTILINE):
-            yield Finding(what, float(value), unit)
-        for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", "".join(done.stdout.splitlines()[-1:])):
+        command = [sys.executable, "-u", "-m", "pytest", "-s", "-p", "no:cacheprovider", "--device", str(given.device),
+                   file]
+        said, ending = list[str](), ""
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              env=os.environ | {"COLUMNS": "240"}) as tests:  # or reasons are cut off
+            assert tests.stdout is not None
+            for line in tests.stdout:
+                said.append(line)
+                yield from _told(line)
+                ending = line if COUNTED.search(line) and " in " in line else ending
+        codes.append(tests.returncode)
+        if tests.returncode:  # what failed first says most
+            whole = "".join(said)
+            print(whole[whole.find("= FAILURES =") :][:4000], whole[-2000:], sep="\n")
+        for number, word in COUNTED.findall(ending):
             counts[word] += int(number)
     yield Finding("tests passed", counts["passed"])
     yield Finding("tests that failed", counts["failed"] + counts["error"], expected="0")
     yield Finding("first exit status that is not 0", next((code for code in codes if code), 0), expected="0")
     yield Finding("took", time.perf_counter() - began, "s")
+
+
+def _told(line: str) -> Iterator[Finding]:
+    """What a line of pytest's says: a test's number, or which one failed and why."""
+    if measured := re.match(r"= (.+) \| (.+) \| (.+)$", line):
+        what, value, unit = measured.groups()
+        yield Finding(what, float(value), unit)
+    elif failed := re.match(r"(?:FAILED|ERROR) (.+?)(?: - (.+))?$", line):
+        yield Finding(f"failed: {failed[1]}", failed[2] or "", expected="passed")

@@ -89,8 +89,8 @@ def graphed(given: Given, in_8_bits: bool = False) -> GraphedDecoder:
     return GraphedDecoder(model, attention, capture_of(given))
 
 
-def head_of(given: Given, growth: GrowthSection, slots: int) -> tuple[EagleNetwork, GraphLevels]:
-    """An EAGLE-3 head for it with random weights, and its levels captured."""
+def head_of(given: Given, growth: GrowthSection, slots: int, sessions: int) -> tuple[EagleNetwork, GraphLevels]:
+    """An EAGLE-3 head for it with random weights, and what captures trees of at most so many sessions."""
     head = random_head(given.config, given.draft_vocab, torch.bfloat16, given.device)
     levels = growth.num_steps - 1
     vocabulary = some_tokens(head.vocabulary, head.config.vocab_size, given.device)
@@ -98,7 +98,8 @@ def head_of(given: Given, growth: GrowthSection, slots: int) -> tuple[EagleNetwo
     network = EagleNetwork(head, "bfloat16", given.device, slots, True,
                            operations_for("auto", head.config, torch.bfloat16, given.device, untried),
                            spare_slots=spare_slots(growth.topk, levels), race=race)
-    return network, GraphLevels(network, paged(given, head.config), growth.topk, levels, capture_of(given))
+    return network, GraphLevels(network, paged(given, head.config), growth.topk, levels, capture_of(given),
+                                sessions)
 
 
 def decoder_of(config: ModelConfig, given: Given, attention: Attention | None = None) -> Decoder:
@@ -177,7 +178,7 @@ def choose_stage(given: Given) -> Iterator[Finding]:
 def tree_stage(given: Given) -> Iterator[Finding]:
     growth = GrowthSection(num_steps=STEPS if given.full else 4, topk=TOPK, num_draft_tokens=NODES)
     steps = growth.num_steps
-    network, at_once = head_of(given, growth, 2 * CONTEXT + 2 * spare_slots(TOPK, steps - 1))
+    network, at_once = head_of(given, growth, 2 * CONTEXT + 2 * spare_slots(TOPK, steps - 1), 1)
     roof_s = (steps - 1) * head_bytes(given.config, given.draft_vocab, 2) / copy_rate(given)
     yield Finding("roof of the levels", 1e3 * roof_s, "ms")
     trees = []

@@ -26,6 +26,7 @@ from slipstream.engine.attention import plan_pages
 from slipstream.engine.batch import ForwardBatch
 
 CONTEXT = 1024
+WAITED = "called a synchronizing"  # as torch warns; that the mode is new is a warning of its own, which comes once
 
 
 def profile_stage(given: Given) -> Iterator[Finding]:
@@ -50,7 +51,7 @@ def profile_stage(given: Given) -> Iterator[Finding]:
 
     yield Finding("a step", 1e6 * seconds(whole, given.device, given.repeats), "us")
     if given.device.type == "cuda":
-        yield from _waits(parts)
+        yield from waits(parts)
         yield from work("a step", whole, given, most=MOST_KERNELS)
 
 
@@ -65,7 +66,8 @@ def chained(parts: Mapping[str, Callable[[Any], Any]]) -> dict[str, Part]:
     return {name: partial(do, part) for name, part in parts.items()}
 
 
-def _waits(parts: Mapping[str, Part]) -> Iterator[Finding]:
+def waits(parts: Mapping[str, Part]) -> Iterator[Finding]:
+    """How often each part waits for the device where nothing says so."""
     for name, part in parts.items():
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -74,6 +76,5 @@ def _waits(parts: Mapping[str, Part]) -> Iterator[Finding]:
                 part()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        count = sum("synchroniz" in str(warning.message) for warning in told)
+        count = sum(WAITED in str(warning.message) for warning in told)
         yield Finding(f"waits for the device: {name}", count, expected="1" if "wait" in name else "0")
-

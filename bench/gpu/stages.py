@@ -22,7 +22,7 @@ PIECES = (
     Piece("tree", "bench.gpu.pace:tree_stage", 45.0),
     Piece("fp8", "bench.gpu.pace:fp8_stage", 60.0),
     Piece("suite", "bench.gpu.machine:suite_stage", 300.0),
-    *(Piece("served", "bench.gpu.served:served_stage", 90.0, sessions) for sessions in SESSIONS),
+    *(Piece("served", "bench.gpu.served:served_stage", 120.0, sessions) for sessions in SESSIONS),
     Piece("answers", "bench.gpu.answers:answers_stage", 90.0),
     *(Piece("kernel", "bench.gpu.machine:kernel_stage", 30.0, heads) for heads in HEADS[1:]),
     Piece("decode", "bench.gpu.pace:decode_stage", 60.0),

@@ -6,8 +6,9 @@ Rules:
 2. The backend is always ``fa2``: fa3 has no masks of one's own, and ``auto`` may choose what downloads its kernels.
 3. Plans are made from arrays on the host, so planning waits for nothing; results go where they are told to.
 4. A plan is staged in pinned memory of its wrapper, which is not touched again before the device has read it.
-5. One float workspace for all plans of an engine: what is planned runs one after the other. It holds what contexts
-   leave that are spread over the whole device; the largest graphs may take more, and are not captured then.
+5. One float workspace for all plans of an engine: what is planned runs one after the other. Contexts that are spread
+   over the whole device leave 17 MB there on an H100, whatever the heads; the largest graphs of models of as many KV
+   heads as query heads would take more, and are not captured.
 6. Before it serves it is tried beside torch's attention (``attention.disagreement``), by another process first
    (``proof``); where it fails, torch's serves.
 
@@ -47,9 +48,7 @@ from slipstream.observe.log import logger
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 HEAD_DIMS = (64, 128, 256)
-WORKSPACE_BYTES = 128 << 20  # at least
-BLOCKS = 2  # of a multiprocessor, over which FlashInfer spreads a plan
-TILE, WIDE_TILE = 128, 64  # rows and query heads of one block, at most; and of heads of 256 numbers
+WORKSPACE_BYTES = 128 << 20
 INT_WORKSPACE_BYTES = 2 << 20  # of a plan, pinned on the host too: 16 bytes a row; FlashInfer refuses what is longer
 
 VARIANT = r"""
@@ -147,20 +146,6 @@ def _settled(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
-def processors_of(device: torch.device) -> int:
-    """Of a GPU; 0: there is none."""
-    there = device.type == "cuda" and torch.cuda.is_available()
-    return torch.cuda.get_device_properties(device).multi_processor_count if there else 0
-
-
-def workspace_bytes(config: ModelConfig, processors: int) -> int:
-    """Of what blocks that share a context leave, before it is joined: FlashInfer refuses a plan that finds no room for
-    all of them there, and a captured one always counts the most. processors: of the device."""
-    blocks, tile = BLOCKS * processors // config.num_kv_heads, TILE if config.head_dim < 256 else WIDE_TILE
-    needed = 4 * config.num_heads * blocks * tile * (config.head_dim + 1)  # a sum for each number, and their logarithm
-    return max(WORKSPACE_BYTES, needed + 64)  # each of the two lies at a multiple of 16
-
-
 class FlashInferAttention:
     """See ``attention.PagedAttention``. ``workspace``: bytes in which plans lie."""
 
@@ -169,7 +154,7 @@ class FlashInferAttention:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self._device = config, dtype, device
         self._wrapper_type: Any = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-        self._float = torch.empty(workspace_bytes(config, processors_of(device)), dtype=torch.uint8, device=device)
+        self._float = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.workspace = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._planner = self._make(self.workspace)
 

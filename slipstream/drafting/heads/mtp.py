@@ -180,7 +180,7 @@ def lineage(batch: ForwardBatch) -> tuple[np.ndarray[tuple[int], np.dtype[np.int
                                           np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Of each row, int64 [T]: its depth in its tree (0: a committed token) and the slot of the row before it on its
     path (-1: there is none)."""
-    entries, words = batch.listed.tolist(), batch.words.tolist()
+    entries, words = batch.listed.tolist(), batch.host.words.tolist()
     depths, above = [], []
     for segment, mask_len in enumerate(batch.mask_lens):
         begin, end = batch.kv_indptr[segment], batch.kv_indptr[segment + 1]
