@@ -182,7 +182,7 @@ def test_a_schema_beside_tools_may_refer_by_name_and_hold_another(referring: dic
     use = use_of([WEATHER], "auto", None)
     assert use is not None
     bound, loose = use.beside("response_format", referring)
-    large = use_of([parameters({"description": "x" * MAX_SOURCE})], "auto", None)
+    large = use_of([parameters({"const": "x" * MAX_SOURCE})], "auto", None)
     assert large is not None and large.beside("response_format", referring) == (loose, loose)
     for grammar, calls in ((bound, False), (loose, True)):
         for text, fits in ((b'"Mon"', True), (b'{"name":"weather","arguments":{"any":[1]}}', calls)):
@@ -200,6 +200,17 @@ def test_what_looks_like_a_reference_and_is_a_value_or_a_name_stays_as_it_is(nam
     written = json.dumps([{"name": "weather", "arguments": {"x": value, "y": value, named: "Mon"}}])
     matcher = Vocabulary(tiny_tokenizer(), 256).compile(use.grammar(), Ends((0,)))
     assert matcher.commit(list(written.encode())) == len(written)
+
+
+def test_what_describes_many_tools_takes_no_room_of_what_forces_a_call() -> None:
+    """Sixty with sentences about each argument got 400, as they were larger than a grammar may be."""
+    described = {"type": "object", "description": "x" * 1024, "properties": {
+        "description": {"type": "string", "description": "x", "default": "y"}}, "required": ["description"]}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": described}} for i in range(MAX_TOOLS)]
+    use = use_of(tools, "required", None)
+    assert use is not None and len(use.grammar().source) < MAX_SOURCE
+    written = b'[{"name":"f1","arguments":{"description":"z"}}]'
+    assert Vocabulary(tiny_tokenizer(), 256).compile(use.grammar(), Ends((0,))).commit(list(written)) == len(written)
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
