@@ -289,6 +289,26 @@ def test_what_a_template_without_tools_is_told() -> None:
         first["content"])
 
 
+async def test_kimis_models_read_calls_by_ids_of_their_own_form(tmp_path: Path, tiny_folder: Path) -> None:
+    """Their templates write no name but that within an id. Behind other ids they forgot how to call."""
+    folder = tmp_path / "kimi"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{# tools <|tool_calls_section_begin|> #}{% for m in messages %}[{% for c in m.tool_calls or [] %}{{ c.id }};"
+        "{% endfor %}{{ m.tool_call_id }}]{% endfor %}")
+    calls = [{"id": id_, "type": "function", "function": {"name": name, "arguments": "{}"}}
+             for id_, name in (("a", "now"), ("functions.now:7", "weather"))]
+    past: Any = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "functions.now:7",
+                                                              "content": "x"},
+                 {"role": "tool", "tool_call_id": "a", "content": "x"}, {"role": "tool", "content": "x"},
+                 {"role": "assistant", "tool_calls": [{**calls[0], "id": "b"}]}]
+    async with routing(folder, target := EchoTarget()) as r:
+        assert (await r.post(CHAT, messages=[*HELLO, *past])).status_code == 200
+        prompt = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
+        assert prompt.endswith("[][functions.now:0;functions.weather:1;][functions.weather:1][functions.now:0][]"
+                               "[functions.now:2;]")
+
+
 async def test_results_are_one_turn_where_turns_alternate(tmp_path: Path, tiny_folder: Path) -> None:
     """As Gemma's and older templates of Mistral's insist on. Those of several calls, and what a user says with them."""
     folder = tmp_path / "alternates"

@@ -197,6 +197,22 @@ def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Jso
     return plain
 
 
+def numbered(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """``messages`` with ids of calls as Kimi's models write them: others tell them no function's name, and soon they
+    write no call that can be read."""
+    ids, count, found = dict[Any, str](), 0, list[Json]()
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            calls.append({**call, "id": f"functions.{call['function']['name']}:{count}"})
+            ids[call.get("id")] = calls[-1]["id"]
+            count += 1
+        answered = message.get("tool_call_id")
+        found.append({**message, **({"tool_calls": calls} if calls else {}),
+                      **({"tool_call_id": ids[answered]} if answered in ids else {})})
+    return found
+
+
 def _plain(message: Mapping[str, Any]) -> Json:
     content = message["content"]
     if message["role"] == "tool":
