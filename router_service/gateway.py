@@ -31,7 +31,7 @@ from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.openai import MAX_ANSWER_SCORES, SEEDS, Asked, Job, Options
 from router_service.dialects.problems import written_as
-from router_service.dialects.tools import told
+from router_service.dialects.tools import numbered, told
 from router_service.tenants import Tenant
 from router_service.text.deltas import Numbered, merged
 from router_service.text.tokens import Completion, Detokenizer, Lanes, TextCodec, Turn, too_long
@@ -140,6 +140,8 @@ class Gateway:
             messages = told(messages, options.use) if called or options.use is not None else messages
         elif options.use is not None:
             names["tools"] = options.use.tools
+        if self.codec.style.calls_by_id:
+            messages = numbered(messages)
         turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message), names)
         return self._checked(Asked("chat", self.named(body.model), options, messages=messages, begun=begun, turn=turn))
 

@@ -135,7 +135,18 @@ def test_tokens_that_were_cached_count_apart_in_messages() -> None:
     told = MessagesReply(Told("a", 0, "tiny", None))
     told.told(TextDelta("So.", finish="stop"))
     usage = told.whole(Usage(10, 2, cached_tokens=4), None)["usage"]
-    assert usage == {"input_tokens": 6, "cache_read_input_tokens": 4, "output_tokens": 2}
+    assert usage == {"input_tokens": 6, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0,
+                     "output_tokens": 2}, "whose sum is the prompt, none of them null"
+
+
+async def test_a_message_has_the_very_numbers_that_a_model_wrote(tiny_folder: Path) -> None:
+    """A whole one rounded what a stream told: 123456789012345678901 was sent as 1.2345678901234568e20."""
+    target = caller()
+    target.says = CALL.replace('"Paris"', "[123456789012345678901, 0.10, -0]")
+    async with routing(tiny_folder, target) as r:
+        whole, events = await both(r, MESSAGES, max_tokens=200, seed=1, messages=HELLO, tools=[THEIRS])
+        assert alike(message_of(events)) == alike(whole)
+        assert whole["content"][1]["input"] == {"city": [123456789012345678901, 0.1, 0]}
 
 
 async def test_refusals_are_in_the_words_of_the_page(tiny_folder: Path, tmp_path: Path) -> None:

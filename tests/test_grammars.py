@@ -44,6 +44,8 @@ COSTLY = {  # what ends a process, or keeps one busy for seconds, where nobody l
 WRONG = {
     "recursive": Grammar("json_schema", '{"$ref": "#"}'),
     "unknown keyword": Grammar("json_schema", '{"uniqueItems": true, "type": "array"}'),
+    "a format": Grammar("json_schema", '{"format": "idn-email"}'),
+    "names": Grammar("json_schema", '{"propertyNames": {"minLength": 2}}'),
     "no regex": Grammar("regex", "(("), "empty": Grammar("regex", "[^\\x00-\\U0010FFFF]"),
     "nested": Grammar("json_schema", '{"items":' * 2000 + "{}" + "}" * 2000),
     "no rule": Grammar("ebnf", "root ::= other"), "no end": Grammar("ebnf", 'root ::= "a'),
@@ -364,6 +366,22 @@ def test_what_an_ebnf_spells_by_numbers_or_in_classes_is_what_it_says(ebnf: str,
 def test_a_name_that_is_spelt_otherwise_has_no_other_value(changes: dict[str, Any], text: str, fits: bool,
                                                            tiny_folder: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **changes}
+    matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
+                                                                    Ends((EOS,)))
+    assert (matcher.commit([*text.encode()]) == len(text)) == fits
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    ({"type": "string", "format": "path"}, '"/tmp"', True), ({"type": "string", "format": "path"}, "1", False),
+    ({"type": "string", "format": "base64", "pattern": "^a+$"}, '"b"', False),
+    ({"type": "string", "format": "date"}, '"/tmp"', False),
+    ({"const": {"format": "path"}}, '{"format": "path"}', True),
+    ({"type": "object", "properties": {"format": {"const": "path"}}}, '{"format": 1', False),
+    ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, '{"a": 1}',
+     True), ({"type": "object", "propertyNames": {}, "additionalProperties": {"type": "integer"}}, '{"a": "b"', False)])
+def test_what_a_schema_notes_for_its_readers_is_no_reason_to_refuse_it(schema: Any, text: str, fits: bool,
+                                                                       tiny_folder: Path) -> None:
+    """What Pydantic writes of a path, a password or bytes got 400, and what Zod writes of every record."""
     matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
                                                                     Ends((EOS,)))
     assert (matcher.commit([*text.encode()]) == len(text)) == fits

@@ -159,3 +159,41 @@ def test_messages_are_joined_where_a_template_takes_no_others() -> None:
                     template.render(said[2:4])
         finally:
             template.close()
+
+
+# In the words of their templates, which speak of a call and its results alone.
+WRITES = ("{% for m in messages %}[{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %} {{ c.function.name }}"
+          "={{ c.id }}{% endfor %}{{ ' of ' + m.tool_call_id if m.tool_call_id }}]{% endfor %}")
+MISTRALS = """{% set ns = namespace(index=0) %}{% for m in messages %}
+{%- if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (ns.index % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}{% set ns.index = ns.index + 1 %}{% endif %}
+{%- for id in ([m.tool_call_id] if m.role == 'tool' else m.tool_calls | default([]) | map(attribute='id')) %}
+{%- if id | length != 9 %}{{ raise_exception('ids of nine characters') }}{% endif %}{% endfor %}{% endfor %}"""
+LLAMAS = ("{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}"
+          "{{ raise_exception('only single tool-calls at once') }}{% endif %}{% endfor %}")
+
+
+def calls_of(*ids: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": "e", "tool_calls": [
+        {"id": id_, "type": "function", "function": {"name": f"f{i}", "arguments": {}}} for i, id_ in enumerate(ids)]}
+
+
+@pytest.mark.parametrize(("source", "wanted"), [
+    (MISTRALS, "[user: c][assistant: e f0=1711e7978 f1=aB3456789][tool: y of aB3456789][tool: x\nd of 1711e7978]"
+               "[assistant: g]"),
+    (LLAMAS, "[user: c][assistant: e f0=call_abcdef][tool: x of call_abcdef][assistant:  f1=aB3456789]"
+             "[tool: y of aB3456789][user: d][assistant: g]"),
+    ("", "[user: c][assistant: e f0=call_abcdef f1=aB3456789][tool: y of aB3456789][tool: x of call_abcdef][user: d]"
+         "[assistant: g]")])
+def test_calls_and_results_are_said_as_a_template_takes_them(source: str, wanted: str) -> None:
+    """Agents say something beside the results of tools, bring ids of other models, and answer several calls at once:
+    each such conversation ended with 400."""
+    said: Any = [{"role": "user", "content": "c"}, calls_of("call_abcdef", "aB3456789"),
+                 {"role": "tool", "tool_call_id": "aB3456789", "content": "y"},
+                 {"role": "tool", "tool_call_id": "call_abcdef", "content": "x"},
+                 {"role": "user", "content": "d"}, {"role": "assistant", "content": "g"}]
+    template = ChatTemplate(source + WRITES, {}, [])
+    try:
+        assert template.render(said) == [wanted]
+    finally:
+        template.close()

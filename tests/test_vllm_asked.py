@@ -154,7 +154,8 @@ def test_grammars_are_structured_outputs_of_the_same_kind(grammar: Grammar, foun
     (Grammar("lark", 'start[max_tokens=9]: "a"'), "a", True),  # it would be taken for an EBNF
     (Grammar("json_schema", '{"properties": {"a": {"type": "integer"}}}'), r'{"\u0061": "x"}', False),
     (Grammar("json_schema", '{"properties": {"a": {"type": "integer"}}}'), r'{"\n": "x"}', True),
-    (Grammar("json_schema", '{"properties": {"a": {"const": "\\u001b"}}}'), r'{"a": "\u001b"}', True)])
+    (Grammar("json_schema", '{"properties": {"a": {"const": "\\u001b"}}}'), r'{"a": "\u001b"}', True),
+    (Grammar("json_schema", '{"propertyNames": {"type": "string"}, "format": "path"}'), '{"a": "b"}', True)])
 def test_a_grammar_means_there_what_it_means_here(grammar: Grammar, text: str, fits: bool) -> None:
     """Read as vLLM's guidance backend reads it, which has an older llguidance: that one knows no bytes in texts."""
     ((key, content),) = structured(grammar).items()

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
+import orjson
+
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
 from router_service.dialects.fields import THINKING, object_of, others, parts_left, text_of
 from router_service.dialects.problems import Problem
@@ -217,12 +219,11 @@ def error_of(problem: Problem) -> Json:
 
 
 def _usage(usage: Usage) -> Json:
-    # Theirs are counted apart: the prompt has as many tokens as both together.
+    # Theirs are counted apart: clients add up all three of the prompt, of which none may be missing then.
     return {"input_tokens": usage.prompt_tokens - usage.cached_tokens, "output_tokens": usage.completion_tokens,
-            "cache_read_input_tokens": usage.cached_tokens}
+            "cache_read_input_tokens": usage.cached_tokens, "cache_creation_input_tokens": 0}
 
 
-def _input(text: str) -> Json:
-    """{} for arguments that were cut."""
-    found = loaded(text)
-    return found if isinstance(found, dict) else {}
+def _input(text: str) -> Json | orjson.Fragment:
+    """As the model wrote them, whose numbers may be longer than ours; {} for arguments that were cut."""
+    return orjson.Fragment(text) if isinstance(loaded(text), dict) else {}

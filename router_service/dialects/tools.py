@@ -30,7 +30,9 @@ from slipstream.protocol.grammar import Grammar
 MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
 ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else"})  # where else a schema has properties
 NAMES = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})  # of schemas
-VALUES = frozenset({"const", "enum", "default", "examples"})  # no schemas, whatever they look like
+VALUES = frozenset({"const", "enum"})  # no schemas, whatever they look like
+# For who reads a schema: of many tools they are most of it, and a grammar has only so many bytes.
+NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
 TOLD = """You may call functions to help with the user's request. They are, in JSON:
@@ -107,14 +109,14 @@ def _moved(schema: Any, to: str) -> Any:
 
 def _referring(part: Any, own: str, to: str, names: bool = False) -> Any:
     """A part of the schema ``own``, whose paths begin at ``to``. One with an ``$id`` is a document of its own wherever
-    it stands; and another schema may have the same name for a part, so each name ends by where it stands. ``names``:
-    its keys are a client's names for schemas."""
+    it stands; and another schema may have the same name for a part, so each name ends by where it stands. ``NOTES`` are
+    left out. ``names``: its keys are a client's names for schemas."""
     if isinstance(part, list):
         return [_referring(item, own, to) for item in part]
     if not isinstance(part, dict) or isinstance(part.get("$id"), str):
         return part
     referring = {key: value if key in VALUES and not names else _referring(value, own, to, key in NAMES and not names)
-                 for key, value in part.items()}
+                 for key, value in part.items() if names or key not in NOTES}
     end = "." + to.rpartition("/")[2]
     if isinstance(name := part.get("$anchor"), str):
         referring["$anchor"] = name + end
@@ -193,6 +195,22 @@ def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Jso
         else:
             plain.insert(0, {"role": "system", "content": words})
     return plain
+
+
+def numbered(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """``messages`` with ids of calls as Kimi's models write them: others tell them no function's name, and soon they
+    write no call that can be read."""
+    ids, count, found = dict[Any, str](), 0, list[Json]()
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            calls.append({**call, "id": f"functions.{call['function']['name']}:{count}"})
+            ids[call.get("id")] = calls[-1]["id"]
+            count += 1
+        answered = message.get("tool_call_id")
+        found.append({**message, **({"tool_calls": calls} if calls else {}),
+                      **({"tool_call_id": ids[answered]} if answered in ids else {})})
+    return found
 
 
 def _plain(message: Mapping[str, Any]) -> Json:

@@ -23,12 +23,11 @@ class Section:
     end: str
 
 
+KIMI = Section("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+               "<|tool_call_end|>", "<|tool_calls_section_end|>")
 SECTIONS = (
     Section("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁end｜>"),
-    Section("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-            "<|tool_calls_section_end|>"),
-)
+            "<｜tool▁calls▁end｜>"), KIMI)
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 OPENERS = ("<tool_call>", "[TOOL_CALLS]", LLAMA, *(section.begin for section in SECTIONS))
 MARKS = (*OPENERS, "</tool_call>", "[ARGS]", "[CALL_ID]", *(mark for pair in THOUGHTS for mark in pair),
@@ -58,6 +57,11 @@ class Style:
     def bare(self) -> bool:
         """Whether a text that begins with JSON may be a call."""
         return LLAMA in self.openers
+
+    @property
+    def calls_by_id(self) -> bool:
+        """Whether the template writes of a call its id and no name: Kimi's, whose ids say it."""
+        return KIMI.begin in self.openers
 
 
 BARE = Style((LLAMA,))

@@ -12,8 +12,9 @@ Rules:
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
-5. Messages that a template refuses are tried again ``joined``: clients send several of the system, also in
-   mid-conversation, and of a user, which the API allows and many templates do not.
+5. Messages that a template refuses are tried again in other ``readings``, none of which loses a word: clients send
+   several of the system, also in mid-conversation, and of a user; words beside results of tools; ids of calls as other
+   models write them; several calls at once. The API allows all that, and many templates do not.
 6. Both ends write lines of JSON. The process logs nothing, and ends with its standard input.
 
 It knows nothing about tokenizers, and imports little: it starts in a tenth of a second.
@@ -25,7 +26,8 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from jinja2 import Template, TemplateError
@@ -39,8 +41,10 @@ MEMORY = 512 << 20  # bytes that the process may map; it begins with 25 MB
 CPU_S = 3.0  # of one rendering: thousands of messages take a tenth of it
 PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning holds; two of them mark a literal
 TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 END = "\uf8fe\uf8ff"  # behind a message that goes on; two more such characters
 REFUSED, BROKEN, COSTLY = "refused", "broken", "costly"  # what is wrong: the messages, the template, what both take
+Messages = Sequence[Mapping[str, Any]]
 
 
 class Renderer:
@@ -52,7 +56,7 @@ class Renderer:
         self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._template = compiled(source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], begun: bool = True, continued: bool = False,
+    def render(self, messages: Messages, begun: bool = True, continued: bool = False,
                names: Mapping[str, Any] | None = None) -> list[str]:
         """As ``ChatTemplate.render``, which asks for it. Raises Problem."""
         given: Any = [messages, names or {}]
@@ -61,15 +65,26 @@ class Renderer:
             given = guards.put_into(given)
         if continued:
             *before, last = given[0]
-            text = self._text([*before, {**last, "content": f"{last['content']}{END}"}], False, given[1])
+            text = self._read([*before, {**last, "content": f"{last['content']}{END}"}], False, given[1])
             text, mark, _ = text.rpartition(END)
             if not mark:
                 raise Problem(REFUSED, "the model's chat template does not write the final message as it is")
         else:
-            text = self._text(given[0], begun, given[1])
+            text = self._read(given[0], begun, given[1])
         return [text] if guards is None else guards.split(text)
 
+    def _read(self, messages: Messages, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
+        """The first of the ``readings`` that is not refused. Raises Problem."""
+        refusal: TemplateError | None = None
+        for reading in readings(messages):
+            try:
+                return self._text(reading, add_generation_prompt, given)
+            except TemplateError as error:
+                refusal = error
+        raise Problem(REFUSED, f"the model's chat template refuses: {str(refusal)[:200]}") from refusal
+
     def _text(self, messages: Any, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
+        """Raises Problem, or the TemplateError of a refusal."""
         names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
                  "add_generation_prompt": add_generation_prompt}
         written, chunks = 0, []
@@ -79,14 +94,10 @@ class Renderer:
                 written += len(chunk)
                 if written > MAX_RENDERED:
                     raise Problem(COSTLY, f"longer than {MAX_RENDERED} characters when rendered")
-        except (Problem, MemoryError):
-            raise
         except SecurityError as error:
             raise Problem(BROKEN, f"does what the sandbox forbids: {error}") from error
-        except TemplateError as error:
-            if (turns := joined(messages)) != messages:
-                return self._text(turns, add_generation_prompt, given)
-            raise Problem(REFUSED, f"the model's chat template refuses: {str(error)[:200]}") from error
+        except (Problem, MemoryError, TemplateError):
+            raise
         except Exception as error:
             raise Problem(REFUSED, f"the model's chat template cannot render them ({type(error).__name__}); give every "
                           "message a role and a text content") from error
@@ -158,11 +169,61 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def readings(messages: Messages) -> Iterator[Messages]:
+    """``messages``, then what else may be said in their place, for who refused those before."""
+    said = [messages]
+    yield messages
+    turns = joined(messages)
+    for reading in (turns, answered(turns), one_by_one(turns)):
+        if reading not in said:
+            said.append(reading)
+            yield reading
+
+
+def joined(messages: Messages) -> list[dict[str, Any]]:
     """One of the system at the beginning, whose later words are a user's; and turns."""
     begun = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return turns_of([{**message, "role": "user"} if message["role"] == "system" and i >= begun else message
                      for i, message in enumerate(messages)])
+
+
+def answered(turns: Messages) -> Messages:
+    """As Mistral's templates have it: what a user says behind results of tools is part of the last of these, and ids of
+    calls are nine letters and digits."""
+    found = list[Mapping[str, Any]]()
+    for message in turns:
+        if message["role"] == "user" and found and found[-1]["role"] == "tool":
+            found[-1] = {**found[-1], "content": "\n".join([found[-1]["content"], message["content"]])}
+            continue
+        calls = [{**call, "id": _short(call["id"])} if "id" in call else call for call in message.get("tool_calls", ())]
+        id_ = {"tool_call_id": _short(message["tool_call_id"])} if "tool_call_id" in message else {}
+        found.append({**message, **id_, **({"tool_calls": calls} if calls else {})})
+    return found
+
+
+def _short(given: str) -> str:
+    return given if SHORT_ID.fullmatch(given) else sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def one_by_one(turns: Messages) -> Messages:
+    """As Llama 3's templates have it: each of several calls in a message of its own, its results behind it."""
+    found, at = list[Mapping[str, Any]](), 0
+    while at < len(turns):
+        message, at = turns[at], at + 1
+        calls, results = message.get("tool_calls", ()), list[Mapping[str, Any]]()
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        while at < len(turns) and turns[at]["role"] == "tool":
+            results.append(turns[at])
+            at += 1
+        for call in calls:
+            own = [result for result in results if result.get("tool_call_id") == call.get("id")]
+            found += [{**message, "tool_calls": [call]}, *own]
+            results = [result for result in results if result not in own]
+            message = {"role": message["role"], "content": ""}
+        found += results
+    return found
 
 
 def turns_of(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

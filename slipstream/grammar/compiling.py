@@ -31,6 +31,10 @@ LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
+# Those that JSON Schema has: any other one is a note for readers, and binds nobody.
+FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4",
+                     "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
+                     "relative-json-pointer", "regex"})
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 END = "<|end of what a grammar allows|>"
 # In EBNF: what the converter cuts zeros off, so that it is another character or none; and what is two characters there,
@@ -99,8 +103,9 @@ def _written(grammar: Grammar) -> str:
         _check_bounds(part)
         _check_constants([part.get("const"), part.get("enum")])
     options: Any = json_options(grammar.source, content)
+    source = json.dumps(content) if leave_out_notes(content) else grammar.source
     try:
-        return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides=options))
+        return str(LLMatcher.grammar_from_json_schema(source, overrides=options))
     except ValueError as error:  # Python's reader takes NaN and halves of characters
         raise _no_json(error) from error
 
@@ -122,6 +127,21 @@ def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
     """How llguidance is to write JSON of ``schema``, which ``source`` says."""
     plain = any(map(_is_open, _parts(schema))) and not CONTROL.search(source)
     return {"whitespace_pattern": SPACE, "json_allowed_escapes": PLAIN if plain else None}
+
+
+def leave_out_notes(schema: dict[str, Any]) -> bool:
+    """Take out of ``schema`` what llguidance refuses although it binds nobody. Returns whether there was any."""
+    notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
+    for part, name in notes:
+        del part[name]
+    return bool(notes)
+
+
+def _is_note(name: str, value: Any) -> bool:
+    """A format of a library's own, as Pydantic has for paths; and that names are texts, as Zod writes of a record."""
+    if name == "format":
+        return isinstance(value, str) and value not in FORMATS
+    return name == "propertyNames" and value in ({}, {"type": "string"})
 
 
 def _reread(found: re.Match[str]) -> str:
