@@ -12,7 +12,7 @@ LLM = outlines.from_openai(openai.OpenAI(), MODEL)
 VLLM = outlines.from_vllm(openai.OpenAI(), MODEL)
 
 
-class Sky(BaseModel):
+class Sky(BaseModel, extra="forbid"):  # an open object a small model seldom ends
     colour: Literal["blue", "grey"]
     clouds: bool
 
