@@ -63,8 +63,10 @@ class ScriptedTarget(EchoTarget):
 
     def submit(self, request: Request) -> EchoAnswer:
         asked = bytes(token for token in request.tokens if token < 256).decode().removesuffix("<think>\n")
+        newest = asked.rpartition("\n")[2]  # a user's several messages are one: codex tells where it runs in the first
         answering = copy(self)
-        answering.says = next((answer for begun, answer in ANSWERS.items() if asked.startswith(begun)), asked)
+        answering.says = next((answer for begun, answer in ANSWERS.items()
+                               if asked.startswith(begun) or newest.startswith(begun)), asked)
         answering.accepted = 1 + request.sampling.seed % 4
         return EchoAnswer(answering, request)
 
