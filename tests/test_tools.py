@@ -289,6 +289,20 @@ def test_what_a_template_without_tools_is_told() -> None:
         first["content"])
 
 
+async def test_a_function_needs_a_name_alone(tmp_path: Path, tiny_folder: Path) -> None:
+    """Templates as Hermes' read its description and parameters: a function without was refused as wrong messages."""
+    folder = tmp_path / "reads"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for t in tools %}{{ t.function.name + t.function.description }}({{ t.function.parameters.properties | "
+        "tojson }}){% endfor %}")
+    bare = {"type": "function", "function": {"name": "later", "description": None, "parameters": None}}
+    async with routing(folder, target := EchoTarget()) as r:
+        assert (await r.post(CHAT, messages=HELLO, tools=[NOW, bare, WEATHER])).status_code == 200
+        prompt = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
+        assert prompt.startswith("now({})later({})weather") and '{"city":' in prompt
+
+
 async def test_kimis_models_read_calls_by_ids_of_their_own_form(tmp_path: Path, tiny_folder: Path) -> None:
     """Their templates write no name but that within an id. Behind other ids they forgot how to call."""
     folder = tmp_path / "kimi"

@@ -35,6 +35,7 @@ VALUES = frozenset({"const", "enum"})  # no schemas, whatever they look like
 NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
+LEFT_OUT: Json = {"description": "", "parameters": {"type": "object", "properties": {}}}  # of a function without
 TOLD = """You may call functions to help with the user's request. They are, in JSON:
 <tools>
 {tools}
@@ -58,6 +59,13 @@ class ToolUse:
     def schemas(self) -> Mapping[str, Any]:
         """Of each function's arguments, by its name."""
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+
+    @property
+    def whole(self) -> list[Json]:
+        """``tools`` with what a function need not have and some templates read all the same."""
+        return [{**tool, "function": {**tool["function"], **{
+            name: nothing for name, nothing in LEFT_OUT.items() if tool["function"].get(name) is None}}}
+                for tool in self.tools]
 
     @property
     def forced(self) -> bool:
