@@ -272,8 +272,15 @@ async def test_an_answer_that_breaks_off_ends_with_an_error_event(tiny_folder: P
     target = EchoTarget(fail_after=3, error=Unavailable("gone"))
     async with routing(tiny_folder, target) as r:
         for path, body in ((MESSAGES, {"messages": HELLO}), (RESPONSES, {"input": "hello"})):
-            last = named_events((await r.post(path, stream=True, max_tokens=50, **body)).text)[-1]
-            assert last["type"] == "error"
+            told = named_events((await r.post(path, stream=True, max_tokens=50, **body)).text)
+            assert [event["type"] for event in told].count("error") == 1
+            if path == MESSAGES:
+                assert told[-1]["type"] == "error"
+        assert [event["type"] for event in told[-2:]] == ["error", "response.failed"], "or clients wait for an end"
+        failed, begun = told[-1]["response"], told[0]["response"]
+        assert (failed["id"], failed["status"]) == (begun["id"], "failed")
+        assert failed["error"]["message"] == told[-2]["message"] and failed["error"]["code"]
+        assert [item["status"] for item in failed["output"]] == ["incomplete"]
         await eventually(lambda: r.service.gateway.admission.in_flight == 0)
 
 
