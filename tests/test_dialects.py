@@ -22,6 +22,7 @@ from slipstream.protocol.chat import Usage
 from tests.echo import CONTEXT, EchoTarget
 from tests.loop import eventually
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
+from tests.routing import events as chat_events
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -385,7 +386,7 @@ async def test_messages_are_answered_without_thinking_unless_it_is_asked_for(thi
             assert [block["type"] for block in message_of(events)["content"]] == kinds, fields
 
 
-async def test_a_response_counts_its_tokens_of_reasoning(thinking_folder: Path) -> None:
+async def test_a_response_and_a_chat_count_their_tokens_of_reasoning(thinking_folder: Path) -> None:
     target = EchoTarget()
     async with routing(thinking_folder, target) as r:
         for said, most, count in (("Hm.</think>So.", 40, 11), ("Hm.</think>So.", 3, 3), ("</think>So.", 40, 8)):
@@ -394,6 +395,11 @@ async def test_a_response_counts_its_tokens_of_reasoning(thinking_folder: Path) 
                 whole, events = await both(r, RESPONSES, input="hello", max_output_tokens=most, speculate=speculate)
                 for response in (whole, events[-1]["response"]):
                     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+                asked = {"messages": HELLO, "max_tokens": most, "speculate": speculate}
+                chat = (await r.post(CHAT, **asked)).json()
+                chunks = await r.post(CHAT, stream=True, stream_options={"include_usage": True}, **asked)
+                for told in (chat, chat_events(chunks.text)[-1]):
+                    assert told["usage"]["completion_tokens_details"]["reasoning_tokens"] == count
         quiet = await r.post(RESPONSES, input="hello", reasoning={"effort": "none"})
         assert quiet.json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
 
