@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -532,7 +533,10 @@ async def test_pages_for_others(tiny_folder: Path, tmp_path: Path) -> None:
                            ("/v1/engines", ""), ("/docs", "")):
             lost = (await r.http.get(path)).json()["error"]["message"]
             assert f"did you mean {near}?" in lost if near else MESSAGES in lost, (path, lost)
-        assert (await r.http.get("/v1/models/")).json()["data"][0]["id"] == "tiny"
+        model = (await r.http.get("/v1/models/")).json()["data"][0]
+        assert model["id"] == model["display_name"] == "tiny" and model["object"] == model["type"] == "model"
+        created = datetime.fromisoformat(model["created_at"]).timestamp()
+        assert created == model["created"], "Anthropic's clients list models by these names"
         for answer in (await r.http.get("/v1/models/other"), await r.post(MESSAGES, messages=HELLO, model="other")):
             assert answer.status_code == 404 and "it is 'tiny'" in answer.text
             assert answer.headers["request-id"] == answer.headers["x-request-id"]
