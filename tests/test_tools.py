@@ -209,6 +209,10 @@ def test_what_describes_many_tools_takes_no_room_of_what_forces_a_call() -> None
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": described}} for i in range(MAX_TOOLS)]
     use = use_of(tools, "required", None)
     assert use is not None and len(use.grammar().source) < MAX_SOURCE
+    large = use_of([parameters({"const": "x" * MAX_SOURCE})], "required", None)
+    assert large is not None
+    with pytest.raises(InvalidRequest, match=r"tool_choice: .* of tools .* is larger than \d+ bytes; send fewer"):
+        large.grammar()
     written = b'[{"name":"f1","arguments":{"description":"z"}}]'
     assert Vocabulary(tiny_tokenizer(), 256).compile(use.grammar(), Ends((0,))).commit(list(written)) == len(written)
 

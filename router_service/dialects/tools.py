@@ -74,11 +74,10 @@ class ToolUse:
     def grammar(self) -> Grammar:
         """What a forced call binds the answer to. Raises InvalidRequest."""
         if self.named:
-            return made("tool_choice", "json_schema", _written(_closed(self.schemas[self.choice])))
+            return _forcing(_closed(self.schemas[self.choice]))
         calls, defs = self._calls()
         most = {} if self.parallel else {"maxItems": 1}
-        return made("tool_choice", "json_schema", _written(
-            {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs}))
+        return _forcing({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs})
 
     def beside(self, field: str, schema: Any) -> tuple[Grammar, Grammar]:
         """What the JSON ``schema`` of ``field`` lets through, or a call of one of the tools; and the same with any
@@ -104,6 +103,15 @@ class ToolUse:
         calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
                   "required": ["name", "arguments"], "additionalProperties": False} for i, name in enumerate(schemas)]
         return calls, defs
+
+
+def _forcing(schema: Json) -> Grammar:
+    """Raises InvalidRequest, which speaks of the tools: a ``tool_choice`` of one word is not too large itself."""
+    try:
+        return Grammar("json_schema", _written(schema))
+    except InvalidRequest as error:
+        raise InvalidRequest("tool_choice", "forces a call of tools whose schemas together make a grammar that "
+                             f"{error.message}; send fewer, or let the model choose") from None
 
 
 def _moved(schema: Any, to: str) -> Any:
