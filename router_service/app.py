@@ -27,6 +27,7 @@ import secrets
 import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -374,7 +375,10 @@ class Surface:
         yield DONE
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self._gateway.model, "object": "model", "created": self._started_at, "owned_by": "slipstream",
+        """As OpenAI's clients read it, then as Anthropic's do."""
+        name, since = self._gateway.model, datetime.fromtimestamp(self._started_at, UTC)
+        return {"id": name, "object": "model", "created": self._started_at, "owned_by": "slipstream",
+                "type": "model", "display_name": name, "created_at": since.isoformat(),
                 "max_model_len": self._gateway.info.max_context, "slipstream": {"lossy": self._gateway.info.lossy}}
 
 

@@ -139,7 +139,7 @@ class Gateway:
             called = any(message.role == "tool" or message.tool_calls for message in body.messages)
             messages = told(messages, options.use) if called or options.use is not None else messages
         elif options.use is not None:
-            names["tools"] = options.use.tools
+            names["tools"] = options.use.whole
         if self.codec.style.calls_by_id:
             messages = numbered(messages)
         turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message), names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from slipstream.protocol.chat import Usage
 from tests.echo import CONTEXT, EchoTarget
 from tests.loop import eventually
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
+from tests.routing import events as chat_events
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -272,8 +274,15 @@ async def test_an_answer_that_breaks_off_ends_with_an_error_event(tiny_folder: P
     target = EchoTarget(fail_after=3, error=Unavailable("gone"))
     async with routing(tiny_folder, target) as r:
         for path, body in ((MESSAGES, {"messages": HELLO}), (RESPONSES, {"input": "hello"})):
-            last = named_events((await r.post(path, stream=True, max_tokens=50, **body)).text)[-1]
-            assert last["type"] == "error"
+            told = named_events((await r.post(path, stream=True, max_tokens=50, **body)).text)
+            assert [event["type"] for event in told].count("error") == 1
+            if path == MESSAGES:
+                assert told[-1]["type"] == "error"
+        assert [event["type"] for event in told[-2:]] == ["error", "response.failed"], "or clients wait for an end"
+        failed, begun = told[-1]["response"], told[0]["response"]
+        assert (failed["id"], failed["status"]) == (begun["id"], "failed")
+        assert failed["error"]["message"] == told[-2]["message"] and failed["error"]["code"]
+        assert [item["status"] for item in failed["output"]] == ["incomplete"]
         await eventually(lambda: r.service.gateway.admission.in_flight == 0)
 
 
@@ -378,7 +387,7 @@ async def test_messages_are_answered_without_thinking_unless_it_is_asked_for(thi
             assert [block["type"] for block in message_of(events)["content"]] == kinds, fields
 
 
-async def test_a_response_counts_its_tokens_of_reasoning(thinking_folder: Path) -> None:
+async def test_a_response_and_a_chat_count_their_tokens_of_reasoning(thinking_folder: Path) -> None:
     target = EchoTarget()
     async with routing(thinking_folder, target) as r:
         for said, most, count in (("Hm.</think>So.", 40, 11), ("Hm.</think>So.", 3, 3), ("</think>So.", 40, 8)):
@@ -387,6 +396,11 @@ async def test_a_response_counts_its_tokens_of_reasoning(thinking_folder: Path) 
                 whole, events = await both(r, RESPONSES, input="hello", max_output_tokens=most, speculate=speculate)
                 for response in (whole, events[-1]["response"]):
                     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+                asked = {"messages": HELLO, "max_tokens": most, "speculate": speculate}
+                chat = (await r.post(CHAT, **asked)).json()
+                chunks = await r.post(CHAT, stream=True, stream_options={"include_usage": True}, **asked)
+                for told in (chat, chat_events(chunks.text)[-1]):
+                    assert told["usage"]["completion_tokens_details"]["reasoning_tokens"] == count
         quiet = await r.post(RESPONSES, input="hello", reasoning={"effort": "none"})
         assert quiet.json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
 
@@ -519,7 +533,10 @@ async def test_pages_for_others(tiny_folder: Path, tmp_path: Path) -> None:
                            ("/v1/engines", ""), ("/docs", "")):
             lost = (await r.http.get(path)).json()["error"]["message"]
             assert f"did you mean {near}?" in lost if near else MESSAGES in lost, (path, lost)
-        assert (await r.http.get("/v1/models/")).json()["data"][0]["id"] == "tiny"
+        model = (await r.http.get("/v1/models/")).json()["data"][0]
+        assert model["id"] == model["display_name"] == "tiny" and model["object"] == model["type"] == "model"
+        created = datetime.fromisoformat(model["created_at"]).timestamp()
+        assert created == model["created"], "Anthropic's clients list models by these names"
         for answer in (await r.http.get("/v1/models/other"), await r.post(MESSAGES, messages=HELLO, model="other")):
             assert answer.status_code == 404 and "it is 'tiny'" in answer.text
             assert answer.headers["request-id"] == answer.headers["x-request-id"]

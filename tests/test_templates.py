@@ -172,10 +172,14 @@ MISTRALS = """{% set ns = namespace(index=0) %}{% for m in messages %}
 LLAMAS = ("{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}"
           "{{ raise_exception('only single tool-calls at once') }}{% endif %}{% endfor %}")
 
+DEEPSEEKS = ("{% for m in messages %}{% for c in m.tool_calls or [] %}{{ 'x: ' + c.function.arguments + '; ' }}"
+             "{% endfor %}{% endfor %}")
+
 
 def calls_of(*ids: str) -> dict[str, Any]:
+    functions = [{"name": f"f{i}", "arguments": {"a": "é"}} for i in range(len(ids))]
     return {"role": "assistant", "content": "e", "tool_calls": [
-        {"id": id_, "type": "function", "function": {"name": f"f{i}", "arguments": {}}} for i, id_ in enumerate(ids)]}
+        {"id": id_, "type": "function", "function": function} for id_, function in zip(ids, functions, strict=True)]}
 
 
 @pytest.mark.parametrize(("source", "wanted"), [
@@ -183,6 +187,8 @@ def calls_of(*ids: str) -> dict[str, Any]:
                "[assistant: g]"),
     (LLAMAS, "[user: c][assistant: e f0=call_abcdef][tool: x of call_abcdef][assistant:  f1=aB3456789]"
              "[tool: y of aB3456789][user: d][assistant: g]"),
+    (DEEPSEEKS, 'x: {"a": "é"}; x: {"a": "é"}; [user: c][assistant: e f0=call_abcdef f1=aB3456789]'
+                '[tool: y of aB3456789][tool: x of call_abcdef][user: d][assistant: g]'),
     ("", "[user: c][assistant: e f0=call_abcdef f1=aB3456789][tool: y of aB3456789][tool: x of call_abcdef][user: d]"
          "[assistant: g]")])
 def test_calls_and_results_are_said_as_a_template_takes_them(source: str, wanted: str) -> None:

@@ -209,6 +209,10 @@ def test_what_describes_many_tools_takes_no_room_of_what_forces_a_call() -> None
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": described}} for i in range(MAX_TOOLS)]
     use = use_of(tools, "required", None)
     assert use is not None and len(use.grammar().source) < MAX_SOURCE
+    large = use_of([parameters({"const": "x" * MAX_SOURCE})], "required", None)
+    assert large is not None
+    with pytest.raises(InvalidRequest, match=r"tool_choice: .* of tools .* is larger than \d+ bytes; send fewer"):
+        large.grammar()
     written = b'[{"name":"f1","arguments":{"description":"z"}}]'
     assert Vocabulary(tiny_tokenizer(), 256).compile(use.grammar(), Ends((0,))).commit(list(written)) == len(written)
 
@@ -287,6 +291,20 @@ def test_what_a_template_without_tools_is_told() -> None:
     first = told([{"role": "system", "content": "Be brief."}, *HELLO], use)[0]
     assert first["content"].startswith("Be brief.\n\n") and '{"type":"function","function":{"name":"now"}}' in (
         first["content"])
+
+
+async def test_a_function_needs_a_name_alone(tmp_path: Path, tiny_folder: Path) -> None:
+    """Templates as Hermes' read its description and parameters: a function without was refused as wrong messages."""
+    folder = tmp_path / "reads"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for t in tools %}{{ t.function.name + t.function.description }}({{ t.function.parameters.properties | "
+        "tojson }}){% endfor %}")
+    bare = {"type": "function", "function": {"name": "later", "description": None, "parameters": None}}
+    async with routing(folder, target := EchoTarget()) as r:
+        assert (await r.post(CHAT, messages=HELLO, tools=[NOW, bare, WEATHER])).status_code == 200
+        prompt = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
+        assert prompt.startswith("now({})later({})weather") and '{"city":' in prompt
 
 
 async def test_kimis_models_read_calls_by_ids_of_their_own_form(tmp_path: Path, tiny_folder: Path) -> None:

@@ -90,6 +90,11 @@ class Blocks:
                 last.cut = not called if last.kind == "call" else delta.finish == "length"
             yield from self._end()
 
+    def break_off(self) -> None:
+        """Nothing more comes, though the answer is not over."""
+        if self._open:
+            self.all[-1].cut = True
+
     @property
     def reasoning_tokens(self) -> int:
         return 0 if self._markup is None else self._markup.reasoning_tokens

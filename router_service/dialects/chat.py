@@ -249,7 +249,7 @@ class ChatReply:
                             | self._ids_of(delta.tokens)]) | first
 
     def usage_chunk(self, usage: Usage) -> Json:
-        return self._chunk([]) | usage_told(usage)
+        return self._chunk([]) | usage_told(usage, self._reasoning_tokens)
 
     def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices = []
@@ -259,7 +259,11 @@ class ChatReply:
             choices.append({"index": number, "message": message, "finish_reason": self._finish(number, deltas[-1]),
                             "logprobs": self._logprobs_of(tokens), **self._ids_of(tokens)})
         return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt,
-                **self._scores_of(0, answers[0][0]), **usage_told(usage)}
+                **self._scores_of(0, answers[0][0]), **usage_told(usage, self._reasoning_tokens)}
+
+    @property
+    def _reasoning_tokens(self) -> int:
+        return sum(markup.reasoning_tokens for markup in self._markups)
 
     def _scores_of(self, number: int, delta: TextDelta) -> Json:
         """Of the prompt, with the first delta of the first answer."""
@@ -272,7 +276,7 @@ class ChatReply:
         """What ``delta`` adds to the message of a choice."""
         if not self._markups:
             return {"content": delta.text} if delta.text else {}
-        parts = self._markups[number].push(delta.text, bool(delta.finish), delta.finish == "length")
+        parts = self._markups[number].take(delta)
         told: Json = {}
         if parts.reasoning and self._tell_reasoning:
             told["reasoning_content"] = parts.reasoning

@@ -450,8 +450,8 @@ class Chunks:
         return around[0] + orjson.dumps(delta.text) + around[1]
 
 
-def usage_told(usage: Usage) -> Json:
-    """Of whole answers, and of the chunk that has it."""
+def usage_told(usage: Usage, reasoning: int | None = None) -> Json:
+    """Of whole answers, and of the chunk that has it. ``reasoning``: tokens of it, where they were told apart."""
     drafted = usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
     return {
         "usage": {
@@ -462,6 +462,7 @@ def usage_told(usage: Usage) -> Json:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": usage.accepted_prediction_tokens,
                 "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+                **({} if reasoning is None else {"reasoning_tokens": reasoning}),
             },
         },
         "metrics": {"speculative_decoding": _drafts(usage, drafted)},

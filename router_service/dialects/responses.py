@@ -164,8 +164,13 @@ class ResponsesReply:
         return self._event(f"response.{whole['status']}", {"response": whole})
 
     def broken(self, problem: Problem) -> bytes:
-        """The event of an answer that ends with an error."""
-        return self._event("error", {"code": problem.code, "message": problem.message, "param": problem.param})
+        """The events of an answer that ends with an error: clients wait for one that says how the response ended."""
+        self._blocks.break_off()
+        error = {"code": problem.code or problem.kind, "message": problem.message}
+        failed = {**self._head, "status": "failed", "error": error, "usage": None,
+                  "output": [_item(block) for block in self._blocks.all]}
+        return self._event("error", {**error, "code": problem.code, "param": problem.param}) + self._event(
+            "response.failed", {"response": failed})
 
     def whole(self, usage: Usage, stop: str | None) -> Json:
         """What was told, as one object."""

@@ -35,6 +35,7 @@ VALUES = frozenset({"const", "enum"})  # no schemas, whatever they look like
 NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
+LEFT_OUT: Json = {"description": "", "parameters": {"type": "object", "properties": {}}}  # of a function without
 TOLD = """You may call functions to help with the user's request. They are, in JSON:
 <tools>
 {tools}
@@ -60,17 +61,23 @@ class ToolUse:
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
     @property
+    def whole(self) -> list[Json]:
+        """``tools`` with what a function need not have and some templates read all the same."""
+        return [{**tool, "function": {**tool["function"], **{
+            name: nothing for name, nothing in LEFT_OUT.items() if tool["function"].get(name) is None}}}
+                for tool in self.tools]
+
+    @property
     def forced(self) -> bool:
         return self.named or self.choice == "required"
 
     def grammar(self) -> Grammar:
         """What a forced call binds the answer to. Raises InvalidRequest."""
         if self.named:
-            return made("tool_choice", "json_schema", _written(_closed(self.schemas[self.choice])))
+            return _forcing(_closed(self.schemas[self.choice]))
         calls, defs = self._calls()
         most = {} if self.parallel else {"maxItems": 1}
-        return made("tool_choice", "json_schema", _written(
-            {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs}))
+        return _forcing({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs})
 
     def beside(self, field: str, schema: Any) -> tuple[Grammar, Grammar]:
         """What the JSON ``schema`` of ``field`` lets through, or a call of one of the tools; and the same with any
@@ -96,6 +103,15 @@ class ToolUse:
         calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
                   "required": ["name", "arguments"], "additionalProperties": False} for i, name in enumerate(schemas)]
         return calls, defs
+
+
+def _forcing(schema: Json) -> Grammar:
+    """Raises InvalidRequest, which speaks of the tools: a ``tool_choice`` of one word is not too large itself."""
+    try:
+        return Grammar("json_schema", _written(schema))
+    except InvalidRequest as error:
+        raise InvalidRequest("tool_choice", "forces a call of tools whose schemas together make a grammar that "
+                             f"{error.message}; send fewer, or let the model choose") from None
 
 
 def _moved(schema: Any, to: str) -> Any:

@@ -14,7 +14,8 @@ Rules:
    part of its own. Messages without such text give exactly the prompt that transformers gives.
 5. Messages that a template refuses are tried again in other ``readings``, none of which loses a word: clients send
    several of the system, also in mid-conversation, and of a user; words beside results of tools; ids of calls as other
-   models write them; several calls at once. The API allows all that, and many templates do not.
+   models write them; several calls at once. The API allows all that, and many templates do not. Some want arguments of
+   calls as text, though others write JSON of what they are given.
 6. Both ends write lines of JSON. The process logs nothing, and ends with its standard input.
 
 It knows nothing about tokenizers, and imports little: it starts in a tenth of a second.
@@ -74,33 +75,32 @@ class Renderer:
         return [text] if guards is None else guards.split(text)
 
     def _read(self, messages: Messages, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
-        """The first of the ``readings`` that is not refused. Raises Problem."""
-        refusal: TemplateError | None = None
+        """The first of the ``readings`` that can be rendered. Raises Problem."""
+        refusal = Problem(REFUSED, "")
         for reading in readings(messages):
             try:
                 return self._text(reading, add_generation_prompt, given)
+            except (Problem, MemoryError):
+                raise
+            except SecurityError as error:
+                raise Problem(BROKEN, f"does what the sandbox forbids: {error}") from error
             except TemplateError as error:
-                refusal = error
-        raise Problem(REFUSED, f"the model's chat template refuses: {str(refusal)[:200]}") from refusal
+                refusal = Problem(REFUSED, f"the model's chat template refuses: {str(error)[:200]}")
+            except Exception as error:
+                refusal = Problem(REFUSED, f"the model's chat template cannot render them ({type(error).__name__}); "
+                                  "give every message a role and a text content")
+        raise refusal
 
-    def _text(self, messages: Any, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
-        """Raises Problem, or the TemplateError of a refusal."""
+    def _text(self, messages: Messages, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
+        """Raises whatever the template does."""
         names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
                  "add_generation_prompt": add_generation_prompt}
         written, chunks = 0, []
-        try:
-            for chunk in self._template.generate(names):
-                chunks.append(chunk)
-                written += len(chunk)
-                if written > MAX_RENDERED:
-                    raise Problem(COSTLY, f"longer than {MAX_RENDERED} characters when rendered")
-        except SecurityError as error:
-            raise Problem(BROKEN, f"does what the sandbox forbids: {error}") from error
-        except (Problem, MemoryError, TemplateError):
-            raise
-        except Exception as error:
-            raise Problem(REFUSED, f"the model's chat template cannot render them ({type(error).__name__}); give every "
-                          "message a role and a text content") from error
+        for chunk in self._template.generate(names):
+            chunks.append(chunk)
+            written += len(chunk)
+            if written > MAX_RENDERED:
+                raise Problem(COSTLY, f"longer than {MAX_RENDERED} characters when rendered")
         return "".join(chunks)
 
 
@@ -174,7 +174,7 @@ def readings(messages: Messages) -> Iterator[Messages]:
     said = [messages]
     yield messages
     turns = joined(messages)
-    for reading in (turns, answered(turns), one_by_one(turns)):
+    for reading in (turns, answered(turns), one_by_one(turns), as_text(turns)):
         if reading not in said:
             said.append(reading)
             yield reading
@@ -224,6 +224,13 @@ def one_by_one(turns: Messages) -> Messages:
             message = {"role": message["role"], "content": ""}
         found += results
     return found
+
+
+def as_text(turns: Messages) -> Messages:
+    """As templates of DeepSeek's kind have it: arguments are text already."""
+    return [{**message, "tool_calls": [{**call, "function": {**call["function"], "arguments": json.dumps(
+        call["function"]["arguments"], ensure_ascii=False)}} for call in message["tool_calls"]]}
+            if message.get("tool_calls") else message for message in turns]
 
 
 def turns_of(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
