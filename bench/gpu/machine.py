@@ -25,7 +25,8 @@ from bench.inputs import chains
 from slipstream.engine.attention import disagreement, farthest
 from slipstream.engine.graphs import TRIAL_LIMIT, GraphedDecoder
 
-DEVICE_TESTS = ("tests/test_device.py", "tests/test_attention.py", "tests/test_sampling.py")
+DEVICE_TESTS = ("tests/test_device.py", "tests/test_device_drafters.py", "tests/test_attention.py",
+                "tests/test_sampling.py")
 FEW_LAYERS, CONTEXT = 2, 100
 STEPS = ((1, 1), (9, 1), (64, 1), (8, 8), (72, 8), (64, 64))  # rows, sessions
 COUNTED = re.compile(r"(\d+) (passed|failed|error|skipped)")  # in the last line of pytest's
