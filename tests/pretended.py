@@ -43,6 +43,9 @@ class Stream:
         for stream, count in (*other.seen.items(), (other, other.done)):
             self.seen[stream] = max(count, self.seen.get(stream, 0))
 
+    def synchronize(self) -> None:
+        pass
+
 
 class Event:
     def record(self, stream: Stream | None = None) -> None:

@@ -239,6 +239,18 @@ def test_products_in_8_bits_are_their_specification(device: torch.device, name: 
         assert worst <= FP8_LIMIT
 
 
+def test_a_model_of_transformers_is_on_a_device_what_it_is_on_a_cpu(device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder, worst = write_folder(tmp_path, fields_of(device)), 0.0
+    subjects = [Subject.of(load_model(folder, ModelSection(engine="hf", dtype="float32", device=place)), SLOTS)
+                for place in ("cpu", device.type)]
+    for _, builder in scripted(subjects[0].model.config.vocab_size, SLOTS):
+        right, found = (subject.logits(builder) for subject in subjects)
+        worst = max(worst, float(relative(found, right).max()))
+    told("engine hf, float32: largest error", worst, "rms")
+    assert worst <= LIMITS["float32"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_devices_compute_what_one_does(device: torch.device, dtype: str, tmp_path: Path) -> None:
     if full(device) and torch.cuda.device_count() < RANKS:

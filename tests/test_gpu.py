@@ -41,6 +41,8 @@ def test_every_stage_runs_anywhere(piece: Piece) -> None:
             assert str(finding.value) == finding.expected, finding
         if "trial beside" in finding.what:
             assert finding.value == finding.expected, finding
+        if "in both trees" in finding.what:
+            assert finding.unit == f"of {finding.value}", finding
         if "off by" in finding.what:
             assert float(finding.value) < float(finding.expected.removeprefix("< ")), finding
 

@@ -4,7 +4,6 @@ shape of heads, is a captured step the one that it was captured from, do the tes
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -25,7 +24,8 @@ from bench.inputs import chains
 from slipstream.engine.attention import disagreement, farthest
 from slipstream.engine.graphs import TRIAL_LIMIT, GraphedDecoder
 
-DEVICE_TESTS = ("tests/test_device.py", "tests/test_attention.py", "tests/test_sampling.py")
+DEVICE_TESTS = ("tests/test_device.py", "tests/test_device_drafters.py", "tests/test_attention.py",
+                "tests/test_sampling.py")
 FEW_LAYERS, CONTEXT = 2, 100
 STEPS = ((1, 1), (9, 1), (64, 1), (8, 8), (72, 8), (64, 64))  # rows, sessions
 COUNTED = re.compile(r"(\d+) (passed|failed|error|skipped)")  # in the last line of pytest's
@@ -86,11 +86,11 @@ def suite_stage(given: Given) -> Iterator[Finding]:
     """Each file in a process of its own: what ends a process's use of the device fails all that stands behind it."""
     began, counts, codes = time.perf_counter(), Counter[str](), list[int]()
     for file in DEVICE_TESTS:
-        command = [sys.executable, "-u", "-m", "pytest", "-s", "-p", "no:cacheprovider", "--device", str(given.device),
+        command = ["env", "COLUMNS=240",  # in fewer, reasons are cut off
+                   sys.executable, "-u", "-m", "pytest", "-s", "-p", "no:cacheprovider", "--device", str(given.device),
                    file]
         said, ending = list[str](), ""
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              env=os.environ | {"COLUMNS": "240"}) as tests:  # or reasons are cut off
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as tests:
             assert tests.stdout is not None
             for line in tests.stdout:
                 said.append(line)
@@ -113,5 +113,5 @@ def _told(line: str) -> Iterator[Finding]:
     if measured := re.match(r"= (.+) \| (.+) \| (.+)$", line):
         what, value, unit = measured.groups()
         yield Finding(what, float(value), unit)
-    elif failed := re.match(r"(?:FAILED|ERROR) (.+?)(?: - (.+))?$", line):
+    elif failed := re.match(r"(?:FAILED|ERROR) (\S+\.py.*?)(?: - (.+))?$", line):
         yield Finding(f"failed: {failed[1]}", failed[2] or "", expected="passed")

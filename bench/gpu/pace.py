@@ -181,26 +181,27 @@ def tree_stage(given: Given) -> Iterator[Finding]:
     network, at_once = head_of(given, growth, 2 * CONTEXT + 2 * spare_slots(TOPK, steps - 1), 1)
     roof_s = (steps - 1) * head_bytes(given.config, given.draft_vocab, 2) / copy_rate(given)
     yield Finding("roof of the levels", 1e3 * roof_s, "ms")
-    trees = []
-    for name, loop in (("at once", at_once), ("level by level", None)):
-        grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=loop))
-        trees.append(grower())
-        taken_s = seconds(grower, given.device, given.repeats)
-        yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",
-                      "<= 3.0 on H100, 2.2 on H200" if loop else "")
-        yield from work(name, grower, given, most=MOST_KERNELS)
-        grower.drafter.close([1])
-    yield Finding("nodes in both trees", len(set(trees[0]) & set(trees[1])), f"of {len(set(trees[1]))}",
-                  "all but for equal scores")
+    for way, sampling in (("", Sampling()), ("T = 1, ", Sampling(temperature=1.0, seed=7))):
+        trees = []
+        for name, loop in ((f"{way}at once", at_once), (f"{way}level by level", None)):
+            grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=loop), sampling)
+            trees.append(grower())
+            taken_s = seconds(grower, given.device, given.repeats)
+            yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",
+                          "<= 3.0 on H100, 2.2 on H200" if loop else "")
+            yield from work(name, grower, given, most=MOST_KERNELS)
+            grower.drafter.close([1])
+        yield Finding(f"{way}nodes in both trees", len(set(trees[0]) & set(trees[1])), f"of {len(set(trees[1]))}",
+                      "all but for equal scores")
     free()
 
 
 class Grower:
     """Grows a tree, again and again below the same text."""
 
-    def __init__(self, drafter: NeuralDrafter) -> None:
+    def __init__(self, drafter: NeuralDrafter, sampling: Sampling) -> None:
         self.drafter, self._base = drafter, CONTEXT
-        drafter.open([Open(1, np.arange(CONTEXT, dtype=np.int32), 1, Sampling())])
+        drafter.open([Open(1, np.arange(CONTEXT, dtype=np.int32), 1, sampling)])
         drafter.absorb([self._states(0, CONTEXT - 1)])
 
     def __call__(self) -> list[tuple[int, float]]:

@@ -4,8 +4,8 @@ target's own engine thread, a draft beside it and the link between them.
 Rules:
 1. Every session asks at once; plain, then with a tree verified in each round, greedy and then at T = 1. A random head
    is hardly ever right, so drafted rounds say what they cost, and not what speculation gains.
-2. Graphs are captured before anything counts: a draft's as at its start, a target's as each way is gone once before.
-   So no two threads capture at a time, either: who begins to breaks the other's.
+2. Graphs are captured before anything counts: a draft's at its start, a target's as each way is gone once before. So no
+   two threads capture at a time, either: where one begins to, it breaks what another captures.
 3. *Host busy* is the processor time of this process by the time that passed: where it is near 1, the host is what the
    device waits for.
 
@@ -37,6 +37,7 @@ from target_service.assembly import Target
 from target_service.assembly import assemble as assemble_target
 
 WINDOW = 512  # slots of the draft for a session
+SLOTS = 2304  # of the target: all texts of a session, so that none is put out of the prefix cache
 WAYS = {"plain": Sampling(), "drafted": Sampling(), "plain, T = 1": Sampling(temperature=1.0, seed=1),
         "drafted, T = 1": Sampling(temperature=1.0, seed=1)}
 
@@ -92,7 +93,7 @@ class Pair:
 
 async def _started(given: Given, count: int) -> Pair:
     config = load(None, ("target.policy.always=true", "target.prompt_lookup=false", f"target.max_sessions={count}",
-                         "target.max_context=1024"))
+                         "target.max_context=1024", f"target.slots={count * SLOTS}"))
     target = assemble_target(config, graphed(given), "random", "", asyncio.get_running_loop())
     network, levels = head_of(given, config.draft.growth, count * WINDOW, count)
     levels.warm()

@@ -19,7 +19,7 @@ PIECES = (
     Piece("graphs", "bench.gpu.pace:graphs_stage", 60.0),
     *(Piece("fused", "bench.gpu.pace:fused_stage", 30.0, rows) for rows in ROWS),
     Piece("choose", "bench.gpu.pace:choose_stage", 60.0),
-    Piece("tree", "bench.gpu.pace:tree_stage", 45.0),
+    Piece("tree", "bench.gpu.pace:tree_stage", 60.0),
     Piece("fp8", "bench.gpu.pace:fp8_stage", 60.0),
     Piece("suite", "bench.gpu.machine:suite_stage", 300.0),
     *(Piece("served", "bench.gpu.served:served_stage", 120.0, sessions) for sessions in SESSIONS),
