@@ -776,6 +776,12 @@ def test_the_card_says_so_when_prompts_were_given_in_another_run(simple_folder: 
     assert "No outside text: the target wrote the questions too" in (tmp_path / "other/README.md").read_text()
 
 
+def test_prompts_that_nobody_would_be_asked_are_refused(tmp_path: Path) -> None:
+    """They were not read, and the card said that they were given."""
+    with pytest.raises(ConfigError, match="--prompts: with --no-generate nothing is asked"):
+        Recipe(generate=False, prompts=tmp_path / "prompts.jsonl")
+
+
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(minutes=0, tokens=2000, steps=1, batch=4, limits=Limits(max_answer=16), processes=2, save_every_s=1)
     totals = talked(simple_folder, tmp_path / "work", recipe)
