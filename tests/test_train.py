@@ -43,7 +43,7 @@ from slipstream.train.anchors import states_of as block_states
 from slipstream.train.block_head import warm_block_head
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import ENDS, collect, identity_of
-from slipstream.train.dialogue import numbered, plan_of, read_turns
+from slipstream.train.dialogue import numbered, plan_of, read_prompts, read_turns
 from slipstream.train.distil import TURN, Columns, Distilled, Lesson
 from slipstream.train.evaluate import evaluate, prompts_of
 from slipstream.train.export import export
@@ -780,6 +780,13 @@ def test_prompts_that_nobody_would_be_asked_are_refused(tmp_path: Path) -> None:
     """They were not read, and the card said that they were given."""
     with pytest.raises(ConfigError, match="--prompts: with --no-generate nothing is asked"):
         Recipe(generate=False, prompts=tmp_path / "prompts.jsonl")
+
+
+def test_a_file_of_prompts_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    """Some editors and shells write one."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w1"}\r\n{"turns": ["w2", "w3"]}\r\n', encoding="utf-8-sig")
+    assert read_prompts(file) == [("w1",), ("w2", "w3")]
 
 
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:
