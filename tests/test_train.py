@@ -789,6 +789,17 @@ def test_a_file_of_prompts_may_begin_with_a_mark_of_its_encoding(tmp_path: Path)
     assert read_prompts(file) == [("w1",), ("w2", "w3")]
 
 
+def test_who_interrupts_a_run_hears_what_is_kept(simple_folder: Path, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(job: Job, watcher: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "make_head", interrupted)
+    result = CliRunner().invoke(app, ["train-head", "--target", str(simple_folder), "--work", str(tmp_path / "work")])
+    assert result.exit_code == 130
+    assert f"interrupted: what is whole in {tmp_path / 'work'} is kept" in result.output
+
+
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(minutes=0, tokens=2000, steps=1, batch=4, limits=Limits(max_answer=16), processes=2, save_every_s=1)
     totals = talked(simple_folder, tmp_path / "work", recipe)
