@@ -800,6 +800,20 @@ def test_who_interrupts_a_run_hears_what_is_kept(simple_folder: Path, tmp_path: 
     assert f"interrupted: what is whole in {tmp_path / 'work'} is kept" in result.output
 
 
+def test_a_vocabulary_that_was_chosen_from_too_little_is_told(simple_folder: Path, tmp_path: Path) -> None:
+    """Who tries a minute first, and then trains for hours, goes on with the words of that minute."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "w1"}\n')
+    recipe = Recipe(minutes=0, tokens=1, steps=1, batch=8, limits=Limits(max_question=8, max_answer=8), draft_vocab=16,
+                    dtype="float32", prompts=prompts)
+    job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
+    first, more = Silent(), Silent()
+    make_head(job, first)
+    make_head(replace(job, recipe=replace(recipe, prompts=None, tokens=4000, steps=2)), more)
+    told = f"one chosen now would cover [0-9.]+%: remove {job.work / 'checkpoints'} to train anew with it"
+    assert re.search(told, "\n".join(more.lines)) and not re.search(told, "\n".join(first.lines)), more.lines
+
+
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(minutes=0, tokens=2000, steps=1, batch=4, limits=Limits(max_answer=16), processes=2, save_every_s=1)
     totals = talked(simple_folder, tmp_path / "work", recipe)

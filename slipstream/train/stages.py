@@ -46,6 +46,7 @@ VOCABULARY, MASK = "vocabulary", "mask"  # among a checkpoint's tensors
 DRAFTERS: Mapping[str, Literal["eagle3", "block"]] = {"eagle3": "eagle3", "dspark": "block"}  # of a kind of head
 SHORTEST = 3  # tokens of a conversation with a row in it
 EVALUATED = 16  # held-out conversations that are drafted for
+POORER = 0.01  # of answers: so much less than it could a vocabulary may cover, and nobody is told
 
 
 class Watcher(Protocol):
@@ -161,7 +162,10 @@ def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Sha
     else:
         vocabulary = draft_vocabulary(counts, recipe.draft_vocab) if earlier is None else earlier.vocabulary
     covered = coverage(counts, vocabulary)
-    watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers")
+    now = coverage(counts, draft_vocabulary(counts, recipe.draft_vocab))
+    poor = begun is not None and recipe.begin is None and now - covered > POORER
+    watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers" + (
+        f"; one chosen now would cover {now:.1%}: remove {folder} to train anew with it" if poor else ""))
     mask = (int(begun.tensors[MASK]) if begun is not None and recipe.kind == "dspark" else earlier.mask_token
             if isinstance(earlier, BlockHead) else mask_token(counts))
     head = _warm(job, config, vocabulary, mask, device)
