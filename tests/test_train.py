@@ -814,6 +814,15 @@ def test_a_vocabulary_that_was_chosen_from_too_little_is_told(simple_folder: Pat
     assert re.search(told, "\n".join(more.lines)) and not re.search(told, "\n".join(first.lines)), more.lines
 
 
+def test_conversations_that_run_are_shown(simple_folder: Path, tmp_path: Path) -> None:
+    """For a minute or more none has ended, and talking looked as if it stood."""
+    shown = list[tuple[int, float]]()
+    recipe = Recipe(minutes=0, tokens=300, steps=1, batch=4, limits=Limits(max_question=8, max_answer=16))
+    made = talked(simple_folder, tmp_path / "work", recipe, lambda totals, share: shown.append((totals.tokens, share)))
+    assert 0 < shown[0][0] < shown[1][0] and shown[0][1] == 0.0, shown
+    assert made.tokens >= 300, "but what has not ended counts for no limit"
+
+
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(minutes=0, tokens=2000, steps=1, batch=4, limits=Limits(max_answer=16), processes=2, save_every_s=1)
     totals = talked(simple_folder, tmp_path / "work", recipe)
@@ -824,7 +833,7 @@ def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -
 
 def test_a_process_that_is_lost_ends_the_talking_at_once(simple_folder: Path, tmp_path: Path) -> None:
     def report(totals: Totals, share: float) -> None:
-        for process in multiprocessing.active_children() if totals.tokens > 400 else ():
+        for process in multiprocessing.active_children() if share * recipe.tokens > 400 else ():  # some have ended
             process.kill()
         assert totals.tokens < 100_000, "it talks on for hours"
 
