@@ -814,6 +814,22 @@ def test_a_vocabulary_that_was_chosen_from_too_little_is_told(simple_folder: Pat
     assert re.search(told, "\n".join(more.lines)) and not re.search(told, "\n".join(first.lines)), more.lines
 
 
+def test_where_nothing_is_held_out_the_card_says_so(simple_folder: Path, tmp_path: Path) -> None:
+    """It said that about one in twenty was, and nothing of why it tells no acceptance."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "w{n}"}}\n' for n in range(4)))
+    recipe = Recipe(minutes=0, steps=1, batch=4, limits=Limits(max_answer=16), draft_vocab=100, dtype="float32",
+                    prompts=prompts)
+    job, told = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe), Silent()
+    assert make_head(job, told) == {}
+    text = (job.out / "README.md").read_text()
+    assert "0 of the conversations were held out." in text and "what it gives is not measured" in text
+    assert "slipstream tune" in told.lines[-1] and "drafting for held-out prompts" not in told.lines
+    make_head(replace(job, work=tmp_path / "own", recipe=replace(recipe, prompts=None, tokens=6000)), told)
+    text = (job.out / "README.md").read_text()
+    assert re.search(r" [1-9][0-9]* of the conversations were held out\.", text) and "not measured" not in text
+
+
 def test_conversations_that_run_are_shown(simple_folder: Path, tmp_path: Path) -> None:
     """For a minute or more none has ended, and talking looked as if it stood."""
     shown = list[tuple[int, float]]()

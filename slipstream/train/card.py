@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from slipstream.drafting.rounds import Acceptance
 from slipstream.models.folder import KNOWN
 from slipstream.train.block_head import BLOCK
+from slipstream.train.evaluate import MAX_PROMPT
 from slipstream.train.fit import Progress
 from slipstream.train.head import Head
 from slipstream.train.recipe import Recipe
@@ -67,7 +68,7 @@ def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[
     return (
         "## Data", "",
         f"{totals.conversations:,} conversations with {totals.tokens:,} tokens, {totals.answer_tokens:,} of them in "
-        f"answers. {asked} Of the answers {heats}. About one conversation in twenty was held out.",
+        f"answers. {asked} Of the answers {heats}. {shards.num_held_out:,} of the conversations were held out.",
         f"The draft vocabulary are the {len(head.vocabulary):,} tokens {chosen}; they cover {coverage:.1%} of the "
         "answers' tokens.", "")
 
@@ -102,6 +103,9 @@ def _worth(recipe: Recipe, progress: Progress, found: Mapping[str, Acceptance], 
         lines += [f"| {shape} | {a.length:.2f} | {' / '.join(f'{share:.2f}' for share in a.by_depth)} |"
                   for shape, a in found.items()]
         lines.append("")
+    else:
+        lines += [f"No prompt of at most {MAX_PROMPT} tokens was held out, so what it gives is not measured; "
+                  "`slipstream tune --prompts` does it.", ""]
     return tuple(lines)
 
 

@@ -13,7 +13,7 @@ It knows nothing about progress bars; ``Watcher`` is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -33,7 +33,7 @@ from slipstream.train.card import card
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
 from slipstream.train.dialogue import numbered, read_prompts
-from slipstream.train.evaluate import evaluate, prompts_of
+from slipstream.train.evaluate import MAX_PROMPT, evaluate, prompts_of
 from slipstream.train.export import export
 from slipstream.train.fit import Progress, Training, threads
 from slipstream.train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
@@ -112,16 +112,26 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Mapping[str, Accep
     weights = weights_hash(job.target)
     with named("--out", job.out):
         export(head, job.out, dtype, weights=weights)
-    watcher.say("drafting for held-out prompts")
     prompts = prompts_of(list(shards.conversations(held_out=True)), EVALUATED)
-    found = evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device,
-                     drafter=DRAFTERS[recipe.kind]) if prompts else {}
+    found = _judged(job, prompts, watcher)
     now = training.progress
     texts = {"training.svg": curves(now.history),
              "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))}
     with named("--out", job.out):
         export(head, job.out, dtype, texts, weights)
     return found
+
+
+def _judged(job: Job, prompts: Sequence[Sequence[int]], watcher: Watcher) -> Mapping[str, Acceptance]:
+    """What the head gives on ``prompts``, which are held out."""
+    if not prompts:
+        watcher.say(f"no prompt of at most {MAX_PROMPT} tokens is held out, so what the head gives is not measured; "
+                    "slipstream tune --prompts does it")
+        return {}
+    watcher.say("drafting for held-out prompts")
+    recipe = job.recipe
+    return evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device,
+                    drafter=DRAFTERS[recipe.kind])
 
 
 def _config_of(target: Path) -> ModelConfig:
