@@ -769,9 +769,11 @@ def test_the_card_says_so_when_prompts_were_given_in_another_run(simple_folder: 
     make_head(replace(first, recipe=replace(recipe, generate=False)), Silent())
     told = (first.out / "README.md").read_text()
     assert "Prompts were given." in told and "No outside text" not in told and "No benchmark" not in told
+    assert "on answers. It began" in told, "what was given is not learnt"
     make_head(replace(first, work=tmp_path / "own", data=(first.work,), recipe=recipe), Silent())
     told = (first.out / "README.md").read_text()
     assert "Some prompts were given; elsewhere the target wrote the questions too" in told
+    assert "on questions and answers. It began" in told
     make_head(replace(first, work=tmp_path / "own", out=tmp_path / "other", recipe=recipe), Silent())
     assert "No outside text: the target wrote the questions too" in (tmp_path / "other/README.md").read_text()
 

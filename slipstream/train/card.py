@@ -21,7 +21,8 @@ def card(target: str, head: Head, recipe: Recipe, shards: Shards, coverage: floa
          found: Mapping[str, Acceptance], num_prompts: int) -> str:
     """The text of ``README.md``. target: a known model's name, or how its folder is called."""
     return "\n".join((*_matter(target, recipe.kind), *_top(target, head), *_data(recipe, shards, head, coverage),
-                      *_recipe(recipe, progress), *_worth(recipe, progress, found, num_prompts), *_limits(target)))
+                      *_recipe(recipe, progress, shards), *_worth(recipe, progress, found, num_prompts),
+                      *_limits(target)))
 
 
 def _matter(target: str, kind: str) -> tuple[str, ...]:
@@ -73,8 +74,9 @@ def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[
         "answers' tokens.", "")
 
 
-def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
-    learnt = "questions and answers" if recipe.learn_questions else "answers"
+def _recipe(recipe: Recipe, progress: Progress, shards: Shards) -> tuple[str, ...]:
+    asked = recipe.learn_questions and shards.given() != {True}  # given questions are not learnt
+    learnt = "questions and answers" if asked else "answers"
     how = (f"Training-time test over {recipe.unroll} unrolled steps; cross-entropy with the target's distribution over "
            "the draft vocabulary, which turns to what the two do not share (after arXiv 2602.23881), estimated from "
            "some of its tokens" if recipe.kind == "eagle3" else
