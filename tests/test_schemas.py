@@ -75,6 +75,7 @@ def test_the_nearest_field_is_named() -> None:
     ({"stream_options": True}, "stream_options: must be an object"),
     ({"model": "m" * 300}, "model: must have at most 256 characters"),
     ({"seed": 1 << 64}, f"seed: must be below {1 << 64}"),
+    ({"seed": float(1 << 64)}, "seed: must be a whole number of at most 64 bits"),
 ])
 def test_a_refusal_says_what_must_be(change: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequest) as caught:

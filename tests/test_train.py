@@ -43,7 +43,7 @@ from slipstream.train.anchors import states_of as block_states
 from slipstream.train.block_head import warm_block_head
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import ENDS, collect, identity_of
-from slipstream.train.dialogue import numbered, plan_of, read_turns
+from slipstream.train.dialogue import numbered, plan_of, read_prompts, read_turns
 from slipstream.train.distil import TURN, Columns, Distilled, Lesson
 from slipstream.train.evaluate import evaluate, prompts_of
 from slipstream.train.export import export
@@ -769,11 +769,76 @@ def test_the_card_says_so_when_prompts_were_given_in_another_run(simple_folder: 
     make_head(replace(first, recipe=replace(recipe, generate=False)), Silent())
     told = (first.out / "README.md").read_text()
     assert "Prompts were given." in told and "No outside text" not in told and "No benchmark" not in told
+    assert "on answers. It began" in told, "what was given is not learnt"
     make_head(replace(first, work=tmp_path / "own", data=(first.work,), recipe=recipe), Silent())
     told = (first.out / "README.md").read_text()
     assert "Some prompts were given; elsewhere the target wrote the questions too" in told
+    assert "on questions and answers. It began" in told
     make_head(replace(first, work=tmp_path / "own", out=tmp_path / "other", recipe=recipe), Silent())
     assert "No outside text: the target wrote the questions too" in (tmp_path / "other/README.md").read_text()
+
+
+def test_prompts_that_nobody_would_be_asked_are_refused(tmp_path: Path) -> None:
+    """They were not read, and the card said that they were given."""
+    with pytest.raises(ConfigError, match="--prompts: with --no-generate nothing is asked"):
+        Recipe(generate=False, prompts=tmp_path / "prompts.jsonl")
+
+
+def test_a_file_of_prompts_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    """Some editors and shells write one."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w1"}\r\n{"turns": ["w2", "w3"]}\r\n', encoding="utf-8-sig")
+    assert read_prompts(file) == [("w1",), ("w2", "w3")]
+
+
+def test_who_interrupts_a_run_hears_what_is_kept(simple_folder: Path, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(job: Job, watcher: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "make_head", interrupted)
+    result = CliRunner().invoke(app, ["train-head", "--target", str(simple_folder), "--work", str(tmp_path / "work")])
+    assert result.exit_code == 130
+    assert f"interrupted: what is whole in {tmp_path / 'work'} is kept" in result.output
+
+
+def test_a_vocabulary_that_was_chosen_from_too_little_is_told(simple_folder: Path, tmp_path: Path) -> None:
+    """Who tries a minute first, and then trains for hours, goes on with the words of that minute."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "w1"}\n')
+    recipe = Recipe(minutes=0, tokens=1, steps=1, batch=8, limits=Limits(max_question=8, max_answer=8), draft_vocab=16,
+                    dtype="float32", prompts=prompts)
+    job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
+    first, more = Silent(), Silent()
+    make_head(job, first)
+    make_head(replace(job, recipe=replace(recipe, prompts=None, tokens=4000, steps=2)), more)
+    told = f"one chosen now would cover [0-9.]+%: remove {job.work / 'checkpoints'} to train anew with it"
+    assert re.search(told, "\n".join(more.lines)) and not re.search(told, "\n".join(first.lines)), more.lines
+
+
+def test_where_nothing_is_held_out_the_card_says_so(simple_folder: Path, tmp_path: Path) -> None:
+    """It said that about one in twenty was, and nothing of why it tells no acceptance."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "w{n}"}}\n' for n in range(4)))
+    recipe = Recipe(minutes=0, steps=1, batch=4, limits=Limits(max_answer=16), draft_vocab=100, dtype="float32",
+                    prompts=prompts)
+    job, told = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe), Silent()
+    assert make_head(job, told) == {}
+    text = (job.out / "README.md").read_text()
+    assert "0 of the conversations were held out." in text and "what it gives is not measured" in text
+    assert "slipstream tune" in told.lines[-1] and "drafting for held-out prompts" not in told.lines
+    make_head(replace(job, work=tmp_path / "own", recipe=replace(recipe, prompts=None, tokens=6000)), told)
+    text = (job.out / "README.md").read_text()
+    assert re.search(r" [1-9][0-9]* of the conversations were held out\.", text) and "not measured" not in text
+
+
+def test_conversations_that_run_are_shown(simple_folder: Path, tmp_path: Path) -> None:
+    """For a minute or more none has ended, and talking looked as if it stood."""
+    shown = list[tuple[int, float]]()
+    recipe = Recipe(minutes=0, tokens=300, steps=1, batch=4, limits=Limits(max_question=8, max_answer=16))
+    made = talked(simple_folder, tmp_path / "work", recipe, lambda totals, share: shown.append((totals.tokens, share)))
+    assert 0 < shown[0][0] < shown[1][0] and shown[0][1] == 0.0, shown
+    assert made.tokens >= 300, "but what has not ended counts for no limit"
 
 
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:
@@ -786,7 +851,7 @@ def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -
 
 def test_a_process_that_is_lost_ends_the_talking_at_once(simple_folder: Path, tmp_path: Path) -> None:
     def report(totals: Totals, share: float) -> None:
-        for process in multiprocessing.active_children() if totals.tokens > 400 else ():
+        for process in multiprocessing.active_children() if share * recipe.tokens > 400 else ():  # some have ended
             process.kill()
         assert totals.tokens < 100_000, "it talks on for hours"
 

@@ -39,6 +39,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from router_service.dialects.fields import INERT, REFUSED, Refused
 from router_service.dialects.formats import READERS, grammar_of
@@ -167,7 +168,11 @@ class Strict(BaseModel):
 
 
 def _whole(value: Any) -> Any:
-    return int(value) if type(value) is float and value.is_integer() and abs(value) < SEEDS else value
+    if type(value) is not float or not value.is_integer():
+        return value
+    if abs(value) >= SEEDS:  # the reader of JSON makes a float of it
+        raise PydanticCustomError("too_large", "must be a whole number of at most 64 bits")
+    return int(value)
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]

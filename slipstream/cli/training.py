@@ -41,8 +41,13 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     out = (out or Path(f"{name}-{recipe.kind}-trained")).expanduser().resolve()  # "." has no name to write beside
     data = tuple(place.expanduser() for place in data)
     job = Job(folder, name, out, work.expanduser().resolve(), data, recipe)
-    with _shown(console) as watcher:
-        found = make_head(job, watcher)
+    try:
+        with _shown(console) as watcher:
+            found = make_head(job, watcher)
+    except KeyboardInterrupt:
+        console.print(f"interrupted: what is whole in {job.work} is kept, and the same command goes on with it",
+                      markup=False, soft_wrap=True)
+        raise
     if found:
         rows = [(shape, f"{a.length:.2f}", " / ".join(f"{share:.2f}" for share in a.by_depth))
                 for shape, a in found.items()]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from slipstream.drafting.rounds import Acceptance
 from slipstream.models.folder import KNOWN
 from slipstream.train.block_head import BLOCK
+from slipstream.train.evaluate import MAX_PROMPT
 from slipstream.train.fit import Progress
 from slipstream.train.head import Head
 from slipstream.train.recipe import Recipe
@@ -20,7 +21,8 @@ def card(target: str, head: Head, recipe: Recipe, shards: Shards, coverage: floa
          found: Mapping[str, Acceptance], num_prompts: int) -> str:
     """The text of ``README.md``. target: a known model's name, or how its folder is called."""
     return "\n".join((*_matter(target, recipe.kind), *_top(target, head), *_data(recipe, shards, head, coverage),
-                      *_recipe(recipe, progress), *_worth(recipe, progress, found, num_prompts), *_limits(target)))
+                      *_recipe(recipe, progress, shards), *_worth(recipe, progress, found, num_prompts),
+                      *_limits(target)))
 
 
 def _matter(target: str, kind: str) -> tuple[str, ...]:
@@ -67,13 +69,14 @@ def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[
     return (
         "## Data", "",
         f"{totals.conversations:,} conversations with {totals.tokens:,} tokens, {totals.answer_tokens:,} of them in "
-        f"answers. {asked} Of the answers {heats}. About one conversation in twenty was held out.",
+        f"answers. {asked} Of the answers {heats}. {shards.num_held_out:,} of the conversations were held out.",
         f"The draft vocabulary are the {len(head.vocabulary):,} tokens {chosen}; they cover {coverage:.1%} of the "
         "answers' tokens.", "")
 
 
-def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
-    learnt = "questions and answers" if recipe.learn_questions else "answers"
+def _recipe(recipe: Recipe, progress: Progress, shards: Shards) -> tuple[str, ...]:
+    asked = recipe.learn_questions and shards.given() != {True}  # given questions are not learnt
+    learnt = "questions and answers" if asked else "answers"
     how = (f"Training-time test over {recipe.unroll} unrolled steps; cross-entropy with the target's distribution over "
            "the draft vocabulary, which turns to what the two do not share (after arXiv 2602.23881), estimated from "
            "some of its tokens" if recipe.kind == "eagle3" else
@@ -102,6 +105,9 @@ def _worth(recipe: Recipe, progress: Progress, found: Mapping[str, Acceptance], 
         lines += [f"| {shape} | {a.length:.2f} | {' / '.join(f'{share:.2f}' for share in a.by_depth)} |"
                   for shape, a in found.items()]
         lines.append("")
+    else:
+        lines += [f"No prompt of at most {MAX_PROMPT} tokens was held out, so what it gives is not measured; "
+                  "`slipstream tune --prompts` does it.", ""]
     return tuple(lines)
 
 

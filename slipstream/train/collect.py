@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
     task = Task(model, turns, prompts, folder, identity, recipe)
     others, account = Others(task), Account(task, report)
     try:
-        talk(task, 0, lambda waiting: others.failed or account(waiting))
-        others.join(lambda: account(0, anew=True))
+        talk(task, 0, lambda waiting, running: others.failed or account(waiting, running))
+        others.join(lambda: account(0, 0, anew=True))
     finally:
         others.stop()
     made = Shards([folder], identity).totals()
@@ -90,15 +91,16 @@ class Account:
         self._made, self._waiting = self._read(), 0
         self._began = time.monotonic() - self._made.seconds  # as if all runs were one
 
-    def __call__(self, waiting: int, anew: bool = False) -> bool:
-        """waiting: tokens of the first process's shard in the making. anew: the others may have made more."""
+    def __call__(self, waiting: int, running: int, anew: bool = False) -> bool:
+        """waiting: tokens of the first process's shard in the making; running: of its unfinished conversations, which
+        are shown and count for no limit. anew: the others may have made more."""
         if anew or waiting < self._waiting:  # another shard was begun
             self._made = self._read()
         self._waiting = waiting
         made = self._made
         ahead = Totals(made.conversations, made.tokens + waiting, made.answer_tokens, time.monotonic() - self._began)
         share = share_of(self._task.recipe, ahead)
-        self._report(ahead, min(1.0, share))
+        self._report(replace(ahead, tokens=ahead.tokens + running), min(1.0, share))
         return share >= 1.0
 
     def _read(self) -> Totals:

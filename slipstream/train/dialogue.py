@@ -127,7 +127,8 @@ def read_turns(folder: Path) -> Turns:
 def read_prompts(path: Path) -> list[tuple[str, ...]]:
     """The user turns of a JSONL file: objects with ``turns`` (a list of texts) or ``prompt``. Raises ConfigError."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may have its other ends of lines
+        text = path.read_text(encoding="utf-8-sig")  # some editors and shells begin a file with a mark
+        lines = text.split("\n")  # not splitlines: texts may have its other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts: cannot read {path}: {error}") from error
     prompts = [_turns_of(line, f"--prompts: {path}, line {number}")

@@ -79,6 +79,11 @@ class Generator:
         self._admit()
         return bool(self._talks)
 
+    @property
+    def num_running(self) -> int:
+        """Tokens of the conversations that run."""
+        return sum(len(talk.tokens) for talk in self._talks)
+
     def step(self) -> list[Conversation]:
         """One forward. Returns the conversations that ended."""
         self._admit()

@@ -54,6 +54,8 @@ class Recipe:
         if self.minutes <= 0 and ((self.generate and self.tokens <= 0 and self.prompts is None)
                                   or (self.train and self.steps <= 0)):
             raise ConfigError("--minutes: without a time limit give --tokens and --steps, or nothing would end it")
+        if self.prompts is not None and not self.generate:
+            raise ConfigError("--prompts: with --no-generate nothing is asked; leave one of them out")
         if self.kind == "dspark" and self.layers != 1:
             raise ConfigError("--layers: of EAGLE-3 heads alone")
         if self.mean and self.begin is None:

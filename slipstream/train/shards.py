@@ -123,6 +123,11 @@ class Shards:
         """Of all conversations."""
         return {entry["number"] for _, index in self._entries for entry in index["conversations"]}
 
+    @property
+    def num_held_out(self) -> int:
+        """Conversations that are never trained on."""
+        return sum(entry["held_out"] for _, index in self._entries for entry in index["conversations"])
+
     def temperatures(self) -> dict[float, float]:
         """The share of conversations answered at each temperature, ascending."""
         found = Counter(entry["temperature"] for _, index in self._entries for entry in index["conversations"])

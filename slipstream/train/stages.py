@@ -13,7 +13,7 @@ It knows nothing about progress bars; ``Watcher`` is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -33,7 +33,7 @@ from slipstream.train.card import card
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
 from slipstream.train.dialogue import numbered, read_prompts
-from slipstream.train.evaluate import evaluate, prompts_of
+from slipstream.train.evaluate import MAX_PROMPT, evaluate, prompts_of
 from slipstream.train.export import export
 from slipstream.train.fit import Progress, Training, threads
 from slipstream.train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
@@ -46,6 +46,7 @@ VOCABULARY, MASK = "vocabulary", "mask"  # among a checkpoint's tensors
 DRAFTERS: Mapping[str, Literal["eagle3", "block"]] = {"eagle3": "eagle3", "dspark": "block"}  # of a kind of head
 SHORTEST = 3  # tokens of a conversation with a row in it
 EVALUATED = 16  # held-out conversations that are drafted for
+POORER = 0.01  # of answers: so much less than it could a vocabulary may cover, and nobody is told
 
 
 class Watcher(Protocol):
@@ -111,16 +112,26 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Mapping[str, Accep
     weights = weights_hash(job.target)
     with named("--out", job.out):
         export(head, job.out, dtype, weights=weights)
-    watcher.say("drafting for held-out prompts")
     prompts = prompts_of(list(shards.conversations(held_out=True)), EVALUATED)
-    found = evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device,
-                     drafter=DRAFTERS[recipe.kind]) if prompts else {}
+    found = _judged(job, prompts, watcher)
     now = training.progress
     texts = {"training.svg": curves(now.history),
              "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))}
     with named("--out", job.out):
         export(head, job.out, dtype, texts, weights)
     return found
+
+
+def _judged(job: Job, prompts: Sequence[Sequence[int]], watcher: Watcher) -> Mapping[str, Acceptance]:
+    """What the head gives on ``prompts``, which are held out."""
+    if not prompts:
+        watcher.say(f"no prompt of at most {MAX_PROMPT} tokens is held out, so what the head gives is not measured; "
+                    "slipstream tune --prompts does it")
+        return {}
+    watcher.say("drafting for held-out prompts")
+    recipe = job.recipe
+    return evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device,
+                    drafter=DRAFTERS[recipe.kind])
 
 
 def _config_of(target: Path) -> ModelConfig:
@@ -161,7 +172,10 @@ def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Sha
     else:
         vocabulary = draft_vocabulary(counts, recipe.draft_vocab) if earlier is None else earlier.vocabulary
     covered = coverage(counts, vocabulary)
-    watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers")
+    now = coverage(counts, draft_vocabulary(counts, recipe.draft_vocab))
+    poor = begun is not None and recipe.begin is None and now - covered > POORER
+    watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers" + (
+        f"; one chosen now would cover {now:.1%}: remove {folder} to train anew with it" if poor else ""))
     mask = (int(begun.tensors[MASK]) if begun is not None and recipe.kind == "dspark" else earlier.mask_token
             if isinstance(earlier, BlockHead) else mask_token(counts))
     head = _warm(job, config, vocabulary, mask, device)

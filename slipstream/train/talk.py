@@ -62,9 +62,9 @@ class Task:
                 yield plan
 
 
-def talk(task: Task, rank: int, enough: Callable[[int], bool]) -> None:
+def talk(task: Task, rank: int, enough: Callable[[int, int], bool]) -> None:
     """Make the conversations of process ``rank`` until there are no more plans, or ``enough`` says so after a step: it
-    gets the tokens of the shard in the making. What is unfinished then is kept."""
+    gets the tokens of the shard in the making, and of what is unfinished. That is kept then."""
     recipe = task.recipe
     runner = ModelRunner(task.model, recipe.conversations_at_once * SLOTS_PER_TALK + task.model.config.max_context)
     runner.set_taps(tuple(task.identity["layers"]))
@@ -76,7 +76,7 @@ def talk(task: Task, rank: int, enough: Callable[[int], bool]) -> None:
     while not over and generator.running:
         for conversation in generator.step():
             writer.add(conversation)
-        over = enough(writer.num_waiting)
+        over = enough(writer.num_waiting, generator.num_running)
         spent = time.monotonic() - began
         if writer.num_waiting >= SHARD_TOKENS or (writer.num_waiting and spent >= recipe.save_every_s):
             writer.flush(spent / recipe.processes)
@@ -128,7 +128,7 @@ def _follow(task: Task, rank: int, pipe: Connection, inherited: Sequence[Connect
         end.close()
     torch.set_num_threads(1)
     try:
-        talk(task, rank, lambda waiting: pipe.poll())
+        talk(task, rank, lambda waiting, running: pipe.poll())
     except KeyboardInterrupt:
         return  # the first process is interrupted too, and says so
     except SlipstreamError as error:
