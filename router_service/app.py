@@ -28,7 +28,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import orjson
@@ -424,6 +424,7 @@ def problem_response(problem: Problem, path: str) -> Response:
                          dict(problem.headers))
 
 
+@cache
 def _schema(kind: type[ChatBody | CompletionBody]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
