@@ -227,7 +227,7 @@ def trees() -> None:
         for race in (None, race_of(draft_vocab, vocabulary)):
             network = EagleNetwork(head, "bfloat16", CPU, 600, True, spare_slots=spare, race=race)
             levels = GraphLevels(network, TorchAttention(config, torch.bfloat16), 3, 3, capture_eager)
-            grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=levels))
+            grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=levels), Sampling())
             found.append([grower() for _ in range(2)])
             assert len(levels.loops()) == 1
     assert found[0] == found[1] and found[2] == found[3], SEED
