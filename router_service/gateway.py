@@ -135,12 +135,12 @@ class Gateway:
         """Raises InvalidRequest, NotFound or Unavailable."""
         options, names = body.options(), body.names()
         messages = [message.given() for message in body.messages]
+        called = any(message.role == "tool" or message.tool_calls for message in body.messages)
         if not self.codec.style.takes_tools:
-            called = any(message.role == "tool" or message.tool_calls for message in body.messages)
             messages = told(messages, options.use) if called or options.use is not None else messages
         elif options.use is not None:
             names["tools"] = options.use.whole
-        if self.codec.style.calls_by_id:
+        if called and self.codec.style.calls_by_id:
             messages = numbered(messages)
         turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message), names)
         return self._checked(Asked("chat", self.named(body.model), options, messages=messages, begun=begun, turn=turn))
