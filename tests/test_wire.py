@@ -356,7 +356,8 @@ async def test_more_targets_than_allowed_are_refused() -> None:
     address = f"127.0.0.1:{await server.start()}"
     links = [DraftLink(address, HELLO, Target(), check_pair, rules=RULES) for _ in range(2)]
     tasks = [asyncio.create_task(link.run()) for link in links]
-    await eventually(lambda: any("1 targets" in link.status().problem for link in links))
+    await eventually(lambda: any("1 targets" in link.status().problem for link in links)
+                     and any(link.status().connected for link in links))  # who is refused may hear of it first
     assert sum(link.status().connected for link in links) == 1 and connected == [1], "who is refused is not counted"
     for task in tasks:
         task.cancel()
