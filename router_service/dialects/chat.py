@@ -154,7 +154,7 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
     """One message with text parts joined and the name that newer clients use for the system role replaced."""
     if not isinstance(message, dict):
         return message
-    if "reasoning" in message:  # as vLLM and OpenRouter call it
+    if isinstance(message.get("reasoning", ()), str | None):  # as vLLM and OpenRouter call it
         message = {"reasoning_content": message["reasoning"], **message}
         del message["reasoning"]
     plain = known(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
