@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import structlog
 import torch
 
-from tests.tiny import write_tiny_model
+from tests.tiny import with_template, write_tiny_model
 
 torch.set_num_threads(1)
 # Modules that take longest begin first, or a process would be left alone with one of them at the end.
@@ -69,10 +68,10 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def thinking_folder(tmp_path: Path, tiny_folder: Path) -> Path:
     """A model whose template begins its reasoning."""
-    folder = tmp_path / "thinks"
-    shutil.copytree(tiny_folder, folder)
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{% if enable_thinking | default(true) %}"
-                                                "<think>\n{% else %}<think>\n\n</think>{% endif %}")
+    folder = with_template(
+        "{{ messages[0].content }}{% if enable_thinking | default(true) %}"
+        "<think>\n{% else %}<think>\n\n</think>{% endif %}",
+        tiny_folder, tmp_path / "thinks")
     return folder
 
 

@@ -51,6 +51,11 @@ class EchoTarget:
         self.waiting = 0
         self.verify_s = {True: 0.011, False: 0.010}  # by whether drafts were verified
 
+    @property
+    def prompt(self) -> str:
+        """The newest, whose tokens are bytes, without the special ones."""
+        return bytes(token for token in self.requests[-1].tokens if token < 256).decode()
+
     def submit(self, request: Request) -> EchoAnswer:
         self.requests.append(request)
         return EchoAnswer(self, request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from slipstream.protocol.chat import Usage
 from tests.echo import EchoTarget
 from tests.routing import HELLO, routing
 from tests.test_dialects import CALL, RESPONSES, SCHEMA
+from tests.tiny import with_template
 
 
 def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
@@ -95,18 +95,16 @@ def test_turns_of_one_role_are_one_as_that_api_has_it() -> None:
 async def test_templates_that_take_one_system_message_and_turns_in_turn_take_what_codex_says(
         tmp_path: Path, tiny_folder: Path) -> None:
     """Instructions, a developer's words, two messages of a user: as Qwen3.5's and Mistral's templates refused them."""
-    folder = tmp_path / "strict"
-    shutil.copytree(tiny_folder, folder)
-    (folder / "chat_template.jinja").write_text(
+    folder = with_template(
         "{% for m in messages %}{% set wanted = ['assistant', 'user'][loop.index0 % 2] if loop.index0 else 'system' %}"
-        "{% if m.role != wanted %}{{ raise_exception('roles') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
+        "{% if m.role != wanted %}{{ raise_exception('roles') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}",
+        tiny_folder, tmp_path / "strict")
     said = [{"type": "message", "role": role, "content": [{"type": "input_text", "text": role * 2}]}
             for role in ("developer", "user", "user")]
     async with routing(folder, target := EchoTarget()) as r:
         answer = await r.post(RESPONSES, instructions="Brief.", input=said)
         assert answer.status_code == 200, answer.text
-        prompt = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
-        assert prompt == "[system: Brief.\ndeveloperdeveloper][user: useruser\nuseruser]"
+        assert target.prompt == "[system: Brief.\ndeveloperdeveloper][user: useruser\nuseruser]"
 
 
 def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> None:
@@ -141,6 +139,11 @@ def test_what_others_call_reasoning_comes_back_to_the_template(said: dict[str, A
     turns = [*HELLO, {"role": "assistant", "content": "Noon.", **said}, *HELLO]
     body = parse(ChatBody, {"model": "m", "messages": turns})
     assert body.messages[1].given().get("reasoning_content") == comes
+
+
+def test_reasoning_that_is_no_text_is_a_field_that_nobody_knows() -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.reasoning: is not a known field"):
+        parse(ChatBody, {"model": "m", "messages": [{**HELLO[0], "reasoning": {"effort": "low"}}]})
 
 
 def test_ids_of_calls_come_back_as_templates_take_them() -> None:

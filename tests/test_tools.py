@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from slipstream.protocol.grammar import MAX_SOURCE, Grammar
 from slipstream.protocol.requests import Sampling
 from tests.echo import EchoTarget
 from tests.routing import CHAT, HELLO, events, routing
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_tokenizer, with_template
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
@@ -295,25 +294,22 @@ def test_what_a_template_without_tools_is_told() -> None:
 
 async def test_a_function_needs_a_name_alone(tmp_path: Path, tiny_folder: Path) -> None:
     """Templates as Hermes' read its description and parameters: a function without was refused as wrong messages."""
-    folder = tmp_path / "reads"
-    shutil.copytree(tiny_folder, folder)
-    (folder / "chat_template.jinja").write_text(
+    folder = with_template(
         "{% for t in tools %}{{ t.function.name + t.function.description }}({{ t.function.parameters.properties | "
-        "tojson }}){% endfor %}")
+        "tojson }}){% endfor %}",
+        tiny_folder, tmp_path / "reads")
     bare = {"type": "function", "function": {"name": "later", "description": None, "parameters": None}}
     async with routing(folder, target := EchoTarget()) as r:
         assert (await r.post(CHAT, messages=HELLO, tools=[NOW, bare, WEATHER])).status_code == 200
-        prompt = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
-        assert prompt.startswith("now({})later({})weather") and '{"city":' in prompt
+        assert target.prompt.startswith("now({})later({})weather") and '{"city":' in target.prompt
 
 
 async def test_kimis_models_read_calls_by_ids_of_their_own_form(tmp_path: Path, tiny_folder: Path) -> None:
     """Their templates write no name but that within an id. Behind other ids they forgot how to call."""
-    folder = tmp_path / "kimi"
-    shutil.copytree(tiny_folder, folder)
-    (folder / "chat_template.jinja").write_text(
+    folder = with_template(
         "{# tools <|tool_calls_section_begin|> #}{% for m in messages %}[{% for c in m.tool_calls or [] %}{{ c.id }};"
-        "{% endfor %}{{ m.tool_call_id }}]{% endfor %}")
+        "{% endfor %}{{ m.tool_call_id }}]{% endfor %}",
+        tiny_folder, tmp_path / "kimi")
     calls = [{"id": id_, "type": "function", "function": {"name": name, "arguments": "{}"}}
              for id_, name in (("a", "now"), ("functions.now:7", "weather"))]
     past: Any = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "functions.now:7",
@@ -322,26 +318,23 @@ async def test_kimis_models_read_calls_by_ids_of_their_own_form(tmp_path: Path, 
                  {"role": "assistant", "tool_calls": [{**calls[0], "id": "b"}]}]
     async with routing(folder, target := EchoTarget()) as r:
         assert (await r.post(CHAT, messages=[*HELLO, *past])).status_code == 200
-        prompt = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
-        assert prompt.endswith("[][functions.now:0;functions.weather:1;][functions.weather:1][functions.now:0][]"
+        assert target.prompt.endswith("[][functions.now:0;functions.weather:1;][functions.weather:1][functions.now:0][]"
                                "[functions.now:2;]")
 
 
 async def test_results_are_one_turn_where_turns_alternate(tmp_path: Path, tiny_folder: Path) -> None:
     """As Gemma's and older templates of Mistral's insist on. Those of several calls, and what a user says with them."""
-    folder = tmp_path / "alternates"
-    shutil.copytree(tiny_folder, folder)
-    (folder / "chat_template.jinja").write_text(
+    folder = with_template(
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
+        "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}",
+        tiny_folder, tmp_path / "alternates")
     past = [*PAST, {"role": "tool", "tool_call_id": "c2", "content": "noon"}]
     results = "<tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
     async with routing(folder, target := EchoTarget()) as r:
         for more, wanted in (([], results), (HELLO, f"{results}\nhello")):
             answer = await r.post(CHAT, messages=[*past, *more])
             assert answer.status_code == 200, answer.text
-            prompt = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
-            assert prompt.endswith(f"[user: {wanted}]")
+            assert target.prompt.endswith(f"[user: {wanted}]")
 
 
 @pytest.mark.parametrize(("fields", "param"), [

@@ -14,6 +14,7 @@ The llama's greedy text does not loop within 200 tokens; its entropy at temperat
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def tiny_config(kind: str = "llama", vocab: int = VOCAB, **changes: Any) -> dict
     if kind in ("llama", "qwen3"):
         config["attention_bias"] = False
     return config | changes
+
+
+def with_template(template: str, tiny_folder: Path, folder: Path) -> Path:
+    """``folder``: a copy of ``tiny_folder`` with another chat template."""
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
 
 
 def write_tiny_model(folder: str | Path, kind: str = "llama", vocab: int = VOCAB, seed: int = 0, noise: float = 0.0,
