@@ -25,7 +25,7 @@ from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import BlockHead
 from slipstream.drafting.heads.checkpoint import EagleHead
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.mtp import DecoderBlocks, MtpNetwork
+from slipstream.drafting.heads.mtp import DecoderLayers, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import MIMO, MtpHead, MtpLayer
 from slipstream.drafting.network import Network
 from slipstream.engine.attention import Attend, PagePlan, PageTensors, TorchAttention, placed, plan_pages
@@ -173,7 +173,7 @@ def mtp(vocabulary: torch.Tensor | None) -> MtpNetwork:
     vector, matrix = torch.empty(HIDDEN, device=THERE), torch.empty(VOCAB, HIDDEN, device=THERE)
     layer = MtpLayer("model.mtp_layers.0", vector, vector, torch.empty(HIDDEN, 2 * HIDDEN, device=THERE), vector)
     head = MtpHead(Path(), MIMO, VOCAB, HIDDEN, 4, 1e-6, (layer,), Noted(own), matrix, matrix)
-    return MtpNetwork(head, DecoderBlocks(CONFIG, head, KIND, THERE), "bfloat16", SLOTS, vocabulary)
+    return MtpNetwork(head, DecoderLayers(CONFIG, head, KIND, THERE), "bfloat16", SLOTS, vocabulary)
 
 
 NETWORKS: dict[str, Callable[[], Network]] = {

@@ -16,7 +16,7 @@ from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.lender import Lender
 from slipstream.drafting.heads.mtp import MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import read_mtp
-from slipstream.drafting.loading import mtp_blocks
+from slipstream.drafting.loading import mtp_layers
 from slipstream.drafting.network import run_network
 from slipstream.engine.fp8_blocks import FIELD, SCALE_INV, block_of, widened
 from slipstream.engine.loading import load_model
@@ -112,7 +112,7 @@ def test_an_mtp_head_in_blocks_drafts_as_its_conversion(tmp_path: Path) -> None:
     for name, right in heads[1].tensors.items():
         assert torch.equal(heads[0].tensors[name], right), name
     head = heads[0]
-    run_network(MtpNetwork(head, mtp_blocks(head, "float32", "cpu"), "float32", 16), 3)
+    run_network(MtpNetwork(head, mtp_layers(head, "float32", "cpu"), "float32", 16), 3)
     assert not [name for name in head.tensors if name.endswith(SCALE_INV)]
 
 

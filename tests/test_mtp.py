@@ -19,7 +19,7 @@ from slipstream.base.errors import ModelError
 from slipstream.drafting import Drafter, create
 from slipstream.drafting.heads.mtp import MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
-from slipstream.drafting.loading import mtp_blocks
+from slipstream.drafting.loading import mtp_layers
 from slipstream.engine.batch import BatchBuilder
 from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.requests import Sampling
@@ -56,7 +56,7 @@ def written(kind: str, folder: Path, **changes: Any) -> WrittenMtp:
 
 
 def network(head: MtpHead, num_slots: int = 64) -> MtpNetwork:
-    return MtpNetwork(head, mtp_blocks(head, "float64", "cpu"), "float64", num_slots)
+    return MtpNetwork(head, mtp_layers(head, "float64", "cpu"), "float64", num_slots)
 
 
 def states_of(count: int, seed: int) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choose, rank
-from slipstream.drafting.heads.mtp import DecoderBlocks, MtpNetwork
+from slipstream.drafting.heads.mtp import DecoderLayers, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import read_mtp
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
@@ -98,8 +98,8 @@ def test_layers_that_predict_wait_for_nothing(tmp_path: Path) -> None:
     states = torch.randn(4, config.hidden_size, generator=torch.Generator().manual_seed(1))
 
     def run(device: torch.device, states: torch.Tensor) -> torch.Tensor:
-        blocks, builder = DecoderBlocks(config, head, torch.float32, device), BatchBuilder()
-        network = MtpNetwork(head, blocks, "float32", 64)
+        layers, builder = DecoderLayers(config, head, torch.float32, device), BatchBuilder()
+        network = MtpNetwork(head, layers, "float32", 64)
         builder.add([5, 6, 7], [1, 2, 3], [4, 2, 9], np.zeros(0, np.int64))
         builder.add([8], [4], [11], np.array([4, 2, 9]), [1], 1)
         batch = builder.build(device, states)

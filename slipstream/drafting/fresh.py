@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.drafting.tree import ROOT, GrowingTree, Indices
+from slipstream.drafting.tree import ROOT, GrowingTree
+from slipstream.engine.kv import Indices
 from slipstream.protocol.tree import MAX_NODES
 
 MANY = 4  # trees: from so many on arrays are faster

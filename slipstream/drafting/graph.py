@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
 from slipstream.base.errors import in_a_line
 from slipstream.choosing.transfer import sent
@@ -42,12 +41,12 @@ from slipstream.engine.attention import (
 )
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
+from slipstream.engine.kv import Indices
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
 from slipstream.engine.ops.races import NOISY, noisy_rows
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import Sampling
 
-Indices = NDArray[np.int64]
 SESSIONS = (1, 2, 4, 8, 16, 32, 64)
 FEW_ROWS = 64  # pending rows of a session
 FEW_TOKENS, LITTLE_MASS, MUCH_OF_THE_BEST = 8, 0.5, 0.1  # of filters: top-k, top-p and min-p

@@ -20,7 +20,7 @@ from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.lender import Lender
-from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
+from slipstream.drafting.heads.mtp import DecoderLayers, Layers, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import OWN_EMBEDDING, OWN_LM_HEAD, MtpHead, read_mtp
 from slipstream.drafting.network import Network, run_network, some_tokens
 from slipstream.drafting.neural import Levels, NeuralDrafter
@@ -137,8 +137,8 @@ def _mtp(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
     vocabulary = _token_map(section, head.vocab_size)
 
     def build(ops: LayerOps) -> Network:
-        blocks = mtp_blocks(head, section.dtype, section.device, ops)
-        return MtpNetwork(head, blocks, section.dtype, _num_slots(section, blocks.config, num_slots), vocabulary)
+        layers = mtp_layers(head, section.dtype, section.device, ops)
+        return MtpNetwork(head, layers, section.dtype, _num_slots(section, layers.config, num_slots), vocabulary)
 
     if head.layout.own_kind:
         if section.compile:
@@ -148,23 +148,23 @@ def _mtp(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
     return _drafter(section, _ready(section, model, build, ModelConfig.from_folder(head.folder)))
 
 
-def mtp_blocks(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) -> Blocks:
+def mtp_layers(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) -> Layers:
     """The decoder layers of a head, on whichever engine has them; ``ops`` are those of ``decoder.py``'s. Raises
     ModelError."""
     kind, place, prefixes = dtype_of(dtype), device_of(device), [layer.prefix for layer in head.layers]
-    blocks: Blocks
+    layers: Layers
     if head.layout.own_kind:
         # transformers takes seconds to import, which other heads need not pay.
         from slipstream.engine.hf import HFLayers
 
-        blocks, taken = HFLayers(head.folder, head.tensors, prefixes, kind, place), head.tensors.taken
+        layers, taken = HFLayers(head.folder, head.tensors, prefixes, kind, place), head.tensors.taken
     else:
         config = ModelConfig.from_folder(head.folder)
-        blocks = DecoderBlocks(config, head, kind, place, ops)
+        layers = DecoderLayers(config, head, kind, place, ops)
         taken = head.tensors.taken.union(*(layer_shapes(config, prefix) for prefix in prefixes))
     # Each further layer repeats the target's embedding and head.
     tell_unread(head.folder, (name for name in head.tensors.keys() - taken if not name.endswith(REPEATED)))
-    return blocks
+    return layers
 
 
 def _kernels(target: ModelSection) -> Literal["auto", "torch"]:

@@ -33,9 +33,9 @@ from slipstream.choosing.transfer import sent
 from slipstream.drafting.block import CANDIDATES, Asked, BlockPass, BlockStates
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
 from slipstream.drafting.network import Network, Output
-from slipstream.drafting.tree import NO_SLOTS, ROOT, SENT, DraftContext, GrowingTree, Indices
+from slipstream.drafting.tree import NO_SLOTS, ROOT, SENT, DraftContext, GrowingTree
 from slipstream.engine.batch import BatchBuilder
-from slipstream.engine.kv import Slots
+from slipstream.engine.kv import Indices, Slots
 from slipstream.engine.native.draft import Grown, Seed
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
 from slipstream.protocol.requests import Sampling

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import ConfigError
@@ -29,12 +28,11 @@ from slipstream.choosing.sampling import ChoiceRows, choose
 from slipstream.drafting import Drafter
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.kv import Indices
 from slipstream.engine.runner import FeatureRows, ModelRunner
 from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_NODES, DraftTree, walk
-
-Indices = NDArray[np.int64]
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ AT_ONCE = 8  # blocks of one forward
 
 
 class StandaloneNetwork:
-    """A ``neural.Network`` over a whole causal model."""
+    """A ``network.Network`` over a whole causal model."""
 
     lag = 0
     bridged = True

@@ -46,10 +46,10 @@ from math import exp, isfinite
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from slipstream.choosing.sampling import Children, TokenHistory
 from slipstream.drafting.block import BlockPass
+from slipstream.engine.kv import Indices
 from slipstream.engine.native.draft import Seed
 from slipstream.protocol.messages import Growth
 from slipstream.protocol.requests import Sampling
@@ -59,7 +59,6 @@ AHEAD, SENT = 8, 2  # nodes that are expanded at once at least; nodes sent for e
 BRIDGE = 256  # rows without a state
 WORST = float(np.finfo(np.float32).min)  # score that is sent
 ROOT = -1  # among nodes, which are counted from 0
-Indices = NDArray[np.int64]
 NO_SLOTS: Indices = np.zeros(0, np.int64)
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from slipstream.choosing.sampling import Children
 from slipstream.drafting.records import Place, Record
-from slipstream.drafting.tree import Indices
+from slipstream.engine.kv import Indices
 from slipstream.simulate.timed import MAX_CONTEXT, TimedSession, Timing
 
 PROMPT = 2  # tokens: where the text begins, and its first token

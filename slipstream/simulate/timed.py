@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from slipstream.base.errors import ConfigError
 from slipstream.choosing.sampling import Children
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
-from slipstream.drafting.tree import ROOT, SENT, GrowingTree, Indices
+from slipstream.drafting.tree import ROOT, SENT, GrowingTree
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.kv import KVPool
+from slipstream.engine.kv import Indices, KVPool
 from slipstream.engine.model import ModelConfig
 from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.tree import MAX_NODES

@@ -53,7 +53,7 @@ AT_ONCE = 8  # blocks of one forward
 
 
 class BlockNetwork:
-    """A ``neural.Network`` over a block head."""
+    """A ``network.Network`` over a block head."""
 
     lag = 1
     bridged = False

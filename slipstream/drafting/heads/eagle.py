@@ -54,7 +54,7 @@ NORMS = (f"{LAYER}.input_layernorm.weight", f"{LAYER}.hidden_norm.weight", "norm
 
 
 class EagleNetwork:
-    """A ``neural.Network`` over an EAGLE head."""
+    """A ``network.Network`` over an EAGLE head."""
 
     lag = 1
     bridged = True

@@ -57,8 +57,8 @@ from slipstream.protocol.messages import FeatureSpec
 Run = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's number and its input [T, H] -> its output [T, H]
 
 
-class Blocks(Protocol):
-    """The decoder layers of a head: ``DecoderBlocks``, or ``engine.hf.HFLayers`` for layers of the target's kind."""
+class Layers(Protocol):
+    """The decoder layers of a head: ``DecoderLayers``, or ``engine.hf.HFLayers`` for layers of the target's kind."""
 
     config: ModelConfig  # num_layers of them
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class Blocks(Protocol):
         ...
 
 
-class DecoderBlocks:
+class DecoderLayers:
     """Layers of ``decoder.py``."""
 
     def __init__(self, config: ModelConfig, head: MtpHead, dtype: torch.dtype, device: torch.device,
@@ -84,7 +84,7 @@ class DecoderBlocks:
         self._attention = attention_for(config, dtype, device)
 
     def begin(self, batch: ForwardBatch, pool: KVPool) -> Run:
-        """See ``Blocks``."""
+        """See ``Layers``."""
         step = Step.of(batch, self._rope, self._attention)
 
         def run(number: int, x: torch.Tensor) -> torch.Tensor:
@@ -95,17 +95,17 @@ class DecoderBlocks:
 
 
 class MtpNetwork:
-    """A ``neural.Network`` over the layers of a head."""
+    """A ``network.Network`` over the layers of a head."""
 
     lag = 1
     bridged = True
     race: Race | None = None
 
-    def __init__(self, head: MtpHead, blocks: Blocks, dtype: str, num_slots: int,
+    def __init__(self, head: MtpHead, layers: Layers, dtype: str, num_slots: int,
                  vocabulary: torch.Tensor | None = None) -> None:
-        """dtype: of features on the wire; weights and KV are in that of ``blocks``. vocabulary: int64 [K] token ids
+        """dtype: of features on the wire; weights and KV are in that of ``layers``. vocabulary: int64 [K] token ids
         whose rows of the lm_head are kept (FR-Spec), None for all."""
-        kind, device, config = blocks.dtype, blocks.device, blocks.config
+        kind, device, config = layers.dtype, layers.device, layers.config
         self.vocab_size, self.hidden_size = head.vocab_size, head.hidden_size
         self.max_context = config.max_context
         spec = FeatureSpec((head.target_layers,), head.hidden_size, dtype)
@@ -117,7 +117,7 @@ class MtpNetwork:
         self._pool = KVPool(len(head.layers), num_slots, config.num_kv_heads, config.head_dim, kind, device)
         # [L - 1, S, H] what a layer gave for the token in a slot; the last one's is carried by whoever grows trees.
         self._given = torch.empty(len(head.layers) - 1, num_slots, head.hidden_size, dtype=kind, device=device)
-        self._blocks = blocks
+        self._layers = layers
         self._joints = [_Joint(layer, head, kind, device) for layer in head.layers]
         self._embedding = head.embedding.to(device, kind)
         kept = head.lm_head if vocabulary is None else head.lm_head.index_select(0, vocabulary)
@@ -132,7 +132,7 @@ class MtpNetwork:
         token = F.embedding(batch.tokens, self._embedding)
         if self._first_token_zero:
             token = token.masked_fill((batch.positions == 0)[:, None], 0.0)
-        run = self._blocks.begin(batch, self._pool)
+        run = self._layers.begin(batch, self._pool)
         states = (self._joints[0](run, 0, token, batch.features) if len(self._joints) == 1
                   else self._chain(run, batch, token, batch.features)).index_select(0, batch.logit_rows)
         return Output(self._lm_head(states).to(torch.promote_types(self._dtype, torch.float32)), states)
