@@ -24,8 +24,8 @@ import ctypes
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from slipstream.engine.batch import BatchBuilder, ForwardBatch, rows_batch
 from slipstream.engine.kv import KVPool, Slots, SlotTable
 from slipstream.engine.model import DTYPES, CausalModel, Map, ModelConfig, dtype_of
 from slipstream.engine.native.decoder import NativeDecoder
+from slipstream.engine.native.program import fits
 from slipstream.engine.ops.layer import Linear, norm_parts
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
@@ -116,6 +117,17 @@ def stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
     stream = cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return torch.cuda.stream(stream)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads inside an operation of torch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def cores(group: Path = CGROUP) -> int:
@@ -359,7 +371,7 @@ class ModelRunner:
         by = spec.projection
         return (by is not None and self._scoring is not None and not by.norm_width
                 and dtype_of(by.dtype) is dtype_of(spec.dtype) is self.model.dtype
-                and self._scoring.joins(by.rows, by.columns))
+                and fits(by.rows, by.columns))
 
     @torch.inference_mode()
     def states(self, batch: ForwardBatch) -> torch.Tensor:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -28,6 +27,7 @@ from slipstream.base.errors import ModelError, in_a_line
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
+from slipstream.engine.runner import threads
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
 # The most that a copy has of what configurations of transformers name so, or with words before: moe_intermediate_size.
@@ -81,7 +81,8 @@ def check_layers(raw: Mapping[str, Any], where: str) -> None:
 def check(config: Any, build: Build, serve: Serve) -> None:
     """Try the model that a configuration of transformers describes. Raises ModelError that names what differs."""
     where = f"{config.model_type} model"
-    with torch.random.fork_rng(devices=[]), _one_thread(), torch.no_grad():
+    # Tiny products gain nothing by threads, which wait for one another where cores are busy.
+    with torch.random.fork_rng(devices=[]), threads(1), torch.no_grad():
         torch.manual_seed(0)
         model = tiny(config, build)
         try:
@@ -95,17 +96,6 @@ def check(config: Any, build: Build, serve: Serve) -> None:
             raise
         except Exception as error:  # what a family's own code raises has no class in common
             raise ModelError(f"{where}: engine hf cannot serve it: a tiny copy raises {in_a_line(error)}") from error
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tiny products gain nothing by threads, which wait for one another where cores are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

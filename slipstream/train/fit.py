@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.base.errors import ConfigError
+from slipstream.engine.runner import threads
 from slipstream.train.anchors import Blocks, blocks_of, learn
 from slipstream.train.checkpoint import Checkpoint
 from slipstream.train.crew import Crew, Part
@@ -203,17 +203,6 @@ class Training:
         if self._held_out is None:
             return ()
         return self._learn(self._held_out).agreement
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads inside an operation."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def rate(step: int, share: float) -> float:

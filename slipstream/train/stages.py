@@ -27,6 +27,7 @@ from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.rounds import Acceptance
 from slipstream.engine.int8 import holds_int8, with_embedding
 from slipstream.engine.model import FAMILY, ModelConfig, device_of, dtype_of, load_tensors
+from slipstream.engine.runner import threads
 from slipstream.models.folder import read_json, weights_hash
 from slipstream.train.block_head import BLOCK, mask_token, warm_block_head
 from slipstream.train.card import card
@@ -35,7 +36,7 @@ from slipstream.train.collect import collect, identity_of
 from slipstream.train.dialogue import numbered, read_prompts
 from slipstream.train.evaluate import MAX_PROMPT, evaluate, prompts_of
 from slipstream.train.export import export
-from slipstream.train.fit import Progress, Training, threads
+from slipstream.train.fit import Progress, Training
 from slipstream.train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
 from slipstream.train.places import alone, check_out, check_work, named
 from slipstream.train.plot import curves

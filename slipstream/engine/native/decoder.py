@@ -109,7 +109,7 @@ class NativeDecoder:
         """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each. draws: nothing
         but these choices is wanted. They come in place of the argmax and perhaps without logits; None: they cannot be
         told, and logits are there. The tapped states go to ``features`` [S, len(taps) * H] at the batch's slots; None:
-        there are no taps. join: a ``linear`` of a matrix that ``joins``; what it makes of them goes there, [S, O]."""
+        there are no taps. join: a ``linear`` of a matrix that ``fits``; what it makes of them goes there, [S, O]."""
         assert join is None or isinstance(join, NativeLinear)
         width = len(taps) * self.config.hidden_size if join is None else join.packed.outer
         assert (width if taps else 0) == (0 if features is None else features.shape[1])
@@ -127,12 +127,8 @@ class NativeDecoder:
     def linear(self, weight: torch.Tensor) -> Map:
         """x -> x W^T for W [O, I] of any float dtype, on the model's threads where it fits them; the result is there
         until the next call."""
-        ours = weight.dtype is self.dtype and self.joins(*weight.shape)
+        ours = weight.dtype is self.dtype and fits(*weight.shape)
         return NativeLinear(self._team, weight) if ours else Linear(weight)
-
-    def joins(self, rows: int, columns: int) -> bool:
-        """Whether ``scored`` can do that with a matrix of this size, in the model's dtype, on its way."""
-        return fits(rows, columns)
 
     def frame(self, batch: ForwardBatch, pool: KVPool, features: torch.Tensor | None = None,
               draws: Draws = GREEDY) -> BatchFrame:
