@@ -24,12 +24,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slipstream.engine.ops.layer import Rope
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.layer import Rope, rms_norm
 from slipstream.train.block_head import BLOCK
 from slipstream.train.distil import columns_of
 from slipstream.train.head import Head, Tensors
 from slipstream.train.shards import Conversation
-from slipstream.train.unroll import Unrolled, norm, rotated
+from slipstream.train.unroll import Unrolled, after_attention, rotated
 
 ROWS_OF_AN_ANCHOR = 8  # tokens of a conversation for each of its anchors
 DECAY = 4.0
@@ -63,9 +64,7 @@ class Blocks:
 def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, roles: Sequence[int],
               dice: random.Random) -> Blocks:
     """Random anchors of ``conversations``, each cut after ``max_rows``. roles: of the tokens that are learnt."""
-    hidden, device = head.config.hidden_size, head.vocabulary.device
-    draft_ids = np.full(head.config.vocab_size + 1, -1, np.int64)  # the last one: of no token
-    draft_ids[head.vocabulary.cpu().numpy()] = np.arange(len(head.vocabulary))
+    hidden, device, draft_ids = head.config.hidden_size, head.vocabulary.device, head.draft_ids()
     found: dict[str, list[np.ndarray]] = {name: [] for name in ("places", "before", "after", "best", "counted")}
     states, finals, positions, bounds, owners = [], [], list[np.ndarray](), [0], [0]
     for c in conversations:
@@ -153,41 +152,34 @@ def states_of(head: Head, blocks: Blocks) -> torch.Tensor:
     assert head.mask_token is not None
     weight, config, kind = head.tensors, head.config, head.embedding.dtype
     rope = Rope(config, kind, blocks.states.device)
-    c = norm(F.linear(blocks.states.to(kind), weight["fc.weight"]).to(kind), weight["hidden_norm.weight"],
-             config.norm_eps)
+    c = rms_norm(F.linear(blocks.states.to(kind), weight["fc.weight"]).to(kind), weight["hidden_norm.weight"],
+                 config.norm_eps)
     tokens = torch.full_like(blocks.before, head.mask_token)
     tokens[:, 0] = blocks.before[:, 0]
     x = F.embedding(tokens, head.embedding).flatten(0, 1)  # [A * S, H]
     places = (blocks.places[:, None] + torch.arange(BLOCK, device=x.device)).flatten()
     turns = rope.rows(places), rope.rows(blocks.positions)
     for layer in range(config.num_layers):
-        own = {name.removeprefix(f"layers.{layer}."): w for name, w in weight.items() if name.startswith(
-            f"layers.{layer}.")}
-        x = _layer(head, own, x, c, turns, blocks)
-    return norm(x, weight["norm.weight"], config.norm_eps).view(*blocks.before.shape, -1)
+        x = _layer(config, head.layer(layer), x, c, turns, blocks)
+    return rms_norm(x, weight["norm.weight"], config.norm_eps).view(*blocks.before.shape, -1)
 
 
 Turn = tuple[torch.Tensor, torch.Tensor]
 
 
-def _layer(head: Head, weight: Tensors, x: torch.Tensor, c: torch.Tensor, turns: tuple[Turn, Turn],
+def _layer(config: ModelConfig, weight: Tensors, x: torch.Tensor, c: torch.Tensor, turns: tuple[Turn, Turn],
            blocks: Blocks) -> torch.Tensor:
-    config, kind = head.config, x.dtype
-
     def heads(name: str, rows: torch.Tensor, turn: Turn) -> torch.Tensor:
-        out = F.linear(rows, weight[f"self_attn.{name}_proj.weight"]).to(kind).view(len(rows), -1, config.head_dim)
+        out = F.linear(rows, weight[f"self_attn.{name}_proj.weight"]).to(x.dtype).view(len(rows), -1, config.head_dim)
         if name == "v":
             return out
-        return rotated(norm(out, weight[f"self_attn.{name}_norm.weight"], config.norm_eps), *turn)
+        return rotated(rms_norm(out, weight[f"self_attn.{name}_norm.weight"], config.norm_eps), *turn)
 
     of_blocks, of_context = turns
-    read = norm(x, weight["input_layernorm.weight"], config.norm_eps)
+    read = rms_norm(x, weight["input_layernorm.weight"], config.norm_eps)
     q, k, v = (heads(name, read, of_blocks) for name in "qkv")
     mixed = _attend(q * config.head_dim**-0.5, (k, v), (heads("k", c, of_context), heads("v", c, of_context)), blocks)
-    x = x + F.linear(mixed, weight["self_attn.o_proj.weight"]).to(kind)
-    y = norm(x, weight["post_attention_layernorm.weight"], config.norm_eps)
-    inner = F.silu(F.linear(y, weight["mlp.gate_proj.weight"])) * F.linear(y, weight["mlp.up_proj.weight"])
-    return x + F.linear(inner, weight["mlp.down_proj.weight"]).to(kind)
+    return after_attention(config, weight, x, mixed)
 
 
 def _attend(q: torch.Tensor, own: Turn, context: Turn, blocks: Blocks) -> torch.Tensor:

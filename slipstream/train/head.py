@@ -52,6 +52,17 @@ class Head:
     def num_parameters(self) -> int:
         return sum(t.numel() for t in self.tensors.values())
 
+    def layer(self, number: int) -> Tensors:
+        """The tensors of one of its layers, by their names in it."""
+        prefix = f"layers.{number}."
+        return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+
+    def draft_ids(self) -> NDArray[np.int64]:
+        """[V + 1] by token, its place in the draft vocabulary, -1 without one; the last entry is for -1, no token."""
+        ids = np.full(self.config.vocab_size + 1, -1, np.int64)
+        ids[self.vocabulary.cpu().numpy()] = np.arange(len(self.vocabulary))
+        return ids
+
 
 def taps_of(num_layers: int) -> tuple[int, int, int]:
     """The layers whose inputs a head reads."""

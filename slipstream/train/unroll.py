@@ -25,10 +25,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slipstream.drafting.heads.checkpoint import LAYER
-from slipstream.engine.ops.layer import Rope
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.layer import Rope, rms_norm
 from slipstream.train.distil import STRIDE, Distilled, Lesson
-from slipstream.train.head import Head
+from slipstream.train.head import Head, Tensors
 from slipstream.train.shards import ANSWER, Conversation
 
 DECAY = 0.8  # weight of each further step's loss
@@ -61,17 +61,14 @@ class Unrolled:
 def rows_of(conversations: Sequence[Conversation], head: Head, max_rows: int,
             roles: Sequence[int] = (ANSWER,)) -> Rows:
     """The rows of ``conversations``, each cut after ``max_rows``. roles: of the tokens that have a loss."""
-    hidden, device = head.config.hidden_size, head.vocabulary.device
-    draft_ids = np.full(head.config.vocab_size, -1, np.int64)
-    draft_ids[head.vocabulary.cpu().numpy()] = np.arange(len(head.vocabulary))
+    hidden, device, draft_ids = head.config.hidden_size, head.vocabulary.device, head.draft_ids()
     tokens, positions, states, finals, wanted, bests, bounds, num_rows, spoken = [], [], [], [], [], [], [0], 0, 0
     for c in conversations:
         count = min(len(c.tokens) - 2, max_rows)
         if count < 1:
             continue
         said = np.isin(c.roles[2:count + 2], roles)
-        greedy = np.asarray(c.greedy[1:count + 1])
-        best = np.where(said & (greedy >= 0), draft_ids[np.maximum(greedy, 0)], -1)
+        best = np.where(said, draft_ids[c.greedy[1:count + 1]], -1)
         own, width = np.flatnonzero(best >= 0), whole(count)
         bits = torch.from_numpy(np.array(c.states[:count + 1])).view(torch.bfloat16)
         tokens.append(filled(torch.from_numpy(c.tokens[1:count + 1].astype(np.int64)), width))
@@ -107,7 +104,7 @@ def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float3
     with torch.autocast(rows.tokens.device.type, dtype, enabled=dtype is not head.embedding.dtype):
         outs = states_of(head, rows, steps)
     config = head.config
-    normed = torch.stack([norm(out[rows.wanted], head.tensors["norm.weight"], config.norm_eps) for out in outs])
+    normed = torch.stack([rms_norm(out[rows.wanted], head.tensors["norm.weight"], config.norm_eps) for out in outs])
     counts = torch.arange(len(rows.wanted), device=rows.wanted.device) < rows.num_wanted
     counted = torch.stack([(rows.positions[rows.wanted] >= k) & counts for k in range(steps)])
     shares = counted.to(normed.dtype) / counted.sum(1, keepdim=True).clamp(min=1)
@@ -119,20 +116,20 @@ def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float3
 
 def states_of(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
     """The layer's output [R, H] in each step, before the final norm."""
-    weight, config = head.tensors, head.config
-    kind = head.embedding.dtype
-    cos, sin = Rope(config, kind, rows.tokens.device).rows(rows.positions)
-    token = norm(F.embedding(rows.tokens, head.embedding), weight[f"{LAYER}.input_layernorm.weight"], config.norm_eps)
-    state = F.linear(rows.states.to(kind), weight["fc.weight"]).to(kind)
-    kept: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in range(config.num_layers)]
+    config, kind = head.config, head.embedding.dtype
+    rope = Rope(config, kind, rows.tokens.device).rows(rows.positions)
+    layers = [head.layer(number) for number in range(config.num_layers)]
+    of_tokens, of_states = (layers[0][f"{name}.weight"] for name in ("input_layernorm", "hidden_norm"))
+    token = rms_norm(F.embedding(rows.tokens, head.embedding), of_tokens, config.norm_eps)
+    state = F.linear(rows.states.to(kind), head.tensors["fc.weight"]).to(kind)
+    kept: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in layers]
     outs = []
     for _ in range(steps):
-        x = torch.cat((token, norm(state, weight[f"{LAYER}.hidden_norm.weight"], config.norm_eps)), -1)
-        for layer, (keys, values) in enumerate(kept):
-            own = f"layers.{layer}"
-            if layer:
-                x = norm(state, weight[f"{own}.input_layernorm.weight"], config.norm_eps)
-            state = _layer(head, own, state, x, (cos, sin), rows.bounds, keys, values)
+        x = torch.cat((token, rms_norm(state, of_states, config.norm_eps)), -1)
+        for number, (weight, (keys, values)) in enumerate(zip(layers, kept, strict=True)):
+            if number:
+                x = rms_norm(state, weight["input_layernorm.weight"], config.norm_eps)
+            state = _layer(config, weight, state, x, rope, rows.bounds, keys, values)
         outs.append(state)
         state = shifted(state, 1)
     return outs
@@ -145,21 +142,25 @@ def shifted(rows: torch.Tensor, by: int) -> torch.Tensor:
     return torch.cat((torch.zeros_like(rows[:by]), rows[:-by]))
 
 
-def _layer(head: Head, own: str, state: torch.Tensor, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor],
-           bounds: tuple[int, ...], keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-    """One step of all rows in the layer named ``own``: x [R, ·] is read, state [R, H] is added to; keys and values join
-    those of the steps before."""
-    weight, config = head.tensors, head.config
-    q, k, v = (F.linear(x, weight[f"{own}.self_attn.{name}_proj.weight"]).to(state.dtype)
+def _layer(config: ModelConfig, weight: Tensors, state: torch.Tensor, x: torch.Tensor,
+           rope: tuple[torch.Tensor, torch.Tensor], bounds: tuple[int, ...], keys: list[torch.Tensor],
+           values: list[torch.Tensor]) -> torch.Tensor:
+    """One step of all rows in a layer: x [R, ·] is read, state [R, H] is added to; keys and values join those of the
+    steps before."""
+    q, k, v = (F.linear(x, weight[f"self_attn.{name}_proj.weight"]).to(state.dtype)
                .view(len(x), -1, config.head_dim) for name in "qkv")
     keys.append(rotated(k, *rope))
     values.append(v)
     mixed = _attend(rotated(q, *rope) * config.head_dim**-0.5, keys, values, bounds)
-    out = state + F.linear(mixed, weight[f"{own}.self_attn.o_proj.weight"]).to(state.dtype)
-    y = norm(out, weight[f"{own}.post_attention_layernorm.weight"], config.norm_eps)
-    inner = F.silu(F.linear(y, weight[f"{own}.mlp.gate_proj.weight"]))
-    inner = inner * F.linear(y, weight[f"{own}.mlp.up_proj.weight"])
-    return out + F.linear(inner, weight[f"{own}.mlp.down_proj.weight"]).to(state.dtype)
+    return after_attention(config, weight, state, mixed)
+
+
+def after_attention(config: ModelConfig, weight: Tensors, state: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    """The rest of a layer: state [R, H] and what attention gave [R, Q * D] -> [R, H]."""
+    out = state + F.linear(mixed, weight["self_attn.o_proj.weight"]).to(state.dtype)
+    y = rms_norm(out, weight["post_attention_layernorm.weight"], config.norm_eps)
+    inner = F.silu(F.linear(y, weight["mlp.gate_proj.weight"])) * F.linear(y, weight["mlp.up_proj.weight"])
+    return out + F.linear(inner, weight["mlp.down_proj.weight"]).to(state.dtype)
 
 
 def _attend(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
@@ -192,11 +193,6 @@ def _attend(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torc
         for j, value in enumerate(own_values):
             out = out + share[..., j, None] * value
     return out.reshape(len(q), -1)
-
-
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As the engine's, of which autograd takes the slope."""
-    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
