@@ -467,10 +467,8 @@ class Beliefs:
 
     def passed(self, earned_s: float, spent_s: float, lookup: bool) -> None:
         """A round of any session is over. Without prompt lookup it counts as a plain one."""
-        alone = self.alone
-        alone.earned_s = alone.earned_s * ALONE + earned_s
-        alone.spent_s = alone.spent_s * ALONE + (spent_s if lookup else earned_s)
-        self.worth = alone.earned_s / alone.spent_s if alone.earned_s > alone.spent_s > 0.0 else 1.0
+        self.alone.add(earned_s, spent_s if lookup else earned_s, 0.0, lookup)
+        self.worth = max(1.0, self.alone.gain)
 
     def begin(self, sampled: bool, price_s: float) -> tuple[Acceptance, float]:
         """What a new session believes of draft tokens, and in which share of exchanges there are any: as others have
