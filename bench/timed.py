@@ -24,9 +24,10 @@ from draft_service.__main__ import host as host_draft
 from draft_service.assembly import Draft
 from draft_service.assembly import assemble as assemble_draft
 from slipstream.base.config import Config, load
-from slipstream.cli.process import kept_up, until_signalled
+from slipstream.cli.process import until_signalled
 from slipstream.observe.log import configure
 from slipstream.observe.trace import Trace
+from slipstream.observe.vitals import kept_up
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.session import LEASE_S

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from draft_service.assembly import Draft, build
 from slipstream.base.config import Config
 from slipstream.base.errors import SlipstreamError
-from slipstream.cli.process import kept_up, main, require_own
+from slipstream.cli.process import main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import until
+from slipstream.observe.vitals import kept_up, until
 from slipstream.wire.link import export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer

@@ -27,7 +27,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
 
     try:
         service = RouterService(config, clients, connect)
-        async with following(addresses, config.wire.kubeconfig, service.seen, begun=service.vitals.follow):
+        async with following(addresses, config.wire.kubeconfig, service.seen, vitals=service.vitals):
             await service.gateway.warm()
             await service.start()
             if ready is not None:

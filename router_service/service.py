@@ -26,7 +26,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.spans import spans_of
-from slipstream.observe.vitals import Vitals, watch_lag
+from slipstream.observe.vitals import Vitals, kept_up, watch_lag
 from slipstream.protocol.requests import Backend
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
@@ -62,7 +62,7 @@ class RouterService:
         self._metrics = None if shared else MetricsServer(
             section.metrics_listen, metrics.registry, lambda: self.gateway.ready, self.vitals)
         self._tls = tls_files(config.wire.tls)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._beside = contextlib.AsyncExitStack()  # what runs from start to drain
         self._log = logger("router")
 
     @property
@@ -95,13 +95,10 @@ class RouterService:
         await self._balancer.poll()
         await self._grpc.start()
         self.vitals.follow(await self._http.start())
-        self._tasks = [asyncio.create_task(work) for work in
-                       (self._balancer.run(), self._fallback.run(), self._show_ready(),
-                        *([] if self._keys is None else [self._keys.follow()]),
-                        watch_lag(self.gateway.metrics.lag),
-                        export_end(self._tls, self.gateway.metrics.registry.certificate_ends))]
-        for task in self._tasks:
-            self.vitals.follow(task)
+        await self._beside.enter_async_context(kept_up(
+            self._balancer.run(), self._fallback.run(), self._show_ready(),
+            *([] if self._keys is None else [self._keys.follow()]), watch_lag(self.gateway.metrics.lag),
+            export_end(self._tls, self.gateway.metrics.registry.certificate_ends), vitals=self.vitals))
         self._log.info("listening", http=self.http_port, grpc=self.grpc_port, metrics=self.metrics_port,
                        ready=self.gateway.ready)
 
@@ -115,9 +112,7 @@ class RouterService:
             async with asyncio.timeout(grace_s):
                 await self.gateway.admission.quiet(QUIET_S)
         self.gateway.drain()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._beside.aclose()
         await self._targets.aclose()
         await self._grpc.drain(1.0)
         await calls  # cancelled instead, it would take down what both wait for

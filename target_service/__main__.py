@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from slipstream.base.config import Config
 from slipstream.base.errors import SlipstreamError, Unavailable
-from slipstream.cli.process import kept_up, main, require_own
+from slipstream.cli.process import main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import Vitals, until
+from slipstream.observe.vitals import Vitals, kept_up, until
 from slipstream.protocol.pairing import check_pair
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
@@ -61,7 +61,7 @@ async def host(config: Config, target: Target, stop: asyncio.Event, ready: Calla
     async def beside() -> AsyncIterator[None]:
         target.worker.start()
         async with (drafts.dialled(config.target.drafts, config.wire.kubeconfig, target.metrics.drafts_expected,
-                                   target.vitals.follow),
+                                   target.vitals),
                     kept_up(export_bytes([counts], target.metrics.wire_bytes), vitals=target.vitals)):
             yield
 

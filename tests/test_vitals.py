@@ -17,13 +17,13 @@ from structlog.testing import capture_logs
 from bench.fleet import free_port
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import PartLost, Unavailable
-from slipstream.cli.process import answers, kept_up
+from slipstream.cli.process import answers
 from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.following.following import Following
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import SILENT_S, Vitals, until
+from slipstream.observe.vitals import SILENT_S, Vitals, kept_up, until
 from slipstream.protocol.messages import Growth, Open, TargetHello
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.link import DraftLink

@@ -30,11 +30,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -43,7 +41,6 @@ from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
 from slipstream.observe.log import configure, logger
-from slipstream.observe.vitals import Vitals
 
 START_S = 180.0  # loading a large model from a cold disk
 CLOSE_S = 15.0  # beyond the time that a service gives its answers
@@ -92,21 +89,6 @@ def open_files() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # macOS says unlimited and gives less
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-@asynccontextmanager
-async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None) -> AsyncIterator[None]:
-    """Run ``work`` beside the block, and end it with the block. ``vitals`` hear of what fails before."""
-    tasks = [asyncio.create_task(one) for one in work]
-    if vitals is not None:
-        for task in tasks:
-            vitals.follow(task)
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_signalled(config: Config, serve: Serve, while_input: bool = False) -> None:
