@@ -43,10 +43,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import structlog
-
 from slipstream.base.address import ServiceAddress, service_address
 from slipstream.base.errors import ConfigError, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.observe.log import logger
 from slipstream.observe.vitals import Vitals, kept_up
 
 MAX_ENDPOINTS = 1000  # of one slice; Kubernetes allows no more
@@ -248,7 +247,7 @@ class ServiceWatch:
         self._slices: dict[str, tuple[Endpoint, ...]] = {}
         self._synced_s = 0.0
         self._problem = ""
-        self._log = structlog.get_logger(part="discovery", service=f"{service.service}.{service.namespace}")
+        self._log = logger("discovery", service=f"{service.service}.{service.namespace}")
 
     async def run(self) -> None:
         """Follow until cancelled."""

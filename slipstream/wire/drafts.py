@@ -18,9 +18,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
-
 from slipstream.base.errors import SlipstreamError
+from slipstream.observe.log import logger
 from slipstream.observe.vitals import Vitals, kept_up
 from slipstream.protocol.messages import Link
 from slipstream.protocol.requests import DraftStatus
@@ -62,7 +61,7 @@ class Drafts:
         self._worker = worker
         self._roster = Roster(clock, rules)
         self._dialled: dict[str, Dialled] = {}
-        self._log = structlog.get_logger(part="wire")
+        self._log = logger("wire")
 
     def fix(self, addresses: Sequence[str]) -> None:
         """Dial these for ever. Raises ConfigError for certificates that cannot be read."""

@@ -37,7 +37,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-import structlog
 from grpc import aio
 
 from slipstream.base.errors import (
@@ -47,6 +46,7 @@ from slipstream.base.errors import (
     SlipstreamError,
     Unavailable,
 )
+from slipstream.observe.log import logger
 from slipstream.protocol.conduct import Absence, Allowance, Pace
 from slipstream.protocol.messages import (
     Commit,
@@ -301,7 +301,7 @@ class DraftLink:
         self._absence = Absence()
         self._drafter = ""
         self._problem = "not connected yet"
-        self._log = structlog.get_logger(part="wire", draft=address)
+        self._log = logger("wire", draft=address)
 
     def send(self, items: Sequence[DraftBound]) -> None:
         outbox = self._outbox

@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any
 
 import grpc
-import structlog
 
 from slipstream.base.errors import CapacityError, Draining, PairingError, RemoteProtocolError, SlipstreamError
+from slipstream.observe.log import logger
 from slipstream.protocol.conduct import Absence
 from slipstream.protocol.messages import PeerEvents, TargetBound
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, host_of
@@ -62,7 +62,7 @@ class DraftServicer:
         self._connected = connected
         self._absent: dict[str, tuple[Absence, float]] = {}  # by host: those that broke the protocol, and until when
         self._draining = asyncio.Event()
-        self._log = structlog.get_logger(part="wire")
+        self._log = logger("wire")
 
     def handler(self) -> grpc.GenericRpcHandler:
         exchange: Any = grpc.stream_stream_rpc_method_handler(self._exchange)
