@@ -20,7 +20,7 @@ from slipstream.wire.tls import export_end, tls_files
 DRAIN_S = 2.0  # time to stop: short, as a target goes on without a draft at once
 
 
-async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Serve until ``stop`` is set, then give all sessions up, so that targets go on alone. Raises ConfigError or
     ModelError when it cannot begin, PartLost when it cannot go on."""
     bind_guard(config.draft.listen, config.wire, tls_files(config.wire.tls))
@@ -28,7 +28,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     await host(config, await asyncio.to_thread(build, config), stop, ready)
 
 
-async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """The same for a draft that is put together already."""
     tls = tls_files(config.wire.tls)
     servicer = DraftServicer(draft.worker, connected=draft.metrics.targets_connected)
@@ -45,8 +45,7 @@ async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callabl
             await server.set_ready(True)
             up.set()
             logger("draft").info("ready", listen=config.draft.listen)
-            if ready is not None:
-                ready()
+            ready()
             await until(stop, vitals, show=server.set_ready)
             up.clear()
             logger("draft").info("draining")

@@ -17,7 +17,7 @@ from slipstream.wire.target import TargetClient
 from slipstream.wire.tls import dialling, tls_files
 
 
-async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Serve until ``stop`` is set, then drain. ``ready`` is called once the ports listen."""
     tls, addresses = tls_files(config.wire.tls), config.router.targets
     clients = {address: TargetClient(address, tls=tls) for address in fixed(addresses)}
@@ -30,8 +30,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
         async with following(addresses, config.wire.kubeconfig, service.seen, vitals=service.vitals):
             await service.gateway.warm()
             await service.start()
-            if ready is not None:
-                ready()
+            ready()
             try:
                 await until(stop, service.vitals)
             finally:

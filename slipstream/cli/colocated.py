@@ -26,7 +26,7 @@ from target_service.assembly import Target
 from target_service.assembly import build as build_target
 
 
-async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin, PartLost when it cannot go on."""
     config = config.on_one_machine()
@@ -47,8 +47,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     await router.start()
     up.set()
     _tell(link, config)
-    if ready is not None:
-        ready()
+    ready()
     try:
         await until(stop, target.vitals, draft.worker.vitals, router.vitals)
     finally:
