@@ -552,7 +552,7 @@ class DraftWorker:
             self._picture(round_)
         self._metrics.sessions_open(len(self._sessions))
         if round_.commits:
-            self._metrics.committed(len(round_.commits), sum(len(commit.tokens) for commit in round_.commits))
+            self._metrics.committed(len(round_.commits))
         if (grown := round_.grown) is None:
             return
         self._metrics.grew(grown.ended_s - grown.began_s, sum(len(growth.ids) for _, growth in round_.sent))
