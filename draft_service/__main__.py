@@ -40,7 +40,7 @@ async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callabl
     metrics.start()
     draft.worker.start()
     try:
-        async with kept_up(export_bytes([servicer.counts], draft.metrics.wire_bytes),
+        async with kept_up(export_bytes(servicer.counts, draft.metrics.wire_bytes),
                            export_end(tls, draft.metrics.registry.certificate_ends), vitals=vitals):
             await server.set_ready(True)
             up.set()

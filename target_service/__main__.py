@@ -62,7 +62,7 @@ async def host(config: Config, target: Target, stop: asyncio.Event, ready: Calla
         target.worker.start()
         async with (drafts.dialled(config.target.drafts, config.wire.kubeconfig, target.metrics.drafts_expected,
                                    target.vitals),
-                    kept_up(export_bytes([counts], target.metrics.wire_bytes), vitals=target.vitals)):
+                    kept_up(export_bytes(counts, target.metrics.wire_bytes), vitals=target.vitals)):
             yield
 
     await _host(config, target, beside, stop, ready)

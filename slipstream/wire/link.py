@@ -91,13 +91,13 @@ class WireCounts:
     bytes_out: int = 0
 
 
-async def export_bytes(counts: Sequence[WireCounts], export: Callable[[str, int], None]) -> None:
+async def export_bytes(counts: WireCounts, export: Callable[[str, int], None]) -> None:
     """Hand what passed since the last time to ``export`` (direction, bytes), twice a second, until cancelled."""
-    told = {"in": 0, "out": 0}
+    told = WireCounts()
     while True:
-        now = {"in": sum(c.bytes_in for c in counts), "out": sum(c.bytes_out for c in counts)}
-        for direction, total in now.items():
-            export(direction, total - told[direction])
+        now = replace(counts)
+        export("in", now.bytes_in - told.bytes_in)
+        export("out", now.bytes_out - told.bytes_out)
         told = now
         await asyncio.sleep(EXPORT_S)
 
