@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draft_service.assembly import assemble
+from draft_service.worker import DraftWorker
 from slipstream.base.config import ModelSection, PolicySection, TargetSection, WireSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
@@ -161,7 +161,7 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
 @asynccontextmanager
 async def drafting(drafter: Drafter, run_ahead: int = 0, made_for: str = "") -> AsyncIterator[PeerEvents]:
     """A running draft worker around ``drafter``."""
-    worker = assemble(drafter, "", 30.0, run_ahead, made_for=made_for).worker
+    worker = DraftWorker(drafter, "", 30.0, run_ahead, made_for=made_for)
     worker.start()
     try:
         yield worker

@@ -178,11 +178,11 @@ class Dying(NgramDrafter):
 DRAFT = """
 import sys
 from draft_service.__main__ import host
-from draft_service.assembly import assemble
+from draft_service.worker import DraftWorker
 from slipstream.cli.process import main
 from tests.test_vitals import Dying
 
-main("draft_service", lambda config, stop, ready: host(config, assemble(Dying(8), "", 30.0), stop, ready))
+main("draft_service", lambda config, stop, ready: host(config, DraftWorker(Dying(8), "", 30.0), stop, ready))
 """
 
 

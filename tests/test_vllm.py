@@ -26,7 +26,7 @@ from slipstream_vllm.versions import adapter_fits
 from structlog.testing import capture_logs
 
 from bench.vllm.host import SleepingRunner
-from draft_service.assembly import assemble
+from draft_service.worker import DraftWorker
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.following.chains import PLAIN, SWITCH, Chains, Row
@@ -88,7 +88,7 @@ class Runner:
 
 @contextmanager
 def drafted(chains: Chains) -> Iterator[None]:
-    worker = assemble(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0).worker
+    worker = DraftWorker(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0)
     worker.start()
     try:
         with local_link_to(HELLO, chains.following, worker):
