@@ -283,7 +283,7 @@ class RouterMetrics:
         self.load(0, 0)
 
     def request(self, endpoint: str, code: int, mode: str) -> None:
-        """``mode``: speculative, plain, mixed, or none for a request that got no token."""
+        """``mode``: speculative or plain, as it began, or none for a request that got no token."""
         self._requests.of(endpoint, str(code), mode).inc()
 
     def finished(self, seconds: float, mode: str) -> None:
