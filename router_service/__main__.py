@@ -12,7 +12,7 @@ from router_service.service import RouterService
 from slipstream.base.config import Config
 from slipstream.cli.process import main
 from slipstream.observe.vitals import until
-from slipstream.wire.discovery import fixed, following
+from slipstream.wire.discovery import fixed, watching
 from slipstream.wire.target import TargetClient
 from slipstream.wire.tls import dialling, tls_files
 
@@ -27,7 +27,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
 
     try:
         service = RouterService(config, clients, connect)
-        async with following(addresses, config.wire.kubeconfig, service.seen, vitals=service.vitals):
+        async with watching(addresses, config.wire.kubeconfig, service.seen, vitals=service.vitals):
             await service.gateway.warm()
             await service.start()
             ready()

@@ -23,7 +23,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.vitals import Vitals, kept_up
 from slipstream.protocol.messages import Link
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.discovery import Roster, RosterRules, fixed, following
+from slipstream.wire.discovery import Roster, RosterRules, fixed, watching
 
 LOOK_S = 0.5
 
@@ -92,7 +92,7 @@ class Drafts:
         cluster can be found."""
         try:
             self.fix(fixed(addresses))
-            async with (following(addresses, kubeconfig, self.seen, vitals=vitals) as directory,
+            async with (watching(addresses, kubeconfig, self.seen, vitals=vitals) as directory,
                         kept_up(self.run(lambda: expected(len(self._roster.fixed) + directory.listed)), vitals=vitals)):
                 yield
         finally:
