@@ -37,8 +37,8 @@ QUIET_S = 0.5  # nobody asks any more: what was sent when the last answer went w
 
 
 class RouterService:
-    """A router over ``targets`` (name to backend), and over what ``connect`` opens for discovered ones (``seen``).
-    Make, start and drain it on one event loop."""
+    """A router over ``targets`` (name to backend), and over what ``connect`` opens for discovered ones. Make, start and
+    drain it on one event loop."""
 
     def __init__(self, config: Config, targets: Mapping[str, Backend], connect: Connect | None = None) -> None:
         """Raises ConfigError or ModelError when it cannot begin."""
@@ -48,8 +48,8 @@ class RouterService:
         # One port for both, and not any that is free: what is measured is a page of the API.
         shared = section.metrics_listen == section.listen and host_port(section.listen)[1] != 0
         metrics = RouterMetrics(section.model_name or folder.name, shared)
-        self._targets = Targets(targets, connect)
-        self._balancer = Balancer(self._targets, metrics, tokenizer_hash(folder))
+        self.targets = Targets(targets, connect)
+        self._balancer = Balancer(self.targets, metrics, tokenizer_hash(folder))
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
                                spans_of(config.log, "router"), Trials(Trial(folder)))
@@ -84,10 +84,6 @@ class RouterService:
             return None
         return GatewayFront(self.gateway, tenant)
 
-    def seen(self, ready: Mapping[str, str]) -> None:
-        """What discovery knows of targets: addresses that take work -> the name that each one's certificate bears."""
-        self._targets.seen(ready)
-
     async def start(self) -> None:
         """Listen, after one look at the targets; whether one is ready shows in the health."""
         if self._metrics is not None:
@@ -113,7 +109,7 @@ class RouterService:
                 await self.gateway.admission.quiet(QUIET_S)
         self.gateway.drain()
         await self._beside.aclose()
-        await self._targets.aclose()
+        await self.targets.aclose()
         await self._grpc.drain(1.0)
         await calls  # cancelled instead, it would take down what both wait for
         await self._http.close()
