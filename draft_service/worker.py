@@ -39,7 +39,7 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,7 +56,7 @@ from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Span, Spans
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.observe.vitals import Vitals
-from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace
+from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace, giver
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -491,11 +491,9 @@ class DraftWorker:
 
     def _yields(self, peer: Peer, round_: Round) -> bool:
         """Whether a peer with more sessions gave the oldest of them up for one of ``peer``'s."""
-        held = Counter(holder for holder, _ in self._sessions)
-        most = max(held, key=lambda holder: held[holder])
-        if held[most] < held[peer] + 2:
+        if (crowd := giver((holder for holder, _ in self._sessions), peer)) is None:
             return False
-        oldest = next(one for one in self._sessions.values() if one.peer == most)
+        oldest = next(one for one in self._sessions.values() if one.peer == crowd)
         self._drop(oldest, DraftEvent.CLOSE, "capacity", round_)
         return True
 

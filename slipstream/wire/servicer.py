@@ -13,7 +13,6 @@ It knows nothing about sessions, trees or what items mean.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ import grpc
 
 from slipstream.base.errors import CapacityError, Draining, PairingError, RemoteProtocolError, SlipstreamError
 from slipstream.observe.log import logger
-from slipstream.protocol.conduct import Absence
+from slipstream.protocol.conduct import Absence, giver
 from slipstream.protocol.messages import PeerEvents, TargetBound
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, host_of
 from slipstream.wire.codec import (
@@ -121,11 +120,9 @@ class DraftServicer:
     def _enter(self, limit: asyncio.Timeout, host: str) -> None:
         """A stream from ``host``, which ``limit`` can end. Raises CapacityError."""
         if len(self._hosts) >= self._max_peers:
-            held = Counter(self._hosts.values())
-            most = max(held, key=lambda one: held[one])
-            if held[most] < held[host] + 2:
+            if (crowd := giver(self._hosts.values(), host)) is None:
                 raise CapacityError(f"already {self._max_peers} targets are connected", retry_after_s=10.0)
-            oldest = next(one for one, whose in self._hosts.items() if whose == most)
+            oldest = next(one for one, whose in self._hosts.items() if whose == crowd)
             del self._hosts[oldest]
             oldest.reschedule(asyncio.get_running_loop().time())
         self._hosts[limit] = host
