@@ -323,8 +323,8 @@ def test_draining_gives_everything_up() -> None:
 def test_a_target_that_does_not_fit_is_refused() -> None:
     bench = Bench()
     assert bench.worker.peer_up(bench.peer, HELLO).drafter == "ngram"
-    with pytest.raises(PairingError, match="protocol_version"):
-        bench.worker.peer_up(bench.peer, TargetHello(99, 1, "m", 100, "hash", 32, 4, 64))
+    with pytest.raises(PairingError, match="tokenizer_hash"):
+        bench.worker.peer_up(bench.peer, TargetHello(PROTOCOL_VERSION, 1, "m", 100, "other", 32, 4, 64))
 
 
 def test_who_goes_back_to_ngram_need_not_take_the_heads_name_away() -> None:
