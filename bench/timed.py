@@ -21,12 +21,12 @@ from pydantic import TypeAdapter
 
 from bench.fleet import LOGS, Process, Served, free_port, served, service
 from draft_service.__main__ import host as host_draft
-from draft_service.assembly import Draft
-from draft_service.assembly import assemble as assemble_draft
+from draft_service.worker import DraftWorker
 from slipstream.base.config import Config, load
-from slipstream.cli.process import kept_up, until_signalled
+from slipstream.cli.process import until_signalled
 from slipstream.observe.log import configure
 from slipstream.observe.trace import Trace
+from slipstream.observe.vitals import kept_up
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.session import LEASE_S
@@ -136,11 +136,11 @@ async def streaming(rig: Served, streams: int) -> AsyncIterator[list[Reader]]:
         yield readers
 
 
-def draft(config: Config, timing: Timing, device: Device) -> Draft:
+def draft(config: Config, timing: Timing, device: Device) -> DraftWorker:
     """A draft on ``device``."""
     section = config.draft
     drafter = TimedDrafter(timing, device, section.run_ahead > 0, section.max_sessions)
-    return assemble_draft(drafter, "", LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"))
+    return DraftWorker(drafter, "", LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"))
 
 
 async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, ready: Callable[[], None],
@@ -152,8 +152,8 @@ async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, read
         await host_target(config, target, stop, ready)
         return
     beside = draft(config, timing, device)
-    beside.worker.start()
-    link = LocalLink("local", target.hello, target.worker.following, beside.worker, check_pair)
+    beside.start()
+    link = LocalLink("local", target.hello, target.worker.following, beside, check_pair)
 
     def up() -> None:
         target.service.drafts = lambda: [link.status()]
@@ -161,7 +161,7 @@ async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, read
         ready()
 
     await host_target(config, target, stop, up)
-    await asyncio.to_thread(beside.worker.stop)
+    await asyncio.to_thread(beside.stop)
 
 
 def main() -> None:

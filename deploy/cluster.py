@@ -96,7 +96,7 @@ class _Tree:
 
     def build(self, programs: Sequence[str], place: Path) -> None:
         """Compile them, by name, into ``place``."""
-        apt = _Apt(self._scratch)
+        apt = Apt(self._scratch)
         for package in PACKAGES:
             subprocess.run(["dpkg-deb", "-x", apt.package(*package), self._root], check=True)
         self._source.parent.mkdir(parents=True)
@@ -157,13 +157,13 @@ class _Tree:
             raise Unavailable(f"{Path(command[0]).name} {command[1]} failed: {done.stderr[-2000:]}")
 
 
-class _Apt:
-    """Debian's packages and sources, through an apt state in a scratch folder; the system's stays as it is."""
+class Apt:
+    """Debian's packages and sources, through an apt state in a scratch folder; the system's stays as it is. Raises
+    Unavailable."""
 
     def __init__(self, scratch: Path) -> None:
         if not DEBIAN.exists() or shutil.which("apt-get") is None:
-            raise Unavailable("Kubernetes is not built here: it takes the source package of Debian 12; "
-                              "name a cluster of yours with KUBECONFIG instead")
+            raise Unavailable("this is no Debian 12, whose packages it takes")
         self._files = scratch / "apt"
         for name in ("parts", "lists/partial", "cache/archives/partial", "files"):
             (self._files / name).mkdir(parents=True)
@@ -181,7 +181,7 @@ class _Apt:
         self._call(*command)
         found = next((self._files / "files").glob(pattern))
         if hashlib.sha256(found.read_bytes()).hexdigest() != digest:
-            raise Unavailable(f"{found.name} is not the file that is pinned; nothing was built from it")
+            raise Unavailable(f"{found.name} is not the file that is pinned; nothing was taken from it")
         return found
 
     def _call(self, *command: str) -> None:
@@ -191,8 +191,7 @@ class _Apt:
         done = subprocess.run(["apt-get", "-qq", *(f"-o{key}={value}" for key, value in options.items()), *command],
                               cwd=self._files / "files", capture_output=True, text=True)
         if done.returncode:
-            raise Unavailable(f"Kubernetes is not built here: Debian has no {command[-1]} ({done.stderr.strip()}); "
-                              "name a cluster of yours with KUBECONFIG instead")
+            raise Unavailable(f"Debian has no {command[-1]} ({done.stderr.strip()})")
 
 
 def _keep(content: bytes, program: Path) -> None:
@@ -210,7 +209,7 @@ def main() -> None:
     try:
         print(f"{', '.join(PROGRAMS)} are in {build(print, parser.parse_args().jobs)}")
     except SlipstreamError as error:
-        sys.exit(str(error))
+        sys.exit(f"Kubernetes is not built here: {error}; name a cluster of yours with KUBECONFIG instead")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from deploy.cluster import Apt
+from slipstream.base.errors import Unavailable
 from slipstream.models.folder import default_root
 
 HERE = Path(__file__).parent
@@ -79,16 +81,11 @@ def _validator(place: Path) -> None:
 
 def _prometheus(bin_folder: Path) -> str:
     """prometheus and promtool out of Debian's package; elsewhere they must be on PATH. Returns what was done."""
-    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        return "promtool: not fetched, as this is no Debian; install Prometheus so that promtool is on PATH"
     with tempfile.TemporaryDirectory() as scratch:
-        got = subprocess.run(["apt-get", "-q", "download", f"prometheus={PROMETHEUS}"], cwd=scratch,
-                             capture_output=True)
-        package = next(Path(scratch).glob("*.deb"), None)
-        if got.returncode or package is None:
-            return f"promtool: Debian's prometheus {PROMETHEUS} is not to be had (apt-get update?); install Prometheus"
-        if hashlib.sha256(package.read_bytes()).hexdigest() != PROMETHEUS_SHA256:
-            return f"promtool: {package.name} is not the file that is pinned; nothing was taken from it"
+        try:
+            package = Apt(Path(scratch)).package("prometheus", PROMETHEUS, PROMETHEUS_SHA256)
+        except Unavailable as error:
+            return f"promtool: {error}; install Prometheus, so that promtool is on PATH"
         subprocess.run(["dpkg-deb", "-x", package, scratch], check=True)
         for name in ("prometheus", "promtool"):
             shutil.copy2(Path(scratch) / "usr/bin" / name, bin_folder / name)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from draft_service.assembly import Draft, build
+from draft_service.assembly import build
+from draft_service.worker import DraftWorker
 from slipstream.base.config import Config
 from slipstream.base.errors import SlipstreamError
-from slipstream.cli.process import kept_up, main, require_own
+from slipstream.cli.process import main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import until
+from slipstream.observe.vitals import kept_up, until
 from slipstream.wire.link import export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer
@@ -20,7 +21,7 @@ from slipstream.wire.tls import export_end, tls_files
 DRAIN_S = 2.0  # time to stop: short, as a target goes on without a draft at once
 
 
-async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Serve until ``stop`` is set, then give all sessions up, so that targets go on alone. Raises ConfigError or
     ModelError when it cannot begin, PartLost when it cannot go on."""
     bind_guard(config.draft.listen, config.wire, tls_files(config.wire.tls))
@@ -28,35 +29,34 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     await host(config, await asyncio.to_thread(build, config), stop, ready)
 
 
-async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+async def host(config: Config, worker: DraftWorker, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """The same for a draft that is put together already."""
     tls = tls_files(config.wire.tls)
-    servicer = DraftServicer(draft.worker, connected=draft.metrics.targets_connected)
+    servicer = DraftServicer(worker, connected=worker.metrics.targets_connected)
     server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls)
     up = asyncio.Event()
-    vitals = draft.worker.vitals
-    metrics = MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set, vitals)
+    vitals = worker.vitals
+    metrics = MetricsServer(config.draft.metrics_listen, worker.metrics.registry, up.is_set, vitals)
     await server.start()
     metrics.start()
-    draft.worker.start()
+    worker.start()
     try:
-        async with kept_up(export_bytes([servicer.counts], draft.metrics.wire_bytes),
-                           export_end(tls, draft.metrics.registry.certificate_ends), vitals=vitals):
+        async with kept_up(export_bytes(servicer.counts, worker.metrics.wire_bytes),
+                           export_end(tls, worker.metrics.registry.certificate_ends), vitals=vitals):
             await server.set_ready(True)
             up.set()
             logger("draft").info("ready", listen=config.draft.listen)
-            if ready is not None:
-                ready()
+            ready()
             await until(stop, vitals, show=server.set_ready)
             up.clear()
             logger("draft").info("draining")
-            draft.worker.drain()
+            worker.drain()
             await server.drain(DRAIN_S)
     except SlipstreamError:
         await server.drain(0.0)
         raise
     finally:
-        await asyncio.to_thread(draft.worker.stop)
+        await asyncio.to_thread(worker.stop)
         await asyncio.to_thread(metrics.close)
     logger("draft").info("stopped")
 

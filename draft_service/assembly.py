@@ -1,10 +1,6 @@
-"""How a draft is put together from a configuration: drafter, worker, metrics. It knows nothing about sockets."""
+"""How a draft is put together from a configuration: drafter and worker. It knows nothing about sockets."""
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,8 +12,7 @@ from slipstream.engine.model import device_of
 from slipstream.engine.runner import cores
 from slipstream.models.folder import made_for, resolve, settled_draft, tokenizer_hash
 from slipstream.observe.log import logger
-from slipstream.observe.metrics import DraftMetrics
-from slipstream.observe.spans import Spans, spans_of
+from slipstream.observe.spans import spans_of
 from slipstream.observe.trace import Trace
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, Open
 from slipstream.protocol.requests import Sampling
@@ -26,16 +21,8 @@ from slipstream.protocol.session import LEASE_S
 PROMPT, ROUNDS, BYTES = 24, 3, 256  # of a rehearsal: tokens of its prompt, and of a vocabulary where any will do
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A draft that is ready to be started (``worker.start()``) and joined to targets."""
-
-    worker: DraftWorker
-    metrics: DraftMetrics
-
-
-def build(config: Config) -> Draft:
-    """Load the drafter. Raises ModelError or ConfigError."""
+def build(config: Config) -> DraftWorker:
+    """Load the drafter; the worker is to be started and joined to targets. Raises ModelError or ConfigError."""
     section = settled_draft(config.draft, config.model)
     weights = section.drafter != "ngram"
     if weights:
@@ -44,10 +31,12 @@ def build(config: Config) -> Draft:
     rehearse(drafter, section.growth.num_draft_tokens)
     # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
-    return assemble(drafter, digest, LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"),
-                    spans=spans_of(config.log, "draft"),
-                    made_for=made_for(resolve(section.model)) if section.model and weights else "",
-                    device=device_of(section.device) if weights else CPU)
+    logger("draft").info("drafter ready", drafter=drafter.name, reads_features=drafter.features is not None,
+                         max_sessions=drafter.max_sessions)
+    return DraftWorker(drafter, digest, LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"),
+                       spans=spans_of(config.log, "draft"),
+                       made_for=made_for(resolve(section.model)) if section.model and weights else "",
+                       device=device_of(section.device) if weights else CPU)
 
 
 def rehearse(drafter: Drafter, nodes: int) -> None:
@@ -69,15 +58,3 @@ def rehearse(drafter: Drafter, nodes: int) -> None:
             drafter.grow([session], [nodes])
             drafter.commit([Commit(session, base, np.zeros(1, np.int32), states(session, base - 1, 1))])
         drafter.close([session])
-
-
-def assemble(drafter: Drafter, digest: str, lease_s: float, run_ahead: int = 0, trace: Trace | None = None,
-             clock: Callable[[], float] = time.monotonic, spans: Spans | None = None, made_for: str = "",
-             device: torch.device = CPU) -> Draft:
-    """A draft around any drafter. ``digest``: the tokenizer hash that targets must have, "" for any; ``made_for``: see
-    ``DraftHello``; ``device``: the drafter's."""
-    metrics = DraftMetrics(drafter.name)
-    logger("draft").info("drafter ready", drafter=drafter.name, reads_features=drafter.features is not None,
-                         max_sessions=drafter.max_sessions)
-    worker = DraftWorker(drafter, digest, lease_s, metrics, clock, run_ahead, trace, spans, made_for, device)
-    return Draft(worker, metrics)

@@ -39,7 +39,7 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,7 +56,7 @@ from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Span, Spans
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.observe.vitals import Vitals
-from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace
+from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace, giver
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -300,16 +300,15 @@ HAND_OVER_S = 50e-6
 class DraftWorker:
     """Serves one drafter to any number of targets: a ``messages.PeerEvents``."""
 
-    def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, metrics: DraftMetrics,
-                 clock: Callable[[], float] = time.monotonic, run_ahead: int = 0,
-                 trace: Trace | None = None, spans: Spans | None = None, made_for: str = "",
-                 device: torch.device = CPU) -> None:
-        """``run_ahead``: nodes beyond those that a target would verify next; 0: one growth a commit. ``made_for``: see
-        ``DraftHello``. ``device``: the drafter's."""
+    def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, run_ahead: int = 0,
+                 trace: Trace | None = None, clock: Callable[[], float] = time.monotonic, spans: Spans | None = None,
+                 made_for: str = "", device: torch.device = CPU) -> None:
+        """``tokenizer_hash``: what targets must have, "" for any. ``run_ahead``: nodes beyond those that a target would
+        verify next; 0: one growth a commit. ``made_for``: see ``DraftHello``. ``device``: the drafter's."""
         self._drafter, self._device = drafter, device
         self._tokenizer_hash = tokenizer_hash
         self._lease_s = lease_s
-        self._metrics = metrics
+        self.metrics = DraftMetrics(drafter.name)
         self._clock = clock
         self._run_ahead = run_ahead
         self._made_for = made_for
@@ -421,7 +420,7 @@ class DraftWorker:
         self._next_sweep_s = now_s + self._lease_s / 4
         for drafted in [f for f in self._sessions.values() if now_s - f.side.heard_s > self._lease_s]:
             self._drop(drafted, DraftEvent.EXPIRE, "expired", round_)
-            self._metrics.expired()
+            self.metrics.expired()
 
     def _hear(self, peer: Peer, said: Sequence[Said], round_: Round) -> None:
         for item in said:
@@ -431,7 +430,7 @@ class DraftWorker:
                 self._refuse(peer, *item, round_)
 
     def _refuse(self, peer: Peer, session: int, error: RemoteProtocolError, round_: Round) -> None:
-        self._metrics.invalid_item()
+        self.metrics.invalid_item()
         faults = self._faults.setdefault(peer, FaultRate())
         log = self._log.warning if faults.news(error.field) else self._log.debug
         log("invalid message", peer=peer.name, session=session, field=error.field)
@@ -492,11 +491,9 @@ class DraftWorker:
 
     def _yields(self, peer: Peer, round_: Round) -> bool:
         """Whether a peer with more sessions gave the oldest of them up for one of ``peer``'s."""
-        held = Counter(holder for holder, _ in self._sessions)
-        most = max(held, key=lambda holder: held[holder])
-        if held[most] < held[peer] + 2:
+        if (crowd := giver((holder for holder, _ in self._sessions), peer)) is None:
             return False
-        oldest = next(one for one in self._sessions.values() if one.peer == most)
+        oldest = next(one for one in self._sessions.values() if one.peer == crowd)
         self._drop(oldest, DraftEvent.CLOSE, "capacity", round_)
         return True
 
@@ -550,12 +547,12 @@ class DraftWorker:
         """What nobody waits for: metrics, traces and spans of a round."""
         if self._trace.keeps:
             self._picture(round_)
-        self._metrics.sessions_open(len(self._sessions))
+        self.metrics.sessions_open(len(self._sessions))
         if round_.commits:
-            self._metrics.committed(len(round_.commits), sum(len(commit.tokens) for commit in round_.commits))
+            self.metrics.committed(len(round_.commits))
         if (grown := round_.grown) is None:
             return
-        self._metrics.grew(grown.ended_s - grown.began_s, sum(len(growth.ids) for _, growth in round_.sent))
+        self.metrics.grew(grown.ended_s - grown.began_s, sum(len(growth.ids) for _, growth in round_.sent))
         for drafted, growth in round_.sent:
             if drafted.span is not None:
                 drafted.span.event("growth", base=growth.base, nodes=len(growth.ids),

@@ -12,12 +12,12 @@ from router_service.service import RouterService
 from slipstream.base.config import Config
 from slipstream.cli.process import main
 from slipstream.observe.vitals import until
-from slipstream.wire.discovery import fixed, following
+from slipstream.wire.discovery import fixed, watching
 from slipstream.wire.target import TargetClient
 from slipstream.wire.tls import dialling, tls_files
 
 
-async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Serve until ``stop`` is set, then drain. ``ready`` is called once the ports listen."""
     tls, addresses = tls_files(config.wire.tls), config.router.targets
     clients = {address: TargetClient(address, tls=tls) for address in fixed(addresses)}
@@ -27,11 +27,10 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
 
     try:
         service = RouterService(config, clients, connect)
-        async with following(addresses, config.wire.kubeconfig, service.seen, begun=service.vitals.follow):
+        async with watching(addresses, config.wire.kubeconfig, service.targets.seen, vitals=service.vitals):
             await service.gateway.warm()
             await service.start()
-            if ready is not None:
-                ready()
+            ready()
             try:
                 await until(stop, service.vitals)
             finally:

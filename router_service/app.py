@@ -22,20 +22,19 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import json
 import re
 import secrets
 import time
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
@@ -54,18 +53,16 @@ from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
-from slipstream.protocol.chat import MAX_BODY_BYTES
+from slipstream.protocol.chat import BODY_S, MAX_BODY_BYTES
 
-BODY_S = 30.0  # a body that takes longer is refused
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions", MESSAGES: "chat", RESPONSES: "chat"}
 POSTED = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
 PAGES = (*POSTED, "/v1/models", "/health", "/ready", "/live", "/ping", "/load", "/version", "/openapi.json")
-ADVICE = {
-    404: f"no such page; here are POST {CHAT}, {COMPLETIONS}, {RESPONSES} and {MESSAGES}, GET /v1/models and /health",
-    405: "this page does not take that method; what makes answers or counts takes POST, all others GET",
-}
+MODEL = "/v1/models/"  # and the name of one
+NO_PAGE = f"no such page; here are POST {CHAT}, {COMPLETIONS}, {RESPONSES} and {MESSAGES}, GET /v1/models and /health"
+OTHER_METHOD = "this page does not take that method; what makes answers or counts takes POST, all others GET"
 MAX_TOLD = 256  # unknown fields that the log names once
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
 PAGE = re.compile(rb"null|https?://.*")  # origins of pages, not of programs that show pages of their own
@@ -88,8 +85,7 @@ def create_app(gateway: Gateway, keys: ApiKeys | None, measured: Measured | None
 
 
 class Surface:
-    """All routes. Requests for tokens go past FastAPI, whose layers every further token would have to pass as well; it
-    has the same routes, for its schema and for other methods, and answers the rest."""
+    """All pages. What is asked for one that is not here, or in a way that it does not take, is told which there are."""
 
     def __init__(self, gateway: Gateway, measured: Measured | None = None) -> None:
         self._gateway = gateway
@@ -97,42 +93,36 @@ class Surface:
         self._started_at = int(time.time())
         self._log = logger("http")
         self._left_out_told: set[str] = set()
-        self._answers: dict[str, Handler] = {CHAT: self.chat, COMPLETIONS: self.complete,
-                                             MESSAGES: self.messages, RESPONSES: self.responses}
-        # A redirect would name a scheme and a host, and those of a proxy before it are not known here.
-        self._rest = app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None,
-                                   redirect_slashes=False)
-        app.add_exception_handler(SlipstreamError, self.refused)
-        app.add_exception_handler(HTTPException, self.no_route)
-        app.add_exception_handler(ClientDisconnect, self.gone)
-        app.add_exception_handler(Exception, self.broken)
-        schemas = {CHAT: _schema(ChatBody), COMPLETIONS: _schema(CompletionBody)}
-        for path, post in (*self._answers.items(), ("/tokenize", self.tokenize), ("/detokenize", self.detokenize),
-                           (f"{MESSAGES}/count_tokens", self.count_tokens)):
-            app.add_api_route(path, post, methods=["POST"], openapi_extra=schemas.get(path))
-        for path, get in (("/v1/models", self.models), ("/v1/models/{model_id:path}", self.model),
-                          ("/health", self.health), ("/ready", self.health), ("/ping", self.health),
-                          ("/live", self.live), ("/load", self.load), ("/version", self.version), ("/", self.version),
-                          *((("/metrics", self.metrics),) if measured is not None else ())):
-            app.add_api_route(path, get, methods=["GET"])
-            app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
+        self._posts: dict[str, Handler] = {
+            CHAT: self.chat, COMPLETIONS: self.complete, MESSAGES: self.messages, RESPONSES: self.responses,
+            f"{MESSAGES}/count_tokens": self.count_tokens, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
+        self._gets: dict[str, Handler] = {
+            "/v1/models": self.models, MODEL: self.model, "/load": self.load, "/live": self.live,
+            "/health": self.health, "/ready": self.health, "/ping": self.health, "/version": self.version,
+            "/": self.version, "/openapi.json": self.openapi}
+        if measured is not None:
+            self._gets["/metrics"] = self.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._answers.get(scope["path"]) if scope["method"] == "POST" else None
-        if answer is None:
-            await self._rest(scope, receive, send)
-            return
-        request = Request(scope, receive)
+        path, request = scope["path"], Request(scope, receive)
         try:
-            response = await answer(request)
+            response = await self._page(scope["method"], path)(request)
         except SlipstreamError as error:
-            response = await self.refused(request, error)
-        except ClientDisconnect as error:
-            response = await self.gone(request, error)
+            response = self._refused(path, error)
+        except ClientDisconnect:
+            response = Response(status_code=499)
         except Exception as error:  # the gate answers it
-            self._gateway.failed(ENDPOINTS[scope["path"]], error)
+            if path in ENDPOINTS:
+                self._gateway.failed(ENDPOINTS[path], error)
             raise
         await response(scope, receive, send)
+
+    def _page(self, method: str, path: str) -> Handler:
+        pages = self._posts if method == "POST" else self._gets if method in ("GET", "HEAD") else {}
+        path = MODEL if path.startswith(MODEL) else path
+        if (page := pages.get(path)) is not None:
+            return page
+        return self.other_method if path in self._posts or path in self._gets else self.no_page
 
     async def chat(self, request: Request) -> Response:
         body, unknown = await self._read(request, ChatBody)
@@ -173,54 +163,56 @@ class Surface:
         text = await _present(request, partial(self._gateway.text, asked.get("model"), asked.get("tokens")))
         return json_response({"prompt": text}, headers=self._left_out(unknown))
 
-    async def load(self) -> Response:
+    async def load(self, _: Request) -> Response:
         return json_response({"server_load": self._gateway.admission.in_flight})
 
-    async def models(self) -> Response:
+    async def models(self, _: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
 
-    async def model(self, model_id: str) -> Response:
-        if not model_id:
-            return await self.models()
-        self._gateway.named(model_id)
+    async def model(self, request: Request) -> Response:
+        name = request.scope["path"].removeprefix(MODEL)
+        if not name:
+            return await self.models(request)
+        self._gateway.named(name)
         return json_response(self._model())
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         ready = self._gateway.ready
         return json_response({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
-    async def live(self) -> Response:
+    async def live(self, _: Request) -> Response:
         return json_response({"status": "live"})
 
-    async def version(self) -> Response:
+    async def version(self, _: Request) -> Response:
         return json_response({"version": __version__})
+
+    async def openapi(self, _: Request) -> Response:
+        told = described(self._posts, self._gets.keys() - {"/openapi.json"})
+        return Response(json.dumps(told), media_type="application/json")  # bounds are longer than orjson's numbers
 
     async def metrics(self, request: Request) -> Response:
         assert self._measured is not None
         content_type, page = self._measured(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
 
-    async def refused(self, request: Request, error: Exception) -> Response:
-        if request.url.path in ENDPOINTS:
-            self._gateway.failed(ENDPOINTS[request.url.path], error)
+    async def no_page(self, request: Request) -> Response:
+        path = request.scope["path"]
+        near = _near(path[:100])
+        return problem_response(http_problem(404, f"no such page; did you mean {near}?" if near else NO_PAGE), path)
+
+    async def other_method(self, request: Request) -> Response:
+        path = request.scope["path"]
+        response = problem_response(http_problem(405, OTHER_METHOD), path)
+        response.headers["allow"] = _methods(path)["allow"]
+        return response
+
+    def _refused(self, path: str, error: SlipstreamError) -> Response:
+        if path in ENDPOINTS:
+            self._gateway.failed(ENDPOINTS[path], error)
         problem = problem_of(error)
         if problem.status == 500:
             self._log.error("request failed", error=type(error).__name__)
-        return problem_response(problem, request.url.path)
-
-    async def no_route(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        near = _near(request.url.path[:100]) if error.status_code == 404 else ""
-        advice = f"no such page; did you mean {near}?" if near else ADVICE.get(error.status_code, str(error.detail))
-        response = problem_response(http_problem(error.status_code, advice), request.url.path)
-        response.headers.update(error.headers or {})
-        return response
-
-    async def gone(self, request: Request, error: Exception) -> Response:
-        return Response(status_code=499)
-
-    async def broken(self, request: Request, error: Exception) -> Response:
-        return problem_response(problem_of(error), request.url.path)  # the gate hears of it and logs it
+        return problem_response(problem, path)
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, Unknown]:
         raw, unknown = await self._json(request)
@@ -424,9 +416,19 @@ def problem_response(problem: Problem, path: str) -> Response:
                          dict(problem.headers))
 
 
-@cache
-def _schema(kind: type[ChatBody | CompletionBody]) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+def described(posts: Iterable[str], gets: Iterable[str]) -> dict[str, Any]:
+    """The pages as OpenAPI has them, and what those of OpenAI's API take."""
+    told: dict[str, Any] = {"responses": {"200": {"description": "what was asked for"}}}
+    paths = {path: {"post": dict(told)} for path in posts} | {path: {"get": dict(told)} for path in gets}
+    kinds = dict[str, Any]()
+    for path, kind in ((CHAT, ChatBody), (COMPLETIONS, CompletionBody)):
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        kinds |= schema.pop("$defs", {})
+        paths[path]["post"]["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    paths[f"{MODEL}{{model_id}}"] = model = paths.pop(MODEL)
+    model["get"]["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return {"openapi": "3.1.0", "info": {"title": "Slipstream", "version": __version__}, "paths": paths,
+            "components": {"schemas": kinds}}
 
 
 class Gate:

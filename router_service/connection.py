@@ -52,17 +52,16 @@ from slipstream.base.errors import CapacityError, Unavailable
 from slipstream.base.guests import Guests
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.chat import MOST_BODIES, STALL_S
 
 MAX_HEADER_BYTES = 32 << 10
 MAX_WAITING = 16
-MOST_BODIES = 256 << 20  # bytes
 HEAD_S = 30.0
 LINGER_S = 2.0  # what a refused client still sends is read and dropped for so long
 LINE_BYTES = 4  # of a header's line beside its name and value
 FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 STATE = "connection"  # its name in the state of its scopes
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"  # how uvicorn ends the head of a body in chunks
-STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
 COMMENT = b":\n"  # a line that says nothing: no end of an event, which some clients take for an event without data
 LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")  # JSON writes others so anyway

@@ -68,7 +68,7 @@ class Gateway:
         self.spans = spans
         self.admission = Admission(section.max_in_flight, section.max_wait_s, metrics)
         self.leaving = False
-        self._balancer = balancer
+        self.balancer = balancer
         self._fallback = fallback
         self._section = section
         self.lanes = Lanes()
@@ -76,12 +76,7 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        return self._balancer.ready and not self.leaving and not self.admission.closed
-
-    @property
-    def drafted(self) -> bool:
-        """Whether any target has a draft connected."""
-        return self._balancer.drafted
+        return self.balancer.ready and not self.leaving and not self.admission.closed
 
     @property
     def model(self) -> str:
@@ -99,7 +94,7 @@ class Gateway:
     @property
     def info(self) -> TargetInfo:
         """What a target says of itself. Raises Unavailable while none has."""
-        info = self._balancer.info
+        info = self.balancer.info
         if info is None:
             raise Unavailable("no target has answered yet; try again soon")
         return info
@@ -229,7 +224,7 @@ class Gateway:
                           namespace=_salted(tenant.namespace, options.salt), identity=job.identity,
                           grammar=options.grammar, prompt_logprobs=options.scored, logprobs_mode=options.logprobs_mode,
                           allowed_token_ids=options.allowed_token_ids, bad_words=job.bad_words).after(job.begun)
-        routed = self._balancer.submit(request)
+        routed = self.balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
                           options.keep_stop, self._shown(options), self._within(job, prompt), options.tells_all)
@@ -268,7 +263,7 @@ class Gateway:
                                  f"that no more than {MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or "
                                  "alternatives")
         asked_by = asked.options.asked_by
-        if asked_by and (unmet := self._balancer.unmet(asked_by)) is not None:
+        if asked_by and (unmet := self.balancer.unmet(asked_by)) is not None:
             raise InvalidRequest(asked_by[unmet], "the engine that serves this model does not honour it; leave it out",
                                  "unsupported_parameter")
         for need, name in asked_by.items():
@@ -347,7 +342,7 @@ class Gateway:
         _check_ids("begun.tokens", tokens, job.vocab_size)
         if not set(tokens).isdisjoint(job.options.ends(self.codec.stop_token_ids, job.vocab_size)):
             raise InvalidRequest("begun.tokens", "one of them ends an answer")
-        return replace(job, begun=tokens, identity=self._balancer.identity(begun.identity))
+        return replace(job, begun=tokens, identity=self.balancer.identity(begun.identity))
 
 
 @lru_cache(maxsize=64)
@@ -460,7 +455,7 @@ class Run:
             raise
         if not self._commits_s:
             meant = self.completions[found[0]].tally.first_state == "speculate"
-            self.mode = "speculative" if meant and self._gateway.drafted else "plain"
+            self.mode = "speculative" if meant and self._gateway.balancer.drafted else "plain"
         self._came = time.monotonic(), found[0], found[1].num_tokens
         return found
 

@@ -17,11 +17,12 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from router_service.connection import STALL_S, Connection, Room
+from router_service.connection import Connection, Room
 from slipstream.base.address import host_port
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.base.errors import ConfigError
 from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.chat import STALL_S
 from slipstream.wire.server import bind_guard
 
 KEEP_ALIVE_S = 75

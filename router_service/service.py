@@ -26,7 +26,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.spans import spans_of
-from slipstream.observe.vitals import Vitals, watch_lag
+from slipstream.observe.vitals import Vitals, kept_up, watch_lag
 from slipstream.protocol.requests import Backend
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
@@ -37,8 +37,8 @@ QUIET_S = 0.5  # nobody asks any more: what was sent when the last answer went w
 
 
 class RouterService:
-    """A router over ``targets`` (name to backend), and over what ``connect`` opens for discovered ones (``seen``).
-    Make, start and drain it on one event loop."""
+    """A router over ``targets`` (name to backend), and over what ``connect`` opens for discovered ones. Make, start and
+    drain it on one event loop."""
 
     def __init__(self, config: Config, targets: Mapping[str, Backend], connect: Connect | None = None) -> None:
         """Raises ConfigError or ModelError when it cannot begin."""
@@ -48,8 +48,8 @@ class RouterService:
         # One port for both, and not any that is free: what is measured is a page of the API.
         shared = section.metrics_listen == section.listen and host_port(section.listen)[1] != 0
         metrics = RouterMetrics(section.model_name or folder.name, shared)
-        self._targets = Targets(targets, connect)
-        self._balancer = Balancer(self._targets, metrics, tokenizer_hash(folder))
+        self.targets = Targets(targets, connect)
+        self._balancer = Balancer(self.targets, metrics, tokenizer_hash(folder))
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
                                spans_of(config.log, "router"), Trials(Trial(folder)))
@@ -62,7 +62,7 @@ class RouterService:
         self._metrics = None if shared else MetricsServer(
             section.metrics_listen, metrics.registry, lambda: self.gateway.ready, self.vitals)
         self._tls = tls_files(config.wire.tls)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._beside = contextlib.AsyncExitStack()  # what runs from start to drain
         self._log = logger("router")
 
     @property
@@ -84,10 +84,6 @@ class RouterService:
             return None
         return GatewayFront(self.gateway, tenant)
 
-    def seen(self, ready: Mapping[str, str]) -> None:
-        """What discovery knows of targets: addresses that take work -> the name that each one's certificate bears."""
-        self._targets.seen(ready)
-
     async def start(self) -> None:
         """Listen, after one look at the targets; whether one is ready shows in the health."""
         if self._metrics is not None:
@@ -95,13 +91,10 @@ class RouterService:
         await self._balancer.poll()
         await self._grpc.start()
         self.vitals.follow(await self._http.start())
-        self._tasks = [asyncio.create_task(work) for work in
-                       (self._balancer.run(), self._fallback.run(), self._show_ready(),
-                        *([] if self._keys is None else [self._keys.follow()]),
-                        watch_lag(self.gateway.metrics.lag),
-                        export_end(self._tls, self.gateway.metrics.registry.certificate_ends))]
-        for task in self._tasks:
-            self.vitals.follow(task)
+        await self._beside.enter_async_context(kept_up(
+            self._balancer.run(), self._fallback.run(), self._show_ready(),
+            *([] if self._keys is None else [self._keys.follow()]), watch_lag(self.gateway.metrics.lag),
+            export_end(self._tls, self.gateway.metrics.registry.certificate_ends), vitals=self.vitals))
         self._log.info("listening", http=self.http_port, grpc=self.grpc_port, metrics=self.metrics_port,
                        ready=self.gateway.ready)
 
@@ -115,10 +108,8 @@ class RouterService:
             async with asyncio.timeout(grace_s):
                 await self.gateway.admission.quiet(QUIET_S)
         self.gateway.drain()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._targets.aclose()
+        await self._beside.aclose()
+        await self.targets.aclose()
         await self._grpc.drain(1.0)
         await calls  # cancelled instead, it would take down what both wait for
         await self._http.close()

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from slipstream.base.config import Config
 from slipstream.base.errors import SlipstreamError, Unavailable
-from slipstream.cli.process import kept_up, main, require_own
+from slipstream.cli.process import main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import Vitals, until
+from slipstream.observe.vitals import Vitals, kept_up, until
 from slipstream.protocol.pairing import check_pair
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from target_service.vllm_start import VllmTarget
 
 
-async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin, PartLost or RanksLost when it cannot go
     on."""
@@ -45,7 +45,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     await host(config, target, stop, ready)
 
 
-async def host(config: Config, target: Target, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+async def host(config: Config, target: Target, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """The same for a target that is put together already."""
     tls, counts = tls_files(config.wire.tls), WireCounts()
 
@@ -61,14 +61,14 @@ async def host(config: Config, target: Target, stop: asyncio.Event, ready: Calla
     async def beside() -> AsyncIterator[None]:
         target.worker.start()
         async with (drafts.dialled(config.target.drafts, config.wire.kubeconfig, target.metrics.drafts_expected,
-                                   target.vitals.follow),
-                    kept_up(export_bytes([counts], target.metrics.wire_bytes), vitals=target.vitals)):
+                                   target.vitals),
+                    kept_up(export_bytes(counts, target.metrics.wire_bytes), vitals=target.vitals)):
             yield
 
     await _host(config, target, beside, stop, ready)
 
 
-async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
+async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Drafts are dialled by vLLM's workers."""
     from target_service.vllm_start import build, node_rank
 
@@ -80,7 +80,7 @@ async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], N
 
 
 async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[], AbstractAsyncContextManager[None]],
-                stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
+                stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Whatever its engine. ``beside``: what else is kept up meanwhile; begun when it listens."""
     tls, vitals, up = tls_files(config.wire.tls), target.vitals, asyncio.Event()
     try:
@@ -93,8 +93,7 @@ async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[]
                 await server.set_ready(True)
                 up.set()
                 logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))
-                if ready is not None:
-                    ready()
+                ready()
                 await until(stop, vitals, show=server.set_ready)
                 up.clear()
                 logger("target").info("draining")
@@ -111,7 +110,7 @@ async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[]
     logger("target").info("stopped")
 
 
-async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
+async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """On a machine that computes a part of vLLM's model and serves nobody: its page alone. Told to stop, it goes on
     until the first machine has ended, whose answers need it."""
     from target_service.vllm_start import Node
@@ -122,8 +121,7 @@ async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None
     def begun() -> None:
         up.set()
         logger("target").info("ready: a part of the model", rank=(config.target.vllm or {})["node_rank"])
-        if ready is not None:
-            ready()
+        ready()
 
     def compute() -> None:
         try:

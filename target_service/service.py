@@ -28,17 +28,6 @@ from target_service.sequence import Rule, Sink
 from target_service.step import CALM_S
 
 
-class LoopDispatch:
-    """Carries pieces from the engine thread to the event loop, one call a step."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def __call__(self, pieces: list[tuple[Sink, Piece | Exception]]) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(hand_over, pieces)
-
-
 class TargetAnswer:
     """One running answer as its reader sees it. Implements ``requests.Offering``."""
 
@@ -179,6 +168,12 @@ class TargetService:
 def _nobody(_: Piece) -> bool:
     """Takes nothing."""
     return False
+
+
+def send_over(loop: asyncio.AbstractEventLoop, pieces: list[tuple[Sink, Piece | Exception]]) -> None:
+    """From the engine thread, to who reads them on the event loop: one call a step."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(hand_over, pieces)
 
 
 def hand_over(pieces: list[tuple[Sink, Piece | Exception]]) -> None:

@@ -186,7 +186,7 @@ class VllmAnswer:
         followed = {"extra_args": extra} if running.drafted and extra else {}
 
         def made() -> Any:
-            asked = parameters(request, running.drafted, running.keyed, running.bounds)
+            asked = parameters(request, running.keyed)
             with self._refusing():
                 return running.params(**asked, **followed)
 

@@ -120,11 +120,11 @@ def vllm_version() -> str:
     """vLLM's version. Raises ConfigError where it or what it needs of ours is not there or not known."""
     try:
         import vllm  # noqa: F401
-        from slipstream_vllm.versions import adapter_of, installed
+        from slipstream_vllm.versions import adapter_fits, installed
     except ImportError as error:
         raise ConfigError(f"target.engine: vllm needs vLLM and slipstream-vllm in this environment: {error}") from error
     version = installed()
-    adapter_of(version)
+    adapter_fits(version)
     return version
 
 

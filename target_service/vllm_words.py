@@ -97,10 +97,9 @@ def check(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> None:
             raise InvalidRequest(field, message, "unsupported_parameter")
 
 
-def parameters(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> dict[str, Any]:
-    """Of vLLM's ``SamplingParams``, for what is left of ``request``; ``bad_words`` are runs of tokens. vLLM makes one
-    token at least. A grammar that was not tried may take seconds. Raises InvalidRequest."""
-    check(request, drafted, keyed, bounds)
+def parameters(request: Request, keyed: bool) -> dict[str, Any]:
+    """Of vLLM's ``SamplingParams``, for what is left of ``request``, which was checked; ``bad_words`` are runs of
+    tokens. vLLM makes one token at least. A grammar that was not tried may take seconds. Raises InvalidRequest."""
     sampling, answered, left = request.sampling, request.answered, max(1, request.max_tokens - request.answered)
     return {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,

@@ -26,7 +26,7 @@ from grpc import aio
 
 from bench.fleet import LOGS, Process, free_port, running, service
 from slipstream.base.errors import SlipstreamError
-from slipstream.cli.process import kept_up
+from slipstream.observe.vitals import kept_up
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,

@@ -61,7 +61,7 @@ def draft() -> DraftMetrics:
     metrics.sessions_open(1)
     metrics.expired()
     metrics.grew(0.1, 4)
-    metrics.committed(1, 2)
+    metrics.committed(1)
     metrics.wire_bytes("in", 1)
     metrics.invalid_item()
     metrics.targets_connected(1)

@@ -10,11 +10,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from draft_service.assembly import assemble
+from draft_service.worker import DraftWorker
 from slipstream.base.config import ModelSection, PolicySection, TargetSection, WireSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
@@ -43,7 +44,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 from target_service.assembly import grammars
 from target_service.loop import TargetWorker
-from target_service.service import LoopDispatch, TargetService
+from target_service.service import TargetService, send_over
 from target_service.step import Limits
 from tests.loop import eventually
 
@@ -142,7 +143,7 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})
     metrics = TargetMetrics("tiny")
-    worker = TargetWorker(runner, config, costs, metrics, LoopDispatch(asyncio.get_running_loop()), limits=limits,
+    worker = TargetWorker(runner, config, costs, metrics, partial(send_over, asyncio.get_running_loop()), limits=limits,
                           prefix_cache=prefix_cache)
     digest, shape = tokenizer_hash(folder), model.config
     served = Served("tiny", shape.vocab_size, shape.max_context, digest, slots,
@@ -161,7 +162,7 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
 @asynccontextmanager
 async def drafting(drafter: Drafter, run_ahead: int = 0, made_for: str = "") -> AsyncIterator[PeerEvents]:
     """A running draft worker around ``drafter``."""
-    worker = assemble(drafter, "", 30.0, run_ahead, made_for=made_for).worker
+    worker = DraftWorker(drafter, "", 30.0, run_ahead, made_for=made_for)
     worker.start()
     try:
         yield worker

@@ -7,7 +7,6 @@ import pytest
 
 from draft_service.worker import Drafted, DraftWorker
 from slipstream.drafting.tree import ROOT, GrowingTree
-from slipstream.observe.metrics import DraftMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -32,7 +31,7 @@ class Bench:
 
     def __init__(self, run_ahead: int = 12, keep: bool = True) -> None:
         drafter = TimedDrafter(TIMING, Device(), keep)
-        self.worker = DraftWorker(drafter, "", 30.0, DraftMetrics("timed"), run_ahead=run_ahead)
+        self.worker = DraftWorker(drafter, "", 30.0, run_ahead=run_ahead)
         self.peer = Listener()
         self.side = TargetSide(1, PROMPT, len(PROMPT), Sampling())
 

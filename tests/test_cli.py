@@ -321,7 +321,7 @@ def test_a_taken_port_is_told_before_a_model_is_loaded(role: str) -> None:
         config = load(None, (*on_free_ports(), "model.path=nowhere", "draft.drafter=standalone", "draft.model=nowhere",
                              f"{role}.listen={address}"))
         with pytest.raises(ConfigError, match=f"^{role}.listen: port .* is taken"):
-            asyncio.run(service.serve(config, asyncio.Event()))
+            asyncio.run(service.serve(config, asyncio.Event(), lambda: None))
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
@@ -330,7 +330,7 @@ def test_a_missing_certificate_is_told_before_a_model_is_loaded(role: str, tmp_p
     config = load(None, (*on_free_ports(), "model.path=nowhere", "draft.drafter=standalone", "draft.model=nowhere",
                          f"wire.tls.folder={tmp_path}"))
     with pytest.raises(ConfigError, match=r"^tls: cannot read .*tls\.crt"):
-        asyncio.run(service.serve(config, asyncio.Event()))
+        asyncio.run(service.serve(config, asyncio.Event(), lambda: None))
 
 
 def test_an_address_that_is_none_is_refused() -> None:

@@ -33,8 +33,8 @@ from slipstream.protocol.requests import (
     MAX_BAD_WORD,
     MAX_BAD_WORDS,
     MAX_BIASES,
+    MAX_ENDS,
     MAX_SCORES,
-    MAX_STOPS,
     NEEDS,
     DraftStatus,
     Piece,
@@ -460,7 +460,7 @@ def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None
     ("allowed_token_ids", target_pb2.GenerateStart(allowed_token_ids=[1] * (MAX_ALLOWED + 1))),
     ("logit_bias", target_pb2.GenerateStart(sampling=common_pb2.Sampling(
         logit_bias=[common_pb2.LogitBias(token_id=1)] * (MAX_BIASES + 1)))),
-    ("stop_token_ids", target_pb2.GenerateStart(sampling=common_pb2.Sampling(stop_token_ids=[1] * (MAX_STOPS + 1))))])
+    ("stop_token_ids", target_pb2.GenerateStart(sampling=common_pb2.Sampling(stop_token_ids=[1] * (MAX_ENDS + 1))))])
 def test_a_long_list_is_refused_before_anything_is_made_of_it(field: str, start: target_pb2.GenerateStart) -> None:
     frame = target_pb2.GenerateManyRequest.FromString(encode_asked(3, REQUEST))
     frame.items[0].start.MergeFrom(start)

@@ -29,8 +29,7 @@ from router_service.text.files import longest_token
 from router_service.text.marks import Style
 from router_service.text.tokens import ASSISTANT, BRIEF_TEXT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
-from slipstream.cli.process import kept_up
-from slipstream.observe.vitals import LAG_EVERY_S, watch_lag
+from slipstream.observe.vitals import LAG_EVERY_S, kept_up, watch_lag
 from slipstream.protocol.chat import (
     MAX_BIASES,
     MAX_BODY_BYTES,

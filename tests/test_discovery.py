@@ -26,8 +26,8 @@ from slipstream.wire.discovery import (
     WatchRules,
     endpoints_of,
     fixed,
-    following,
     merged,
+    watching,
 )
 from tests.api_server import StandIn, endpoint
 from tests.loop import eventually
@@ -67,7 +67,7 @@ async def telling(folder: Path, *versions: str, rules: WatchRules = QUICK,
     server = StandIn(*versions)
     await server.start()
     found = Told(server)
-    async with following(addresses, kubeconfig(folder, server), found.seen, rules) as found.directory:
+    async with watching(addresses, kubeconfig(folder, server), found.seen, rules) as found.directory:
         yield found
     await server.stop()
 
@@ -237,7 +237,7 @@ async def test_what_the_api_server_refused_is_said(tmp_path: Path, status: int) 
     await server.start()
     server.refuse = status
     with capture_logs() as logs:
-        async with following((ADDRESS,), kubeconfig(tmp_path, server), lambda ready: None, QUICK):
+        async with watching((ADDRESS,), kubeconfig(tmp_path, server), lambda ready: None, QUICK):
             await eventually(lambda: any("problem" in line for line in logs))
     problem = next(line["problem"] for line in logs if "problem" in line)
     assert f"refused to say which versions of discovery.k8s.io it serves: {status}" in problem
@@ -250,7 +250,7 @@ async def test_pods_that_nobody_could_ask_for_are_missed(tmp_path: Path) -> None
     server = StandIn()
     await server.start()
     server.refuse, told = 403, Told(server)
-    async with following((ADDRESS,), kubeconfig(tmp_path, server), told.seen, QUICK) as directory:
+    async with watching((ADDRESS,), kubeconfig(tmp_path, server), told.seen, QUICK) as directory:
         assert directory.listed == 1
         server.refuse = 0
         await eventually(lambda: directory.fresh)
@@ -259,7 +259,7 @@ async def test_pods_that_nobody_could_ask_for_are_missed(tmp_path: Path) -> None
 
 
 async def test_plain_addresses_need_no_cluster() -> None:
-    async with following(("127.0.0.1:1",), "", lambda ready: None) as found:
+    async with watching(("127.0.0.1:1",), "", lambda ready: None) as found:
         await asyncio.sleep(0)
         assert found.listed == 0 and found.fresh
 

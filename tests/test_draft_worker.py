@@ -14,7 +14,6 @@ from draft_service.worker import DraftWorker
 from slipstream.base.config import Config
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.observe.metrics import DraftMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -60,7 +59,7 @@ class Reading(NgramDrafter):
 def test_states_of_a_prompt_are_read_as_they_come_where_drafts_will_be_wanted(wanted: int, read: list[int]) -> None:
     """A head had all of a long prompt to read behind its first token, when its target waited for a tree."""
     drafter = Reading(8)
-    worker, peer = DraftWorker(drafter, "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0), Listener()
+    worker, peer = DraftWorker(drafter, "hash", 30.0, clock=lambda: 100.0), Listener()
     for told in (opened(1, wanted), Features(1, 0, bytes(8), 4, "float64"), Features(1, 4, bytes(8), 4, "float64")):
         worker.received(peer, [told], ())
         for _ in range(3):
@@ -101,13 +100,12 @@ class Bench:
     def __init__(self, max_sessions: int = 8) -> None:
         self.now_s = 100.0
         self.drafter = FailingDrafter(max_sessions)
-        self.metrics = DraftMetrics("ngram")
-        self.worker = DraftWorker(self.drafter, "hash", 30.0, self.metrics, lambda: self.now_s)
+        self.worker = DraftWorker(self.drafter, "hash", 30.0, clock=lambda: self.now_s)
         self.peer = Listener()
 
     @property
     def open_sessions(self) -> float:
-        lines = self.metrics.registry.page("")[1].decode().splitlines()
+        lines = self.worker.metrics.registry.page("")[1].decode().splitlines()
         return next(float(line.split()[-1]) for line in lines if line.startswith("slipstream_sessions_open{"))
 
     def deliver(self, *items: DraftBound, peer: Listener | None = None,
@@ -146,7 +144,7 @@ class Reader(NgramDrafter):
 def test_states_of_a_commit_belong_to_its_session() -> None:
     """Two targets both count their sessions from 7; the drafter knows each by a number of the worker's."""
     drafter = Reader(8)
-    worker = DraftWorker(drafter, "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0)
+    worker = DraftWorker(drafter, "hash", 30.0, clock=lambda: 100.0)
     for peer in (Listener("a"), Listener("b")):
         worker.received(peer, [opened(7)], ())
         states = Features(7, len(TEXT) - 1, bytes(8), 1, "float64")
@@ -167,7 +165,7 @@ def test_states_that_come_behind_their_commit_are_told_behind_it() -> None:
             told.extend(f"commit {one.base}" for one in commits)
             super().commit(commits)
 
-    worker = DraftWorker(Listening(8), "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0)
+    worker = DraftWorker(Listening(8), "hash", 30.0, clock=lambda: 100.0)
     before, behind = (Features(1, start, bytes(8), 1, "float64") for start in (0, 9))
     worker.received(Listener(), [opened(), before, commit(10, 3), behind], ())
     worker.turn(block=False)
@@ -193,7 +191,7 @@ def test_states_behind_a_commit_are_not_overtaken_by_those_of_the_next_one() -> 
     def states(start: int) -> Features:
         return Features(1, start, bytes(8), 1, "float64")
 
-    worker = DraftWorker(Listening(8), "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0)
+    worker = DraftWorker(Listening(8), "hash", 30.0, clock=lambda: 100.0)
     tokens = np.array([4], np.int32)
     worker.received(Listener(), [opened(), commit(10, 3), states(9), Commit(1, 11, tokens, states(10))], ())
     worker.turn(block=False)
@@ -214,7 +212,7 @@ def test_what_is_grown_ahead_does_not_wait_for_a_text_that_is_read() -> None:
             done.append("read")
             return []
 
-    worker = DraftWorker(Busy(8), "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0, run_ahead=16)
+    worker = DraftWorker(Busy(8), "hash", 30.0, clock=lambda: 100.0, run_ahead=16)
     worker.received(Listener(), [replace(opened(1, 2), ahead=True),
                                  Open(2, np.array([5, 6, 7], np.int32), 3, Sampling(), 8)], ())
     for _ in range(40):
@@ -325,12 +323,12 @@ def test_draining_gives_everything_up() -> None:
 def test_a_target_that_does_not_fit_is_refused() -> None:
     bench = Bench()
     assert bench.worker.peer_up(bench.peer, HELLO).drafter == "ngram"
-    with pytest.raises(PairingError, match="protocol_version"):
-        bench.worker.peer_up(bench.peer, TargetHello(99, 1, "m", 100, "hash", 32, 4, 64))
+    with pytest.raises(PairingError, match="tokenizer_hash"):
+        bench.worker.peer_up(bench.peer, TargetHello(PROTOCOL_VERSION, 1, "m", 100, "other", 32, 4, 64))
 
 
 def test_who_goes_back_to_ngram_need_not_take_the_heads_name_away() -> None:
     """It is not for ngram: a draft whose head could not be found did not start without it either."""
-    worker = build(Config.model_validate({"draft": {"drafter": "ngram", "model": "nowhere"}})).worker
+    worker = build(Config.model_validate({"draft": {"drafter": "ngram", "model": "nowhere"}}))
     hello = worker.peer_up(Listener(), HELLO)
     assert hello.drafter == "ngram" and hello.made_for == ""

@@ -15,7 +15,6 @@ from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.drafting import Drafter, create
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.observe.metrics import DraftMetrics
 from slipstream.protocol.messages import Commit, DraftBound, Features, Growth, Open, TargetBound
 from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import eagle_config, write_eagle_folder
@@ -139,7 +138,7 @@ def test_a_long_text_is_read_between_two_commits(make: Make, kind: str, sessions
     """A growth reads a part of it, so that other sessions need not wait. An idle draft left the rest to the next
     commits: a text of thousands of tokens was decoded plainly for many rounds."""
     drafter = make({"drafter": kind, "growth": {"topk": 2, "num_steps": 3, "num_draft_tokens": 8}}, num_slots=4000)
-    worker = DraftWorker(drafter, "", 30.0, DraftMetrics(kind), lambda: 100.0)
+    worker = DraftWorker(drafter, "", 30.0, clock=lambda: 100.0)
     population, peer = Population(drafter, 0), Target()
     tokens, size = [int(token) for token in population.noise.integers(0, VOCAB, 1902)], 1900
 

@@ -21,7 +21,7 @@ from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.following.following import MOST as MOST_EVENTS
 from slipstream.following.following import Following, Inbox
-from slipstream.observe.metrics import DraftMetrics, TargetMetrics
+from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.conduct import (
     AT_LEAST,
     FAULTS,
@@ -306,7 +306,7 @@ class Shared:
 
     def __init__(self, max_sessions: int = 64) -> None:
         self.drafter = Counting(max_sessions)
-        self.worker = DraftWorker(self.drafter, "", 30.0, DraftMetrics("ngram"), lambda: self.drafter.now_s)
+        self.worker = DraftWorker(self.drafter, "", 30.0, clock=lambda: self.drafter.now_s)
         self.hostile, self.honest = Hearing("hostile"), Hearing("honest")
 
     def turns(self, count: int) -> None:

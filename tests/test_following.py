@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from draft_service.assembly import assemble
+from draft_service.worker import DraftWorker
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
@@ -110,7 +110,7 @@ def following(gives: Callable[[FeatureSpec], bool] | None = None, lookup: bool =
 
 @contextmanager
 def drafted(target: Following) -> Iterator[None]:
-    worker = assemble(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0).worker
+    worker = DraftWorker(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0)
     worker.start()
     try:
         with local_link_to(HELLO, target, worker):

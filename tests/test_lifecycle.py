@@ -130,7 +130,7 @@ async def test_a_target_whose_port_is_taken_ends_whole(tiny_folder: Path, monkey
         loop = asyncio.get_running_loop()
         target = await asyncio.to_thread(build_target, config, loop)  # taken while it loaded
         with pytest.raises(ConfigError, match=taken_port):
-            await host_target(config, target, asyncio.Event())
+            await host_target(config, target, asyncio.Event(), lambda: None)
     assert ended == [target]
 
 

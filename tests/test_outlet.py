@@ -16,10 +16,11 @@ import pytest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router_service.connection import STALL_S, Connection, EventStream, Presence, connection_of
+from router_service.connection import Connection, EventStream, Presence, connection_of
 from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.chat import STALL_S
 from tests.echo import EchoTarget
 from tests.loop import eventually
 from tests.routing import COMPLETIONS, events, routing

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from router_service.dialects.fields import HONOURED, OTHERWISE_OVER_GRPC
 from router_service.dialects.openai import MAX_CONTAINERS
@@ -278,3 +281,15 @@ def test_pieces_of_calls_are_joined_by_their_index() -> None:
     found = whole([Delta(tool_calls=(piece,)) for piece in pieces])
     assert found.message.tool_calls == (ToolCall("a", "{}", "1", 0), ToolCall("b", "{}", "2", 1))
     assert json.loads(found.message.tool_calls[0].arguments) == {}
+
+
+async def test_a_router_of_this_machine_tells_what_it_offers(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        def offered() -> tuple[list[str], list[str]]:
+            with grpc.insecure_channel(f"127.0.0.1:{r.service.grpc_port}") as channel:
+                asked = ProtoReflectionDescriptorDatabase(channel)
+                file = asked.FindFileContainingSymbol("slipstream.v1.InferenceService")
+                return list(asked.get_services()), [method.name for method in file.service[0].method]
+
+        services, methods = await asyncio.to_thread(offered)
+        assert "slipstream.v1.InferenceService" in services and "Chat" in methods

@@ -22,7 +22,7 @@ from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHell
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import LEFT_ALONE, REFUSED, DraftStatus, Request, Sampling
 from slipstream.wire.channel import ConnectionRules
-from slipstream.wire.discovery import RosterRules, WatchRules, following
+from slipstream.wire.discovery import RosterRules, WatchRules, watching
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer
@@ -127,7 +127,7 @@ async def routed(folder: Path, tls: TlsFiles | None = None, client: TlsFiles | N
     targets = Targets({}, connect, clock, ROSTER)
     balancer = Balancer(targets, RouterMetrics("tiny"), rules=BalanceRules(poll_timeout_s=20.0))
     found = Routed(api, Pods(api, tls), targets, balancer, clock)
-    async with following(ADDRESSES, kubeconfig(folder, api), targets.seen, QUICK):
+    async with watching(ADDRESSES, kubeconfig(folder, api), targets.seen, QUICK):
         polling = asyncio.create_task(found.poll())
         try:
             yield found
@@ -308,7 +308,7 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
     def up() -> set[str]:
         return {status.address for status in drafts.statuses() if status.connected}
 
-    async with following(ADDRESSES, kubeconfig(tmp_path, api), drafts.seen, QUICK) as directory:
+    async with watching(ADDRESSES, kubeconfig(tmp_path, api), drafts.seen, QUICK) as directory:
         a = await pods.start("a", DraftServicer(echo))
         b = await pods.start("b", DraftServicer(echo))
         await eventually(lambda: up() == {a, b})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -243,6 +245,28 @@ async def test_every_route_needs_a_key(tiny_folder: Path, tmp_path: Path) -> Non
             client = openai.AsyncOpenAI(base_url=f"{r.base}/v1", api_key=key, max_retries=0)
             assert (await client.chat.completions.create(model="tiny", messages=HELLO)).choices
             await client.close()
+
+
+async def test_the_schema_is_whole(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        schema = (await r.http.get("/openapi.json")).json()
+        asked = schema["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert asked["properties"].keys() >= {"messages", "temperature", "tools"}
+        refs = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema)))
+        assert refs
+        for ref in refs:
+            part = schema
+            for name in ref.removeprefix("#/").split("/"):
+                part = part[name]
+
+
+@pytest.mark.parametrize(("method", "path", "allow"), [
+    ("GET", CHAT, "POST, OPTIONS"), ("DELETE", CHAT, "POST, OPTIONS"), ("POST", "/health", "GET, HEAD, OPTIONS"),
+    ("PUT", "/v1/models/tiny", "GET, HEAD, OPTIONS")])
+async def test_a_page_says_which_methods_it_takes(method: str, path: str, allow: str, tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        answer = await r.http.request(method, path)
+        assert answer.status_code == 405 and answer.headers["allow"] == allow
 
 
 async def test_drain_finishes_what_runs(tiny_folder: Path) -> None:

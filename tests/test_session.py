@@ -268,8 +268,6 @@ def test_a_model_with_the_same_tokens_and_other_padding_fits(rows: int) -> None:
 
 
 @pytest.mark.parametrize(("field", "change"), [
-    ("protocol_version", {"protocol_version": 99}),
-    ("incarnation", {"incarnation": 8}),
     ("vocab_size", {"vocab_size": 101}),
     ("vocab_size", {"vocab_size": 101, "tokenizer_hash": "other"}),
     ("vocab_size", {"vocab_size": 101, "tokenizer_hash": "hash", "features": FeatureSpec((1, 2), 64)}),

@@ -17,7 +17,7 @@ from slipstream_sglang.adapter_0_5_23 import NAME, NODES, adapt
 from slipstream_sglang.trees import laid_out
 
 from bench.fleet import free_port
-from draft_service.assembly import assemble
+from draft_service.worker import DraftWorker
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, Open, TargetHello
@@ -69,7 +69,7 @@ def worker_of(known: dict[str, CustomSpecAlgo], given: SimpleNamespace) -> Any:
 
 @contextmanager
 def drafted(worker: Any) -> Iterator[None]:
-    draft = assemble(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0).worker
+    draft = DraftWorker(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0)
     draft.start()
     try:
         with local_link_to(HELLO, worker.trees.chains.following, draft):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from draft_service.assembly import assemble
+from draft_service.worker import DraftWorker
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, rank
@@ -320,7 +320,7 @@ async def test_a_draft_with_less_padding_reads_what_it_has_no_row_for(tmp_path: 
     async with target(padded) as rig:
         plain = [token for piece in await rig.answer(request) for token in piece.tokens]
         hello = replace(rig.hello, tokenizer_hash=tokenizer_hash(folder))
-        worker = assemble(made, tokenizer_hash(folder), 30.0).worker
+        worker = DraftWorker(made, tokenizer_hash(folder), 30.0)
         worker.start()
         with local_link_to(hello, rig.worker.following, worker) as link:
             assert not link.status().problem

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import httpx
@@ -146,6 +147,8 @@ def test_what_an_editor_puts_before_a_file_is_no_part_of_its_first_key(tmp_path:
     keys = ApiKeys(file)
     assert keys.tenant("first") is not None and keys.tenant("second") is not None
     assert first_key(file) == "first"
+    helm_test = run_path(str(Path(__file__).parent.parent / "deploy/helm/slipstream/files/ask.py"))
+    assert helm_test["first_key"](str(file)) == "first"
 
 
 def test_a_namespace_is_the_same_for_all_routers_and_follows_from_no_name(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from structlog.testing import capture_logs
 from bench.fleet import free_port
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import PartLost, Unavailable
-from slipstream.cli.process import answers, kept_up
+from slipstream.cli.process import answers
 from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.following.following import Following
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import SILENT_S, Vitals, until
+from slipstream.observe.vitals import SILENT_S, Vitals, kept_up, until
 from slipstream.protocol.messages import Growth, Open, TargetHello
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.link import DraftLink
@@ -178,11 +178,11 @@ class Dying(NgramDrafter):
 DRAFT = """
 import sys
 from draft_service.__main__ import host
-from draft_service.assembly import assemble
+from draft_service.worker import DraftWorker
 from slipstream.cli.process import main
 from tests.test_vitals import Dying
 
-main("draft_service", lambda config, stop, ready: host(config, assemble(Dying(8), "", 30.0), stop, ready))
+main("draft_service", lambda config, stop, ready: host(config, DraftWorker(Dying(8), "", 30.0), stop, ready))
 """
 
 

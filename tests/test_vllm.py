@@ -22,11 +22,11 @@ from slipstream_vllm.adapter_0_32 import PARTS, rows_of
 from slipstream_vllm.options import Options
 from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.tokenizer import digest_of
-from slipstream_vllm.versions import ADAPTERS, adapter_of
+from slipstream_vllm.versions import adapter_fits
 from structlog.testing import capture_logs
 
 from bench.vllm.host import SleepingRunner
-from draft_service.assembly import assemble
+from draft_service.worker import DraftWorker
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.following.chains import PLAIN, SWITCH, Chains, Row
@@ -88,7 +88,7 @@ class Runner:
 
 @contextmanager
 def drafted(chains: Chains) -> Iterator[None]:
-    worker = assemble(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0).worker
+    worker = DraftWorker(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0)
     worker.start()
     try:
         with local_link_to(HELLO, chains.following, worker):
@@ -256,8 +256,8 @@ def test_options_that_cannot_be_are_refused_by_name(given: object, field: str) -
 def test_versions_that_are_not_known_are_refused_by_name() -> None:
     for found in ("0.33.1", "1.0", ""):
         with pytest.raises(ConfigError, match=found or "none installed"):
-            adapter_of(found)
-    assert adapter_of("0.32.7") is ADAPTERS["0.32"]
+            adapter_fits(found)
+    adapter_fits("0.32.7")
 
 
 def test_a_vllm_that_is_not_known_starts_without_us_and_is_refused_where_drafts_are_asked_for(

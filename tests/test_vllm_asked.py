@@ -48,8 +48,8 @@ def test_every_field_of_a_request_has_its_way() -> None:
 
 @pytest.mark.parametrize("field", PARAMETERS)
 def test_a_field_changes_its_parameter_and_no_other(field: str) -> None:
-    plain = parameters(ASKED, drafted=False, keyed=False, bounds=BOUNDS)
-    changed = parameters(asked(field, OTHERWISE[field]), drafted=False, keyed=False, bounds=BOUNDS)
+    plain = parameters(ASKED, keyed=False)
+    changed = parameters(asked(field, OTHERWISE[field]), keyed=False)
     different = {name for name in plain if plain[name] != changed[name]}
     assert different - {"ignore_eos"} == {PARAMETERS[field]}, "ignore_eos stands for the end of a grammar"
 
@@ -70,17 +70,17 @@ def test_a_field_changes_its_parameter_and_no_other(field: str) -> None:
 def test_what_vllm_has_no_way_for_is_refused_by_field(request_: Request, drafted: bool, keyed: bool,
                                                       field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parameters(request_, drafted, keyed, BOUNDS)
+        check(request_, drafted, keyed, BOUNDS)
     assert refused.value.field == field and field in FIELDS
 
 
 def test_vllm_makes_one_token_at_least_and_is_asked_for_no_more_before_an_end() -> None:
-    given = parameters(asked("max_tokens", 0), drafted=False, keyed=False, bounds=BOUNDS)
+    given = parameters(asked("max_tokens", 0), keyed=False)
     assert (given["max_tokens"], given["min_tokens"]) == (1, 0)
-    given = parameters(asked("min_tokens", 99), drafted=False, keyed=False, bounds=BOUNDS)
+    given = parameters(asked("min_tokens", 99), keyed=False)
     assert (given["max_tokens"], given["min_tokens"]) == (12, 12)
     endless = replace(ASKED, sampling=Sampling(min_tokens=9))
-    assert parameters(endless, drafted=False, keyed=False, bounds=BOUNDS)["min_tokens"] == 0, "nothing is forbidden"
+    assert parameters(endless, keyed=False)["min_tokens"] == 0, "nothing is forbidden"
 
 
 class TheirParams:
@@ -101,7 +101,7 @@ def test_ends_that_are_ignored_are_not_forbidden(request_: Request, forbidden: s
                              StructuredOutputsParams=dict)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(sampling_params=theirs))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", theirs)
-    made = params_of()(**parameters(request_, drafted=False, keyed=False, bounds=BOUNDS))
+    made = params_of()(**parameters(request_, keyed=False))
     made.update_from_generation_config({"eos_token_id": 0}, 2)
     assert made.forbidden == forbidden
 
@@ -109,14 +109,14 @@ def test_ends_that_are_ignored_are_not_forbidden(request_: Request, forbidden: s
 @pytest.mark.parametrize(("seed", "keyed", "given"), [(5, False, 5), (2**63 - 1, False, 2**63 - 1), (2**63, False, 0),
                                                       (2**64 - 1, False, 2**63 - 1), (2**64 - 1, True, 2**64 - 1)])
 def test_a_seed_is_one_that_vllm_can_hold(seed: int, keyed: bool, given: int) -> None:
-    assert parameters(asked("seed", seed), drafted=keyed, keyed=keyed, bounds=BOUNDS)["seed"] == given
+    assert parameters(asked("seed", seed), keyed=keyed)["seed"] == given
 
 
 def test_where_some_allowed_token_is_left_wherever_the_answer_is_nothing_is_refused() -> None:
     for request in (replace(ASKED, allowed_token_ids=(2, 3), bad_words=((3,),)),  # it may end
                     replace(asked("min_tokens", 2), allowed_token_ids=(3, 4), bad_words=((4, 3),)),
                     asked("bad_words", ((3,), (3, 4, 5)))):
-        given = parameters(request, drafted=True, keyed=True, bounds=BOUNDS)
+        given = parameters(request, keyed=True)
         assert given["bad_words"] == [list(word) for word in request.bad_words]
 
 
@@ -144,7 +144,7 @@ def test_what_goes_on_elsewhere_is_what_is_taken_from_there() -> None:
 ])
 def test_grammars_are_structured_outputs_of_the_same_kind(grammar: Grammar, found: dict[str, Any]) -> None:
     assert structured(grammar) == found
-    bound = parameters(replace(ASKED, grammar=grammar), drafted=True, keyed=True, bounds=BOUNDS)
+    bound = parameters(replace(ASKED, grammar=grammar), keyed=True)
     assert bound["structured_outputs"] == found and not bound["ignore_eos"]
 
 

@@ -256,11 +256,13 @@ async def test_oversized_features_are_split_and_an_oversized_item_costs_its_sess
     await rig.stop()
 
 
-async def raw_draft(behave: Callable[[aio.ServicerContext, TargetHello], object]) -> tuple[aio.Server, int]:
-    """A draft service that shakes hands and then does what ``behave`` does."""
+async def raw_draft(behave: Callable[[aio.ServicerContext, TargetHello], object],
+                    other: int = 0) -> tuple[aio.Server, int]:
+    """A draft service that shakes hands and then does what ``behave`` does. ``other``: bits of the stream's incarnation
+    that it has wrong."""
     async def exchange(_requests: object, context: aio.ServicerContext) -> None:
         target = decode_target_hello(await context.read())
-        await context.write(encode_draft_hello(replace(DRAFT, incarnation=target.incarnation)))
+        await context.write(encode_draft_hello(replace(DRAFT, incarnation=target.incarnation ^ other)))
         await behave(context, target)
 
     server = aio.server()
@@ -284,6 +286,20 @@ async def test_a_stale_frame_is_dropped() -> None:
     task = asyncio.create_task(link.run())
     await eventually(lambda: target.items == [Drop(2, "gap")])
     assert target.downs == []
+    task.cancel()
+    await server.stop(0)
+
+
+async def test_a_draft_that_answers_another_stream_is_left_alone() -> None:
+    async def behave(context: aio.ServicerContext, target: TargetHello) -> None:
+        await asyncio.Event().wait()
+
+    server, port = await raw_draft(behave, other=1)
+    target = Target()
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=RULES)
+    task = asyncio.create_task(link.run())
+    await eventually(lambda: "incarnation" in link.status().problem)
+    assert link.status().given_up and target.ups == []
     task.cancel()
     await server.stop(0)
 

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 
 from bench.fleet import free_port
 from draft_service.__main__ import host as host_draft
-from draft_service.assembly import assemble as assemble_draft
+from draft_service.worker import DraftWorker
 from router_service.service import RouterService
 from slipstream.base.config import Config, load
 from slipstream.grammar.trial import Grammars, Trial
@@ -89,7 +89,7 @@ class DraftPiece(Piece):
 
     async def work(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         config = settings(f"draft.listen=127.0.0.1:{self.port}", "draft.metrics_listen=127.0.0.1:0")
-        self.made = assemble_draft(drafter(self.timing, config.draft.max_sessions), "", LEASE_S, config.draft.run_ahead)
+        self.made = DraftWorker(drafter(self.timing, config.draft.max_sessions), "", LEASE_S, config.draft.run_ahead)
         await host_draft(config, self.made, stop, ready)
 
 

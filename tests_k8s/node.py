@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import yaml
 
-from slipstream.cli.process import kept_up
+from slipstream.observe.vitals import kept_up
 from tests_k8s.cluster import Cluster
 from tests_k8s.kubelet import kubelet
 from tests_k8s.pod import Pod, now

@@ -13,7 +13,7 @@ import pytest
 from slipstream.base.address import ServiceAddress, service_address
 from slipstream.base.errors import Unavailable
 from slipstream.wire.cluster import ApiServer, Change, api_server
-from slipstream.wire.discovery import Directory, WatchRules, following
+from slipstream.wire.discovery import Directory, WatchRules, watching
 from tests.api_server import endpoint
 from tests_k8s.cluster import Cluster, Door, Slices
 from tests_k8s.own_server import OwnServer
@@ -54,7 +54,7 @@ class Told:
 async def telling(kubeconfig: str | Path, namespace: str) -> AsyncIterator[Told]:
     found = Told()
     address = f"kubernetes:///target.{namespace}:50051"
-    async with following((address,), str(kubeconfig), found.seen, QUICK) as found.directory:
+    async with watching((address,), str(kubeconfig), found.seen, QUICK) as found.directory:
         yield found
 
 

@@ -25,8 +25,7 @@ import numpy as np
 from bench.asking import ask
 from bench.gpu.pace import graphed, head_of
 from bench.gpu.stage import Finding, Given
-from draft_service.assembly import Draft
-from draft_service.assembly import assemble as assemble_draft
+from draft_service.worker import DraftWorker
 from slipstream.base.config import load
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.protocol.pairing import check_pair
@@ -74,7 +73,7 @@ class Pair:
     """A target and a draft that are linked."""
 
     target: Target
-    draft: Draft
+    draft: DraftWorker
     link: LocalLink
 
     async def asked(self, prompts: list[list[int]], sampling: Sampling, answer: int,
@@ -88,7 +87,7 @@ class Pair:
     def end(self) -> None:
         self.link.cut()
         self.target.end()
-        self.draft.worker.stop()
+        self.draft.stop()
 
 
 async def _started(given: Given, count: int) -> Pair:
@@ -98,10 +97,10 @@ async def _started(given: Given, count: int) -> Pair:
     network, levels = head_of(given, config.draft.growth, count * WINDOW, count)
     levels.warm()
     drafter = NeuralDrafter("eagle3", network, config.draft.growth, count, WINDOW // 2, levels)
-    draft = assemble_draft(drafter, "", LEASE_S, device=given.device)
-    link = LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair)
+    draft = DraftWorker(drafter, "", LEASE_S, device=given.device)
+    link = LocalLink("local", target.hello, target.worker.following, draft, check_pair)
     pair = Pair(target, draft, link)
-    draft.worker.start()
+    draft.start()
     target.worker.start()
     link.restore()
     if problem := link.status().problem:

@@ -137,7 +137,7 @@ class Walked:
         self._target = build_target(config, self._clients.call(asyncio.get_running_loop))
         self._link = self._stream.call(self._joined, config.wire)
         self._target.service.drafts = lambda: [self._link.status()]
-        self._drafting, self._deciding = _started(self._draft.worker.start), _started(self._target.worker.start)
+        self._drafting, self._deciding = _started(self._draft.start), _started(self._target.worker.start)
         self._router = self._clients.call(RouterService, config, {"local": self._target.service})
         self._clients.call(self._router.start)
         self._resident = self._clients.call(asyncio.all_tasks)
@@ -145,7 +145,7 @@ class Walked:
         self.request = Way(self._came, self._answered, self._of_a_request)
 
     async def _joined(self, wire: WireSection) -> DraftLink:
-        self._server = GrpcServer("127.0.0.1:0", wire, [DraftServicer(self._draft.worker)])
+        self._server = GrpcServer("127.0.0.1:0", wire, [DraftServicer(self._draft)])
         port = await self._server.start()
         link = DraftLink(f"127.0.0.1:{port}", self._target.hello, self._target.worker.following, check_pair)
         self._linked = asyncio.create_task(link.run())
@@ -165,7 +165,7 @@ class Walked:
         self._clients.call(self._router.drain, 0.1)
         self._stream.call(self._parted)
         self._target.end()
-        self._draft.worker.stop()
+        self._draft.stop()
         self._loops.close()
 
     async def _parted(self) -> None:

@@ -25,7 +25,7 @@ from bench.fleet import Served
 from bench.report import Row, finished, number, save, write
 from bench.timed import Reader, deployed
 from bench.traffic import real
-from slipstream.cli.process import kept_up
+from slipstream.observe.vitals import kept_up
 from slipstream.simulate.simulation import AHEAD, SCHEDULES
 from slipstream.simulate.timed import Timing
 

@@ -25,7 +25,7 @@ NOW = Row("Now", (
 REQUEST_ROW = Row("Requests", (
     Panel("Requests by status", "reqps", ((rate(REQUESTS, "$router", "code"), "{{code}}"),), stacked=True),
     Panel("Requests by mode", "reqps", ((rate(REQUESTS, "$router", "mode"), "{{mode}}"),), stacked=True,
-          text="speculative, plain, mixed (changed in mid-answer), none (no token was sent)."),
+          text="As answers begin: speculative or plain; none: no token was sent."),
     Panel("Failures by type", "reqps", ((rate("slipstream_request_errors_total", "$router", "type"), "{{type}}"),),
           stacked=True),
     Panel("Refused by tenant", "reqps", ((rate("slipstream_requests_refused_total", "$router", "tenant", "reason"),

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from draft_service.assembly import Draft
 from draft_service.assembly import build as build_draft
+from draft_service.worker import DraftWorker
 from router_service.service import RouterService
 from slipstream.base.config import Config
 from slipstream.observe.log import logger
@@ -26,31 +26,30 @@ from target_service.assembly import Target
 from target_service.assembly import build as build_target
 
 
-async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin, PartLost when it cannot go on."""
     config = config.on_one_machine()
     target = await asyncio.to_thread(build_target, config, asyncio.get_running_loop())
     draft = await asyncio.to_thread(build_draft, config)
-    link = LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair)
+    link = LocalLink("local", target.hello, target.worker.following, draft, check_pair)
     target.service.drafts = lambda: [link.status()]
     up = asyncio.Event()
     pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals),
-             MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set, draft.worker.vitals)]
+             MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set, draft.vitals)]
     router = RouterService(config, {"local": target.service})
     await asyncio.gather(router.gateway.warm(), target.service.warm())
     for page in pages:
         page.start()
-    draft.worker.start()
+    draft.start()
     target.worker.start()
     link.restore()
     await router.start()
     up.set()
     _tell(link, config)
-    if ready is not None:
-        ready()
+    ready()
     try:
-        await until(stop, target.vitals, draft.worker.vitals, router.vitals)
+        await until(stop, target.vitals, draft.vitals, router.vitals)
     finally:
         up.clear()
         await router.drain(config.router.drain_s if stop.is_set() else 0.0)
@@ -67,10 +66,10 @@ def _tell(link: LocalLink, config: Config) -> None:
         log.warning("ready without drafts: the drafter does not fit the target", problem=status.problem)
 
 
-async def _end(target: Target, draft: Draft, link: LocalLink, pages: list[MetricsServer]) -> None:
+async def _end(target: Target, draft: DraftWorker, link: LocalLink, pages: list[MetricsServer]) -> None:
     link.cut("stopped")
     await asyncio.to_thread(target.end)
-    await asyncio.to_thread(draft.worker.stop)
+    await asyncio.to_thread(draft.stop)
     for page in pages:
         await asyncio.to_thread(page.close)
     logger("colocated").info("stopped")

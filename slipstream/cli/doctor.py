@@ -265,20 +265,12 @@ def _exactness(config: Config) -> Iterator[Check]:
 
 def _ports(config: Config) -> Iterator[Check]:
     listens = places(config)
-    taken = {key: problem for key, address in listens.items() if (problem := _bind_problem(address))}
-    for key, problem in taken.items():
-        yield Check("ports", "warn", f"{listens[key]}: {problem}",
+    taken = {key: error for key, address in listens.items() if (error := refused(address)) is not None}
+    for key, error in taken.items():
+        yield Check("ports", "warn", f"{listens[key]}: {(error.strerror or str(error)).lower()}",
                     f"stop what listens there (an earlier run?), or choose another: --set {key}=127.0.0.1:PORT")
     if twice := given_twice(listens):
         yield Check("ports", "warn", twice.partition("; ")[0], "where both run on this machine give each a port of its "
                     f"own: --set {twice.partition(':')[0]}=127.0.0.1:PORT")
     if not taken and not twice:
         yield Check("ports", "ok", ", ".join(listens.values()))
-
-
-def _bind_problem(listen: str) -> str:
-    try:
-        error = refused(listen)
-    except ConfigError as wrong:
-        return str(wrong)
-    return "" if error is None else (error.strerror or str(error)).lower()

@@ -30,11 +30,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -43,7 +41,6 @@ from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
 from slipstream.observe.log import configure, logger
-from slipstream.observe.vitals import Vitals
 
 START_S = 180.0  # loading a large model from a cold disk
 CLOSE_S = 15.0  # beyond the time that a service gives its answers
@@ -92,21 +89,6 @@ def open_files() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # macOS says unlimited and gives less
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-@asynccontextmanager
-async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None) -> AsyncIterator[None]:
-    """Run ``work`` beside the block, and end it with the block. ``vitals`` hear of what fails before."""
-    tasks = [asyncio.create_task(one) for one in work]
-    if vitals is not None:
-        for task in tasks:
-            vitals.follow(task)
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_signalled(config: Config, serve: Serve, while_input: bool = False) -> None:
@@ -206,10 +188,9 @@ def require_free(config: Config) -> None:
     """Raises ConfigError naming each address that cannot be had, with a flag that would help."""
     wanted = places(config)
     for key, address in wanted.items():
-        try:
-            _split(address)
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}; name one with --set {key}=HOST:PORT") from error
+        if host_port(address)[1] == 0:
+            raise ConfigError(f"{key}: {address!r} leaves the port open: the services have to find each other; name "
+                              f"one with --set {key}=HOST:PORT")
     if twice := given_twice(wanted):
         raise ConfigError(twice)
     _require(wanted)
@@ -222,12 +203,12 @@ def require_own(config: Config, name: str) -> None:
 
 
 def _require(wanted: Mapping[str, str]) -> None:
-    lines, ports = [], {_split(address)[1] for address in wanted.values()}
+    lines, ports = [], {host_port(address)[1] for address in wanted.values()}
     for key, address in wanted.items():
         problem = refused(address)
         if problem is None:
             continue
-        host, port = _split(address)
+        host, port = host_port(address)
         if problem.errno != errno.EADDRINUSE:
             lines.append(f"{key}: cannot listen on {address}: {problem.strerror or problem}; "
                          f"choose another address with --set {key}=HOST:PORT")
@@ -342,7 +323,7 @@ class Launch:
 
 def answers(address: str, path: str) -> bool:
     """Whether an HTTP GET of ``path`` at ``address`` (host:port) gives 200 within a second."""
-    host, port = _split(address)
+    host, port = host_port(address)
     connection = http.client.HTTPConnection(host, port, timeout=1.0)
     try:
         connection.request("GET", path)
@@ -353,19 +334,9 @@ def answers(address: str, path: str) -> bool:
         connection.close()
 
 
-def _split(address: str) -> tuple[str, int]:
-    try:
-        host, port = host_port(address)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if port == 0:
-        raise ConfigError(f"{address!r} leaves the port open: the services have to find each other")
-    return host, port
-
-
 def refused(address: str) -> OSError | None:
     """Why nothing can listen there; None if something can."""
-    host, port = _split(address)
+    host, port = host_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         if os.name == "posix":  # a port in TIME_WAIT can be had

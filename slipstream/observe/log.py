@@ -59,16 +59,17 @@ def configure(section: LogSection, stream: TextIO | None = None) -> None:
     renderer: Any = (structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback) if out.isatty()
                      else structlog.processors.JSONRenderer())
     structlog.configure(
-        processors=[structlog.contextvars.merge_contextvars, *shared, structlog.processors.format_exc_info, renderer],
+        processors=[*shared, structlog.processors.format_exc_info, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(file=lenient),
     )
     _adopt_libraries(lenient, level, shared, renderer)
 
 
-def logger(name: str) -> Any:
-    """A logger that says which part speaks: ``logger("router").info("draining", running=3)``."""
-    return structlog.get_logger(part=name)
+def logger(name: str, **known: str) -> Any:
+    """A logger that says which part speaks: ``logger("router").info("draining", running=3)``. ``known``: what each of
+    its lines has."""
+    return structlog.get_logger(part=name, **known)
 
 
 def refuse_private(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

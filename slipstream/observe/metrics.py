@@ -283,7 +283,7 @@ class RouterMetrics:
         self.load(0, 0)
 
     def request(self, endpoint: str, code: int, mode: str) -> None:
-        """``mode``: speculative, plain, mixed, or none for a request that got no token."""
+        """``mode``: speculative or plain, as it began, or none for a request that got no token."""
         self._requests.of(endpoint, str(code), mode).inc()
 
     def finished(self, seconds: float, mode: str) -> None:
@@ -533,8 +533,7 @@ class DraftMetrics:
                                         "reason").of("lease").inc
         self._grow = registry.histogram("draft_seconds", "One growth of all sessions of a batch.", STEP_SECONDS)
         self._nodes = registry.counter("grown_nodes_total", "Nodes grown.")
-        self._commits = registry.counter("commits_total", "Commits absorbed.")
-        self._tokens = registry.counter("committed_tokens_total", "Tokens of absorbed commits.")
+        self.committed = registry.counter("commits_total", "Commits absorbed.").of().inc
         self._wire = registry.counter("wire_bytes_total", "Bytes between targets and drafts.", "direction")
         self.invalid_item = registry.counter("invalid_items_total", "Items refused by validation.").of().inc
         self.targets_connected = registry.gauge("targets_connected", "Target streams that are up.").of().set
@@ -544,10 +543,6 @@ class DraftMetrics:
     def grew(self, seconds: float, nodes: int) -> None:
         self._grow.of().observe(seconds)
         self._nodes.of().inc(nodes)
-
-    def committed(self, commits: int, tokens: int) -> None:
-        self._commits.of().inc(commits)
-        self._tokens.of().inc(tokens)
 
     def wire_bytes(self, direction: str, count: int) -> None:
         self._wire.of(direction).inc(count)

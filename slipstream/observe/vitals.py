@@ -22,10 +22,11 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from slipstream.base.errors import PartLost, SlipstreamError
 from slipstream.observe.log import logger
@@ -164,6 +165,21 @@ async def until(stop: asyncio.Event, *vitals: Vitals,
     finally:
         for pulse, _ in beats:
             pulse.beaten_s = None
+
+
+@asynccontextmanager
+async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None) -> AsyncIterator[None]:
+    """Run ``work`` beside the block, and end it with the block. ``vitals`` hear of what fails before."""
+    tasks = [asyncio.create_task(one) for one in work]
+    if vitals is not None:
+        for task in tasks:
+            vitals.follow(task)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def watch_lag(tell: Callable[[float], None], clock: Callable[[], float] = time.monotonic,

@@ -4,7 +4,8 @@ Rules:
 1. An option that is None takes the server's default.
 2. An answer is a stream of deltas; the last one carries ``finish`` and ``usage``. Tokens and deltas are named tuples:
    one of each is made for every token.
-3. What one request may hold is bounded by the constants here, the same on both surfaces, before anything is made of it.
+3. What one request may hold, and all of them together, is bounded by the constants here, the same on both surfaces,
+   before anything is made of it; so is the time that a client takes.
 
 It knows nothing about HTTP, gRPC, tokenizers or engines.
 """
@@ -19,8 +20,11 @@ from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import LogprobsMode
 
 MAX_BODY_BYTES = 2 << 20  # the longest context is a few hundred thousand tokens of text
+MOST_BODIES = 256 << 20  # bytes of all that are not answered
+BODY_S = 30.0  # a request that takes longer to come is refused
+STALL_S = 60.0  # a client that takes nothing of its answer for so long counts as gone
 MAX_ITEMS = 4096  # messages, all text parts of them, prompts
-MAX_STOPS = 32
+MAX_STOPS = 32  # texts
 MAX_STOP_IDS = 48  # beside those of the model
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message

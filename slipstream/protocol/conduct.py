@@ -19,17 +19,28 @@ It knows nothing about sockets or what items mean.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.protocol.messages import Commit, DraftBound, Growth, Open, TargetBound
 
+Whose = TypeVar("Whose")
 GROWTHS = 32  # for one opening or commit, by a drafter that runs ahead: levels below are not verified
 AT_LEAST = 16  # the farewells of sessions that are no more
 MOST = 2 * GROWTHS * 1024  # all that the largest target asks for at once, each growth in a frame of its own
 FAULTS, FAULTS_S = 16, 10.0
 FIRST_S, LONGEST_S, FORGIVEN_S = 1.0, 64.0, 300.0
 BURST_S = 0.05
+
+
+def giver(holders: Iterable[Whose], newcomer: Whose) -> Whose | None:
+    """Who gives a place up for a ``newcomer`` where all are taken: who has most, if those are two more than his; None:
+    nobody. holders: whose each place is."""
+    held = Counter(holders)
+    most = max(held, key=lambda one: held[one])
+    return most if held[most] >= held[newcomer] + 2 else None
 
 
 class Allowance:

@@ -1,13 +1,13 @@
 """Whether a target and a draft fit: the check of their two hellos.
 
 A pair that does not fit is refused by name, and the target decodes plain; it is never a crash. It knows nothing about
-how hellos travel.
+how hellos travel, nor in which version: who reads them looks at that first.
 """
 
 from __future__ import annotations
 
 from slipstream.base.errors import PairingError
-from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, FeatureSpec, TargetHello
+from slipstream.protocol.messages import DraftHello, FeatureSpec, TargetHello
 
 
 def check_pair(target: TargetHello, draft: DraftHello) -> str:
@@ -16,9 +16,6 @@ def check_pair(target: TargetHello, draft: DraftHello) -> str:
     # Rows of a model's vocabulary that no token of its tokenizer has are padding: sizes of one family differ by it.
     padded = draft.features is None and draft.tokenizer_hash == target.tokenizer_hash != ""
     rows = (
-        ("protocol_version", draft.protocol_version == PROTOCOL_VERSION == target.protocol_version,
-         f"draft {draft.protocol_version}, target {target.protocol_version}"),
-        ("incarnation", draft.incarnation == target.incarnation, "the draft answered another stream"),
         ("vocab_size", padded or draft.vocab_size in (0, target.vocab_size),
          f"draft {draft.vocab_size}, target {target.vocab_size}"),
         ("tokenizer_hash", draft.tokenizer_hash in ("", target.tokenizer_hash), "the vocabularies differ"),

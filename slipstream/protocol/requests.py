@@ -33,7 +33,7 @@ Need = Literal["grammar", "prompt_logprobs", "logprobs_mode", "allowed_token_ids
 NEEDS: tuple[Need, ...] = get_args(Need)
 MAX_TOP_LOGPROBS = 20
 MAX_ALLOWED = 1024  # token ids
-MAX_BIASES, MAX_STOPS = 300, 64  # tokens whose logits are moved, and that end an answer
+MAX_BIASES, MAX_ENDS = 300, 64  # tokens whose logits are moved, and that end an answer
 MAX_BAD_WORDS, MAX_BAD_WORD = 512, 32  # runs of tokens, and tokens of one
 MAX_WAITING = 256  # that wait for room at a target: a router with another one does better than to queue there
 MAX_SCORES = 1 << 18  # entries, so many as ``Request.num_scores`` counts
@@ -71,7 +71,7 @@ class Sampling:
             ("logit_bias", len(self.logit_bias) <= MAX_BIASES, f"has more than {MAX_BIASES} entries"),
             ("logit_bias", all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "must be between -100 and 100"),
             ("min_tokens", 0 <= self.min_tokens <= 1 << 30, "must not be negative"),
-            ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOPS, f"has more than {MAX_STOPS} entries"),
+            ("stop_token_ids", len(self.stop_token_ids) <= MAX_ENDS, f"has more than {MAX_ENDS} entries"),
             ("seed", 0 <= self.seed < 1 << 64, "must fit 64 bits without a sign"),
         )
         for name, holds, message in checks:

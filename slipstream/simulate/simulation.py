@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from draft_service.assembly import assemble
+from draft_service.worker import DraftWorker
 from slipstream.base.config import PolicySection, TargetSection
 from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
@@ -216,7 +216,7 @@ class Draft:
         self.actor = Actor(world, device)
         cast, timing = deployment.cast, deployment.timing
         drafter = TimedDrafter(timing, device, cast.keeps and deployment.run_ahead > 0, text=cast.text(timing, 0))
-        self.worker = assemble(drafter, "", 1e9, deployment.run_ahead, clock=self.actor.clock).worker
+        self.worker = DraftWorker(drafter, "", 1e9, deployment.run_ahead, clock=self.actor.clock)
         self.actor.act = self._act
 
     def _act(self) -> float | None:

@@ -18,10 +18,10 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from slipstream.base.errors import CapacityError, InvalidRequest
+from slipstream.protocol.chat import MOST_BODIES
 from slipstream.wire.channel import RULES
 
 T = TypeVar("T")
-MOST_BODIES = 256 << 20  # bytes, as over HTTP
 MOST_WAITING = 1024
 SLOW_S = 0.5
 FULL = "this server holds as many requests as it can; try again later"

@@ -26,11 +26,11 @@ from typing import Any
 from urllib.parse import unquote
 
 import grpc
-import structlog
 from grpc import aio
 
 from slipstream.base.address import host_port
 from slipstream.base.errors import ConfigError, Unavailable
+from slipstream.observe.log import logger
 from slipstream.wire.tls import TlsFiles, channel_credentials
 
 DRAFT_SERVICE = "slipstream.v1.DraftService"
@@ -156,7 +156,7 @@ class Connection:
         self._looked_s = time.monotonic()
         self._replaced: set[Lane] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        self._log = structlog.get_logger(part="wire", address=address)
+        self._log = logger("wire", address=address)
 
     def begin(self) -> Lane:
         """The lane for a call that begins now; it must be given back with ``end``."""

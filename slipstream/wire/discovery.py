@@ -43,10 +43,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import structlog
-
 from slipstream.base.address import ServiceAddress, service_address
 from slipstream.base.errors import ConfigError, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.observe.log import logger
+from slipstream.observe.vitals import Vitals, kept_up
 
 MAX_ENDPOINTS = 1000  # of one slice; Kubernetes allows no more
 HEALTHY_S = 5.0  # a watch that lasted so long starts the back-off anew
@@ -247,7 +247,7 @@ class ServiceWatch:
         self._slices: dict[str, tuple[Endpoint, ...]] = {}
         self._synced_s = 0.0
         self._problem = ""
-        self._log = structlog.get_logger(part="discovery", service=f"{service.service}.{service.namespace}")
+        self._log = logger("discovery", service=f"{service.service}.{service.namespace}")
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -385,20 +385,16 @@ def fixed(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def following(addresses: Sequence[str], kubeconfig: str, seen: Seen,
-                    rules: WatchRules | None = None,
-                    begun: Callable[[asyncio.Task[None]], None] = lambda _: None) -> AsyncIterator[Directory]:
-    """A directory that is kept up while the block runs, by the task that ``begun`` is given. Raises ConfigError where
+async def watching(addresses: Sequence[str], kubeconfig: str, seen: Seen, rules: WatchRules | None = None,
+                    vitals: Vitals | None = None) -> AsyncIterator[Directory]:
+    """A directory that is kept up while the block runs. ``vitals`` hear if it is not. Raises ConfigError where
     ``addresses`` name a service and no cluster can be found."""
     server = await _server(kubeconfig) if len(fixed(addresses)) < len(addresses) else None
     found = Directory(addresses, server, seen, rules)
-    task = asyncio.create_task(found.run())
-    begun(task)
     try:
-        yield found
+        async with kept_up(found.run(), vitals=vitals):
+            yield found
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         if server is not None:
             await server.aclose()
 

@@ -18,12 +18,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
-
 from slipstream.base.errors import SlipstreamError
+from slipstream.observe.log import logger
+from slipstream.observe.vitals import Vitals, kept_up
 from slipstream.protocol.messages import Link
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.discovery import Roster, RosterRules, fixed, following
+from slipstream.wire.discovery import Roster, RosterRules, fixed, watching
 
 LOOK_S = 0.5
 
@@ -61,7 +61,7 @@ class Drafts:
         self._worker = worker
         self._roster = Roster(clock, rules)
         self._dialled: dict[str, Dialled] = {}
-        self._log = structlog.get_logger(part="wire")
+        self._log = logger("wire")
 
     def fix(self, addresses: Sequence[str]) -> None:
         """Dial these for ever. Raises ConfigError for certificates that cannot be read."""
@@ -86,20 +86,15 @@ class Drafts:
 
     @asynccontextmanager
     async def dialled(self, addresses: Sequence[str], kubeconfig: str, expected: Callable[[int], None],
-                      begun: Callable[[asyncio.Task[None]], None]) -> AsyncIterator[None]:
+                      vitals: Vitals) -> AsyncIterator[None]:
         """Keep links to all of ``addresses`` up while the block runs. ``expected`` is told how many drafts there should
-        be, ``begun`` gets the tasks that do it. Raises ConfigError for certificates that cannot be read, and where
-        ``addresses`` name a service and no cluster can be found."""
+        be. Raises ConfigError for certificates that cannot be read, and where ``addresses`` name a service and no
+        cluster can be found."""
         try:
             self.fix(fixed(addresses))
-            async with following(addresses, kubeconfig, self.seen, begun=begun) as directory:
-                sweeping = asyncio.create_task(self.run(lambda: expected(len(self._roster.fixed) + directory.listed)))
-                begun(sweeping)
-                try:
-                    yield
-                finally:
-                    sweeping.cancel()
-                    await asyncio.gather(sweeping, return_exceptions=True)
+            async with (watching(addresses, kubeconfig, self.seen, vitals=vitals) as directory,
+                        kept_up(self.run(lambda: expected(len(self._roster.fixed) + directory.listed)), vitals=vitals)):
+                yield
         finally:
             await self.aclose()
 

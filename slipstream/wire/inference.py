@@ -5,7 +5,7 @@ Rules:
 2. A client that goes away ends its answer, and so does one that takes nothing of it for ``STALL_S``: the generator is
    closed.
 3. Who may ask is known by "authorization: Bearer <key>", as over HTTP; keys are never logged. It is known before what
-   is asked is read, for which there are ``ASKED_S``: nobody without a key fills this memory, nor all together
+   is asked is read, for which there are ``BODY_S``: nobody without a key fills this memory, nor all together
    (``bodies``).
 4. Only the shape and the amount of what is asked are checked here, before anything is made of it; what an option may be
    is the business of who answers. An absent option stays absent, so that the server's default counts.
@@ -26,6 +26,7 @@ import grpc
 
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
 from slipstream.protocol.chat import (
+    BODY_S,
     MAX_BEGUN,
     MAX_BIASES,
     MAX_BODY_BYTES,
@@ -36,6 +37,7 @@ from slipstream.protocol.chat import (
     MAX_STOPS,
     MAX_TOOLS,
     MAX_WORDS,
+    STALL_S,
     Begun,
     ChatOptions,
     Delta,
@@ -256,10 +258,6 @@ class Front(Protocol):
     async def models(self) -> list[str]: ...
 
 
-STALL_S = 60.0
-ASKED_S = 30.0  # as a body's over HTTP
-
-
 class InferenceServicer:
     """InferenceService. ``front_of`` says who answers a caller by the key that it shows ("" for none); None: nobody
     does."""
@@ -267,7 +265,7 @@ class InferenceServicer:
     service = INFERENCE_SERVICE
 
     def __init__(self, front_of: Callable[[str], Front | None], stall_s: float = STALL_S,
-                 asked_s: float = ASKED_S, bodies: Bodies | None = None) -> None:
+                 asked_s: float = BODY_S, bodies: Bodies | None = None) -> None:
         self._front_of, self._stall_s, self._asked_s = front_of, stall_s, asked_s
         self._bodies = bodies or Bodies()
 

@@ -37,7 +37,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-import structlog
 from grpc import aio
 
 from slipstream.base.errors import (
@@ -47,6 +46,7 @@ from slipstream.base.errors import (
     SlipstreamError,
     Unavailable,
 )
+from slipstream.observe.log import logger
 from slipstream.protocol.conduct import Absence, Allowance, Pace
 from slipstream.protocol.messages import (
     Commit,
@@ -91,13 +91,13 @@ class WireCounts:
     bytes_out: int = 0
 
 
-async def export_bytes(counts: Sequence[WireCounts], export: Callable[[str, int], None]) -> None:
+async def export_bytes(counts: WireCounts, export: Callable[[str, int], None]) -> None:
     """Hand what passed since the last time to ``export`` (direction, bytes), twice a second, until cancelled."""
-    told = {"in": 0, "out": 0}
+    told = WireCounts()
     while True:
-        now = {"in": sum(c.bytes_in for c in counts), "out": sum(c.bytes_out for c in counts)}
-        for direction, total in now.items():
-            export(direction, total - told[direction])
+        now = replace(counts)
+        export("in", now.bytes_in - told.bytes_in)
+        export("out", now.bytes_out - told.bytes_out)
         told = now
         await asyncio.sleep(EXPORT_S)
 
@@ -301,7 +301,7 @@ class DraftLink:
         self._absence = Absence()
         self._drafter = ""
         self._problem = "not connected yet"
-        self._log = structlog.get_logger(part="wire", draft=address)
+        self._log = logger("wire", draft=address)
 
     def send(self, items: Sequence[DraftBound]) -> None:
         outbox = self._outbox

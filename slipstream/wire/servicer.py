@@ -13,17 +13,16 @@ It knows nothing about sessions, trees or what items mean.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import grpc
-import structlog
 
 from slipstream.base.errors import CapacityError, Draining, PairingError, RemoteProtocolError, SlipstreamError
-from slipstream.protocol.conduct import Absence
+from slipstream.observe.log import logger
+from slipstream.protocol.conduct import Absence, giver
 from slipstream.protocol.messages import PeerEvents, TargetBound
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, host_of
 from slipstream.wire.codec import (
@@ -62,7 +61,7 @@ class DraftServicer:
         self._connected = connected
         self._absent: dict[str, tuple[Absence, float]] = {}  # by host: those that broke the protocol, and until when
         self._draining = asyncio.Event()
-        self._log = structlog.get_logger(part="wire")
+        self._log = logger("wire")
 
     def handler(self) -> grpc.GenericRpcHandler:
         exchange: Any = grpc.stream_stream_rpc_method_handler(self._exchange)
@@ -121,11 +120,9 @@ class DraftServicer:
     def _enter(self, limit: asyncio.Timeout, host: str) -> None:
         """A stream from ``host``, which ``limit`` can end. Raises CapacityError."""
         if len(self._hosts) >= self._max_peers:
-            held = Counter(self._hosts.values())
-            most = max(held, key=lambda one: held[one])
-            if held[most] < held[host] + 2:
+            if (crowd := giver(self._hosts.values(), host)) is None:
                 raise CapacityError(f"already {self._max_peers} targets are connected", retry_after_s=10.0)
-            oldest = next(one for one, whose in self._hosts.items() if whose == most)
+            oldest = next(one for one, whose in self._hosts.items() if whose == crowd)
             del self._hosts[oldest]
             oldest.reschedule(asyncio.get_running_loop().time())
         self._hosts[limit] = host

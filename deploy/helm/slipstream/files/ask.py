@@ -51,7 +51,7 @@ def drafted(address: str, key: str, model: str) -> bool:
 
 def first_key(file: str) -> str:
     """The first word of a line; its tenant's fields stand behind it."""
-    lines = (line.split() for line in Path(file).read_text(encoding="utf-8").splitlines())
+    lines = (line.split() for line in Path(file).read_text(encoding="utf-8-sig").splitlines())
     return next(words[0] for words in lines if words and not words[0].startswith("#"))
 
 
