@@ -99,7 +99,7 @@ def test_rows_of_another_dtype_keep_their_numbers(long_target: Path, heads: dict
 
 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3", "block"])
-@pytest.mark.parametrize("length", [2040, 6000])
+@pytest.mark.parametrize("length", [2040, 3000])
 async def test_a_context_beyond_the_heads_keeps_speculating(long_target: Path, heads: dict[str, Path], kind: str,
                                                             length: int) -> None:
     """Naive code indexes a table of 2048 rotary rows, or falls silent there; one prompt crosses it in mid-answer."""

@@ -163,7 +163,7 @@ def test_a_long_text_is_read_between_two_commits(make: Make, kind: str, sessions
     assert all(grown)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize(("slots", "topk", "window"), [(2000, 1, WINDOWS[0]), (2000, 4, WINDOWS[0]),
                                                         (150, 3, WINDOWS[1])])
 @pytest.mark.parametrize("kind", KINDS)

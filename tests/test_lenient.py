@@ -98,6 +98,10 @@ def test_coins_are_uniform_and_keyed() -> None:
     assert coins(rows(Sampling(temperature=1.0, seed=4), 1, first=100)) != [values[95]]
 
 
+SAMPLED = Sampling(temperature=1.0, seed=5)
+Answered = tuple[list[list[Piece]], float, float]  # pieces, and the gauge and counter about thresholds
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("lenient")
@@ -110,8 +114,7 @@ def drafter(folder: Path, target_folder: Path) -> Drafter:
     return create(section, ModelSection(path=str(target_folder), dtype="float64"), 2048)
 
 
-async def answers(folders: tuple[Path, Path], sampling: Sampling, drafted: bool,
-                  **settings: float) -> tuple[list[list[Piece]], float, float]:
+async def answers(folders: tuple[Path, Path], sampling: Sampling, drafted: bool, **settings: float) -> Answered:
     """The pieces of some answers, and the target's gauge and counter about thresholds."""
     async with target(folders[0], **settings) as rig:
         wanted = [Request(str(i), tuple(prompt), sampling, 60) for i, prompt in enumerate(PROMPTS)]
@@ -133,27 +136,36 @@ def length(pieces: list[list[Piece]]) -> float:
     return sum(len(p.tokens) for answer in pieces for p in answer) / sum(map(len, pieces))
 
 
+@pytest.fixture(scope="module")
+async def plain(folders: tuple[Path, Path]) -> Answered:
+    return await answers(folders, SAMPLED, drafted=False)
+
+
+@pytest.fixture(scope="module")
+async def exact(folders: tuple[Path, Path]) -> Answered:
+    return await answers(folders, SAMPLED, drafted=True, accept_threshold_single=1.0, accept_threshold_acc=1.0)
+
+
+def test_at_one_drafts_change_nothing(plain: Answered, exact: Answered) -> None:
+    assert tokens(exact[0]) == tokens(plain[0]) and exact[1:] == (0, 0)
+    assert not any(piece.lossy for answer in exact[0] for piece in answer)
+
+
 @pytest.mark.parametrize("settings", [{"accept_threshold_single": 0.05}, {"accept_threshold_acc": 0.1}])
-async def test_below_one_more_is_accepted_and_the_answer_says_lossy(folders: tuple[Path, Path],
-                                                                    settings: dict[str, float]) -> None:
-    sampling = Sampling(temperature=1.0, seed=5)
-    plain, *_ = await answers(folders, sampling, drafted=False)
-    exact, gauge, lenient = await answers(folders, sampling, drafted=True, accept_threshold_single=1.0,
-                                          accept_threshold_acc=1.0)
-    assert tokens(exact) == tokens(plain) and gauge == lenient == 0
-    assert not any(piece.lossy for answer in exact for piece in answer)
-    lossy, gauge, lenient = await answers(folders, sampling, drafted=True, **settings)
-    assert length(lossy) > 1.1 * length(exact), (length(lossy), length(exact))
-    assert tokens(lossy) != tokens(plain) and gauge == 1 and lenient > 0
+async def test_below_one_more_is_accepted_and_the_answer_says_lossy(
+        folders: tuple[Path, Path], settings: dict[str, float], plain: Answered, exact: Answered) -> None:
+    lossy, gauge, lenient = await answers(folders, SAMPLED, drafted=True, **settings)
+    assert length(lossy) > 1.1 * length(exact[0]), (length(lossy), length(exact[0]))
+    assert tokens(lossy) != tokens(plain[0]) and gauge == 1 and lenient > 0
     assert all(any(piece.lossy for piece in answer) for answer in lossy)
 
 
-async def test_greedy_and_plain_answers_know_no_thresholds(folders: tuple[Path, Path]) -> None:
+async def test_greedy_and_plain_answers_know_no_thresholds(folders: tuple[Path, Path], plain: Answered) -> None:
     settings = {"accept_threshold_single": 0.05, "accept_threshold_acc": 0.05}
-    for sampling, drafted in ((Sampling(), True), (Sampling(temperature=1.0, seed=5), False)):
-        plain, *_ = await answers(folders, sampling, drafted=False)
+    greedy = await answers(folders, Sampling(), drafted=False)
+    for expected, sampling, drafted in ((greedy, Sampling(), True), (plain, SAMPLED, False)):
         same, gauge, lenient = await answers(folders, sampling, drafted, **settings)
-        assert tokens(same) == tokens(plain) and (gauge, lenient) == (1, 0)
+        assert tokens(same) == tokens(expected[0]) and (gauge, lenient) == (1, 0)
         assert not any(piece.lossy for answer in same for piece in answer)
 
 

@@ -108,7 +108,7 @@ def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, st
 
 
 @pytest.mark.parametrize("drawing", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_a_population_of_sessions_notices_nothing(head: EagleHead, seed: int, drawing: bool) -> None:
     capture, rng = Counted(), random.Random(seed)
     both = AtOnce(head, 3, 4, capture, drawing=drawing)

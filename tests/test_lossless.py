@@ -38,7 +38,7 @@ SAMPLINGS = {
     "greedy": Sampling(),
     "T0.7": Sampling(temperature=0.7, top_p=0.9, seed=11),
     "T1.0": Sampling(temperature=1.0, top_p=0.95, seed=12),
-    "penalties": Sampling(temperature=0.8, seed=13, presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.1,
+    "penalties": Sampling(temperature=0.8, seed=13, presence_penalty=2.0, frequency_penalty=1.5, repetition_penalty=1.1,
                           min_tokens=8, stop_token_ids=(7, 32, 101, 116), logit_bias=((65, 2.0),)),
 }
 FATES = ("colocated", "grpc", "late", "lost", "killed", "ahead", "shuffled")
@@ -253,9 +253,9 @@ def exact_law(folder: Path, prompt: bytes, top_k: int, count: int) -> dict[tuple
 async def test_sampled_answers_follow_the_softmax(folders: dict[str, Path]) -> None:
     """Chi-square of the first three tokens over many seeds, speculation on, against the exact law. The first comes with
     the prompt, and behind it one may be drafted."""
-    draws, prompt = 3000, b"the cat sat on the"
+    draws, prompt = 2000, b"the cat sat on the"
     law = exact_law(folders["target"], prompt, 3, 3)
-    policy = PolicySection(always=True, deadline_max_s=2.0)
+    policy = PolicySection(always=True, deadline_max_s=20.0)  # its 256 streams may be slow together
     counts = dict.fromkeys(law, 0)
     room = asyncio.Semaphore(256)
 

@@ -60,6 +60,12 @@ DRAFT_VOCAB = 120
 DIRECT = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a head gives on sixteen prompts shows in a few tokens of each."""
+    monkeypatch.setattr("slipstream.train.evaluate.MAX_TOKENS", 24)
+
+
 def conversation(config: ModelConfig, length: int, seed: int) -> Conversation:
     """Random tokens with random states."""
     dice = np.random.default_rng(seed)
@@ -359,7 +365,7 @@ class Silent:
 
 
 def test_a_short_run_learns_to_draft(simple_folder: Path, tmp_path: Path) -> None:
-    recipe = Recipe(minutes=0, tokens=8000, steps=120, batch=48, limits=Limits(max_question=24, max_answer=64),
+    recipe = Recipe(minutes=0, tokens=6000, steps=80, batch=48, limits=Limits(max_question=24, max_answer=64),
                     draft_vocab=160, unroll=3, learning_rate=5e-3, rows_per_step=320, dtype="float32")
     watcher = Silent()
     job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
@@ -381,7 +387,7 @@ def test_a_short_run_learns_to_draft(simple_folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_short_run_learns_to_draft_blocks(simple_folder: Path, tmp_path: Path) -> None:
-    recipe = Recipe(minutes=0, tokens=8000, steps=100, batch=48, limits=Limits(max_question=24, max_answer=64),
+    recipe = Recipe(minutes=0, tokens=6000, steps=60, batch=48, limits=Limits(max_question=24, max_answer=64),
                     draft_vocab=160, learning_rate=5e-3, rows_per_step=320, dtype="float32", kind="dspark")
     watcher = Silent()
     job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
@@ -397,7 +403,7 @@ def test_a_short_run_learns_to_draft_blocks(simple_folder: Path, tmp_path: Path)
     assert "layer id 2 is the state behind the final norm" in text, "another server takes the one before it"
     assert "# A DSpark head for simple" in text and f"| tree of 16 | {tree.length:.2f} |" in text
     again = Silent()
-    make_head(replace(job, recipe=replace(recipe, steps=104, generate=False)), again)
+    make_head(replace(job, recipe=replace(recipe, steps=64, generate=False)), again)
     assert len(again.losses) == 4, "it goes on where it was"
 
 
@@ -453,7 +459,7 @@ def test_a_head_can_be_the_mean_of_what_it_began_with_and_what_it_has_learnt(sim
 
 
 def test_a_head_of_more_layers_begins_as_the_earlier_one(simple_folder: Path, tmp_path: Path) -> None:
-    recipe = Recipe(minutes=0, tokens=6000, steps=3, batch=48, limits=Limits(max_question=24, max_answer=64),
+    recipe = Recipe(minutes=0, tokens=4000, steps=3, batch=48, limits=Limits(max_question=24, max_answer=64),
                     draft_vocab=160, learning_rate=5e-3, rows_per_step=320, dtype="float32")
     first = Job(simple_folder, "simple", tmp_path / "first", tmp_path / "work", (), recipe)
     before = make_head(first, Silent())
@@ -811,7 +817,7 @@ def test_a_vocabulary_that_was_chosen_from_too_little_is_told(simple_folder: Pat
     job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
     first, more = Silent(), Silent()
     make_head(job, first)
-    make_head(replace(job, recipe=replace(recipe, prompts=None, tokens=4000, steps=2)), more)
+    make_head(replace(job, recipe=replace(recipe, prompts=None, tokens=2000, steps=2, batch=48)), more)
     told = f"one chosen now would cover [0-9.]+%: remove {job.work / 'checkpoints'} to train anew with it"
     assert re.search(told, "\n".join(more.lines)) and not re.search(told, "\n".join(first.lines)), more.lines
 
@@ -827,7 +833,7 @@ def test_where_nothing_is_held_out_the_card_says_so(simple_folder: Path, tmp_pat
     text = (job.out / "README.md").read_text()
     assert "0 of the conversations were held out." in text and "what it gives is not measured" in text
     assert "slipstream tune" in told.lines[-1] and "drafting for held-out prompts" not in told.lines
-    make_head(replace(job, work=tmp_path / "own", recipe=replace(recipe, prompts=None, tokens=6000)), told)
+    make_head(replace(job, work=tmp_path / "own", recipe=replace(recipe, prompts=None, tokens=3000, batch=48)), told)
     text = (job.out / "README.md").read_text()
     assert re.search(r" [1-9][0-9]* of the conversations were held out\.", text) and "not measured" not in text
 
@@ -935,7 +941,8 @@ def test_where_nothing_is_asked_no_two_conversations_are_one_text() -> None:
 
 
 def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:
-    """The same command three times: killed while it generates, killed while it trains, and to its end."""
+    """The same command three times: killed while it generates, killed while it trains, and (in this process) to its
+    end."""
     work, out = tmp_path / "work", tmp_path / "head"
     command = [sys.executable, "-m", "slipstream", "train-head", "--target", str(simple_folder), "--minutes", "0",
                "--tokens", "3000", "--steps", "30", "--batch", "16", "--max-answer", "48", "--draft-vocab", "100",
@@ -947,8 +954,8 @@ def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:
     assert all(path.stat().st_mtime_ns == written for path, written in shards.items())
     step = newest_step(work)
     assert 0 < step < 30 and not out.exists(), step
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, command[3:])
+    assert done.exit_code == 0, done.output
     assert f"going on at step {step}" in done.stdout and newest_step(work) == 30, done.stdout
     numbers = Shards([work], identity_of(simple_folder, ModelConfig.from_folder(simple_folder))).numbers()
     assert len(numbers) == sum(path.read_text().count('"number"') for path in work.glob("shard-*[0-9]/index.json"))
