@@ -20,7 +20,8 @@ from tests.scraped import scraped
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 CHAT, COPY = own().values()
-PREFERS_DRAFTS = ("target.policy.always=true", "draft.drafter=ngram")
+# What a target copies by itself would pass for a draft's.
+PREFERS_DRAFTS = ("target.policy.always=true", "target.prompt_lookup=false", "draft.drafter=ngram")
 
 
 @pytest.fixture(scope="module")
