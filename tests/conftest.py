@@ -31,9 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
+def pytest_collectstart() -> None:
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What all modules of tests have imported stays, and the collector need not go through it again and again."""
+    """What all modules of tests import stays, and the collector need not go through it again and again."""
+    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

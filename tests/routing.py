@@ -8,14 +8,18 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 from openai import AsyncOpenAI
 
 from router_service.service import RouterService
+from router_service.text.tokens import ChatTemplate
 from slipstream.base.config import Config, PolicySection
+from slipstream.base.offload import Child
 from slipstream.protocol.requests import Backend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -29,8 +33,18 @@ class Routing:
     def __init__(self, service: RouterService) -> None:
         self.service = service
         self.base = f"http://127.0.0.1:{service.http_port}"
-        self.http = httpx.AsyncClient(base_url=self.base, timeout=60)
-        self.openai = AsyncOpenAI(base_url=f"{self.base}/v1", api_key="none", max_retries=0)
+        # Not to verify: nothing is encrypted here, and to load the authorities takes longer than most tests.
+        self.http = httpx.AsyncClient(base_url=self.base, timeout=60, verify=False)
+
+    @cached_property
+    def openai(self) -> AsyncOpenAI:
+        """Made for those who ask it: it loads the authorities."""
+        return AsyncOpenAI(base_url=f"{self.base}/v1", api_key="none", max_retries=0)
+
+    async def close(self) -> None:
+        if "openai" in vars(self):
+            await self.openai.close()
+        await self.http.aclose()
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.http.post(path, json={"model": "tiny", **body})
@@ -46,6 +60,20 @@ class Routing:
         return counted
 
 
+RENDERING: dict[str, Child] = {}
+START = ChatTemplate._started
+
+
+def rendering(template: ChatTemplate) -> Child:
+    """The process that renders it, for one router after the other: to start one takes longer than most tests."""
+    opening = json.dumps(template._opening)
+    if opening not in RENDERING or RENDERING[opening].ended:
+        RENDERING[opening] = START(template)
+        if len(RENDERING) > 4:  # most templates are of one test
+            del RENDERING[next(iter(RENDERING))]
+    return RENDERING[opening]
+
+
 @asynccontextmanager
 async def routing(folder: Path, *targets: Backend, policy: PolicySection | None = None,
                   **section: Any) -> AsyncIterator[Routing]:
@@ -53,15 +81,16 @@ async def routing(folder: Path, *targets: Backend, policy: PolicySection | None 
     ports = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
     config = Config.model_validate({"model": {"path": str(folder)}, "router": {**ports, **section},
                                     "target": {"policy": policy or PolicySection()}})
-    service = RouterService(config, {f"t{i}": target for i, target in enumerate(targets)})
+    with patch.object(ChatTemplate, "_started", rendering):
+        service = RouterService(config, {f"t{i}": target for i, target in enumerate(targets)})
     await service.start()
     found = Routing(service)
     try:
         yield found
     finally:
-        await found.openai.close()
-        await found.http.aclose()
-        await service.drain(0.1)
+        await found.close()
+        with patch.object(ChatTemplate, "close"):
+            await service.drain(0.1)
 
 
 def events(text: str) -> list[Any]:

@@ -121,7 +121,7 @@ async def test_drafts_change_no_constrained_answer(kind: str, fate: str, folders
     assert accepted > 0 or kind in ("hostile", "block") or fate in ("late", "lost"), "no draft token was ever of use"
 
 
-@pytest.mark.parametrize("moved_after", [1, 4])
+@pytest.mark.parametrize("moved_after", [pytest.param(1, marks=pytest.mark.long), 4])
 async def test_an_answer_that_moves_goes_on_as_it_would_have(moved_after: int, folders: dict[str, Path],
                                                              plain: dict[str, list[list[Piece]]]) -> None:
     """Another target has nothing of it but its tokens."""
