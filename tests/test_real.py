@@ -60,6 +60,15 @@ async def test_answers_over_grpc_equal_plain_ones(pair: fleet.Served, codec: Tex
     assert sum(answer.accepted for answer in drafted) > 20, "drafts were hardly used, so this shows little"
 
 
+async def test_answers_at_temperature_1_equal_plain_ones(pair: fleet.Served, codec: TextCodec) -> None:
+    """What clients ask for that say nothing. With nobody beside them who filters, kernels choose on their way."""
+    plain, drafted = [await asyncio.gather(*(
+        ask(pair.clients[0], prompt(codec, text), Sampling(temperature=1.0, seed=seed), 32, speculate)
+        for seed, text in enumerate(COPY[:3], 1))) for speculate in (False, True)]
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    assert sum(answer.accepted for answer in drafted) > 5, "drafts were hardly used, so this shows little"
+
+
 @pytest.mark.parametrize("text", [COPY[0], pytest.param(COPY[2], marks=pytest.mark.long)], ids=["one", "another"])
 async def test_answers_of_torch_in_float32_equal_plain_ones(text: str, codec: TextCodec) -> None:
     """A difference is possible where two tokens are as good as equal, and is then shown with the margin."""
