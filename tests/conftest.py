@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import structlog
@@ -58,6 +59,24 @@ def own_logs() -> Iterator[None]:
     if not was_configured:
         structlog.reset_defaults()
         root.handlers, root.level = handlers, level
+
+
+@pytest.fixture(scope="module")
+async def servers_end() -> AsyncIterator[None]:
+    """All servers of a module's tests are stopped at its end, those of a test that failed, too: while grpc collects one
+    that nobody has stopped, it waits for calls that never end, and some test of another module hangs."""
+    from slipstream.wire.server import GrpcServer  # tests of devices run where there is no grpc
+
+    begun, start = list[GrpcServer](), GrpcServer.start
+
+    async def started(server: GrpcServer) -> int:
+        begun.append(server)
+        return await start(server)
+
+    with patch.object(GrpcServer, "start", started):
+        yield
+    for server in begun:
+        await server.drain(0)
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,7 @@ from target_service.sequence import Rule, Sink
 from target_service.service import TargetAnswer
 from tests.loop import eventually, settled
 
+pytestmark = pytest.mark.usefixtures("servers_end")
 WIRE = WireSection()
 INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, False)
 SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -33,6 +33,7 @@ from slipstream.wire.server import GrpcServer
 from tests.echo import EchoTarget
 from tests.routing import COMPLETIONS, routing
 
+pytestmark = pytest.mark.usefixtures("servers_end")
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
 PROBE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"

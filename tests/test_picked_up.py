@@ -37,6 +37,7 @@ from slipstream.wire.target import TargetServicer
 from tests.echo import EchoTarget, answer_bytes
 from tests.routing import COMPLETIONS, READS, Routing, routing, stream
 
+pytestmark = pytest.mark.usefixtures("servers_end")
 TEXT = "one ∑ two €€ three END of it"
 STREAMS = 24
 

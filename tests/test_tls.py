@@ -30,7 +30,7 @@ from tests.echo import EchoTarget
 from tests.loop import eventually
 from tests.test_wire import HELLO, LOOPBACK, Echo, Target, commit
 
-pytestmark = needs_openssl
+pytestmark = [needs_openssl, pytest.mark.usefixtures("servers_end")]
 WIRE = WireSection()
 RULES = ConnectionRules(backoff_max_s=0.2)
 LONG = Request("r", (1, 2, 3), Sampling(), 400)

@@ -51,6 +51,7 @@ from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.loop import eventually
 
+pytestmark = pytest.mark.usefixtures("servers_end")
 WIRE = WireSection()
 RULES = ConnectionRules(backoff_max_s=0.2)
 HIDDEN = 64
