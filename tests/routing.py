@@ -90,7 +90,7 @@ async def routing(folder: Path, *targets: Backend, policy: PolicySection | None 
     finally:
         await found.close()
         with patch.object(ChatTemplate, "close"):
-            await service.drain(0.1)
+            await service.drain(0.0)
 
 
 def events(text: str) -> list[Any]:
