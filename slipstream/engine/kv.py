@@ -47,8 +47,9 @@ from slipstream.base.errors import CapacityError
 
 Indices = NDArray[np.int64]
 
-SCAN = 4096  # slots in which a free run is looked for
+SCAN = 4096  # free flags looked at in one go
 FIRST_ROWS, FIRST_WIDTH = 8, 1024  # of a table
+FEW = 64  # slots for which Python is faster than numpy, most of all with cold caches: a tree's, not a prompt's
 RUN = 16  # slots of a run that one answer fills; longer ones measured the same
 FREE_RUN = b"\x01" * RUN
 
@@ -56,12 +57,13 @@ FREE_RUN = b"\x01" * RUN
 class Slots:
     """The free list of a pool."""
 
-    __slots__ = ("_flags", "_lowest", "_num_free", "num_slots")
+    __slots__ = ("_flags", "_free", "_lowest", "_num_free", "num_slots")
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots > 0
         self.num_slots = num_slots
         self._flags = bytearray(b"\x01") * num_slots
+        self._free = np.frombuffer(self._flags, bool)  # the same memory
         self._num_free = num_slots
         self._lowest = 0  # no free slot stands below it
 
@@ -73,14 +75,12 @@ class Slots:
         """int64 [n], ascending, the lowest. Raises CapacityError, and changes nothing, when fewer are free."""
         if n > self._num_free:
             raise _none_left(n, self)
-        flags, place, taken = self._flags, self._lowest - 1, list[int]()
-        for _ in range(n):
-            place = flags.find(1, place + 1)
-            flags[place] = 0
-            taken.append(place)
-        self._num_free -= len(taken)
-        self._lowest = place + 1
-        return np.array(taken, np.int64)
+        if n <= 0:
+            return np.zeros(0, np.int64)
+        slots = self._take_few(n) if n <= FEW else self._take(n)
+        self._num_free -= n
+        self._lowest = int(slots[-1]) + 1
+        return slots
 
     def alloc_behind(self, wanted: Sequence[tuple[int, int]]) -> list[int]:
         """For each (count, slot) so many slots: what follows in the run of ``slot``, then runs that nobody fills yet,
@@ -111,26 +111,56 @@ class Slots:
         self._lowest = self._flags.find(1, self._lowest)
         return self._lowest
 
+    def _take_few(self, n: int) -> Indices:
+        place, few = self._lowest - 1, list[int]()
+        for _ in range(n):
+            place = self._flags.find(1, place + 1)
+            self._flags[place] = 0
+            few.append(place)
+        return np.array(few, np.int64)
+
+    def _take(self, n: int) -> Indices:
+        found: list[Indices] = []
+        start, missing = self._lowest, n
+        while missing > 0:
+            window = np.flatnonzero(self._free[start : start + SCAN])[:missing] + start
+            found.append(window)
+            missing -= len(window)
+            start += SCAN
+        slots = found[0] if len(found) == 1 else np.concatenate(found)
+        self._free[slots] = False
+        return slots
+
     def free(self, slots: Indices | list[int]) -> None:
-        """Give slots back; each must be owned and named once."""
-        flags, lowest = self._flags, self._lowest
-        for slot in slots if isinstance(slots, list) else slots.tolist():
-            assert not flags[slot], f"slot {slot} is free or named twice"
-            flags[slot] = 1
-            if slot < lowest:
-                lowest = slot
+        """Give slots back; each must be owned and named once. A list is for a few."""
+        if len(slots) == 0:
+            return
+        if isinstance(slots, list) or len(slots) <= FEW:
+            self._free_few(slots if isinstance(slots, list) else slots.tolist())
+            return
+        owned = ~self._free[slots]
+        assert owned.all(), f"slots freed twice: {slots[~owned][:8].tolist()}"
+        assert len(set(slots.tolist())) == len(slots), "a slot is named twice"
+        self._free[slots] = True
         self._num_free += len(slots)
-        self._lowest = lowest
+        self._lowest = min(self._lowest, int(slots.min()))
+
+    def _free_few(self, slots: list[int]) -> None:
+        for slot in slots:
+            assert not self._flags[slot], f"slot {slot} is free or named twice"
+            self._flags[slot] = 1
+        self._num_free += len(slots)
+        self._lowest = min(self._lowest, *slots)
 
     def check(self, owned: Iterable[Indices]) -> None:
         """Prove that every slot is free, or in exactly one of the ``owned`` arrays. AssertionError otherwise."""
-        holders = np.frombuffer(self._flags, np.uint8).astype(np.int64)
+        holders = self._free.astype(np.int64)
         for slots in owned:
             np.add.at(holders, slots, 1)
         wrong = np.flatnonzero(holders != 1)
         assert len(wrong) == 0, (f"{int((holders == 0).sum())} slots lost, {int((holders > 1).sum())} owned twice; "
                                  f"first: {wrong[:8].tolist()}")
-        assert self._num_free == self._flags.count(1), "the count of free slots is wrong"
+        assert self._num_free == int(self._free.sum()), "the count of free slots is wrong"
 
 
 def _none_left(wanted: int, slots: Slots) -> CapacityError:
