@@ -386,7 +386,7 @@ def fixed(addresses: Sequence[str]) -> tuple[str, ...]:
 
 @asynccontextmanager
 async def watching(addresses: Sequence[str], kubeconfig: str, seen: Seen, rules: WatchRules | None = None,
-                    vitals: Vitals | None = None) -> AsyncIterator[Directory]:
+                   vitals: Vitals | None = None) -> AsyncIterator[Directory]:
     """A directory that is kept up while the block runs. ``vitals`` hear if it is not. Raises ConfigError where
     ``addresses`` name a service and no cluster can be found."""
     server = await _server(kubeconfig) if len(fixed(addresses)) < len(addresses) else None
