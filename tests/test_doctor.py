@@ -28,6 +28,14 @@ def test_every_problem_comes_with_advice(tiny_folder: Path) -> None:
     assert next(check for check in listed if check.name == "python").status == "ok"
 
 
+def test_a_package_that_was_copied_without_its_metadata_is_of_unknown_version(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "flashinfer.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    (check,) = found("flashinfer", Config.model_validate({"model": {"path": str(tiny_folder)}}))
+    assert (check.status, check.found) == ("ok", "of unknown version")
+
+
 def test_a_taken_port_is_named(tiny_folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -251,6 +251,13 @@ def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: 
     ({"type": ["string", "boolean"]}, {"true": True, "True": True, "1": "1"}),
     ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Place"}]}, {'{"a": 1}': {"a": 1}, "1": 1}),
     ({"anyOf": [{"type": "object"}, {"type": "null"}]}, {"{}": {}, "1": 1, "null": None, "Rome": "Rome"}),
+    ({"type": "object"}, {"{'a': [True, None, (1,)], 2: 'it\\'s'}": {"a": [True, None, [1]], "2": "it's"},
+                          "{'a': f()}": "{'a': f()}", "None": "None",
+                          "['a']": "['a']", "{1, 2}": "{1, 2}", "{'a': 1e999}": "{'a': 1e999}", "{[]: 1}": "{[]: 1}",
+                          "{'a': '\\ud800'}": "{'a': '\\ud800'}", f"{{'a': {'[' * 128}": f"{{'a': {'[' * 128}",
+                          f"{{'a': {'-' * 8000}1}}": f"{{'a': {'-' * 8000}1}}"}),
+    ({"type": ["array", "null"]}, {"['a', 'b']": ["a", "b"], "{'a': 1}": "{'a': 1}", "None": None}),
+    ({"type": ["array", "string"]}, {"['a']": "['a']"}), ({}, {"['a']": "['a']"}),
     ({"anyOf": 1}, {"1": 1}), ({"type": [[], 1]}, {"1": 1}),
     ({}, {"1": 1, "true": True, "True": "True"}), (True, {"1": 1})])
 def test_a_text_that_looks_like_json_stays_one_where_the_schema_says_text(schema: Any, values: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests_fuzz import kept
@@ -58,6 +59,8 @@ def main() -> None:
     parser.add_argument("--seconds-each", type=int, default=10, help="an input that takes longer is a find: cost comes "
                         "before work; more where others use the machine")
     arguments = parser.parse_args()
+    if find_spec("atheris") is None:
+        parser.error("atheris is missing: make fuzz installs it")
     for door in arguments.doors:
         if door not in DOORS:
             parser.error(f"no door {door!r}; there are {', '.join(DOORS)}")

@@ -7,6 +7,7 @@ coders), ``<arg_key>`` in it (GLM), ``[TOOL_CALLS]`` (Mistral), sections of call
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
@@ -23,6 +24,7 @@ from router_service.text.scanner import NoCall, Scanner, Step, Words
 
 CALL_ID = 9  # characters: Mistral's templates take no other number
 MAX_REOPENED = 8
+PYTHON_LENGTH, PYTHON_BRACKETS = 8192, 128  # of a value that is read as Python: some 10 ms, and no deeper than it nests
 ARGUMENTS = ("arguments", "parameters")
 NONE = ("", "null", '""')  # how a model writes that there are no arguments
 
@@ -275,7 +277,23 @@ def _typed(value: str, schema: Any) -> str:
             return bare
     elif "boolean" in kinds and bare.lower() in ("true", "false"):
         return bare.lower()
+    elif bare == "None" and "null" in kinds and "string" not in kinds:
+        return "null"
+    elif "string" not in kinds and (written := _of_python(bare)) and kinds & _kinds_of(loaded(written)):
+        return written
     return json.dumps(value, ensure_ascii=False)
+
+
+def _of_python(value: str) -> str:
+    """JSON of a dict or list that a model wrote as Python does (``{'a': None}``); "" for anything else."""
+    if not value.startswith(("{", "[")) or len(value) > PYTHON_LENGTH or (
+            sum(map(value.count, "([{")) > PYTHON_BRACKETS):
+        return ""
+    try:
+        written = json.dumps(ast.literal_eval(value), ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return ""
+    return written if loaded(written) is not None else ""
 
 
 def _kinds(schema: Any) -> set[str]:
