@@ -24,7 +24,8 @@ SETTINGS = ("model.dtype=float32", "target.max_sessions=8", "target.policy.max_n
             "target.prompt_lookup=false")
 # So that prompts come in chunks.
 VLLM = "target.engine={vllm: {enforce_eager: true, max_model_len: 1024, max_num_batched_tokens: 16}}"
-TOLD_APART = ("id", "created", "completion_tokens_details", "prompt_tokens_details")  # these differ between answers
+TOLD_APART = ("id", "created", "completion_tokens_details", "prompt_tokens_details",  # these differ between answers
+              "system_fingerprint")  # and this between engines
 BOUND: dict[str, dict[str, Any]] = {
     "bad words": {"bad_words": ["fox", "lazy dog", "quick brown"]},
     "a bad word that is said at once": {"bad_words": [" jumps", "over the"], "min_tokens": 8},
