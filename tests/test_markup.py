@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -265,6 +267,17 @@ def test_a_text_that_looks_like_json_stays_one_where_the_schema_says_text(schema
         call = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
         _, _, ((_, arguments),) = told(HERMES, [call], tools={"f": {"properties": {"a": schema}}})
         assert json.loads(arguments) == {"a": value} and type(json.loads(arguments)["a"]) is type(value), written
+
+
+def test_what_is_odd_in_a_value_that_is_read_as_python_fills_no_log() -> None:
+    reads = ("from router_service.text.markup import Markup, Style\n"
+             "markup = Markup(Style(), {'f': {'properties': {'a': {'type': 'object'}}}})\n"
+             "told = markup.push(r\"<function=f><parameter=a>{'a': '\\d'}</parameter></function>\", over=True)\n"
+             "print(told.calls[0].arguments)\n")
+    # As Python 3.12 does by itself.
+    done = subprocess.run([sys.executable, "-P", "-W", "always:invalid", "-c", reads], capture_output=True, text=True,
+                          timeout=60)
+    assert (json.loads(done.stdout), done.stderr) == ({"a": {"a": "\\d"}}, "")
 
 
 @pytest.mark.parametrize("said", ["NaN", "Infinity", "-Infinity", "[NaN]", "1e999", "[" * 2000])

@@ -11,6 +11,7 @@ import ast
 import json
 import re
 import secrets
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,8 @@ MAX_REOPENED = 8
 PYTHON_LENGTH, PYTHON_BRACKETS = 8192, 128  # of a value that is read as Python: some 10 ms, and no deeper than it nests
 ARGUMENTS = ("arguments", "parameters")
 NONE = ("", "null", '""')  # how a model writes that there are no arguments
+# From Python 3.12 on its parser tells stderr of each odd escape or number in a text: thousands of lines for one value.
+warnings.filterwarnings("ignore", module="<unknown>")
 
 
 @dataclass(slots=True)
