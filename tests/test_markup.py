@@ -251,7 +251,7 @@ def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: 
      {"12345": 12345, "1.5": "1.5", "true": "true", "null": "null"}),
     ({"type": ["string", "number"]}, {"12345": 12345, "1.5": 1.5}),
     ({"type": ["string", "boolean"]}, {"true": True, "True": True, "1": "1"}),
-    ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Place"}]}, {'{"a": 1}': {"a": 1}, "1": 1}),
+    ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Nowhere"}]}, {'{"a": 1}': {"a": 1}, "1": 1}),
     ({"anyOf": [{"type": "object"}, {"type": "null"}]}, {"{}": {}, "1": 1, "null": None, "Rome": "Rome"}),
     ({"type": "object"}, {"{'a': [True, None, (1,)], 2: 'it\\'s'}": {"a": [True, None, [1]], "2": "it's"},
                           "{'a': f()}": "{'a': f()}", "None": "None",
@@ -260,12 +260,18 @@ def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: 
                           f"{{'a': {'-' * 8000}1}}": f"{{'a': {'-' * 8000}1}}"}),
     ({"type": ["array", "null"]}, {"['a', 'b']": ["a", "b"], "{'a': 1}": "{'a': 1}", "None": None}),
     ({"type": ["array", "string"]}, {"['a']": "['a']"}), ({}, {"['a']": "['a']"}),
+    ({"$ref": "#/$defs/Place"}, {"{'a': None}": {"a": None}, '{"a": 1}': {"a": 1}}),  # as Pydantic writes a model,
+    ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, {"{'a': 1}": {"a": 1}, "None": None}),
+    ({"$ref": "#/definitions/Size"}, {"8": "8", "null": "null", "XL": "XL"}),  # and an enumeration
+    ({"$ref": "#/$defs/Round"}, {"8": 8}), ({"$ref": 1, "type": "string"}, {"8": "8"}),
     ({"anyOf": 1}, {"1": 1}), ({"type": [[], 1]}, {"1": 1}),
     ({}, {"1": 1, "true": True, "True": "True"}), (True, {"1": 1})])
 def test_a_text_that_looks_like_json_stays_one_where_the_schema_says_text(schema: Any, values: dict[str, Any]) -> None:
+    parts = {"$defs": {"Place": {"type": "object"}, "Round": {"$ref": "#/$defs/Round"}},
+             "definitions": {"Size": {"type": "string", "enum": ["8", "XL"]}}}
     for written, value in values.items():
         call = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
-        _, _, ((_, arguments),) = told(HERMES, [call], tools={"f": {"properties": {"a": schema}}})
+        _, _, ((_, arguments),) = told(HERMES, [call], tools={"f": {"properties": {"a": schema}, **parts}})
         assert json.loads(arguments) == {"a": value} and type(json.loads(arguments)["a"]) is type(value), written
 
 
