@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from slipstream import client as client_module
-from slipstream.base.errors import CapacityError, InvalidRequest, RemoteProtocolError, Unavailable
+from slipstream.base.errors import CapacityError, InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
 from slipstream.client import AsyncClient, Client
 from slipstream.protocol.chat import Delta, PromptToken, TextToken, Usage
 from slipstream.wire import client as wire_client
-from slipstream.wire.channel import INFERENCE_SERVICE
+from slipstream.wire.channel import INFERENCE_SERVICE, RULES
 from slipstream.wire.inference import encode_delta
 from slipstream.wire.status import KINDS, abort
 
@@ -54,6 +54,17 @@ def test_an_option_that_cannot_be_is_refused_by_name(client: Client, name: str, 
     with pytest.raises(InvalidRequest) as caught:
         client.chat("x", **{name: value})
     assert caught.value.field == name
+
+
+def test_what_grpc_does_not_send_is_refused_at_once(client: Client) -> None:
+    """It was taken for a router that is not there, and asked for again for eight seconds."""
+    for prompt in ("x" * RULES.message_bytes, [1 << 20] * (RULES.message_bytes // 3)):
+        with pytest.raises(TooLarge):
+            client.complete(prompt)
+    for key in ("Kx7w\n", "clé"):
+        with pytest.raises(InvalidRequest) as caught:
+            Client(api_key=key)
+        assert caught.value.field == "api_key" and key not in str(caught.value)
 
 
 @asynccontextmanager
