@@ -78,6 +78,7 @@ SAID: dict[str, tuple[Style, str, Told]] = {
                    ("", "", [PARIS])),
     "deepseek 3.1": (DEEPSEEK, f"So:{D.begin}{D.call}weather{D.arguments}{JSON}{D.end_call}{D.call}now{D.arguments}{{}}"
                                f"{D.end_call}{D.end}", ("", "So:", [PARIS, NOW])),
+    "deepseek, forgetful": (DEEPSEEK, f"{D.begin}{D.call}weather{D.arguments}{JSON}{D.end}So.", ("", "So.", [PARIS])),
     "kimi": (KIMI, f"{K.begin}{K.call}functions.weather:0{K.arguments}{JSON}{K.end_call}{K.end}", ("", "", [PARIS])),
     "kimi, no name": (KIMI, f"So: {K.begin}{K.call}functions.{K.arguments}{JSON}{K.end_call}{K.end}",
                       ("", f"So: functions.{JSON}", [])),

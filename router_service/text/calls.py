@@ -188,8 +188,10 @@ class Calls:
             self._text.rest = "{" + self._text.rest
             name = between.partition("\n")[0] if "```" in between else head
             yield from self._arguments(re.sub(r"^functions\.|:\d+\s*$", "", name.strip()).strip())
-            yield from self._text.before(Words((marks.end_call, marks.end)))
+            _, mark = yield from self._text.before(Words((marks.end_call, marks.end)))
             self._text.taken = []
+            if mark == marks.end:  # some forget to end a call
+                return
 
     def _objects(self, known: bool = False) -> Step:
         """One call as JSON, or a list of them. ``known``: it has to be of a tool that there is."""
