@@ -161,6 +161,23 @@ def test_messages_are_joined_where_a_template_takes_no_others() -> None:
             template.close()
 
 
+def test_what_the_system_says_is_the_users_where_a_template_has_no_system() -> None:
+    """As Gemma's and older ones of Mistral's: every agent begins with such words, and got 400. So did who sent tools,
+    of which such a model is told in the system's message."""
+    said: Any = [{"role": role, "content": word} for role, word in (
+        ("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"))]
+    source = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+              "{{ raise_exception('roles') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        assert template.render(said) == ["[user: a\nb][assistant: c][user: d]"]
+        assert template.render(said[:1]) == ["[user: a]"]
+        with pytest.raises(InvalidRequest, match="roles"):
+            template.render(said[2:])
+    finally:
+        template.close()
+
+
 # In the words of their templates, which speak of a call and its results alone.
 WRITES = ("{% for m in messages %}[{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %} {{ c.function.name }}"
           "={{ c.id }}{% endfor %}{{ ' of ' + m.tool_call_id if m.tool_call_id }}]{% endfor %}")

@@ -13,9 +13,9 @@ Rules:
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
 5. Messages that a template refuses are tried again in other ``readings``, none of which loses a word: clients send
-   several of the system, also in mid-conversation, and of a user; words beside results of tools; ids of calls as other
-   models write them; several calls at once. The API allows all that, and many templates do not. Some want arguments of
-   calls as text, though others write JSON of what they are given.
+   several of the system, also in mid-conversation or where a model has no such role, and of a user; words beside
+   results of tools; ids of calls as other models write them; several calls at once. The API allows all that, and many
+   templates do not. Some want arguments of calls as text, though others write JSON of what they are given.
 6. Both ends write lines of JSON. The process logs nothing, and ends with its standard input.
 
 It knows nothing about tokenizers, and imports little: it starts in a tenth of a second.
@@ -174,7 +174,7 @@ def readings(messages: Messages) -> Iterator[Messages]:
     said = [messages]
     yield messages
     turns = joined(messages)
-    for reading in (turns, answered(turns), one_by_one(turns), as_text(turns)):
+    for reading in (turns, answered(turns), one_by_one(turns), as_text(turns), by_users(turns)):
         if reading not in said:
             said.append(reading)
             yield reading
@@ -231,6 +231,11 @@ def as_text(turns: Messages) -> Messages:
     return [{**message, "tool_calls": [{**call, "function": {**call["function"], "arguments": json.dumps(
         call["function"]["arguments"], ensure_ascii=False)}} for call in message["tool_calls"]]}
             if message.get("tool_calls") else message for message in turns]
+
+
+def by_users(turns: Messages) -> Messages:
+    """As Gemma's and older templates of Mistral's have it: what the system says begins the user's first turn."""
+    return turns_of([{**message, "role": "user"} if message["role"] == "system" else message for message in turns])
 
 
 def turns_of(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
