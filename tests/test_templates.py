@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router_service.text.template import MAX_RENDERED
-from router_service.text.tokens import ChatTemplate
+from router_service.text.tokens import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child
 
@@ -174,6 +174,20 @@ def test_what_the_system_says_is_the_users_where_a_template_has_no_system() -> N
         assert template.render(said[:1]) == ["[user: a]"]
         with pytest.raises(InvalidRequest, match="roles"):
             template.render(said[2:])
+    finally:
+        template.close()
+
+
+def test_a_text_is_a_part_where_a_template_writes_parts_alone() -> None:
+    """As SmolVLM's and LLaVA's: of a conversation without images nothing but the roles came to the model."""
+    source = ("{% for m in messages %}{{ m.role }}:{% if m.content[0].type == 'image' %}<image>{% endif %}"
+              "{% for part in m.content %}{% if part['type'] == 'text' %} {{ part['text'] }}{% endif %}{% endfor %};"
+              "{% endfor %}")
+    template = ChatTemplate(source, {}, ["<s>"])
+    try:
+        said: Any = [{"role": "user", "content": "Why<s>?"}, {"role": "assistant", "content": "So"}]
+        assert template.render(said) == ["user: Why", "<s>", "?;assistant: So;"]
+        assert template.render(said, Turn(False, True)) == ["user: Why", "<s>", "?;assistant: So"]
     finally:
         template.close()
 

@@ -8,7 +8,8 @@ Rules:
 2. One rendering has ``cpu_s`` of the processor, ``MEMORY`` and ``MAX_RENDERED`` characters. The first ends the process;
    the next rendering starts another one.
 3. A template is tried on small conversations when it is loaded. One that is none, leaves the sandbox or exceeds a limit
-   is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own.
+   is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own. One that
+   writes nothing of a text, as those of models that read images, too, is given lists of parts.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
@@ -56,6 +57,14 @@ class Renderer:
         longest_first = sorted((text for text in specials if text), key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._template = compiled(source)
+        self.in_parts = False  # whether texts are given as lists of parts
+
+    def writes(self, word: str) -> bool:
+        """Whether it says what a user does."""
+        try:
+            return word in "".join(self.render([{"role": "user", "content": word}]))
+        except Problem:
+            return False
 
     def render(self, messages: Messages, begun: bool = True, continued: bool = False,
                names: Mapping[str, Any] | None = None) -> list[str]:
@@ -93,6 +102,8 @@ class Renderer:
 
     def _text(self, messages: Messages, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
         """Raises whatever the template does."""
+        if self.in_parts:
+            messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
                  "add_generation_prompt": add_generation_prompt}
         written, chunks = 0, []
@@ -264,6 +275,9 @@ def trial(renderer: Renderer) -> None:
         except Problem as problem:
             if problem.kind != REFUSED:
                 raise
+    if not renderer.writes("Hello"):
+        renderer.in_parts = True
+        renderer.in_parts = renderer.writes("Hello")
 
 
 def main() -> None:
