@@ -264,6 +264,7 @@ def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: 
     ({"$ref": "#/$defs/Place"}, {"{'a': None}": {"a": None}, '{"a": 1}': {"a": 1}}),  # as Pydantic writes a model,
     ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, {"{'a': 1}": {"a": 1}, "None": None}),
     ({"$ref": "#/definitions/Size"}, {"8": "8", "null": "null", "XL": "XL"}),  # and an enumeration
+    ({"enum": ["1", "true", None]}, {"1": "1", "true": "true", "null": None}), ({"enum": [1, 2]}, {"1": 1}),
     ({"$ref": "#/$defs/Round"}, {"8": 8}), ({"$ref": 1, "type": "string"}, {"8": "8"}),
     ({"anyOf": 1}, {"1": 1}), ({"type": [[], 1]}, {"1": 1}),
     ({}, {"1": 1, "true": True, "True": "True"}), (True, {"1": 1})])

@@ -322,6 +322,8 @@ def _kinds(schema: Any, parts: Referred) -> set[str]:
         return parts[ref]
     if isinstance(kinds, str | list):
         return {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
+    if isinstance(listed := schema.get("enum"), list):
+        return set[str]().union(*map(_kinds_of, listed))
     others = schema.get("anyOf") or schema.get("oneOf")
     found = [_kinds(other, parts) for other in others] if isinstance(others, list) else []
     return set[str]().union(*found) if all(found) else set()
