@@ -178,6 +178,19 @@ def test_what_the_system_says_is_the_users_where_a_template_has_no_system() -> N
         template.close()
 
 
+def test_what_a_template_leaves_out_of_the_system_is_the_users() -> None:
+    """As Phi 3's do: an agent's instructions, and the tools that such a model is told of in them, came to nobody."""
+    template = ChatTemplate("{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}: "
+                            "{{ m.content }}]{% endif %}{% endfor %}", {}, [])
+    try:
+        said: Any = [{"role": role, "content": word} for role, word in (
+            ("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"))]
+        assert template.render(said) == ["[user: a\nb][assistant: c][user: d]"]
+        assert template.render(said[1:]) == ["[user: b][assistant: c][user: d]"]
+    finally:
+        template.close()
+
+
 def test_a_text_is_a_part_where_a_template_writes_parts_alone() -> None:
     """As SmolVLM's and LLaVA's: of a conversation without images nothing but the roles came to the model."""
     source = ("{% for m in messages %}{{ m.role }}:{% if m.content[0].type == 'image' %}<image>{% endif %}"

@@ -9,7 +9,8 @@ Rules:
    the next rendering starts another one.
 3. A template is tried on small conversations when it is loaded. One that is none, leaves the sandbox or exceeds a limit
    is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own. One that
-   writes nothing of a text, as those of models that read images, too, is given lists of parts.
+   writes nothing of a text, as those of models that read images, too, is given lists of parts; one that writes nothing
+   of what the system says is given it as the user's.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
@@ -58,13 +59,15 @@ class Renderer:
         self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._template = compiled(source)
         self.in_parts = False  # whether texts are given as lists of parts
+        self.systemless = False  # whether the system's are given as the user's
 
-    def writes(self, word: str) -> bool:
-        """Whether it says what a user does."""
+    def written(self, *roles: str) -> list[str]:
+        """Those of whom the prompt has what they say."""
         try:
-            return word in "".join(self.render([{"role": "user", "content": word}]))
+            text = "".join(self.render([{"role": role, "content": f"Hello {role}s"} for role in roles]))
         except Problem:
-            return False
+            return []
+        return [role for role in roles if f"Hello {role}s" in text]
 
     def render(self, messages: Messages, begun: bool = True, continued: bool = False,
                names: Mapping[str, Any] | None = None) -> list[str]:
@@ -102,6 +105,8 @@ class Renderer:
 
     def _text(self, messages: Messages, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
         """Raises whatever the template does."""
+        if self.systemless:
+            messages = by_users(messages)
         if self.in_parts:
             messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
@@ -275,9 +280,10 @@ def trial(renderer: Renderer) -> None:
         except Problem as problem:
             if problem.kind != REFUSED:
                 raise
-    if not renderer.writes("Hello"):
+    if not renderer.written("user"):
         renderer.in_parts = True
-        renderer.in_parts = renderer.writes("Hello")
+        renderer.in_parts = renderer.written("user") == ["user"]
+    renderer.systemless = renderer.written("system", "user") == ["user"]
 
 
 def main() -> None:
