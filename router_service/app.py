@@ -29,7 +29,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import orjson
@@ -422,13 +422,18 @@ def described(posts: Iterable[str], gets: Iterable[str]) -> dict[str, Any]:
     paths = {path: {"post": dict(told)} for path in posts} | {path: {"get": dict(told)} for path in gets}
     kinds = dict[str, Any]()
     for path, kind in ((CHAT, ChatBody), (COMPLETIONS, CompletionBody)):
-        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema = dict(_schema(kind))
         kinds |= schema.pop("$defs", {})
         paths[path]["post"]["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     paths[f"{MODEL}{{model_id}}"] = model = paths.pop(MODEL)
     model["get"]["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return {"openapi": "3.1.0", "info": {"title": "Slipstream", "version": __version__}, "paths": paths,
             "components": {"schemas": kinds}}
+
+
+@cache
+def _schema(kind: type[ChatBody | CompletionBody]) -> Mapping[str, Any]:
+    return kind.model_json_schema(ref_template="#/components/schemas/{model}")
 
 
 class Gate:

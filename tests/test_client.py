@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from slipstream import client as client_module
-from slipstream.base.errors import CapacityError, InvalidRequest, RemoteProtocolError, Unavailable
-from slipstream.client import AsyncClient, Client
+from slipstream.base.errors import CapacityError, InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
+from slipstream.client import AsyncClient, Client, Function
 from slipstream.protocol.chat import Delta, PromptToken, TextToken, Usage
 from slipstream.wire import client as wire_client
-from slipstream.wire.channel import INFERENCE_SERVICE
+from slipstream.wire.channel import INFERENCE_SERVICE, RULES
 from slipstream.wire.inference import encode_delta
 from slipstream.wire.status import KINDS, abort
 
@@ -49,11 +49,23 @@ def test_an_unknown_option_is_named(client: Client) -> None:
 @pytest.mark.parametrize(("name", "value"), [
     ("logit_bias", {"abc": 1.0}), ("logit_bias", {5: "x"}), ("logit_bias", 5), ("logit_bias", {1 << 40: 1.0}),
     ("logprobs_mode", "loud"), ("logprobs_mode", ["raw"]), ("begun", 5), ("grammar", "x"), ("temperature", "hot"),
-    ("stop", [5]), ("seed", 1 << 70)], ids=str)
+    ("stop", [5]), ("seed", 1 << 70), ("bad_words", "no"), ("model", 5),
+    ("tools[0]", [Function("f", parameters={})])], ids=str)  # type: ignore[arg-type]
 def test_an_option_that_cannot_be_is_refused_by_name(client: Client, name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        client.chat("x", **{name: value})
+        client.chat("x", **{name.removesuffix("[0]"): value})
     assert caught.value.field == name
+
+
+def test_what_grpc_does_not_send_is_refused_at_once(client: Client) -> None:
+    """It was taken for a router that is not there, and asked for again for eight seconds."""
+    for prompt in ("x" * RULES.message_bytes, [1 << 20] * (RULES.message_bytes // 3)):
+        with pytest.raises(TooLarge):
+            client.complete(prompt)
+    for key in ("Kx7w\n", "clé"):
+        with pytest.raises(InvalidRequest) as caught:
+            Client(api_key=key)
+        assert caught.value.field == "api_key" and key not in str(caught.value)
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from slipstream.base.offload import Child
 from slipstream.base.turns import Turns
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
-from slipstream.grammar.trial import MAX_EACH, Trial, Trials
+from slipstream.grammar.trial import MAX_EACH, TOO_MUCH, Trial, Trials
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import Request, Sampling
@@ -105,6 +105,16 @@ def test_a_trial_takes_no_more_than_it_is_given(tiny_folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="more work"):
         trial.check(Grammar("json_schema", json.dumps({"properties": properties})))
     trial.close()
+
+
+def test_what_took_too_much_is_tried_again(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large schema that was met in a slow moment was refused until the process ended."""
+    grammar = Grammar("regex", "[p-r]+")
+    with monkeypatch.context() as slow:
+        slow.setattr(trial, "_tried", lambda _: TOO_MUCH)
+        with pytest.raises(InvalidRequest, match="more work"):
+            trial.check(grammar)
+    trial.check(grammar)
 
 
 def test_what_one_namespace_tried_tells_another_nothing(trial: Trial) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,6 +78,7 @@ SAID: dict[str, tuple[Style, str, Told]] = {
                    ("", "", [PARIS])),
     "deepseek 3.1": (DEEPSEEK, f"So:{D.begin}{D.call}weather{D.arguments}{JSON}{D.end_call}{D.call}now{D.arguments}{{}}"
                                f"{D.end_call}{D.end}", ("", "So:", [PARIS, NOW])),
+    "deepseek, forgetful": (DEEPSEEK, f"{D.begin}{D.call}weather{D.arguments}{JSON}{D.end}So.", ("", "So.", [PARIS])),
     "kimi": (KIMI, f"{K.begin}{K.call}functions.weather:0{K.arguments}{JSON}{K.end_call}{K.end}", ("", "", [PARIS])),
     "kimi, no name": (KIMI, f"So: {K.begin}{K.call}functions.{K.arguments}{JSON}{K.end_call}{K.end}",
                       ("", f"So: functions.{JSON}", [])),
@@ -249,7 +252,7 @@ def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: 
      {"12345": 12345, "1.5": "1.5", "true": "true", "null": "null"}),
     ({"type": ["string", "number"]}, {"12345": 12345, "1.5": 1.5}),
     ({"type": ["string", "boolean"]}, {"true": True, "True": True, "1": "1"}),
-    ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Place"}]}, {'{"a": 1}': {"a": 1}, "1": 1}),
+    ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Nowhere"}]}, {'{"a": 1}': {"a": 1}, "1": 1}),
     ({"anyOf": [{"type": "object"}, {"type": "null"}]}, {"{}": {}, "1": 1, "null": None, "Rome": "Rome"}),
     ({"type": "object"}, {"{'a': [True, None, (1,)], 2: 'it\\'s'}": {"a": [True, None, [1]], "2": "it's"},
                           "{'a': f()}": "{'a': f()}", "None": "None",
@@ -258,13 +261,31 @@ def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: 
                           f"{{'a': {'-' * 8000}1}}": f"{{'a': {'-' * 8000}1}}"}),
     ({"type": ["array", "null"]}, {"['a', 'b']": ["a", "b"], "{'a': 1}": "{'a': 1}", "None": None}),
     ({"type": ["array", "string"]}, {"['a']": "['a']"}), ({}, {"['a']": "['a']"}),
+    ({"$ref": "#/$defs/Place"}, {"{'a': None}": {"a": None}, '{"a": 1}': {"a": 1}}),  # as Pydantic writes a model,
+    ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, {"{'a': 1}": {"a": 1}, "None": None}),
+    ({"$ref": "#/definitions/Size"}, {"8": "8", "null": "null", "XL": "XL"}),  # and an enumeration
+    ({"enum": ["1", "true", None]}, {"1": "1", "true": "true", "null": None}), ({"enum": [1, 2]}, {"1": 1}),
+    ({"$ref": "#/$defs/Round"}, {"8": 8}), ({"$ref": 1, "type": "string"}, {"8": "8"}),
     ({"anyOf": 1}, {"1": 1}), ({"type": [[], 1]}, {"1": 1}),
     ({}, {"1": 1, "true": True, "True": "True"}), (True, {"1": 1})])
 def test_a_text_that_looks_like_json_stays_one_where_the_schema_says_text(schema: Any, values: dict[str, Any]) -> None:
+    parts = {"$defs": {"Place": {"type": "object"}, "Round": {"$ref": "#/$defs/Round"}},
+             "definitions": {"Size": {"type": "string", "enum": ["8", "XL"]}}}
     for written, value in values.items():
         call = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
-        _, _, ((_, arguments),) = told(HERMES, [call], tools={"f": {"properties": {"a": schema}}})
+        _, _, ((_, arguments),) = told(HERMES, [call], tools={"f": {"properties": {"a": schema}, **parts}})
         assert json.loads(arguments) == {"a": value} and type(json.loads(arguments)["a"]) is type(value), written
+
+
+def test_what_is_odd_in_a_value_that_is_read_as_python_fills_no_log() -> None:
+    reads = ("from router_service.text.markup import Markup, Style\n"
+             "markup = Markup(Style(), {'f': {'properties': {'a': {'type': 'object'}}}})\n"
+             "told = markup.push(r\"<function=f><parameter=a>{'a': '\\d'}</parameter></function>\", over=True)\n"
+             "print(told.calls[0].arguments)\n")
+    # As Python 3.12 does by itself.
+    done = subprocess.run([sys.executable, "-P", "-W", "always:invalid", "-c", reads], capture_output=True, text=True,
+                          timeout=60)
+    assert (json.loads(done.stdout), done.stderr) == ({"a": {"a": "\\d"}}, "")
 
 
 @pytest.mark.parametrize("said", ["NaN", "Infinity", "-Infinity", "[NaN]", "1e999", "[" * 2000])

@@ -260,6 +260,13 @@ async def test_the_schema_is_whole(tiny_folder: Path) -> None:
                 part = part[name]
 
 
+async def test_the_schema_is_made_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        first = (await r.http.get("/openapi.json")).raise_for_status()
+        monkeypatch.setattr(ChatBody, "model_json_schema", None)  # milliseconds of the event loop
+        assert (await r.http.get("/openapi.json")).json() == first.json()
+
+
 @pytest.mark.parametrize(("method", "path", "allow"), [
     ("GET", CHAT, "POST, OPTIONS"), ("DELETE", CHAT, "POST, OPTIONS"), ("POST", "/health", "GET, HEAD, OPTIONS"),
     ("PUT", "/v1/models/tiny", "GET, HEAD, OPTIONS")])

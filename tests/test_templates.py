@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router_service.text.template import MAX_RENDERED
-from router_service.text.tokens import ChatTemplate
+from router_service.text.tokens import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child
 
@@ -159,6 +159,50 @@ def test_messages_are_joined_where_a_template_takes_no_others() -> None:
                     template.render(said[2:4])
         finally:
             template.close()
+
+
+def test_what_the_system_says_is_the_users_where_a_template_has_no_system() -> None:
+    """As Gemma's and older ones of Mistral's: every agent begins with such words, and got 400. So did who sent tools,
+    of which such a model is told in the system's message."""
+    said: Any = [{"role": role, "content": word} for role, word in (
+        ("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"))]
+    source = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+              "{{ raise_exception('roles') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        assert template.render(said) == ["[user: a\nb][assistant: c][user: d]"]
+        assert template.render(said[:1]) == ["[user: a]"]
+        with pytest.raises(InvalidRequest, match="roles"):
+            template.render(said[2:])
+    finally:
+        template.close()
+
+
+def test_what_a_template_leaves_out_of_the_system_is_the_users() -> None:
+    """As Phi 3's do: an agent's instructions, and the tools that such a model is told of in them, came to nobody."""
+    template = ChatTemplate("{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}: "
+                            "{{ m.content }}]{% endif %}{% endfor %}", {}, [])
+    try:
+        said: Any = [{"role": role, "content": word} for role, word in (
+            ("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"))]
+        assert template.render(said) == ["[user: a\nb][assistant: c][user: d]"]
+        assert template.render(said[1:]) == ["[user: b][assistant: c][user: d]"]
+    finally:
+        template.close()
+
+
+def test_a_text_is_a_part_where_a_template_writes_parts_alone() -> None:
+    """As SmolVLM's and LLaVA's: of a conversation without images nothing but the roles came to the model."""
+    source = ("{% for m in messages %}{{ m.role }}:{% if m.content[0].type == 'image' %}<image>{% endif %}"
+              "{% for part in m.content %}{% if part['type'] == 'text' %} {{ part['text'] }}{% endif %}{% endfor %};"
+              "{% endfor %}")
+    template = ChatTemplate(source, {}, ["<s>"])
+    try:
+        said: Any = [{"role": "user", "content": "Why<s>?"}, {"role": "assistant", "content": "So"}]
+        assert template.render(said) == ["user: Why", "<s>", "?;assistant: So;"]
+        assert template.render(said, Turn(False, True)) == ["user: Why", "<s>", "?;assistant: So"]
+    finally:
+        template.close()
 
 
 # In the words of their templates, which speak of a call and its results alone.

@@ -292,6 +292,20 @@ def test_what_a_template_without_tools_is_told() -> None:
         first["content"])
 
 
+async def test_a_model_hears_of_tools_where_its_template_looks_for_them_elsewhere(
+        tmp_path: Path, tiny_folder: Path) -> None:
+    """As Phi 4 mini's, in the system's message: it says nothing of those that it is given itself."""
+    folder = with_template("{% for m in messages %}[{{ m.role }}: {{ m.content }}{% if 'tools' in m %}{{ m['tools'] }}"
+                           "{% endif %}]{% endfor %}", tiny_folder, tmp_path / "elsewhere")
+    target = EchoTarget()
+    target.context = 4096
+    async with routing(folder, target) as r:
+        assert (await r.post(CHAT, messages=HELLO, tools=[NOW], max_tokens=1)).status_code == 200
+        assert '"name":"now"' in target.prompt and target.prompt.endswith("[user: hello]")
+        assert (await r.post(CHAT, messages=PAST, tools=[NOW], max_tokens=1)).status_code == 200
+        assert '"arguments":{"city":"Rome"}' in target.prompt, "nor of the calls before"
+
+
 async def test_a_function_needs_a_name_alone(tmp_path: Path, tiny_folder: Path) -> None:
     """Templates as Hermes' read its description and parameters: a function without was refused as wrong messages."""
     folder = with_template(

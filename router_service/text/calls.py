@@ -11,6 +11,7 @@ import ast
 import json
 import re
 import secrets
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,10 @@ CALL_ID = 9  # characters: Mistral's templates take no other number
 MAX_REOPENED = 8
 PYTHON_LENGTH, PYTHON_BRACKETS = 8192, 128  # of a value that is read as Python: some 10 ms, and no deeper than it nests
 ARGUMENTS = ("arguments", "parameters")
+Referred = dict[str, set[str]]  # types of parts of a schema, by how it refers to them
 NONE = ("", "null", '""')  # how a model writes that there are no arguments
+# From Python 3.12 on its parser tells stderr of each odd escape or number in a text: thousands of lines for one value.
+warnings.filterwarnings("ignore", module="<unknown>")
 
 
 @dataclass(slots=True)
@@ -45,6 +49,7 @@ class Calls:
     def __init__(self, text: Scanner, tools: Mapping[str, Any], most: int | None, tell: Callable[[Call], None]) -> None:
         self._text = text
         self._tools = tools
+        self._referred = dict[str, Referred]()  # of the tools whose arguments were typed
         self._most = most
         self._tell = tell
         self._latest: list[str] = []  # the arguments of the latest call that is told
@@ -103,6 +108,8 @@ class Calls:
         if name not in self._tools:
             raise NoCall
         types = self._tools[name].get("properties") if isinstance(self._tools[name], dict) else None
+        if name not in self._referred:
+            self._referred[name] = _referred_by(self._tools[name])
         index = self._begin(name, "{")
         first = True
         keys, ends = Words((key_mark, end, "</tool_call>")), Words((key_end,))
@@ -120,7 +127,8 @@ class Calls:
                 return
             value = value.removeprefix(around).removesuffix(around)
             text = ("" if first else ", ") + f"{json.dumps(key.strip(), ensure_ascii=False)}: "
-            self._more(index, text + _typed(value, types.get(key.strip()) if isinstance(types, dict) else None))
+            schema = types.get(key.strip()) if isinstance(types, dict) else None
+            self._more(index, text + _typed(value, _kinds(schema, self._referred[name])))
             first = False
             mark = mark.removeprefix(around)
             if mark == value_end:
@@ -180,8 +188,10 @@ class Calls:
             self._text.rest = "{" + self._text.rest
             name = between.partition("\n")[0] if "```" in between else head
             yield from self._arguments(re.sub(r"^functions\.|:\d+\s*$", "", name.strip()).strip())
-            yield from self._text.before(Words((marks.end_call, marks.end)))
+            _, mark = yield from self._text.before(Words((marks.end_call, marks.end)))
             self._text.taken = []
+            if mark == marks.end:  # some forget to end a call
+                return
 
     def _objects(self, known: bool = False) -> Step:
         """One call as JSON, or a list of them. ``known``: it has to be of a tool that there is."""
@@ -267,10 +277,10 @@ def call_id() -> str:
     return secrets.token_hex(CALL_ID)[:CALL_ID]
 
 
-def _typed(value: str, schema: Any) -> str:
-    """A value as JSON: a text, unless it is JSON of a type that the schema lets through. One that lets no text through,
-    or does not say, takes all of them."""
-    kinds, bare = _kinds(schema), value.strip()
+def _typed(value: str, kinds: set[str]) -> str:
+    """A value as JSON: a text, unless it is JSON of one of the types that its schema lets through. One that lets no
+    text through, or does not say, takes all of them."""
+    bare = value.strip()
     found = loaded(bare)
     if (found is not None and not isinstance(found, str)) or bare == "null":
         if "string" not in kinds or kinds & _kinds_of(found):
@@ -296,13 +306,26 @@ def _of_python(value: str) -> str:
     return written if loaded(written) is not None else ""
 
 
-def _kinds(schema: Any) -> set[str]:
-    """The types that ``schema`` lets through; none: it does not say."""
-    kinds = schema.get("type") if isinstance(schema, dict) else None
+def _referred_by(schema: Any) -> Referred:
+    """The types that those parts of ``schema`` let through to which it refers."""
+    parts = {place: schema.get(place) for place in ("$defs", "definitions")} if isinstance(schema, dict) else {}
+    return {f"#/{place}/{name}": _kinds(part, {}) for place, named in parts.items() if isinstance(named, dict)
+            for name, part in named.items()}
+
+
+def _kinds(schema: Any, parts: Referred) -> set[str]:
+    """The types that ``schema`` lets through; none: it does not say. ``parts``: of what it may refer to."""
+    if not isinstance(schema, dict):
+        return set()
+    kinds, ref = schema.get("type"), schema.get("$ref")
+    if isinstance(ref, str) and ref in parts:
+        return parts[ref]
     if isinstance(kinds, str | list):
         return {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
-    others = (schema.get("anyOf") or schema.get("oneOf")) if isinstance(schema, dict) else None
-    found = [_kinds(other) for other in others] if isinstance(others, list) else []
+    if isinstance(listed := schema.get("enum"), list):
+        return set[str]().union(*map(_kinds_of, listed))
+    others = schema.get("anyOf") or schema.get("oneOf")
+    found = [_kinds(other, parts) for other in others] if isinstance(others, list) else []
     return set[str]().union(*found) if all(found) else set()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LLAMA = "<|python_tag|>"
+GIVEN_TOOLS = re.compile(r"""(?<!['".])\btools\b(?!['"])""")  # by this name, not by a message's: Phi 4's has them there
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Style:
     @staticmethod
     def of(template: str) -> Style:
         """Of a chat template's source."""
-        takes_tools = bool(re.search(r"\btools\b", template))
+        takes_tools = GIVEN_TOOLS.search(template) is not None
         openers = tuple(mark for mark in OPENERS if mark in template)
         if takes_tools and not openers:
             openers = (LLAMA,)

@@ -8,14 +8,16 @@ Rules:
 2. One rendering has ``cpu_s`` of the processor, ``MEMORY`` and ``MAX_RENDERED`` characters. The first ends the process;
    the next rendering starts another one.
 3. A template is tried on small conversations when it is loaded. One that is none, leaves the sandbox or exceeds a limit
-   is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own.
+   is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own. One that
+   writes nothing of a text, as those of models that read images, too, is given lists of parts; one that writes nothing
+   of what the system says is given it as the user's.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
 5. Messages that a template refuses are tried again in other ``readings``, none of which loses a word: clients send
-   several of the system, also in mid-conversation, and of a user; words beside results of tools; ids of calls as other
-   models write them; several calls at once. The API allows all that, and many templates do not. Some want arguments of
-   calls as text, though others write JSON of what they are given.
+   several of the system, also in mid-conversation or where a model has no such role, and of a user; words beside
+   results of tools; ids of calls as other models write them; several calls at once. The API allows all that, and many
+   templates do not. Some want arguments of calls as text, though others write JSON of what they are given.
 6. Both ends write lines of JSON. The process logs nothing, and ends with its standard input.
 
 It knows nothing about tokenizers, and imports little: it starts in a tenth of a second.
@@ -56,6 +58,16 @@ class Renderer:
         longest_first = sorted((text for text in specials if text), key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._template = compiled(source)
+        self.in_parts = False  # whether texts are given as lists of parts
+        self.systemless = False  # whether the system's are given as the user's
+
+    def written(self, *roles: str) -> list[str]:
+        """Those of whom the prompt has what they say."""
+        try:
+            text = "".join(self.render([{"role": role, "content": f"Hello {role}s"} for role in roles]))
+        except Problem:
+            return []
+        return [role for role in roles if f"Hello {role}s" in text]
 
     def render(self, messages: Messages, begun: bool = True, continued: bool = False,
                names: Mapping[str, Any] | None = None) -> list[str]:
@@ -93,6 +105,10 @@ class Renderer:
 
     def _text(self, messages: Messages, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
         """Raises whatever the template does."""
+        if self.systemless:
+            messages = by_users(messages)
+        if self.in_parts:
+            messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
                  "add_generation_prompt": add_generation_prompt}
         written, chunks = 0, []
@@ -174,7 +190,7 @@ def readings(messages: Messages) -> Iterator[Messages]:
     said = [messages]
     yield messages
     turns = joined(messages)
-    for reading in (turns, answered(turns), one_by_one(turns), as_text(turns)):
+    for reading in (turns, answered(turns), one_by_one(turns), as_text(turns), by_users(turns)):
         if reading not in said:
             said.append(reading)
             yield reading
@@ -233,6 +249,11 @@ def as_text(turns: Messages) -> Messages:
             if message.get("tool_calls") else message for message in turns]
 
 
+def by_users(turns: Messages) -> Messages:
+    """As Gemma's and older templates of Mistral's have it: what the system says begins the user's first turn."""
+    return turns_of([{**message, "role": "user"} if message["role"] == "system" else message for message in turns])
+
+
 def turns_of(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """With those of one role that follow one another as one, words and calls: many templates take no others. Results
     of tools stay apart, and reasoning begins another."""
@@ -259,6 +280,10 @@ def trial(renderer: Renderer) -> None:
         except Problem as problem:
             if problem.kind != REFUSED:
                 raise
+    if not renderer.written("user"):
+        renderer.in_parts = True
+        renderer.in_parts = renderer.written("user") == ["user"]
+    renderer.systemless = renderer.written("system", "user") == ["user"]
 
 
 def main() -> None:

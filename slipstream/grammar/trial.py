@@ -19,7 +19,7 @@ Rules:
 5. Every answer has a compilation of its own: what llguidance builds while an answer goes on counts against a limit, and
    an answer must not end early because of another one's.
 6. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody what others
-   asked for.
+   asked for. What took too much is not: it may have been a slow moment.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class Trial:
         with self._lock:
             problem = self._known.get(digest)
             if problem is None:
-                problem = self._known[digest] = self._tried(grammar)
+                problem = self._tried(grammar)
+                if problem != TOO_MUCH:
+                    self._known[digest] = problem
                 if len(self._known) > REMEMBERED:
                     self._known.popitem(last=False)
         if problem:

@@ -29,9 +29,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
-from slipstream.protocol.chat import Begun, ChatOptions, Delta, Function, Message, ToolCall
-from slipstream.wire.channel import INFERENCE_SERVICE, open_channel, open_sync_channel
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, TooLarge, Unavailable
+from slipstream.protocol.chat import MAX_BODY_BYTES, Begun, ChatOptions, Delta, Function, Message, ToolCall
+from slipstream.wire.channel import INFERENCE_SERVICE, RULES, open_channel, open_sync_channel
 from slipstream.wire.inference import decode_delta, decode_models, encode_chat, encode_complete
 from slipstream.wire.status import translated
 from slipstream.wire.tls import TlsFiles
@@ -54,8 +54,9 @@ class Asked:
     def __init__(self, name: str, encode: Callable[[ChatOptions], bytes], options: ChatOptions,
                  patience_s: float) -> None:
         """name: of the call; patience_s: of who has nothing yet and finds no room. Raises InvalidRequest for options
-        that cannot be sent."""
-        encode(options)  # before they are read here
+        that cannot be sent, TooLarge for more than gRPC sends."""
+        if len(encode(options)) > RULES.message_bytes:  # encoded before they are read here
+            raise TooLarge("request", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
         self.name = name
         self._encode = encode
         # The server's choice of a seed would be lost with it.
@@ -120,6 +121,8 @@ class Caller(Generic[Deltas]):
         self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         if not self._addresses:
             raise InvalidRequest("address", "names no router")
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidRequest("api_key", "must be printable ASCII, without a line's end: gRPC sends no other")
         self._patience_s = patience_s
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._channels = [open_(address) for address in self._addresses]

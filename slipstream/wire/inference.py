@@ -79,7 +79,8 @@ def encode_chat(model: str, messages: tuple[Message, ...], options: ChatOptions)
                  for message in messages]
     except (TypeError, ValueError) as error:
         raise InvalidRequest("messages", str(error)) from error
-    request = inference_pb2.ChatRequest(model=model, messages=turns, options=_options(options))
+    request = inference_pb2.ChatRequest(messages=turns, options=_options(options))
+    _set("model", model, partial(setattr, request, "model"))
     return request.SerializeToString(deterministic=True)
 
 
@@ -106,7 +107,8 @@ def _call(wire: inference_pb2.ToolCall) -> ToolCall:
 
 def encode_complete(model: str, prompt: str | Sequence[int], options: ChatOptions) -> bytes:
     """Raises InvalidRequest for what its field cannot hold."""
-    request = inference_pb2.CompleteRequest(model=model, options=_options(options))
+    request = inference_pb2.CompleteRequest(options=_options(options))
+    _set("model", model, partial(setattr, request, "model"))
     try:
         if isinstance(prompt, str):
             request.prompt = prompt
@@ -142,14 +144,18 @@ def _at_most(field: str, items: Sized, most: int) -> None:
 
 
 def _options(options: ChatOptions) -> inference_pb2.Options:
-    tools = [inference_pb2.Function(**shared(function)) for function in options.tools]
-    wire = inference_pb2.Options(tools=tools)
+    wire = inference_pb2.Options()
+    for number, tool in enumerate(options.tools):
+        _set(f"tools[{number}]", tool, lambda function: wire.tools.add(**shared(function)))
     for name in SCALARS:
         value = getattr(options, name)
         if value is not None:
             _set(name, value, partial(setattr, wire, name))
     for name in LISTS:
-        _set(name, getattr(options, name), getattr(wire, name).extend)
+        given = getattr(options, name)
+        if isinstance(given, str):  # each of its letters would be one
+            raise InvalidRequest(name, "must be a list")
+        _set(name, given, getattr(wire, name).extend)
     _set("logit_bias", options.logit_bias, lambda biases: wire.logit_bias.update(dict(biases)))
     if options.logprobs_mode is not None:
         _set("logprobs_mode", options.logprobs_mode,
@@ -162,7 +168,7 @@ def _options(options: ChatOptions) -> inference_pb2.Options:
     return wire
 
 
-def _set(name: str, value: Any, set_: Callable[[Any], None]) -> None:
+def _set(name: str, value: Any, set_: Callable[[Any], object]) -> None:
     try:
         set_(value)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
