@@ -393,6 +393,27 @@ def test_a_service_that_cannot_begin_ends_the_launch_with_its_log(tmp_path: Path
     assert all(service.exit_code is not None for service in launch.services)
 
 
+def test_two_launches_that_log_into_one_folder_keep_their_settings(tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who runs ``slipstream run --config slipstream.yaml --logs .`` has his file when it is over."""
+    mine, read = tmp_path / "slipstream.yaml", list[Config]()
+    mine.write_text("# mine\n")
+
+    def spawned(command: Sequence[str], **_: Any) -> subprocess.Popen[bytes]:
+        read.append(load(command[command.index("--config") + 1]))
+        return process
+
+    first, second = (Launch(load(None, on_free_ports()), tmp_path) for _ in range(2))
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+        monkeypatch.setattr(subprocess, "Popen", spawned)
+        for launch in (first, second):
+            launch.start()
+        first.services[0].restart_at_s = 1.0  # it died, and is due again
+        next(first.watch(lambda _: None))
+    assert read[-1] == first.config and mine.read_text() == "# mine\n"
+
+
 LAUNCHING = """
 import sys, time
 from pathlib import Path

@@ -292,7 +292,8 @@ class Launch:
 
     @property
     def _file(self) -> Path:
-        return self.folder / "slipstream.yaml"
+        """Not ``slipstream.yaml``, which may be the user's own; and of launches beside each other each has another."""
+        return self.folder / f"settings-{host_port(self.config.router.listen)[1]}.yaml"
 
     def _spawn(self, service: Service) -> None:
         # -P: or what has a module's name in the folder that one stands in would be taken for it.
