@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 
 import psutil
 import pytest
+import yaml
 from click import Group
 from rich.console import Console
 from typer.main import get_command
@@ -30,12 +31,13 @@ from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
 from slipstream.cli.host import leave
-from slipstream.cli.process import SHARED_CORES, Launch, joined, places, require_free, until_signalled
+from slipstream.cli.process import SHARED_CORES, START_S, Launch, joined, places, require_free, until_signalled
 from slipstream.cli.terminal import Conversation, Told, ask, complain, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
 from slipstream.wire.client import AsyncClient
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
+from tests.kube import ROOT
 from tests.test_connections import Lists
 
 COMMANDS = [(command.name or command.callback.__name__, command.callback.__doc__ or "")
@@ -412,6 +414,14 @@ def test_two_launches_that_log_into_one_folder_keep_their_settings(tmp_path: Pat
         first.services[0].restart_at_s = 1.0  # it died, and is due again
         next(first.watch(lambda _: None))
     assert read[-1] == first.config and mine.read_text() == "# mine\n"
+
+
+def test_a_launch_waits_for_a_model_as_long_as_the_chart_does() -> None:
+    """It ended what was still loading: a model of 70 billion parameters never came up."""
+    profiles = (ROOT / "deploy/helm").glob("values-*.yaml")
+    given = [yaml.safe_load(file.read_text(encoding="utf-8")).get("target", {}).get("startupSeconds", 0)
+             for file in profiles]
+    assert 0 < max(given) <= START_S
 
 
 LAUNCHING = """

@@ -42,7 +42,7 @@ from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
 from slipstream.observe.log import configure, logger
 
-START_S = 180.0  # loading a large model from a cold disk
+START_S = 7200.0  # loading the largest model from a cold disk; who waits for one that hangs may end it
 CLOSE_S = 15.0  # beyond the time that a service gives its answers
 RESTART_S = 2.0  # doubles with every death of the same service
 RESTART_MAX_S = 32.0
