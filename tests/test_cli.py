@@ -6,6 +6,7 @@ import asyncio
 import gc
 import io
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
-from slipstream.cli.host import leave
+from slipstream.cli.host import first_answer, leave, show_places
 from slipstream.cli.process import SHARED_CORES, START_S, Launch, joined, places, require_free, until_signalled
 from slipstream.cli.terminal import Conversation, Told, ask, complain, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
@@ -38,6 +39,8 @@ from slipstream.wire.client import AsyncClient
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
 from tests.kube import ROOT
+from tests.pair import target
+from tests.routing import routing
 from tests.test_connections import Lists
 
 COMMANDS = [(command.name or command.callback.__name__, command.callback.__doc__ or "")
@@ -507,6 +510,20 @@ def test_a_full_disk_is_told_in_a_sentence(command: tuple[str, ...]) -> None:
 def test_a_chat_whose_input_is_closed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it for `<&-`
     assert ask("> ") is None
+
+
+async def test_a_launch_of_a_model_without_a_chat_template_has_a_text_go_on(tiny_folder: Path, tmp_path: Path) -> None:
+    """It ended with the answer to its own question: that there is no chat."""
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("tokenizer_config.json"))
+    async with target(folder) as rig, routing(folder, rig.service) as router:
+        grpc_listen = f"router.grpc_listen=127.0.0.1:{router.service.grpc_port}"
+        launch, (console, out) = Launch(load(None, (f"model.path={folder}", grpc_listen)), tmp_path), screen()
+        await asyncio.to_thread(first_answer, launch, console, "the cat sat on the", 8)
+        await asyncio.to_thread(show_places, launch, console)
+    shown = out.getvalue()
+    assert "tokens came from drafts" in shown and '/v1/completions' in shown and '"prompt": "Hello!"' in shown
+    assert "slipstream chat" not in shown
 
 
 def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path) -> None:
