@@ -369,6 +369,11 @@ def test_a_service_by_hand_waits_as_a_launched_one_does(shared: str, spins: str 
     assert done.stdout.splitlines()[-1:] == [str([spins, SHARED_CORES["GRPC_EXPERIMENTS"], True])], done.stderr
 
 
+def test_a_folder_that_nothing_would_be_logged_to_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["serve", "--colocated", "--logs", str(tmp_path)])
+    assert isinstance(done.exception, ConfigError) and "2>FILE" in str(done.exception)
+
+
 def test_services_of_a_launch_find_each_other() -> None:
     moved = joined(load(None, ("target.listen=127.0.0.1:7001", "draft.listen=127.0.0.1:7002")))
     assert moved.router.targets == ("127.0.0.1:7001",) and moved.target.drafts == ("127.0.0.1:7002",)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from slipstream import __version__
 from slipstream.base.config import Config, Dtype, config_yaml, load
-from slipstream.base.errors import InvalidRequest, SlipstreamError, Unavailable
+from slipstream.base.errors import ConfigError, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.cli.terminal import Conversation, ask, complain, plain_table
 from slipstream.models.folder import settled
 
@@ -93,6 +93,8 @@ def serve(
     """
     from slipstream.cli.host import launched, require_model, serve_until_stopped, show_places
 
+    if colocated and logs is not None:
+        raise ConfigError("--logs: one process logs to its standard error; leave it out, or write 2>FILE instead")
     settings, console = _settings(config, overrides), Console()
     require_model(settings)
     if colocated:
