@@ -379,13 +379,14 @@ def prepare_known(
     """
     from slipstream.models.folder import KNOWN, prepare, resolve
 
+    place = Path(abspath(folder.expanduser())) if folder is not None else None  # "." has no place of its own
     if not dtype:
-        print(prepare(name, folder))
+        print(prepare(name, place))
         return
     from slipstream.engine.preparation import prepare_as
 
     source = prepare(name) if name in KNOWN else Path(abspath(resolve(name)))  # "." has no name to write beside
-    print(prepare_as(dtype, source, folder or source.with_name(f"{source.name}-{dtype}")))
+    print(prepare_as(dtype, source, place or source.with_name(f"{source.name}-{dtype}")))
 
 
 def main() -> None:

@@ -193,7 +193,7 @@ def prepare(name: str, dest: Path | None = None, known: Mapping[str, KnownModel]
     if name not in known:
         raise ModelError(f"cannot prepare '{name}'; known: {', '.join(known)}")
     model = known[name]
-    folder = Path(dest).expanduser() if dest is not None else default_root() / name
+    folder = dest if dest is not None else default_root() / name
     if is_prepared(folder):
         return folder
     if folder.exists() and not may_replace(folder):
