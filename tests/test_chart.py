@@ -758,6 +758,15 @@ def test_the_test_pod_asks_as_clients_do() -> None:
     compile(container["command"][2], "ask.py", "exec")
 
 
+def test_the_test_pod_goes_where_routers_may_go() -> None:
+    """It has their image: on a node of another kind of processor it could not begin, and where all nodes are tainted it
+    waited for ever."""
+    pod = only(rendered("cpu", "--set-json", 'router.nodeSelector={"kubernetes.io/arch": "amd64"}', "--set-json",
+                        'router.tolerations=[{"key": "dedicated", "operator": "Exists"}]'), "Pod")["spec"]
+    assert pod["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
+    assert pod["tolerations"] == [{"key": "dedicated", "operator": "Exists"}]
+
+
 @pytest.mark.parametrize(("key", "mode", "patience_s", "said"), [
     ("right", "speculative", 120, "64 tokens, 40 of them drafted or copied, mode speculative"),
     ("right", "plain", 1, "drafts did not serve the answer"),  # every draft is dead: what is accepted was copied
