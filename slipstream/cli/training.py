@@ -5,7 +5,6 @@ It knows nothing about how heads are made.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from slipstream.cli.terminal import plain_table
-from slipstream.models.folder import default_root, resolve
+from slipstream.models.folder import called, default_root, resolve
 from slipstream.train.fit import Progress as Training
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Totals
@@ -35,7 +34,7 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
     processes = min(torch.get_num_threads(), MOST_PROCESSES) if device == "cpu" else 1
     folder = resolve(target)
-    name = Path(os.path.abspath(folder)).name  # "." has none
+    name = called(folder)
     recipe = replace(recipe, device=device, processes=processes)
     work = work or default_root().parent / "train" / name
     out = (out or Path(f"{name}-{recipe.kind}-trained")).expanduser().resolve()  # "." has no name to write beside
