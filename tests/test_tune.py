@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -123,7 +124,7 @@ def test_the_best_shape_depends_on_the_way_between_the_services() -> None:
 
 
 def test_the_command_writes_a_configuration(tiny_folder: Path, tiny_draft_folder: Path, tmp_path: Path) -> None:
-    questions, out = tmp_path / "questions.jsonl", tmp_path / "tuned.yaml"
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "tuned [here].yaml"
     questions.write_text(json.dumps({"prompt": "hello"}) + "\n" + json.dumps({"turns": ["one two"]}))
     result = CliRunner().invoke(app, [
         "tune", "--target", str(tiny_folder), "--head", str(tiny_draft_folder), "--drafter", "standalone", "--prompts",
@@ -132,6 +133,7 @@ def test_the_command_writes_a_configuration(tiny_folder: Path, tiny_draft_folder
         "--set", "model.kernels=torch"])
     assert result.exit_code == 0, result.exception
     assert "÷ plain" in result.output and "best:" in result.output
+    assert shlex.split(result.output.partition("use it with:")[2]) == ["slipstream", "run", "--config", str(out)]
     config = load(out)
     assert config.draft.growth in shapes([1, 3], [1, 2], [6])
     assert config.target.policy.max_nodes == config.draft.growth.num_draft_tokens

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 import torch
 from rich.console import Console
@@ -53,7 +54,8 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
         console.print(plain_table(("draft", "tokens a target step", "acceptance by depth"), rows))
     if recipe.train:
         console.print(f"the head: {job.out}\nserve it:  slipstream run --set draft.drafter={DRAFTERS[recipe.kind]} "
-                      f"--set draft.model={job.out} --set model.path={target}", markup=False, soft_wrap=True)
+                      f"--set draft.model={quote(str(job.out))} --set model.path={quote(target)}", markup=False,
+                      soft_wrap=True)
 
 
 class Bars:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from time import perf_counter
 
 import torch
@@ -132,7 +133,8 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
         out.write_text(_as_yaml(config, best, gain, found), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out: cannot write {out}: {error}") from error
-    console.print(f"written to {out}; use it with: slipstream run --config {out}", soft_wrap=True)
+    console.print(f"written to {out}; use it with: slipstream run --config {quote(str(out))}", markup=False,
+                  soft_wrap=True)
 
 
 def _check_writable(out: Path) -> None:
