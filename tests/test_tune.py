@@ -18,7 +18,7 @@ from grpc_health.v1.health import HealthServicer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
+from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, PolicySection, load
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.cli.commands import app
 from slipstream.cli.tuning import Way, numbers, prompts_of, with_pair
@@ -136,7 +136,8 @@ def test_the_command_writes_a_configuration(tiny_folder: Path, tiny_draft_folder
     assert shlex.split(result.output.partition("use it with:")[2]) == ["slipstream", "run", "--config", str(out)]
     config = load(out)
     assert config.draft.growth in shapes([1, 3], [1, 2], [6])
-    assert config.target.policy.max_nodes == config.draft.growth.num_draft_tokens
+    assert config.target.policy.max_nodes == PolicySection().max_nodes, "what the target copies by itself is cut short"
+    assert config.draft.growth.num_draft_tokens < config.target.policy.max_nodes
     assert (config.model.path, config.draft.model, config.draft.drafter, config.draft.dtype) == (
         str(tiny_folder), str(tiny_draft_folder), "standalone", "float32")
     assert (config.model.kernels, config.model.threads) == ("torch", 1), "what serves is not what was measured"

@@ -221,7 +221,8 @@ def _as_yaml(config: Config, best: Measured, gain: float, found: Compared | None
         "draft": config.draft.model_dump(mode="json", include={"drafter", "model", "dtype", "device", "token_map",
                                                                  "quantize", "compile"})
         | {"growth": best.growth.model_dump(mode="json")} | ({} if found is None else {"run_ahead": found.run_ahead}),
-        "target": {"policy": {"max_nodes": best.growth.num_draft_tokens}},
+        # Room for its trees; what the target copies by itself may be longer.
+        "target": {"policy": {"max_nodes": max(config.target.policy.max_nodes, best.growth.num_draft_tokens)}},
     }
     told = "".join(f"# {line}.\n" for line in (found.why() if found is not None else ()))
     return (f"# Written by slipstream tune: acceptance length {best.acceptance_length:.2f}, about {gain:.2f} times "
