@@ -374,6 +374,21 @@ def test_a_folder_that_nothing_would_be_logged_to_is_refused(tmp_path: Path) -> 
     assert isinstance(done.exception, ConfigError) and "2>FILE" in str(done.exception)
 
 
+LACKING = """
+import sys
+sys.modules["torch"] = None  # as in an image of a router
+from slipstream.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["target", "tune", "train-head", "simulate"])
+def test_a_command_that_needs_another_extra_says_which(command: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LACKING, command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr == (
+        "this command needs torch; run: pip install 'slipstream[router,engine]'\n")
+
+
 def test_services_of_a_launch_find_each_other() -> None:
     moved = joined(load(None, ("target.listen=127.0.0.1:7001", "draft.listen=127.0.0.1:7002")))
     assert moved.router.targets == ("127.0.0.1:7001",) and moved.target.drafts == ("127.0.0.1:7002",)
