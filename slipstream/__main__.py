@@ -2,16 +2,20 @@
 
 import sys
 
+EXTRAS = ("gguf", "grpc_health", "grpc_reflection", "httptools", "jinja2", "llguidance", "orjson", "psutil", "rich",
+          "safetensors", "starlette", "torch", "transformers", "typer", "uvicorn")
+
 
 def main() -> None:
-    """The extra ``service`` brings what the command line needs; what only follows sessions does without it."""
+    """Extras bring what commands need: an image of a router has no torch, and what only follows sessions has none."""
     try:
         from slipstream.cli.commands import main as run
+
+        run()
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        if error.name not in EXTRAS:
             raise
-        sys.exit(f"the command line needs {error.name}; run: pip install 'slipstream[router,engine]'")
-    run()
+        sys.exit(f"this command needs {error.name}; run: pip install 'slipstream[router,engine]'")
 
 
 if __name__ == "__main__":

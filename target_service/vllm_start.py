@@ -26,7 +26,7 @@ from typing import Any
 from slipstream.base.config import Config, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, Unavailable
 from slipstream.grammar.trial import AGAIN_S, Trial, Trials
-from slipstream.models.folder import resolve, tokenizer_hash, weights_hash
+from slipstream.models.folder import called, resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
@@ -148,7 +148,7 @@ def start(config: Config) -> Running:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     folder = resolve(config.model.path)
-    name = config.router.model_name or folder.name
+    name = config.router.model_name or called(folder)
     fill, rounds = Fill(), Rounds(Path(tempfile.mkdtemp(prefix="slipstream-")) / "rounds")
 
     class Filled(StatLoggerBase):  # type: ignore[misc]
@@ -246,7 +246,7 @@ class Node:
         self._version = vllm_version()
         folder = resolve(config.model.path)
         # Nobody on this machine serves the answers, so nobody is told of a step.
-        self._args = _args(config, folder, config.router.model_name or folder.name,
+        self._args = _args(config, folder, config.router.model_name or called(folder),
                            Path(tempfile.gettempdir()) / "nobody")
         self._executor: Any = None
         self._ended = False

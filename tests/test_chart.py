@@ -758,8 +758,18 @@ def test_the_test_pod_asks_as_clients_do() -> None:
     compile(container["command"][2], "ask.py", "exec")
 
 
+def test_the_test_pod_goes_where_routers_may_go() -> None:
+    """It has their image: on a node of another kind of processor it could not begin, and where all nodes are tainted it
+    waited for ever."""
+    pod = only(rendered("cpu", "--set-json", 'router.nodeSelector={"kubernetes.io/arch": "amd64"}', "--set-json",
+                        'router.tolerations=[{"key": "dedicated", "operator": "Exists"}]'), "Pod")["spec"]
+    assert pod["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
+    assert pod["tolerations"] == [{"key": "dedicated", "operator": "Exists"}]
+
+
 @pytest.mark.parametrize(("key", "mode", "patience_s", "said"), [
     ("right", "speculative", 120, "64 tokens, 40 of them drafted or copied, mode speculative"),
+    ("base", "speculative", 120, "64 tokens, 40 of them drafted or copied, mode speculative"),  # a model without chats
     ("right", "plain", 1, "drafts did not serve the answer"),  # every draft is dead: what is accepted was copied
     ("wrong", "speculative", 120, "401")])
 def test_the_question_of_helm_test(key: str, mode: str, patience_s: int, said: str, tmp_path: Path) -> None:
@@ -773,7 +783,8 @@ def test_the_question_of_helm_test(key: str, mode: str, patience_s: int, said: s
             self._say({"usage": {"completion_tokens": asked["max_tokens"], "completion_tokens_details": details}})
 
         def _say(self, body: dict[str, Any]) -> None:
-            self.send_response(200 if self.headers["Authorization"] == "Bearer right" else 401)
+            known = self.headers["Authorization"] in ("Bearer right", "Bearer base")
+            self.send_response(401 if not known else 400 if key == "base" and "chat" in self.path else 200)
             self.send_header("x-slipstream-mode", mode)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())

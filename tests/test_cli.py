@@ -6,6 +6,7 @@ import asyncio
 import gc
 import io
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any, ClassVar, cast
 
 import psutil
 import pytest
+import yaml
 from click import Group
 from rich.console import Console
 from typer.main import get_command
@@ -29,13 +31,16 @@ from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
-from slipstream.cli.host import leave
-from slipstream.cli.process import SHARED_CORES, Launch, joined, places, require_free, until_signalled
+from slipstream.cli.host import first_answer, leave, show_places
+from slipstream.cli.process import SHARED_CORES, START_S, Launch, joined, places, require_free, until_signalled
 from slipstream.cli.terminal import Conversation, Told, ask, complain, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
 from slipstream.wire.client import AsyncClient
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
+from tests.kube import ROOT
+from tests.pair import target
+from tests.routing import routing
 from tests.test_connections import Lists
 
 COMMANDS = [(command.name or command.callback.__name__, command.callback.__doc__ or "")
@@ -364,6 +369,26 @@ def test_a_service_by_hand_waits_as_a_launched_one_does(shared: str, spins: str 
     assert done.stdout.splitlines()[-1:] == [str([spins, SHARED_CORES["GRPC_EXPERIMENTS"], True])], done.stderr
 
 
+def test_a_folder_that_nothing_would_be_logged_to_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["serve", "--colocated", "--logs", str(tmp_path)])
+    assert isinstance(done.exception, ConfigError) and "2>FILE" in str(done.exception)
+
+
+LACKING = """
+import sys
+sys.modules["torch"] = None  # as in an image of a router
+from slipstream.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["target", "tune", "train-head", "simulate"])
+def test_a_command_that_needs_another_extra_says_which(command: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LACKING, command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr == (
+        "this command needs torch; run: pip install 'slipstream[router,engine]'\n")
+
+
 def test_services_of_a_launch_find_each_other() -> None:
     moved = joined(load(None, ("target.listen=127.0.0.1:7001", "draft.listen=127.0.0.1:7002")))
     assert moved.router.targets == ("127.0.0.1:7001",) and moved.target.drafts == ("127.0.0.1:7002",)
@@ -391,6 +416,35 @@ def test_a_service_that_cannot_begin_ends_the_launch_with_its_log(tmp_path: Path
     finally:
         launch.kill()
     assert all(service.exit_code is not None for service in launch.services)
+
+
+def test_two_launches_that_log_into_one_folder_keep_their_settings(tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who runs ``slipstream run --config slipstream.yaml --logs .`` has his file when it is over."""
+    mine, read = tmp_path / "slipstream.yaml", list[Config]()
+    mine.write_text("# mine\n")
+
+    def spawned(command: Sequence[str], **_: Any) -> subprocess.Popen[bytes]:
+        read.append(load(command[command.index("--config") + 1]))
+        return process
+
+    first, second = (Launch(load(None, on_free_ports()), tmp_path) for _ in range(2))
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+        monkeypatch.setattr(subprocess, "Popen", spawned)
+        for launch in (first, second):
+            launch.start()
+        first.services[0].restart_at_s = 1.0  # it died, and is due again
+        next(first.watch(lambda _: None))
+    assert read[-1] == first.config and mine.read_text() == "# mine\n"
+
+
+def test_a_launch_waits_for_a_model_as_long_as_the_chart_does() -> None:
+    """It ended what was still loading: a model of 70 billion parameters never came up."""
+    profiles = (ROOT / "deploy/helm").glob("values-*.yaml")
+    given = [yaml.safe_load(file.read_text(encoding="utf-8")).get("target", {}).get("startupSeconds", 0)
+             for file in profiles]
+    assert 0 < max(given) <= START_S
 
 
 LAUNCHING = """
@@ -476,6 +530,20 @@ def test_a_full_disk_is_told_in_a_sentence(command: tuple[str, ...]) -> None:
 def test_a_chat_whose_input_is_closed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it for `<&-`
     assert ask("> ") is None
+
+
+async def test_a_launch_of_a_model_without_a_chat_template_has_a_text_go_on(tiny_folder: Path, tmp_path: Path) -> None:
+    """It ended with the answer to its own question: that there is no chat."""
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("tokenizer_config.json"))
+    async with target(folder) as rig, routing(folder, rig.service) as router:
+        grpc_listen = f"router.grpc_listen=127.0.0.1:{router.service.grpc_port}"
+        launch, (console, out) = Launch(load(None, (f"model.path={folder}", grpc_listen)), tmp_path), screen()
+        await asyncio.to_thread(first_answer, launch, console, "the cat sat on the", 8)
+        await asyncio.to_thread(show_places, launch, console)
+    shown = out.getvalue()
+    assert "tokens came from drafts" in shown and '/v1/completions' in shown and '"prompt": "Hello!"' in shown
+    assert "slipstream chat" not in shown
 
 
 def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,15 @@ def test_a_package_that_was_copied_without_its_metadata_is_of_unknown_version(
     monkeypatch.syspath_prepend(tmp_path)
     (check,) = found("flashinfer", Config.model_validate({"model": {"path": str(tiny_folder)}}))
     assert (check.status, check.found) == ("ok", "of unknown version")
+
+
+def test_what_is_not_installed_is_told_once(tiny_folder: Path) -> None:
+    """Each check that needs torch said to reinstall all packages, where one extra is not there."""
+    code = ("import sys; sys.modules['torch'] = None\nfrom slipstream.base.config import load\n"
+            "from slipstream.cli.doctor import checks\n"
+            f"print([one.name for one in checks(load(None, ('model.path={tiny_folder}',))) if one.status == 'fail'])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "['torch']\n", done.stderr
 
 
 def test_a_taken_port_is_named(tiny_folder: Path) -> None:

@@ -209,6 +209,18 @@ def test_the_command_writes_beside_a_folder(tmp_path: Path, monkeypatch: pytest.
     assert done.output.strip() == str(tmp_path / "mine" / "link-bfloat16"), "not beside what is perhaps another's"
 
 
+def test_the_command_writes_where_a_shell_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--to=~/there``, which no shell expands, made a folder called ~; ``--to .`` failed once all was converted."""
+    folder = tiny(tmp_path / "model")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given, place in (("~/there", tmp_path / "there"), (".", tmp_path / "here")):
+        done = CliRunner().invoke(app, ["models", "prepare", str(folder), "--dtype", "int8", f"--to={given}"])
+        assert done.output.strip() == str(place), repr(done.exception)
+        assert (place / "model.safetensors").is_file()
+
+
 def broken(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

@@ -38,6 +38,7 @@ from target_service.assembly import build as build_target
 from tests.api_server import StandIn, endpoint
 from tests.loop import eventually
 from tests.pair import STUBBORN, target
+from tests.routing import routing
 from tests.test_discovery import kubeconfig
 from tests.test_lossless import SAMPLINGS, tokens_of
 from tests.test_wire import HELLO, RULES, Target
@@ -132,6 +133,17 @@ async def test_a_target_whose_port_is_taken_ends_whole(tiny_folder: Path, monkey
         with pytest.raises(ConfigError, match=taken_port):
             await host_target(config, target, asyncio.Event(), lambda: None)
     assert ended == [target]
+
+
+async def test_a_model_that_is_named_by_where_one_stands_has_a_name(tiny_folder: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients were shown a model without one."""
+    monkeypatch.chdir(tiny_folder)
+    config = Config.model_validate({"model": {"path": ".", "dtype": "float32"}, "target": {"slots": 256}})
+    target = await asyncio.to_thread(build_target, config, asyncio.get_running_loop())
+    async with routing(Path("."), target.service) as router:
+        page = await router.metrics()
+    assert (await target.service.info()).model_id == tiny_folder.name and f'model="{tiny_folder.name}"' in page
 
 
 class Cluster:

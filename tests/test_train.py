@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from router_service.text.tokens import TextCodec
+from slipstream.base.config import load
 from slipstream.base.errors import CapacityError, ConfigError, ModelError
 from slipstream.cli import training
 from slipstream.cli.commands import app
@@ -634,6 +637,18 @@ def test_a_head_is_named_unlike_those_that_come_along(monkeypatch: pytest.Monkey
     result = CliRunner().invoke(app, ["train-head"])
     assert result.exit_code == 0, result.exception
     assert [job.out.name for job in jobs] == ["smollm2-135m-eagle3-trained"] and jobs[0].out.name not in HEADS
+
+
+def test_the_command_that_serves_a_head_can_be_run_wherever_it_lies(monkeypatch: pytest.MonkeyPatch,
+                                                                     tmp_path: Path) -> None:
+    (tmp_path / "my models").mkdir()
+    monkeypatch.chdir(tmp_path / "my models")
+    monkeypatch.setattr(training, "resolve", Path)
+    monkeypatch.setattr(training, "make_head", lambda job, watcher: {})
+    result = CliRunner().invoke(app, ["train-head", "--target", "the 8b"])
+    command = shlex.split(result.output.partition("serve it:")[2])
+    config = load(None, tuple(word for option, word in pairwise(command) if option == "--set"))
+    assert (config.model.path, config.draft.model) == ("the 8b", str(Path("the 8b-eagle3-trained").absolute()))
 
 
 def test_a_target_that_is_named_by_where_one_stands_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

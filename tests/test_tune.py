@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from grpc_health.v1.health import HealthServicer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
+from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, PolicySection, load
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.cli.commands import app
 from slipstream.cli.tuning import Way, numbers, prompts_of, with_pair
@@ -123,7 +124,7 @@ def test_the_best_shape_depends_on_the_way_between_the_services() -> None:
 
 
 def test_the_command_writes_a_configuration(tiny_folder: Path, tiny_draft_folder: Path, tmp_path: Path) -> None:
-    questions, out = tmp_path / "questions.jsonl", tmp_path / "tuned.yaml"
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "tuned [here].yaml"
     questions.write_text(json.dumps({"prompt": "hello"}) + "\n" + json.dumps({"turns": ["one two"]}))
     result = CliRunner().invoke(app, [
         "tune", "--target", str(tiny_folder), "--head", str(tiny_draft_folder), "--drafter", "standalone", "--prompts",
@@ -132,9 +133,11 @@ def test_the_command_writes_a_configuration(tiny_folder: Path, tiny_draft_folder
         "--set", "model.kernels=torch"])
     assert result.exit_code == 0, result.exception
     assert "÷ plain" in result.output and "best:" in result.output
+    assert shlex.split(result.output.partition("use it with:")[2]) == ["slipstream", "run", "--config", str(out)]
     config = load(out)
     assert config.draft.growth in shapes([1, 3], [1, 2], [6])
-    assert config.target.policy.max_nodes == config.draft.growth.num_draft_tokens
+    assert config.target.policy.max_nodes == PolicySection().max_nodes, "what the target copies by itself is cut short"
+    assert config.draft.growth.num_draft_tokens < config.target.policy.max_nodes
     assert (config.model.path, config.draft.model, config.draft.drafter, config.draft.dtype) == (
         str(tiny_folder), str(tiny_draft_folder), "standalone", "float32")
     assert (config.model.kernels, config.model.threads) == ("torch", 1), "what serves is not what was measured"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -357,6 +358,8 @@ def test_what_ended_in_a_step_that_computes_nothing_is_closed() -> None:
     play(runner, chains, 3)
     chains.ended(["a", "b", "never seen"])
     assert not chains.following.sessions
+    page = chains._metrics.registry.page("")[1].decode()
+    assert re.search(r'^slipstream_sessions\{.*state="running"\} 0\.0$', page, re.M), "an idle engine tells of answers"
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from slipstream import __version__
 from slipstream.base.config import Config, Dtype, config_yaml, load
-from slipstream.base.errors import InvalidRequest, SlipstreamError, Unavailable
+from slipstream.base.errors import ConfigError, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.cli.terminal import Conversation, ask, complain, plain_table
 from slipstream.models.folder import settled
 
@@ -93,6 +93,8 @@ def serve(
     """
     from slipstream.cli.host import launched, require_model, serve_until_stopped, show_places
 
+    if colocated and logs is not None:
+        raise ConfigError("--logs: one process logs to its standard error; leave it out, or write 2>FILE instead")
     settings, console = _settings(config, overrides), Console()
     require_model(settings)
     if colocated:
@@ -377,13 +379,14 @@ def prepare_known(
     """
     from slipstream.models.folder import KNOWN, prepare, resolve
 
+    place = Path(abspath(folder.expanduser())) if folder is not None else None  # "." has no place of its own
     if not dtype:
-        print(prepare(name, folder))
+        print(prepare(name, place))
         return
     from slipstream.engine.preparation import prepare_as
 
     source = prepare(name) if name in KNOWN else Path(abspath(resolve(name)))  # "." has no name to write beside
-    print(prepare_as(dtype, source, folder or source.with_name(f"{source.name}-{dtype}")))
+    print(prepare_as(dtype, source, place or source.with_name(f"{source.name}-{dtype}")))
 
 
 def main() -> None:

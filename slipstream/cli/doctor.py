@@ -53,6 +53,8 @@ def checks(config: Config) -> list[Check]:
         try:
             found.extend(part(config))
         except Exception as error:  # a broken installation breaks in its own ways; the other checks still help
+            if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+                continue  # which ``_torch`` tells
             found.append(Check(part.__name__[1:], "fail", f"{type(error).__name__}: {error}",
                                "reinstall Slipstream's packages"))
     return found

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -30,7 +31,7 @@ from slipstream.base.config import Config
 from slipstream.base.errors import ConfigError, SlipstreamError
 from slipstream.cli.process import Launch
 from slipstream.cli.terminal import clean, legend, plain_table, show_answer, summary
-from slipstream.models.folder import KNOWN, load_tokenizer, prepare, resolve
+from slipstream.models.folder import KNOWN, load_tokenizer, prepare, resolve, template_source
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.client import Client
 from slipstream.wire.target import TargetClient
@@ -108,12 +109,19 @@ def _target_of(config: Config) -> TargetClient:
     return TargetClient(reachable(config.target.listen), tls=tls_files(config.wire.tls))
 
 
+def _chats(config: Config) -> bool:
+    """Whether the model has a chat template: one that has none goes on from a text."""
+    return template_source(resolve(config.model.path)) is not None
+
+
 def first_answer(launch: Launch, console: Console, prompt: str, max_tokens: int) -> None:
     """Ask the router ``prompt`` and show the answer with what it took. Raises what the answer raises."""
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
     console.print(Text("\n" + clean(prompt), style="bold"), soft_wrap=True)
     console.print(legend(console), "\n", sep="", soft_wrap=True)
     with client_of(launch.config) as client:
-        told = show_answer(console, client.chat(prompt, max_tokens=max_tokens, temperature=0.0))
+        told = show_answer(console, client.chat(prompt, **options) if _chats(launch.config)
+                           else client.complete(prompt, **options))
     console.print(Text("\n" + summary(told), style="dim"), soft_wrap=True)
 
 
@@ -133,15 +141,18 @@ def show_places(launch: Launch, console: Console) -> None:
     console.print()
     console.print(plain_table(("service", "process", "HTTP", "gRPC", "metrics"), [
         (name, process[name], *listens) for name, *listens in rows]))
-    body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
+    chats = _chats(config)
+    path, asked = (("chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}) if chats
+                   else ("completions", {"prompt": "Hello!"}))
+    body = {"model": model, **asked, "max_tokens": 32, "stream": True}
     bearer = " -H 'Authorization: Bearer KEY'" if keys else ""
     for line in (
         f"\nlogs      {launch.folder}",
         *([f"keys      KEY below is the first word of a line of {keys}"] if keys else []),
         f"openai    OpenAI(base_url=\"http://{http}/v1\", api_key=\"{'KEY' if keys else '-'}\")",
-        f"curl      curl -N http://{http}/v1/chat/completions -H 'Content-Type: application/json'{bearer} \\\n"
+        f"curl      curl -N http://{http}/v1/{path} -H 'Content-Type: application/json'{bearer} \\\n"
         f"            -d '{json.dumps(body)}'",
-        f"chat      slipstream chat --address {grpc}{f' --api-key-file {keys}' if keys else ''}",
+        *([f"chat      slipstream chat --address {grpc}{f' --api-key-file {keys}' if keys else ''}"] if chats else []),
         f"metrics   curl http://{reachable(config.target.metrics_listen)}/metrics",
     ):
         console.print(Text(line), soft_wrap=True)

@@ -42,7 +42,7 @@ from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
 from slipstream.observe.log import configure, logger
 
-START_S = 180.0  # loading a large model from a cold disk
+START_S = 7200.0  # loading the largest model from a cold disk; who waits for one that hangs may end it
 CLOSE_S = 15.0  # beyond the time that a service gives its answers
 RESTART_S = 2.0  # doubles with every death of the same service
 RESTART_MAX_S = 32.0
@@ -292,7 +292,8 @@ class Launch:
 
     @property
     def _file(self) -> Path:
-        return self.folder / "slipstream.yaml"
+        """Not ``slipstream.yaml``, which may be the user's own; and of launches beside each other each has another."""
+        return self.folder / f"settings-{host_port(self.config.router.listen)[1]}.yaml"
 
     def _spawn(self, service: Service) -> None:
         # -P: or what has a module's name in the folder that one stands in would be taken for it.

@@ -5,19 +5,19 @@ It knows nothing about how heads are made.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from slipstream.cli.terminal import plain_table
-from slipstream.models.folder import default_root, resolve
+from slipstream.models.folder import called, default_root, resolve
 from slipstream.train.fit import Progress as Training
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Totals
@@ -35,7 +35,7 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
     processes = min(torch.get_num_threads(), MOST_PROCESSES) if device == "cpu" else 1
     folder = resolve(target)
-    name = Path(os.path.abspath(folder)).name  # "." has none
+    name = called(folder)
     recipe = replace(recipe, device=device, processes=processes)
     work = work or default_root().parent / "train" / name
     out = (out or Path(f"{name}-{recipe.kind}-trained")).expanduser().resolve()  # "." has no name to write beside
@@ -54,7 +54,8 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
         console.print(plain_table(("draft", "tokens a target step", "acceptance by depth"), rows))
     if recipe.train:
         console.print(f"the head: {job.out}\nserve it:  slipstream run --set draft.drafter={DRAFTERS[recipe.kind]} "
-                      f"--set draft.model={job.out} --set model.path={target}", markup=False, soft_wrap=True)
+                      f"--set draft.model={quote(str(job.out))} --set model.path={quote(target)}", markup=False,
+                      soft_wrap=True)
 
 
 class Bars:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from time import perf_counter
 
 import torch
@@ -132,7 +133,8 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
         out.write_text(_as_yaml(config, best, gain, found), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out: cannot write {out}: {error}") from error
-    console.print(f"written to {out}; use it with: slipstream run --config {out}", soft_wrap=True)
+    console.print(f"written to {out}; use it with: slipstream run --config {quote(str(out))}", markup=False,
+                  soft_wrap=True)
 
 
 def _check_writable(out: Path) -> None:
@@ -219,7 +221,8 @@ def _as_yaml(config: Config, best: Measured, gain: float, found: Compared | None
         "draft": config.draft.model_dump(mode="json", include={"drafter", "model", "dtype", "device", "token_map",
                                                                  "quantize", "compile"})
         | {"growth": best.growth.model_dump(mode="json")} | ({} if found is None else {"run_ahead": found.run_ahead}),
-        "target": {"policy": {"max_nodes": best.growth.num_draft_tokens}},
+        # Room for its trees; what the target copies by itself may be longer.
+        "target": {"policy": {"max_nodes": max(config.target.policy.max_nodes, best.growth.num_draft_tokens)}},
     }
     told = "".join(f"# {line}.\n" for line in (found.why() if found is not None else ()))
     return (f"# Written by slipstream tune: acceptance length {best.acceptance_length:.2f}, about {gain:.2f} times "

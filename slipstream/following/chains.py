@@ -142,6 +142,7 @@ class Chains:
         try:
             self._end(requests)
             self.following.flush()
+            self._metrics.sessions(len(self._sessions), 0)
         except Exception as error:
             self._tell("requests are not closed", error)
 

@@ -161,6 +161,11 @@ def resolve(name_or_path: str | Path) -> Path:
     raise ModelError(f"no model '{name}': give a folder with config.json, or a known name; {hint}")
 
 
+def called(folder: Path) -> str:
+    """What a model's folder is called, be it named by where one stands: "." has no name."""
+    return Path(os.path.abspath(folder)).name
+
+
 def packaged_head(head: KnownHead) -> Path:
     """The folder of a head. Raises ModelError that says how to make it when it is not there."""
     folder = HEADS_ROOT / head.name
@@ -193,7 +198,7 @@ def prepare(name: str, dest: Path | None = None, known: Mapping[str, KnownModel]
     if name not in known:
         raise ModelError(f"cannot prepare '{name}'; known: {', '.join(known)}")
     model = known[name]
-    folder = Path(dest).expanduser() if dest is not None else default_root() / name
+    folder = dest if dest is not None else default_root() / name
     if is_prepared(folder):
         return folder
     if folder.exists() and not may_replace(folder):

@@ -41,8 +41,14 @@ def model_when_ready(address: str, key: str) -> str:
 def drafted(address: str, key: str, model: str) -> bool:
     """Ask; returns whether drafts served the answer. Accepted tokens alone may be copies of the prompt, which need no
     draft: the mode says that one is connected."""
-    answer, headers = call(address, "/v1/chat/completions", key, {
-        "model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 64, "temperature": 0})
+    options = {"model": model, "max_tokens": 64, "temperature": 0}
+    try:
+        answer, headers = call(address, "/v1/chat/completions", key,
+                               {**options, "messages": [{"role": "user", "content": PROMPT}]})
+    except urllib.error.HTTPError as error:
+        if error.code != 400:
+            raise
+        answer, headers = call(address, "/v1/completions", key, {**options, "prompt": PROMPT})  # a model without chats
     usage, mode = answer["usage"], headers.get("x-slipstream-mode", "")
     count = int(usage["completion_tokens_details"]["accepted_prediction_tokens"])
     print(f"{usage['completion_tokens']} tokens, {count} of them drafted or copied, mode {mode}", flush=True)

@@ -94,14 +94,7 @@ runtimeClassName: {{ . | quote }}
 {{- with .pod.priorityClassName }}
 priorityClassName: {{ . | quote }}
 {{- end }}
-{{- with .pod.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .pod.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- include "slipstream.nodes" .pod }}
 {{- with .pod.affinity }}
 affinity:
   {{- toYaml . | nindent 2 }}
@@ -138,6 +131,18 @@ containers:
   - {{ include "slipstream.container" . | nindent 4 | trim }}
 volumes:
   {{- include "slipstream.volumes" . | nindent 2 }}
+{{- end -}}
+
+{{/* Which nodes may have a pod; takes the values of a role. */}}
+{{- define "slipstream.nodes" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "slipstream.container" -}}
