@@ -50,7 +50,7 @@ import torch
 from slipstream.base.errors import RemoteProtocolError, SlipstreamError
 from slipstream.drafting import Drafter
 from slipstream.drafting.tree import GrowingTree
-from slipstream.engine.runner import stream_of_its_own
+from slipstream.engine.runner import stream_of_its_own, threads
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Span, Spans
@@ -324,6 +324,7 @@ class DraftWorker:
         self._draining = False
         self._next_sweep_s = clock() + lease_s / 4
         self.vitals = Vitals("draft")
+        self._inside = torch.get_num_threads()  # of an operation
         # Not _thread: compiled, that is a word of C.
         self._engine = self.vitals.thread("draft-worker", self._run)
 
@@ -369,7 +370,8 @@ class DraftWorker:
         return 0.0 if goes_on else self._intake.rests_s()
 
     def _run(self) -> None:
-        with stream_of_its_own(self._device):
+        # Else a thread has those that anybody set last, be it a target beside it.
+        with threads(self._inside), stream_of_its_own(self._device):
             while self.turn():
                 self._engine.pulse.beaten_s = self.vitals.clock()
 

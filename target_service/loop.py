@@ -19,10 +19,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import torch
+
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import DeviceFull, Draining, InvalidRequest, RanksLost, Unavailable, in_a_line
 from slipstream.decision.beliefs import StepCosts
-from slipstream.engine.runner import ModelRunner, computes
+from slipstream.engine.runner import ModelRunner, computes, threads
 from slipstream.following.followed import LOOKED_UP, RoundRecord, Step, Verified
 from slipstream.following.following import Following
 from slipstream.observe.log import logger
@@ -130,8 +132,9 @@ class TargetWorker:
         self._costs = costs
         self._num_asked = self._num_over = 0  # answers; the first is the event loop's, the other the engine's
         self.vitals = Vitals("target")
+        self._inside = torch.get_num_threads()  # of an operation
         # Not _thread: compiled, that is a word of C.
-        self._engine = self.vitals.thread("target-worker", self._run)
+        self._engine = self.vitals.thread("target-worker", self._work)
         self._failed: Exception | None = None  # what ended the thread
         self._show()
 
@@ -211,6 +214,10 @@ class TargetWorker:
         return result
 
     # On the engine thread.
+
+    def _work(self) -> None:
+        with threads(self._inside):  # else a thread has those that anybody set last, be it a draft beside it
+            self._run()
 
     def _run(self) -> None:
         wait_s: float | None = None

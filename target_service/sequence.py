@@ -89,7 +89,7 @@ class Sequence:
     first_step_s: float | None = None
     told: bool = False  # its reader has had a piece
     scored: int = 0  # rows of its prompt, each of which scores the token behind it
-    array: NDArray[np.int64] = field(default_factory=lambda: NOTHING)  # its tokens, while it waits
+    array: NDArray[np.int64] = field(default_factory=lambda: NOTHING)  # its tokens, until they are computed
     blocks: list[int] = field(default_factory=list)  # hashes of its first SHARED tokens, of twice as many, and so on
 
     @staticmethod
@@ -114,6 +114,17 @@ class Sequence:
     @property
     def base(self) -> int:
         return len(self.followed.side.tokens)
+
+    def whole(self) -> NDArray[np.int64]:
+        """Its tokens, made an array once while it waits and its prompt is computed: numpy takes long for a list."""
+        if len(self.array) != self.base:
+            self.array = np.array(self.tokens, np.int64)
+        return self.array
+
+    def forget(self) -> None:
+        """The array, once its prompt is computed."""
+        if not self.prefilling:
+            self.array = NOTHING
 
     @property
     def slots(self) -> NDArray[np.int64]:
@@ -231,12 +242,12 @@ class KV:
         one.row = self._runner.table.take(one.base + one.followed.left + MAX_NODES)
         if self._cache is not None:
             # A row that is to be scored has to be computed, whatever is known of it.
-            match = self._cache.match(one.tokens[: one.scored if one.scores else -1], one.request.namespace)
-            one.array = NOTHING
+            match = self._cache.match(one.whole()[: one.scored if one.scores else -1], one.request.namespace)
             self._cache.lock(match)
             one.match = match
             one.take_slots(match.slots)
             one.borrowed = one.computed
+            one.forget()
 
     @property
     def caches(self) -> bool:
@@ -247,9 +258,7 @@ class KV:
         """How many of its tokens the prefix cache holds, and how many of those others use, which cost nothing."""
         if self._cache is None or one.scores:
             return 0, 0
-        if len(one.array) != one.base:
-            one.array = np.array(one.tokens, np.int64)
-        return self._cache.known(one.array[:-1], one.request.namespace)
+        return self._cache.known(one.whole()[:-1], one.request.namespace)
 
     def held(self, one: Sequence) -> int:
         """Slots that would come free if it were put back."""
@@ -263,10 +272,8 @@ class KV:
         for one in ones:
             if one.row is None:  # it has failed in the step that computed it
                 continue
-            own, namespace = one.slots[: one.computed].copy(), one.request.namespace
-            tokens = one.tokens[: one.computed]
-            cache.insert(tokens, own, namespace)
-            match = cache.match(tokens, namespace)
+            own = one.slots[: one.computed].copy()
+            match = cache.insert(one.whole()[: one.computed], own, one.request.namespace)
             cache.lock(match)
             if one.match is not None:
                 cache.unlock(one.match)
@@ -274,6 +281,7 @@ class KV:
                 self._runner.copy_features(own[others], match.slots[others])
                 one.row.put(int(others[0]), match.slots[others[0] :])
             one.match, one.borrowed = match, one.computed
+            one.forget()
 
     def release(self, one: Sequence) -> None:
         """Take its slots back, if it has any."""

@@ -55,7 +55,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import PromptScores, TokenLogprob
 from slipstream.protocol.tree import DraftTree, Thresholds, Verdict, relaxed, walk
-from target_service.sequence import KV, Sequence
+from target_service.sequence import KV, Beginning, Sequence
 
 
 class Facts(NamedTuple):
@@ -232,10 +232,13 @@ class Queues:
         """The first ``room`` of ``ones`` whose next tokens nobody is computing. Behind one that finds no slots nobody
         matters, and the queue may be long."""
         coming = {one.beginning(one.computed) for one in self.running if one.prefilling} if kv.caches else set()
-        queued, free_slots = list[Facts](), kv.num_free
+        queued, free_slots, known, used = list[Facts](), kv.num_free, 0, 0
+        beginning: Beginning | None = None
         for one in ones[:EXAMINED]:
-            known, used = kv.known(one)
-            beginning = one.beginning(known) if kv.caches else None
+            # As much is known of who begins like the one before, as samples of one prompt do.
+            if beginning is None or one.beginning(known) != beginning:
+                known, used = kv.known(one)
+                beginning = one.beginning(known) if kv.caches else None
             if beginning is not None and beginning in coming:
                 continue
             missing = one.base - 1 - used

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from draft_service.worker import DraftWorker
 from slipstream.base.config import Config
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
 from slipstream.drafting.ngram import NgramDrafter
+from slipstream.engine.runner import threads
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -92,6 +94,29 @@ class FailingDrafter(NgramDrafter):
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         self._fail("grow")
         return super().grow(ids, budgets, steps)
+
+
+class Counting(NgramDrafter):
+    """Knows in how many threads an operation runs when it is told of a session."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.inside = SimpleQueue[int]()
+
+    def open(self, opens: Sequence[Open]) -> list[int]:
+        self.inside.put(torch.get_num_threads())
+        return super().open(opens)
+
+
+def test_its_thread_has_the_threads_that_its_drafter_was_made_with() -> None:
+    drafter = Counting()
+    with threads(3):
+        worker = DraftWorker(drafter, "hash", 30.0)
+    with threads(1):
+        worker.received(Listener(), [opened(1, 8)], ())
+        worker.start()
+        assert drafter.inside.get(timeout=30) == 3
+        worker.stop()
 
 
 class Bench:

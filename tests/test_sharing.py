@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import ArrayLike
 
 from slipstream.base.config import ModelSection, TargetSection
 from slipstream.base.errors import Unavailable
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.kv import RadixCache
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner, computes
 from slipstream.observe.metrics import TargetMetrics
@@ -87,6 +90,49 @@ def test_a_prompt_that_is_computed_in_chunks_is_shared_chunk_by_chunk(tiny_folde
     assert first == 0 and 180 - 2 * SHARED <= second <= 180, "it has waited for what the first computes, and no longer"
     assert [said(pieces) for pieces in told] == [alone(tiny_folder, (*LONG[: 90 * number], number), 5)
                                                  for number in (2, 3)]
+
+
+def test_what_is_known_of_a_prompt_is_looked_up_once_for_all_its_samples(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, known = list[str](), RadixCache.known
+
+    def watched(cache: RadixCache, tokens: ArrayLike, namespace: str) -> tuple[int, int]:
+        looked.append(namespace)
+        return known(cache, tokens, namespace)
+
+    monkeypatch.setattr(RadixCache, "known", watched)
+    worker, told = target(tiny_folder, limits=Limits(8, 16, 8)), [Told() for _ in range(6)]
+    for number, pieces in enumerate(told):
+        worker.ask(number, Request(str(number), LONG, Sampling(), 4), pieces.append)
+    worker.poll()  # the first is admitted
+    looked.clear()
+    for _ in range(10):
+        worker.poll()
+    assert worker.num_waiting == 5 and len(looked) == 10
+    finished(worker)
+    assert all(said(pieces) == alone(tiny_folder, LONG, 4) for pieces in told)
+
+
+class Watched(list[int]):
+    """Tokens that count how many of them are copied."""
+
+    copied = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            self.copied += len(range(*at.indices(len(self))))
+        return super().__getitem__(at)
+
+
+def test_a_prompt_that_is_computed_in_chunks_is_not_copied_whole_for_each(tiny_folder: Path) -> None:
+    told, worker = Told(), target(tiny_folder, limits=Limits(8, 16, 8))
+    worker.ask(2, Request("two", LONG, Sampling(), 4), told.append)
+    worker.following.inbox.drain()
+    side = worker.following.sessions[2].side
+    side.tokens = tokens = Watched(side.tokens)
+    finished(worker)
+    assert said(told) == alone(tiny_folder, LONG, 4)
+    assert tokens.copied < 4 * len(LONG)
 
 
 def test_answers_that_share_their_prompt_are_put_back_and_come_again(tiny_folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.base.config import ModelSection, PolicySection, TargetSection
@@ -19,7 +21,7 @@ from slipstream.base.errors import Draining
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.hf import HFModel
 from slipstream.engine.loading import load_model
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import ModelRunner, threads
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Growth, Open
 from slipstream.protocol.requests import Piece, Request, Sampling
@@ -68,6 +70,20 @@ def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMet
                           StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), hand_over, clock)
     worker.ask(1, Request("one", (1, 2, 3), Sampling(), tokens), told.append)
     return worker
+
+
+def test_the_engine_thread_has_the_threads_that_its_model_was_made_with(tiny_folder: Path) -> None:
+    """Not those that a draft in the same process takes for itself, which is made behind it."""
+    runs, inside = threading.Event(), list[int]()
+    with threads(3):
+        worker = plain_worker(tiny_folder, [])
+    worker.post(runs.set)
+    worker.start()
+    assert runs.wait(30)
+    with threads(1):
+        worker.post(lambda: inside.append(torch.get_num_threads()))
+        worker.stop()
+    assert inside == [3]
 
 
 def test_an_answer_that_is_left_alone_is_shown_as_gone(tiny_folder: Path) -> None:

@@ -284,18 +284,20 @@ class RadixCache:
             node.locks -= 1
             self._num_locked -= len(node.slots) if node.locks == 0 else 0
 
-    def insert(self, tokens: ArrayLike, slots: Indices, namespace: str = "") -> None:
+    def insert(self, tokens: ArrayLike, slots: Indices, namespace: str = "") -> Match:
         """Give ``slots`` (one for each token, KV written) to the cache. Where it holds a token already, the given slot
-        is freed, unless it is that very slot; the caller must not use any of them afterwards without a lock."""
+        is freed, unless it is that very slot; the caller must not use any of them afterwards without a lock. Returns
+        what ``match`` would find of ``tokens`` now: all of them."""
         tokens = np.asarray(tokens, np.int64)
         assert len(tokens) == len(slots)
         node, length = self._descend(self._roots.setdefault(namespace, _root()), tokens)
-        given = slots[:length]
-        self._slots.free(given[given != _slots(node)])
+        given, held = slots[:length], _slots(node)
+        self._slots.free(given[given != held])
         if length < len(tokens):
-            node.children[int(tokens[length])] = Node(node, tokens[length:].copy(), slots[length:].copy(),
-                                                      used=self._clock)
+            above, node = node, Node(node, tokens[length:].copy(), slots[length:].copy(), used=self._clock)
+            above.children[int(tokens[length])] = node
             self._num_slots += len(tokens) - length
+        return Match(len(tokens), np.concatenate((held, slots[length:])), node)
 
     def evict(self, n: int) -> int:
         """Free ``n`` slots, or what is not locked: the ends of the least recently used runs. Returns how many."""
