@@ -119,9 +119,8 @@ def _limits() -> Rows:
 
 
 def _refused() -> Mapping[str, str]:
-    taken = {name: [json.dumps(value) for value in field.neutral if value not in (False, [], {}, "")]
-             for name, field in REFUSED.items()}
-    return {f"{name}={'|'.join(taken[name])}" if taken[name] else name: field.advice for name, field in REFUSED.items()}
+    taken = {name: "|".join(map(json.dumps, field.neutral)) for name, field in REFUSED.items()}
+    return {f"{name}={taken[name]}" if taken[name] else name: field.advice for name, field in REFUSED.items()}
 
 
 def _together(told: Mapping[str, str]) -> Rows:

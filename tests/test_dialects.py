@@ -387,6 +387,16 @@ async def test_messages_are_answered_without_thinking_unless_it_is_asked_for(thi
             assert [block["type"] for block in message_of(events)["content"]] == kinds, fields
 
 
+def test_a_thought_bears_a_signature_whole_and_in_events() -> None:
+    """Clients send no other again as a thought: Vercel's AI SDK drops it, and Pydantic AI makes it words."""
+    reply = MessagesReply(Told("a", 0, "tiny", Markup(Style(thoughts=THOUGHTS[0]), {})))
+    begun, *events = named_events(reply.told(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
+    assert begun["content_block"]["signature"] == "" and [event.get("delta", {}).get("type") for event in events] == [
+        "thinking_delta", "signature_delta", None, None, "text_delta", None]
+    told = reply.whole(Usage(1, 1), None)["content"][0]
+    assert events[1]["delta"]["signature"] == told["signature"] != ""
+
+
 async def test_a_response_and_a_chat_count_their_tokens_of_reasoning(thinking_folder: Path) -> None:
     target = EchoTarget()
     async with routing(thinking_folder, target) as r:

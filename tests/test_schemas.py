@@ -89,6 +89,14 @@ def test_the_page_about_the_api_names_every_field() -> None:
     assert not {*HONOURED, *REFUSED, *INERT} - named
 
 
+def test_the_page_says_what_refused_fields_are_taken_with() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "API.md").read_text(encoding="utf-8")
+    told = re.findall(r"`(\w+)=?([^`]*)`", page.partition("<!-- table: refused -->")[2].partition("<!-- end -->")[0])
+    assert {name for name, _ in told} == REFUSED.keys()
+    for name, values in told:
+        assert [json.loads(value) for value in values.split("|") if value] == list(REFUSED[name].neutral), name
+
+
 def test_the_table_has_every_field_of_the_snapshot() -> None:
     snapshot: dict[str, list[str]] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
     assert {project.split()[0] for project in snapshot} == {"openai", "vllm", "sglang"}

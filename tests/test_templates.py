@@ -173,7 +173,23 @@ def test_what_the_system_says_is_the_users_where_a_template_has_no_system() -> N
         assert template.render(said) == ["[user: a\nb][assistant: c][user: d]"]
         assert template.render(said[:1]) == ["[user: a]"]
         with pytest.raises(InvalidRequest, match="roles"):
-            template.render(said[2:])
+            template.render([*said[1:3], {"role": "tool", "content": "e"}])
+    finally:
+        template.close()
+
+
+def test_the_user_says_nothing_where_the_assistant_begins() -> None:
+    """As chats do that greet: Gemma's and Mistral's templates want a user first, and each such conversation got 400."""
+    source = ("{% for m in messages | selectattr('role', 'ne', 'system') %}{% if (m.role == 'user') != "
+              "(loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}{% endfor %}"
+              "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": role, "content": word} for role, word in (
+            ("system", "a"), ("assistant", "b"), ("user", "c"))]
+        assert template.render(said) == ["[user: a][assistant: b][user: c]"]
+        assert template.render(said[1:]) == ["[user: ][assistant: b][user: c]"]
+        assert template.render(said[1:2], Turn(False, True)) == ["[user: ][assistant: b"]
     finally:
         template.close()
 

@@ -42,7 +42,7 @@ REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 # What Claude Code begins a system's text with, for its maker. It is another with each request, and what is cached of a
 # prompt would end there.
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-EVENTS = {"begin": "start", "add": "delta", "end": "stop"}
+SIGNATURE = "unsigned"  # clients give back no thought as one that bears none, or an empty one
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
           "call": ("input_json_delta", "partial_json")}
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
@@ -175,8 +175,9 @@ class MessagesReply:
 
     def told(self, delta: TextDelta) -> bytes:
         """The events of ``delta``; b"" for none."""
-        return b"".join(event_of(f"content_block_{EVENTS[what]}", {"index": block.index, **_fields(what, block, text)})
-                        for what, block, text in self._blocks.take(delta))
+        return b"".join(event_of(f"content_block_{name}", {"index": block.index, **fields})
+                        for what, block, text in self._blocks.take(delta)
+                        for name, fields in _steps(what, block, text))
 
     def closing(self, usage: Usage, stop: str | None) -> bytes:
         """The last events. ``stop``: the stop string that came."""
@@ -197,15 +198,20 @@ class MessagesReply:
         return {"stop_reason": "stop_sequence" if reason == "end_turn" and stop else reason, "stop_sequence": stop}
 
 
-def _fields(what: What, block: Block, text: str) -> Json:
+def _steps(what: What, block: Block, text: str) -> Iterator[tuple[str, Json]]:
     if what == "begin":
-        return {"content_block": _block(block, "")}
-    return {"delta": {"type": DELTAS[block.kind][0], DELTAS[block.kind][1]: text}} if what == "add" else {}
+        yield "start", {"content_block": _block(block, "")}
+    elif what == "add":
+        yield "delta", {"delta": {"type": DELTAS[block.kind][0], DELTAS[block.kind][1]: text}}
+    else:
+        if block.kind == "reasoning":
+            yield "delta", {"delta": {"type": "signature_delta", "signature": SIGNATURE}}
+        yield "stop", {}
 
 
 def _block(block: Block, text: str) -> Json:
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": text, "signature": ""}
+        return {"type": "thinking", "thinking": text, "signature": SIGNATURE if text else ""}
     if block.kind == "text":
         return {"type": "text", "text": text}
     return {"type": "tool_use", "id": CALL + block.call_id, "name": block.name, "input": _input(text)}

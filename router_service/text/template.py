@@ -190,7 +190,7 @@ def readings(messages: Messages) -> Iterator[Messages]:
     said = [messages]
     yield messages
     turns = joined(messages)
-    for reading in (turns, answered(turns), one_by_one(turns), as_text(turns), by_users(turns)):
+    for reading in (turns, answered(turns), one_by_one(turns), as_text(turns), by_users(turns), greeted(turns)):
         if reading not in said:
             said.append(reading)
             yield reading
@@ -252,6 +252,12 @@ def as_text(turns: Messages) -> Messages:
 def by_users(turns: Messages) -> Messages:
     """As Gemma's and older templates of Mistral's have it: what the system says begins the user's first turn."""
     return turns_of([{**message, "role": "user"} if message["role"] == "system" else message for message in turns])
+
+
+def greeted(turns: Messages) -> Messages:
+    """As Gemma's and Mistral's templates have it: a user is first, who says nothing where the assistant began."""
+    begun = by_users(turns)
+    return [{"role": "user", "content": ""}, *begun] if begun[0]["role"] == "assistant" else begun
 
 
 def turns_of(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
