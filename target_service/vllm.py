@@ -351,10 +351,14 @@ class VllmAnswer:
             return piece._replace(finish="length")
         counts, drafts = getattr(completion, "spec_decode_metrics", None), list[tuple[int, int, str]]()
         if counts is not None:
-            both = zip(counts.per_step_drafted, counts.per_step_accepted, strict=True)
+            accepted = list(counts.per_step_accepted)
+            behind = sum(accepted) + self._pieces + 1 - self._tokens  # the end, which nobody has
+            if accepted and behind > 0:
+                accepted[-1] = max(0, accepted[-1] - behind)
+            both = zip(counts.per_step_drafted, accepted, strict=True)
             # Which of them were looked up is the same to who counts.
-            drafts = [(drafted, accepted, LOOKED_UP if at < self._looked_up else "used")
-                      for at, (drafted, accepted) in enumerate(both)]
+            drafts = [(drafted, kept, LOOKED_UP if at < self._looked_up else "used")
+                      for at, (drafted, kept) in enumerate(both)]
             left = max(0, sum(counts.per_step_accepted) - self._accepted)
             piece = piece._replace(accepted=min(len(piece.tokens), left),
                                    drafted=max(0, counts.num_draft_tokens - self._verified))

@@ -238,6 +238,17 @@ def test_a_simulated_step_takes_what_was_measured(monkeypatch: pytest.MonkeyPatc
     assert found["plain"].tokens_per_s == pytest.approx(1 / 0.002, rel=0.01)
 
 
+def test_drafts_that_do_not_pay_cost_nothing_on_cores_that_both_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, where ``slipstream run`` says so: another device would not be worth three of it."""
+    monkeypatch.setattr(apart, "STEPS", 300)
+    wrong = Place(np.array([0, 99], np.int32), np.array([0, -2.0], np.float32), np.array([1, -1], np.int32),
+                  np.array([1, 0], np.int32))
+    growth = GrowthSection(num_steps=1, topk=1, num_draft_tokens=1)
+    timing = timing_of(0.002, Measured(growth, 1.0, 0.004, 0.002), 1.0, 32)
+    found = compared(timing, 8, 0.001, [Record([*range(40)], [wrong] * 40)], 0.004, shared_cores=True)
+    assert found.ratio("plain") < 1.1 and found.ratio("serial") < 1.1, found
+
+
 @pytest.mark.parametrize(("wrong", "named"), [
     (lambda: numbers("--steps", "1;2", 16), "--steps"), (lambda: numbers("--topk", "0,4", 16), "between 1 and 16"),
     (lambda: with_pair(Config(), "", "", "eagle2"), "--head"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 import tempfile
 import threading
@@ -265,6 +266,19 @@ async def test_rounds_are_counted_by_who_drafted(looked_up: bool, outcome: str) 
     page = metrics.registry.page("")[1].decode()
     for name in ("used", "prompt_lookup"):
         assert f'outcome="{name}",service="target"}} {2.0 * (name == outcome)}' in page
+
+
+async def test_what_a_step_made_behind_an_answers_end_is_not_counted_as_emitted() -> None:
+    """vLLM counts drafts that it accepted, and drops those behind a token that ends the answer."""
+    metrics, whole = TargetMetrics("function"), plain(12)
+    end = next(i for i in range(2, 12) if whole[i] not in whole[:i])
+    async with served(FakeEngine(steps=(1, 5)), metrics=metrics) as service:
+        pieces = await taken(service.submit(request(stop_token_ids=(whole[end],))))
+    page = metrics.registry.page("")[1].decode()
+    of = '{model="function",service="target"}'
+    emitted = [float(found) for name in ("accepted", "bonus")
+               for found in re.findall(rf"slipstream_{name}_tokens_total{re.escape(of)} (.*)", page)]
+    assert len(pieces) == 2 and emitted == [end - 1, 2]
 
 
 @dataclass

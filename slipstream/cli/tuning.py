@@ -120,7 +120,7 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
         task = bar.add_task(f"{len(wanted)} shapes, {len(prompts)} prompts", total=(len(wanted) + 1) * len(prompts))
         result = sweep(runner, drafter, wanted, prompts, max_tokens, lambda: bar.advance(task), temperature)
         best = result.best(exchange_s)
-        found = _compared(runner, drafter, result, best, exchange_s, way, prompts, max_tokens, bar) if apart else None
+        found = _compared(config, runner, drafter, result, exchange_s, way, prompts, max_tokens, bar) if apart else None
     console.print(_table(result, exchange_s))
     gain, shape = result.gain(best, exchange_s), best.growth
     console.print(f"best: {shape.num_steps} steps, topk {shape.topk}, {shape.num_draft_tokens} nodes, about {gain:.2f} "
@@ -170,9 +170,10 @@ def _pair(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Seq
     return runner, drafter
 
 
-def _compared(runner: ModelRunner, drafter: NeuralDrafter, result: Sweep, best: Measured, exchange_s: float, way: Way,
+def _compared(config: Config, runner: ModelRunner, drafter: NeuralDrafter, result: Sweep, exchange_s: float, way: Way,
               prompts: Sequence[Sequence[int]], max_tokens: int, bar: Progress) -> Compared:
     """The best shape under each schedule."""
+    best = result.best(exchange_s)
     configure(LogSection(level="error"))  # services begin in simulated time
     task = bar.add_task("together or apart", total=len(prompts) + len(SCHEDULES))
     records = list[Record]()
@@ -182,7 +183,7 @@ def _compared(runner: ModelRunner, drafter: NeuralDrafter, result: Sweep, best: 
     few_s, many_s = (_least_s(partial(run_network, drafter.network, rows)) for rows in (best.growth.topk, ROWS))
     timing = timing_of(result.plain_s, best, many_s / few_s, ROWS)
     return compared(timing, best.growth.num_draft_tokens, exchange_s, records, way.draft_s or best.draft_s,
-                    lambda: bar.advance(task))
+                    config.on_one_machine().target.shared_cores, lambda: bar.advance(task))
 
 
 def _least_s(work: Callable[[], object]) -> float:

@@ -86,9 +86,10 @@ class Compared:
 
 
 def compared(timing: Timing, nodes: int, exchange_s: float, records: Sequence[Record], apart_s: float,
-             report: Callable[[], None] = lambda: None) -> Compared:
+             shared_cores: bool = False, report: Callable[[], None] = lambda: None) -> Compared:
     """Play every schedule, with trees of so many ``nodes``. ``exchange_s``: what a round spends between the services;
-    ``apart_s``: what a tree takes on the draft's own device. ``report`` is called after each of SCHEDULES."""
+    ``apart_s``: what a tree takes on the draft's own device; ``shared_cores``: the setting of a target that has the
+    draft on its device. ``report`` is called after each of SCHEDULES."""
     deployment = Deployment(timing, rtt_s=exchange_s, hop_s=0.0, host_s=0.0, cast=ReplayedCast(Answers(records)),
                             policy=PolicySection(max_nodes=nodes))
 
@@ -97,8 +98,9 @@ def compared(timing: Timing, nodes: int, exchange_s: float, records: Sequence[Re
 
     found = dict[str, Predicted]()
     for name in SCHEDULES:
-        there = timing if name == TOGETHER else replace(timing, draft_s=apart_s)
-        found[name] = played(name, replace(deployment, timing=there))
+        together = name == TOGETHER
+        there = timing if together else replace(timing, draft_s=apart_s)
+        found[name] = played(name, replace(deployment, timing=there, shared_cores=together and shared_cores))
         report()
     at_hand = replace(deployment, rtt_s=0.0, timing=replace(timing, draft_s=AT_ONCE_S))
     bound = played("serial", at_hand).tokens_per_s

@@ -94,6 +94,7 @@ class Deployment:
     batch: int = 1
     run_ahead: int = 0
     colocated: bool = False
+    shared_cores: bool = False  # as the setting of a target
     speculate: bool = True
     policy: PolicySection = field(default_factory=PolicySection)
     cast: Cast = field(default_factory=TimedCast)
@@ -239,7 +240,7 @@ class Target:
         self.vocab_size = runner.config.vocab_size
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
         section = TargetSection(policy=deployment.policy, slots=slots, drafts=(), prompt_lookup=False,
-                                max_sessions=max(64, deployment.batch))
+                                max_sessions=max(64, deployment.batch), shared_cores=deployment.shared_cores)
         self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), hand_over, self.actor.clock,
                                    limits=Limits(section.max_sessions, 4096, 256), prefix_cache=False)
         self.actor.act = self._act
