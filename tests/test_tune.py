@@ -196,6 +196,8 @@ def test_a_device_more_has_to_pay_by_more_than_a_simulation_is_wrong() -> None:
     assert little.best == "colocated" and little.run_ahead == 0 and "keep both on one device" in little.why()[0]
     assert much.best == "run-ahead" and much.run_ahead == 239 and "1.10 times" in much.why()[0]
     assert given(**rates | {"plain": 120.0}, **{"run-ahead": 110.0}).best == "plain"
+    endless = given(**rates | {"colocated": 0.0}, **{"run-ahead": 49.0})  # its first tree took longer than was played
+    assert endless.best == "outcomes" and "inf times" in endless.why()[0]
 
 
 def test_simulated_devices_take_what_was_measured() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from slipstream.base.config import PolicySection
 from slipstream.drafting.records import Record
@@ -50,19 +51,20 @@ class Compared:
     bound: float  # by what one device gives
 
     def ratio(self, schedule: str) -> float:
-        """Tokens a second by those of both on one device."""
-        return self.found[schedule].tokens_per_s / self.found[TOGETHER].tokens_per_s
+        """Tokens a second by those of both on one device; inf where that has not made any."""
+        return _by(self.found[schedule], self.found[TOGETHER])
 
     @property
     def apart(self) -> str:
         """The best one of two devices."""
-        return max((name for name in self.found if name not in ("plain", TOGETHER)), key=self.ratio)
+        return max((name for name in self.found if name not in ("plain", TOGETHER)),
+                   key=lambda name: self.found[name].tokens_per_s)
 
     @property
     def best(self) -> str:
         """The schedule to take."""
         chosen = self.apart if self.ratio(self.apart) >= LEAST else TOGETHER
-        return "plain" if self.ratio("plain") > self.ratio(chosen) else chosen
+        return "plain" if self.found["plain"].tokens_per_s > self.found[chosen].tokens_per_s else chosen
 
     @property
     def run_ahead(self) -> int:
@@ -103,5 +105,8 @@ def compared(timing: Timing, nodes: int, exchange_s: float, records: Sequence[Re
         found[name] = played(name, replace(deployment, timing=there, shared_cores=together and shared_cores))
         report()
     at_hand = replace(deployment, rtt_s=0.0, timing=replace(timing, draft_s=AT_ONCE_S))
-    bound = played("serial", at_hand).tokens_per_s
-    return Compared(found, bound / found[TOGETHER].tokens_per_s)
+    return Compared(found, _by(played("serial", at_hand), found[TOGETHER]))
+
+
+def _by(one: Predicted, other: Predicted) -> float:
+    return one.tokens_per_s / other.tokens_per_s if other.tokens_per_s else inf
