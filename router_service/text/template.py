@@ -15,9 +15,10 @@ Rules:
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
 5. Messages that a template refuses are tried again in other ``readings``, none of which loses a word: clients send
-   several of the system, also in mid-conversation or where a model has no such role, and of a user; words beside
-   results of tools; ids of calls as other models write them; several calls at once. The API allows all that, and many
-   templates do not. Some want arguments of calls as text, though others write JSON of what they are given.
+   several of the system, also in mid-conversation or where a model has no such role, and of a user; the assistant's
+   before any of a user; words beside results of tools; ids of calls as other models write them; several calls at once.
+   The API allows all that, and many templates do not. Some want arguments of calls as text, though others write JSON
+   of what they are given.
 6. Both ends write lines of JSON. The process logs nothing, and ends with its standard input.
 
 It knows nothing about tokenizers, and imports little: it starts in a tenth of a second.
