@@ -303,6 +303,18 @@ def test_rope_fields_of_old_and_new_configs() -> None:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
+@pytest.mark.parametrize(("changes", "context"), [
+    ({}, 4096), ({"factor": 1.5}, 2048), ({"factor": 1e11}, 1 << 24), ({"rope_type": "linear"}, 2048)])
+@pytest.mark.parametrize("engine", ["decoder", "hf"])
+def test_yarn_makes_room_for_what_it_stretches_positions_to(tmp_path: Path, engine: Literal["decoder", "hf"],
+                                                            changes: dict[str, Any], context: int) -> None:
+    """As it is written into a config.json by hand: Qwen's cards say nothing of max_position_embeddings."""
+    rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024} | changes
+    folder = write_tiny_model(tmp_path, "qwen3", rope_parameters=rope, max_position_embeddings=2048)
+    model = load_model(folder, ModelSection(dtype="float32", engine=engine))
+    assert model.config.max_context == context
+
+
 @pytest.mark.parametrize("changes", [
     {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": YARN, "rope_theta": 5e5},
     {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": None},

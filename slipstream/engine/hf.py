@@ -42,7 +42,17 @@ from slipstream.engine.attention import Part, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import check_floats
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import CONTEXT, ModelConfig, Tensors, device_of, dtype_of, end_tokens, take, tell_unread
+from slipstream.engine.model import (
+    CONTEXT,
+    ModelConfig,
+    Tensors,
+    device_of,
+    dtype_of,
+    end_tokens,
+    stretched,
+    take,
+    tell_unread,
+)
 from slipstream.engine.trial import check, check_layers
 from slipstream.models.folder import read_json
 from slipstream.observe.log import logger
@@ -345,9 +355,10 @@ def _reach(text: Any) -> int:
     "dynamic" stretches them behind a model's own limit alone; "longrope" turns all of them otherwise in a longer text
     than the model was first trained for."""
     rope = text.to_dict().get("rope_parameters") or {}
-    first = [int(kind[CONTEXT]) for kind in (rope, *(value for value in rope.values() if isinstance(value, dict)))
-             if kind.get("rope_type") == "longrope"]
-    return min([int(text.max_position_embeddings), *first])
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    own = max([int(text.max_position_embeddings), *(stretched(kind["factor"], kind[CONTEXT]) for kind in kinds
+                                                    if kind.get("rope_type") == "yarn" and kind.get("factor"))])
+    return min([own, *(int(kind[CONTEXT]) for kind in kinds if kind.get("rope_type") == "longrope")])
 
 
 def _widen(x: torch.Tensor, size: int) -> torch.Tensor:
