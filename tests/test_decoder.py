@@ -330,6 +330,15 @@ def test_positions_turn_as_in_transformers(changes: dict[str, Any]) -> None:
     assert far(ours[0][:, 0], theirs[0][0]) < 1e-4  # angles of up to 99 in float32
 
 
+@pytest.mark.parametrize(("said", "factor"), [
+    ({}, 1.1386294361119891), ({"attn_factor": 0.8782488562869419}, 1.0), ({"attention_factor": 0.9}, 0.9)])
+def test_yarn_scales_attention_as_it_is_published(said: dict[str, float], factor: float) -> None:
+    """The second is DeepSeek-R1-0528-Qwen3-8B."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, **said}
+    config = parse_config(tiny_config("qwen3", rope_parameters=None, rope_scaling=rope, rope_theta=1e6), "c")
+    assert config.rope_scaling is not None and config.rope_scaling.attention_factor == pytest.approx(factor)
+
+
 @pytest.mark.parametrize("changes", [{"beta_slow": 5e-324, "beta_fast": 9e11}, {"beta_fast": 5e-324}, {"factor": 1e11},
                                      {"rope_theta": 1.0000000001}, {"original_max_position_embeddings": 1}])
 def test_yarn_of_any_numbers_turns_by_numbers(changes: dict[str, float]) -> None:

@@ -274,6 +274,7 @@ def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
 
     shares = [rope.real(name) for name in ("mscale", "mscale_all_dim") if rope.raw.get(name)]
     attention = size(shares[0]) / size(shares[1]) if len(shares) == 2 else size(1.0)
+    attention *= rope.real("attn_factor", 1.0)  # as vLLM, SGLang and llama.cpp have it; transformers does not know it
     return RopeScaling("yarn", factor, original_context=original, beta_fast=rope.real("beta_fast", 32.0),
                        beta_slow=rope.real("beta_slow", 1.0), truncate=rope.flag("truncate", True),
                        attention_factor=rope.real("attention_factor", attention))
