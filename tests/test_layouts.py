@@ -77,8 +77,9 @@ def biased(tensors: Mapping[str, Tensor], *names: str) -> Tensors:
 
 
 def authors_eagle3(target: Path) -> Case:
-    """The embedding is the target's; nothing says which layers, how wide, how rotated."""
-    config = without(eagle_config(hidden_size=48), "target_hidden_size", "rope_theta")
+    """A whole model's name; the embedding is the target's; nothing says which layers, how wide, how rotated."""
+    config = without(eagle_config(hidden_size=48, architectures=["LlamaForCausalLM"]), "target_hidden_size",
+                     "rope_theta")
     tensors = eagle_tensors(config | {"target_hidden_size": 48})
     own = load_tensors(target, ("model.embed_tokens.weight",))["model.embed_tokens.weight"]
     return Case(config, without(tensors, "embed_tokens.weight"), tensors | {"embed_tokens.weight": own})

@@ -38,7 +38,7 @@ Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head wi
    the lm_head is its rows (``token_map.py``). The one target state is that after the final norm.
 
 It knows nothing about sessions or forwards. Formats: arXiv 2401.15077, 2406.16858, 2503.01840, their reference
-repositories' checkpoints (``LlamaForCausalLMEagle3``, which AngelSlim calls as vLLM does; of the older ones
+repositories' checkpoints (``LlamaForCausalLMEagle3``, which AngelSlim calls as vLLM does; of the authors'
 ``LlamaForCausalLM`` or, for Qwen2, that one's name, which is why a whole model's folder is told by its missing ``fc``;
 SGLang adds ``Eagle``) and those of vLLM's speculators library; tensor names of targets as in transformers'
 checkpoints.
@@ -227,6 +227,7 @@ def completed(folder: str | Path, tensors: Mapping[str, torch.Tensor], shapes: M
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 VLLMS = "Eagle3LlamaForCausalLM"  # of the same layout
+AUTHORS = "LlamaForCausalLM"  # as whole models and their EAGLE-1 heads are, which have no ``draft_vocab_size``
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +313,8 @@ def _eagle_config(published: Published, target: Lender, most_layers: int = 1) ->
 def _check_kind(published: Published, kind: Kind) -> None:
     where, found = published.where, published.raw.get("architectures")
     if not published.speculators:
-        if found not in [[name] for name in kind.architectures]:
+        cut = kind is EAGLE3 and published.raw.get("draft_vocab_size") is not None
+        if found not in [[name] for name in kind.architectures] and not (cut and found == [AUTHORS]):
             raise ModelError(f"{where}: architectures: expected {' or '.join(kind.architectures)}, found {found!r}; "
                              f"{kind.others}")
         return
