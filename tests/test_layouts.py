@@ -88,8 +88,8 @@ def authors_eagle3(target: Path) -> Case:
 def specforge(_target: Path) -> Case:
     """SGLang's trainer: layers by their outputs, a copy of the embedding, no biases, in bfloat16."""
     config = eagle_config(attention_bias=False, attention_dropout=0.0, mlp_bias=False, head_dim=8, rope_scaling=None,
-                          pretraining_tp=1, num_aux_hidden_states=3, torch_dtype="bfloat16", eagle_config={
-                              "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 3, 6]})
+                          pretraining_tp=1, num_aux_hidden_states=3, model_type="phi3", torch_dtype="bfloat16",
+                          eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 3, 6]})
     tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in eagle_tensors(config).items()}
     return Case(config, tensors, taps=(1, 4, 7))
 
@@ -167,7 +167,8 @@ EAGLE3 = (authors_eagle3, specforge, angelslim, two_states, nested_names, tied_l
 
 
 def authors_eagle1(_target: Path) -> Case:
-    config = eagle2_config(bias=True)
+    """Whose layer is Llama's, whatever the target is."""
+    config = eagle2_config(bias=True, model_type="mixtral")
     return Case(config, eagle2_tensors(config))
 
 

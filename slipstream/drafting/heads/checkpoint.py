@@ -68,6 +68,7 @@ MAX_TAPS = 64  # as on the wire
 PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYER}."), ("fusion_fc.", "fc."))
 UNREAD = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
           "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
+LLAMAS = ("mixtral", "phi3")  # types that published configs take from the target: the head's layer is Llama's
 MAPS = ("d2t", "t2d")  # between vocabularies: tensors that are no weights
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "logit_scale": (1,), "logits_scaling": (1,), "final_logit_softcapping": (), "embedding_multiplier": (1,),
@@ -129,6 +130,8 @@ def layer_config(published: Published, target: Lender, most_layers: int = 1) -> 
     published.must_be_neutral(NEUTRAL)
     if raw.get("layer_types") is not None:
         raw["use_sliding_window"] = False  # the list says which layers do
+    if raw.get("model_type") in LLAMAS and "LlamaForCausalLM" in str(raw.get("architectures")):
+        raw["model_type"] = "llama"
     config = parse_config({"model_type": "llama"} | raw, where)
     if config.num_layers > most_layers:
         expected = "1" if most_layers == 1 else f"1 to {most_layers}"
