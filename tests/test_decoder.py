@@ -321,7 +321,8 @@ def test_yarn_makes_room_for_what_it_stretches_positions_to(tmp_path: Path, engi
     {"rope_parameters": {}, "rope_scaling": YARN, "rope_theta": 5e5},
     {"rope_parameters": YARN | {"rope_theta": 5e5}, "original_max_position_embeddings": 256},
     {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5},
-     "original_max_position_embeddings": 256}])
+     "original_max_position_embeddings": 256},
+    {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5e5}, "max_position_embeddings": 99}])
 def test_positions_turn_as_in_transformers(changes: dict[str, Any]) -> None:
     raw = tiny_config("qwen3", **changes)
     config: Any = AutoConfig.for_model(**json.loads(json.dumps(raw)))
@@ -355,7 +356,7 @@ def test_yarn_of_any_numbers_turns_by_numbers(changes: dict[str, float]) -> None
     ({"vocab_size": None}, "vocab_size: expected a number"),
     ({"num_key_value_heads": 3}, "num_key_value_heads"),
     ({"rms_norm_eps": -1}, "rms_norm_eps: expected a positive number"),
-    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type: 'dynamic' is not supported"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type: 'longrope' is not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type: 'yarn' is not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor: expected a positive number"),
     ({"rope_parameters": {"rope_type": "yarn", "mscale": -1, "mscale_all_dim": 1}}, "mscale: expected a positive"),

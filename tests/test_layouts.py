@@ -98,8 +98,9 @@ VLLMS: Config = {"architectures": ["Eagle3LlamaForCausalLM"]}
 
 
 def angelslim(_target: Path) -> Case:
-    """The authors' head under vLLM's name for it."""
-    config = eagle_config(attention_bias=False, head_dim=8, max_window_layers=8, rope_scaling=None, sliding_window=None,
+    """The authors' head under vLLM's name for it, for a Hunyuan: its trainer passes ``alpha`` over."""
+    rope = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "type": "dynamic"}
+    config = eagle_config(attention_bias=False, head_dim=8, max_window_layers=8, rope_scaling=rope, sliding_window=None,
                           use_sliding_window=False, **VLLMS)
     return Case(config, eagle_tensors(config))
 
