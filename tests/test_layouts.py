@@ -105,6 +105,18 @@ def angelslim(_target: Path) -> Case:
     return Case(config, eagle_tensors(config))
 
 
+def deepspec(_target: Path) -> Case:
+    """Qwen3's layer, five states by the outputs of their layers, the whole vocabulary."""
+    config = eagle_config(architectures=["Qwen3Eagle3Model"], model_type="qwen3", hidden_size=48, head_dim=12,
+                          draft_vocab_size=VOCAB, layer_types=["full_attention"], max_window_layers=8, ttt_length=7,
+                          draft_num_hidden_layers=1, num_target_layers=8, step_loss_decay=0.8, sliding_window=None,
+                          use_sliding_window=False, target_layer_ids=[0, 1, 3, 4, 6])
+    tensors = renamed(eagle_tensors(config, num_taps=5), ("midlayer.", "layers.0."))
+    norms = {f"layers.0.self_attn.{name}_norm.weight": 1 + torch.arange(12) / 24 for name in "qk"}
+    return Case(without(config, "draft_vocab_size", "target_hidden_size"), without(tensors, "d2t", "t2d") | norms,
+                taps=(1, 2, 4, 5, 7), prefix="layers.0")
+
+
 def two_states(_target: Path) -> Case:
     config = eagle_config(num_aux_hidden_states=2, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5]})
     return Case(config, eagle_tensors(config, num_taps=2), taps=(2, 6))
@@ -163,7 +175,7 @@ def eagle31(_target: Path) -> Case:
     return Case(config, speculators_tensors(config), prefix="layers.0")
 
 
-EAGLE3 = (authors_eagle3, specforge, angelslim, two_states, nested_names, tied_lm_head, absent_lm_head,
+EAGLE3 = (authors_eagle3, specforge, angelslim, deepspec, two_states, nested_names, tied_lm_head, absent_lm_head,
           whole_vocabulary, biases_everywhere, speculators, speculators_norms, eagle31)
 
 

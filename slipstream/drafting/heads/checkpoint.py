@@ -27,8 +27,9 @@ Rules of EAGLE-3 (``read_head``):
 10. Target states: without ``eagle_aux_hidden_state_layer_ids`` those that *enter* layers 2, n // 2 and n - 3 of a
    target with n layers. Explicit ids name, in the authors' layout, layers by their *output*, so id i is what enters
    layer i + 1; but when they are that same triple they mean it (heads of both readings are published; SGLang tells them
-   apart by their first id). In the speculators layout ids name what *enters* a layer. Under vLLM's name for the
-   architecture either is meant: what is not that triple by one of the readings is refused.
+   apart by their first id). DeepSpec's ``target_layer_ids`` name layers by their output. In the speculators layout ids
+   name what *enters* a layer. Under vLLM's name for the architecture either is meant: what is not that triple by one of
+   the readings is refused.
 11. ``norm_before_residual`` (speculators): the residual stream begins after ``hidden_norm``, not before it.
 
 Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head with trees by joint probability):
@@ -230,6 +231,7 @@ def completed(folder: str | Path, tensors: Mapping[str, torch.Tensor], shapes: M
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 VLLMS = "Eagle3LlamaForCausalLM"  # of the same layout
+DEEPSPEC = "Qwen3Eagle3Model"  # of that layout too, but for how layers are named that are read
 AUTHORS = "LlamaForCausalLM"  # as whole models and their EAGLE-1 heads are, which have no ``draft_vocab_size``
 
 
@@ -243,7 +245,7 @@ class Kind:
     others: str
 
 
-EAGLE3 = Kind("eagle3", (ARCHITECTURE, VLLMS), (),
+EAGLE3 = Kind("eagle3", (ARCHITECTURE, VLLMS, DEEPSPEC), (),
               "EAGLE-1 and EAGLE-2 heads are for draft.drafter: eagle2")
 EAGLE2 = Kind("eagle", ("LlamaForCausalLM", "LlamaForCausalLMEagle", "Qwen2ForCausalLM", "Qwen2ForCausalLMEagle"),
               ("layernorms",),
@@ -336,6 +338,8 @@ def usual_taps(num_layers: int) -> tuple[int, int, int]:
 
 def _taps(published: Published, target: Lender) -> tuple[int, ...]:
     fields, where, num_layers = published.raw, published.where, target.num_layers
+    if fields.get("architectures") == [DEEPSPEC]:
+        return published.taps("target_layer_ids", fields.get("target_layer_ids"), True, num_layers)
     section = fields.get("eagle_config") or {}
     if not isinstance(section, dict) or section.get("use_aux_hidden_state", True) is not True:
         raise ModelError(f"{where}: eagle_config: heads that read the last state alone are not EAGLE-3 heads")
