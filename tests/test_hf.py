@@ -62,6 +62,7 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     *((kind, {}) for kind in KINDS), ("llama", {"rope_parameters": LLAMA3}), ("llama", {"rope_parameters": LINEAR}),
     *(("qwen3", {"rope_parameters": YARN | changes}) for changes in (
         {}, {"factor": None}, {"mscale": 0.7, "mscale_all_dim": 1.5}, {"attention_factor": 0.9, "truncate": False},
+        {"attn_factor": 0.5},
         {"beta_fast": 4.0, "beta_slow": 4.0}, {"original_max_position_embeddings": 4096}, {"factor": 0.5})),
     ("llama", {"tie_word_embeddings": True}), ("mistral", {"sliding_window": 64}),
 ])

@@ -36,6 +36,7 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.base.errors import ModelError, in_a_line
 from slipstream.engine.attention import Part, attend, plan_attention, plan_pages
@@ -135,6 +136,7 @@ class HFModel:
         try:
             check_layers(read_json(path), str(path))
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            _scale_attention(config.get_text_config())
             tried(config)
             check_floats(folder)
             auto: Any = AutoModelForCausalLM
@@ -359,6 +361,13 @@ def _reach(text: Any) -> int:
     own = max([int(text.max_position_embeddings), *(stretched(kind["factor"], kind[CONTEXT]) for kind in kinds
                                                     if kind.get("rope_type") == "yarn" and kind.get("factor"))])
     return min([own, *(int(kind[CONTEXT]) for kind in kinds if kind.get("rope_type") == "longrope")])
+
+
+def _scale_attention(text: Any) -> None:
+    """As ``model.rope_of`` has it: yarn's ``attn_factor``, which transformers passes over, counts."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and rope.get("attn_factor") and rope.get("attention_factor") is None:
+        rope["attention_factor"] = ROPE_INIT_FUNCTIONS["yarn"](text)[1] * rope["attn_factor"]
 
 
 def _widen(x: torch.Tensor, size: int) -> torch.Tensor:
