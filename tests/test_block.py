@@ -333,6 +333,17 @@ def test_what_a_slot_predicts_is_read_or_follows(tmp_path: Path, target: Path, c
     assert read_block_head(write_block_folder(tmp_path, config), target).from_anchor is wanted
 
 
+def test_a_head_of_dspark_is_read_as_specforge_writes_it(tmp_path: Path, target: Path) -> None:
+    """All of its own in ``dflash_config``, nothing of what a slot predicts: it is trained on the token behind it."""
+    own = {"attention_mode": "gqa", "confidence_head_alpha": 1.0, "confidence_head_with_markov": True,
+           "enable_confidence_head": True, "markov_head_type": "vanilla", "markov_rank": 8, "mask_token_id": MASK,
+           "projector_type": "dspark", "target_layer_ids": IDS}
+    config = zlab_config(architectures=["DSparkDraftModel"], dflash_config=own, target_hidden_size=None)
+    head = read_block_head(write_block_folder(tmp_path, config, block_tensors(config | own)), target)
+    assert (head.from_anchor, head.markov, head.markov_rank, head.reach) == (True, "vanilla", 8, BLOCK)
+    assert head.confidence and head.confidence_with_markov
+
+
 def test_a_field_that_is_null_says_nothing(tmp_path: Path, target: Path) -> None:
     """As in all of a config: a library writes null for what a head has not."""
     head = read_block_head(write_block_folder(tmp_path, deepspec_config(dflash_config=None)), target)

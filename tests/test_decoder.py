@@ -303,19 +303,41 @@ def test_rope_fields_of_old_and_new_configs() -> None:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
+@pytest.mark.parametrize(("changes", "context"), [
+    ({}, 4096), ({"factor": 1.5}, 2048), ({"factor": 1e11}, 1 << 24), ({"rope_type": "linear"}, 2048)])
+@pytest.mark.parametrize("engine", ["decoder", "hf"])
+def test_yarn_makes_room_for_what_it_stretches_positions_to(tmp_path: Path, engine: Literal["decoder", "hf"],
+                                                            changes: dict[str, Any], context: int) -> None:
+    """As it is written into a config.json by hand: Qwen's cards say nothing of max_position_embeddings."""
+    rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024} | changes
+    folder = write_tiny_model(tmp_path, "qwen3", rope_parameters=rope, max_position_embeddings=2048)
+    model = load_model(folder, ModelSection(dtype="float32", engine=engine))
+    assert model.config.max_context == context
+
+
 @pytest.mark.parametrize("changes", [
     {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": YARN, "rope_theta": 5e5},
     {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": None},
     {"rope_parameters": {}, "rope_scaling": YARN, "rope_theta": 5e5},
     {"rope_parameters": YARN | {"rope_theta": 5e5}, "original_max_position_embeddings": 256},
     {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5},
-     "original_max_position_embeddings": 256}])
+     "original_max_position_embeddings": 256},
+    {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5e5}, "max_position_embeddings": 99}])
 def test_positions_turn_as_in_transformers(changes: dict[str, Any]) -> None:
     raw = tiny_config("qwen3", **changes)
     config: Any = AutoConfig.for_model(**json.loads(json.dumps(raw)))
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float64), torch.arange(99)[None])
     ours = Rope(parse_config(raw, "c"), torch.float64, torch.device("cpu")).rows(torch.arange(99))
     assert far(ours[0][:, 0], theirs[0][0]) < 1e-4  # angles of up to 99 in float32
+
+
+@pytest.mark.parametrize(("said", "factor"), [
+    ({}, 1.1386294361119891), ({"attn_factor": 0.8782488562869419}, 1.0), ({"attention_factor": 0.9}, 0.9)])
+def test_yarn_scales_attention_as_it_is_published(said: dict[str, float], factor: float) -> None:
+    """The second is DeepSeek-R1-0528-Qwen3-8B."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, **said}
+    config = parse_config(tiny_config("qwen3", rope_parameters=None, rope_scaling=rope, rope_theta=1e6), "c")
+    assert config.rope_scaling is not None and config.rope_scaling.attention_factor == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("changes", [{"beta_slow": 5e-324, "beta_fast": 9e11}, {"beta_fast": 5e-324}, {"factor": 1e11},
@@ -334,7 +356,7 @@ def test_yarn_of_any_numbers_turns_by_numbers(changes: dict[str, float]) -> None
     ({"vocab_size": None}, "vocab_size: expected a number"),
     ({"num_key_value_heads": 3}, "num_key_value_heads"),
     ({"rms_norm_eps": -1}, "rms_norm_eps: expected a positive number"),
-    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type: 'dynamic' is not supported"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type: 'longrope' is not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type: 'yarn' is not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor: expected a positive number"),
     ({"rope_parameters": {"rope_type": "yarn", "mscale": -1, "mscale_all_dim": 1}}, "mscale: expected a positive"),

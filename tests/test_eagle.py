@@ -294,7 +294,7 @@ def test_a_wrong_shape_is_named(tmp_path: Path, target: Path, name: str) -> None
 @pytest.mark.parametrize(("change", "match"), [
     ({"vocab_size": 300}, "vocab_size: the head was made for 300 tokens, the target has 260"),
     ({"target_hidden_size": 64}, "target_hidden_size: the head was made for 64, the target has 48"),
-    ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+    ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, "architectures: .*eagle2"),
     ({"num_hidden_layers": 2}, "layers.1.input_layernorm.weight is missing"),
     ({"num_hidden_layers": 17}, "num_hidden_layers: expected 1 to 16, found 17"),
     ({"draft_vocab_size": 0}, "draft_vocab_size"),

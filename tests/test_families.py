@@ -160,6 +160,22 @@ def test_a_copy_has_every_kind_of_layer_and_short_windows() -> None:
     assert small["rope_parameters"] == {**raw["rope_parameters"], "original_max_position_embeddings": MAX_NODES}
 
 
+@pytest.mark.parametrize(("kind", "fields"), [
+    ("phi3", {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75,
+              "original_max_position_embeddings": 4096}),
+    ("minicpm3", {"qk_rope_head_dim": 96, "original_max_position_embeddings": 4096}), ("phimoe", {"head_dim": 96}),
+    ("internlm3", {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}),
+    ("hunyuan_v1_dense", {"head_dim": 128, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}),
+])
+def test_positions_that_depend_on_the_length_are_tried_as_they_are_published(kind: str, fields: dict[str, Any]) -> None:
+    each = [1.0 + place / 48 for place in range(48)]
+    longrope = {"type": "longrope", "short_factor": each, "long_factor": each, "short_mscale": 1.2, "long_mscale": 1.3,
+                "original_max_position_embeddings": 4096}
+    config = AutoConfig.for_model(kind, **{"rope_scaling": longrope, **fields})
+    assert config.rope_parameters["rope_type"] in ("longrope", "dynamic")
+    check(config, with_random_weights, HFModel)
+
+
 @pytest.mark.parametrize(("config", "message"), [
     (AutoConfig.for_model("diffllama").to_dict(), "diffllama model: engine hf would answer wrongly"),
     ({"model_type": ["llama"]}, "transformers cannot load it"),

@@ -26,6 +26,10 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_f
           "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+REACH = 96  # tokens, within which these do not depend on how many there are
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4}
+LONG = {"type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3], "short_mscale": 1.2,
+        "long_factor": [4.0, 5.0, 6.0, 7.0], "long_mscale": 1.3, "original_max_position_embeddings": REACH}
 
 
 class KeepFloat64(TorchFunctionMode):
@@ -58,6 +62,7 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     *((kind, {}) for kind in KINDS), ("llama", {"rope_parameters": LLAMA3}), ("llama", {"rope_parameters": LINEAR}),
     *(("qwen3", {"rope_parameters": YARN | changes}) for changes in (
         {}, {"factor": None}, {"mscale": 0.7, "mscale_all_dim": 1.5}, {"attention_factor": 0.9, "truncate": False},
+        {"attn_factor": 0.5},
         {"beta_fast": 4.0, "beta_slow": 4.0}, {"original_max_position_embeddings": 4096}, {"factor": 0.5})),
     ("llama", {"tie_word_embeddings": True}), ("mistral", {"sliding_window": 64}),
 ])
@@ -94,6 +99,10 @@ def test_the_oracle_is_transformers_itself(tmp_path: Path) -> None:
                      "topk_group": 1, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
                      "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}),
     ("glm4", {"partial_rotary_factor": 0.5}), ("olmo2", {}), ("gpt2", {"n_positions": 512}),
+    *((kind, {"rope_parameters": DYNAMIC | changes, "max_position_embeddings": REACH}) for kind, changes in (
+        ("internlm3", {"factor": 6.0}), ("hunyuan_v1_dense", {"factor": 1.0, "alpha": 1000.0}))),
+    ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": REACH}),
+    ("phimoe", {"rope_parameters": LONG}),
 ])
 def test_the_breadth_path_serves_other_families(kind: str, changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -103,6 +112,7 @@ def test_the_breadth_path_serves_other_families(kind: str, changes: dict[str, An
     with torch.inference_mode():
         expected = plain(torch.tensor([text])).logits[0]
     runner = ModelRunner(HFModel(plain), 256)
+    assert runner.config.max_context == (REACH if "rope_parameters" in changes else 512)
     slots = run(runner, text[:40])[1]
     after, slots = run(runner, text[40:80], slots)
     tree = random_tree(np.random.default_rng(1), 8, base=81, vocab=64)
@@ -115,7 +125,6 @@ def test_the_breadth_path_serves_other_families(kind: str, changes: dict[str, An
 
 @pytest.mark.parametrize(("kind", "changes", "message"), [
     ("gemma2", {}, "softcap"),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
     ("mistral", {"sliding_window": 32}, "a window of 32 tokens does not hold a whole tree"),
     ("mamba", {"state_size": 4}, "attention|head"),
 ])

@@ -77,8 +77,9 @@ def biased(tensors: Mapping[str, Tensor], *names: str) -> Tensors:
 
 
 def authors_eagle3(target: Path) -> Case:
-    """The embedding is the target's; nothing says which layers, how wide, how rotated."""
-    config = without(eagle_config(hidden_size=48), "target_hidden_size", "rope_theta")
+    """A whole model's name; the embedding is the target's; nothing says which layers, how wide, how rotated."""
+    config = without(eagle_config(hidden_size=48, architectures=["LlamaForCausalLM"]), "target_hidden_size",
+                     "rope_theta")
     tensors = eagle_tensors(config | {"target_hidden_size": 48})
     own = load_tensors(target, ("model.embed_tokens.weight",))["model.embed_tokens.weight"]
     return Case(config, without(tensors, "embed_tokens.weight"), tensors | {"embed_tokens.weight": own})
@@ -87,8 +88,8 @@ def authors_eagle3(target: Path) -> Case:
 def specforge(_target: Path) -> Case:
     """SGLang's trainer: layers by their outputs, a copy of the embedding, no biases, in bfloat16."""
     config = eagle_config(attention_bias=False, attention_dropout=0.0, mlp_bias=False, head_dim=8, rope_scaling=None,
-                          pretraining_tp=1, num_aux_hidden_states=3, torch_dtype="bfloat16", eagle_config={
-                              "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 3, 6]})
+                          pretraining_tp=1, num_aux_hidden_states=3, model_type="phi3", torch_dtype="bfloat16",
+                          eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 3, 6]})
     tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in eagle_tensors(config).items()}
     return Case(config, tensors, taps=(1, 4, 7))
 
@@ -97,10 +98,23 @@ VLLMS: Config = {"architectures": ["Eagle3LlamaForCausalLM"]}
 
 
 def angelslim(_target: Path) -> Case:
-    """The authors' head under vLLM's name for it."""
-    config = eagle_config(attention_bias=False, head_dim=8, max_window_layers=8, rope_scaling=None, sliding_window=None,
+    """The authors' head under vLLM's name for it, for a Hunyuan: its trainer passes ``alpha`` over."""
+    rope = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "type": "dynamic"}
+    config = eagle_config(attention_bias=False, head_dim=8, max_window_layers=8, rope_scaling=rope, sliding_window=None,
                           use_sliding_window=False, **VLLMS)
     return Case(config, eagle_tensors(config))
+
+
+def deepspec(_target: Path) -> Case:
+    """Qwen3's layer, five states by the outputs of their layers, the whole vocabulary."""
+    config = eagle_config(architectures=["Qwen3Eagle3Model"], model_type="qwen3", hidden_size=48, head_dim=12,
+                          draft_vocab_size=VOCAB, layer_types=["full_attention"], max_window_layers=8, ttt_length=7,
+                          draft_num_hidden_layers=1, num_target_layers=8, step_loss_decay=0.8, sliding_window=None,
+                          use_sliding_window=False, target_layer_ids=[0, 1, 3, 4, 6])
+    tensors = renamed(eagle_tensors(config, num_taps=5), ("midlayer.", "layers.0."))
+    norms = {f"layers.0.self_attn.{name}_norm.weight": 1 + torch.arange(12) / 24 for name in "qk"}
+    return Case(without(config, "draft_vocab_size", "target_hidden_size"), without(tensors, "d2t", "t2d") | norms,
+                taps=(1, 2, 4, 5, 7), prefix="layers.0")
 
 
 def two_states(_target: Path) -> Case:
@@ -161,12 +175,13 @@ def eagle31(_target: Path) -> Case:
     return Case(config, speculators_tensors(config), prefix="layers.0")
 
 
-EAGLE3 = (authors_eagle3, specforge, angelslim, two_states, nested_names, tied_lm_head, absent_lm_head,
+EAGLE3 = (authors_eagle3, specforge, angelslim, deepspec, two_states, nested_names, tied_lm_head, absent_lm_head,
           whole_vocabulary, biases_everywhere, speculators, speculators_norms, eagle31)
 
 
 def authors_eagle1(_target: Path) -> Case:
-    config = eagle2_config(bias=True)
+    """Whose layer is Llama's, whatever the target is."""
+    config = eagle2_config(bias=True, model_type="mixtral")
     return Case(config, eagle2_tensors(config))
 
 

@@ -290,6 +290,9 @@ def test_many_sessions_with_masks_draft_as_each_alone(tmp_path: Path) -> None:
 def test_a_mask_outside_the_vocabulary_is_refused_by_its_field(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pard_token: expected a number from 0 to 259, found 260"):
         created(write_tiny_model(tmp_path, pard_token=VOCAB), 2, 3, 6)
+    for said in ({"pard2": True}, {"spd_type": "pard2"}):
+        with pytest.raises(ModelError, match="pard2: such a model reads the target's states"):
+            created(write_tiny_model(tmp_path, pard_token=258, **said), 2, 3, 6)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalties", "min_tokens"])

@@ -265,13 +265,16 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
         without.chat([{"role": "user", "content": "x"}])
 
 
-def test_stop_tokens_come_from_the_nearest_file(tmp_path: Path) -> None:
+def test_stop_tokens_come_from_the_nearest_file_and_from_the_tokenizer(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level())
     assert TextCodec(folder).stop_token_ids == (1,)
     (folder / "config.json").write_text('{"eos_token_id": 2}')
-    assert TextCodec(folder).stop_token_ids == (2,)
+    assert TextCodec(folder).stop_token_ids == (2, 1)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 0, 1]}')
     assert TextCodec(folder).stop_token_ids == (1, 0)
+    # As chats that were trained behind a base model are published: files of the model are still that one's.
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert TextCodec(folder).stop_token_ids == (0, 1)
     (folder / "generation_config.json").write_text('{"eos_token_id": "two"}')
     with pytest.raises(ModelError, match="eos_token_id"):
         TextCodec(folder)

@@ -42,6 +42,11 @@ class WrittenLayer:
         bias = self.weight.get(f"{self.prefix}.self_attn.{name}_proj.bias")
         return out if bias is None else out + bias
 
+    def normed(self, name: str, x: Tensor) -> Tensor:
+        """Queries or keys, of a Qwen3's layer."""
+        weight = self.weight.get(f"{self.prefix}.self_attn.{name}_norm.weight")
+        return x if weight is None else self.norm(x, weight)
+
     def mlp(self, name: str, x: Tensor) -> Tensor:
         out = self.of(f"mlp.{name}_proj") @ x
         bias = self.weight.get(f"{self.prefix}.mlp.{name}_proj.bias")
@@ -50,10 +55,10 @@ class WrittenLayer:
     def row(self, residual: Tensor, attention_input: Tensor, position: int) -> Tensor:
         """The layer's output for one row, which later rows will see."""
         q, k, v = (self.projected(name, attention_input).view(-1, self.size) for name in "qkv")
-        self.keys.append(self.rotated(k, position))
+        self.keys.append(self.rotated(self.normed("k", k), position))
         self.values.append(v)
         mixed = []
-        for number, query in enumerate(self.rotated(q, position)):
+        for number, query in enumerate(self.rotated(self.normed("q", q), position)):
             group = number // (self.heads // self.kv_heads)
             scores = torch.stack([query @ key[group] for key in self.keys]) / self.size**0.5
             mixed.append(sum(p * value[group] for p, value in zip(scores.softmax(0), self.values, strict=True)))

@@ -93,6 +93,9 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
 def _masks(folder: Path, config: ModelConfig, count: int, num_slots: int) -> Masks | None:
     """So many, of a draft model that fills them in. Raises ModelError."""
     fields = Fields(str(folder / "config.json"), read_json(folder / "config.json"))
+    if fields.raw.get("pard2") or fields.raw.get("spd_type") == "pard2":
+        raise ModelError(f"{fields.where}: pard2: such a model reads the target's states, too, and without them drafts "
+                         "badly; take one of PARD's first kind")
     if fields.raw.get("pard_token") is None:
         return None
     token = fields.integer("pard_token", low=0, high=config.vocab_size - 1)

@@ -9,7 +9,8 @@ Rules:
 3. Windows are taken from the masks that a family makes, and what it does behind its decoder (scales, soft caps) is done
    by its own code.
 4. What this engine cannot keep exact is refused when the model is loaded: layers without attention, soft-capped or
-   sunken scores, position encodings that depend on the length; and whatever fails its trial (see ``trial``).
+   sunken scores; and whatever fails its trial (see ``trial``). Where positions depend on the length of a text, a model
+   is served as far as they do not (``_reach``).
 
 It knows nothing about sessions. transformers computes its norms in float32, so float64 is not float64 throughout here.
 """
@@ -35,13 +36,24 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.base.errors import ModelError, in_a_line
 from slipstream.engine.attention import Part, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import check_floats
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, take, tell_unread
+from slipstream.engine.model import (
+    CONTEXT,
+    ModelConfig,
+    Tensors,
+    device_of,
+    dtype_of,
+    end_tokens,
+    stretched,
+    take,
+    tell_unread,
+)
 from slipstream.engine.trial import check, check_layers
 from slipstream.models.folder import read_json
 from slipstream.observe.log import logger
@@ -49,7 +61,6 @@ from slipstream.protocol.tree import MAX_NODES
 
 ATTENTION = "slipstream"
 UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias")  # arguments that would change the scores
-LENGTH_ROPES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +136,7 @@ class HFModel:
         try:
             check_layers(read_json(path), str(path))
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            _scale_attention(config.get_text_config())
             tried(config)
             check_floats(folder)
             auto: Any = AutoModelForCausalLM
@@ -136,7 +148,11 @@ class HFModel:
                                  "safetensors")
             tell_unread(folder, found["unexpected_keys"])
             model.requires_grad_(False)
-            return HFModel(nn.Module.to(model, device_of(device)), end_tokens(Path(folder)))
+            served = HFModel(nn.Module.to(model, device_of(device)), end_tokens(Path(folder)))
+            if served.config.max_context < (own := config.get_text_config().max_position_embeddings):
+                logger("engine").warning("served as far as positions do not depend on the length of a text",
+                                         max_context=served.config.max_context, of=own)
+            return served
         except ModelError:
             raise
         except Exception as error:  # what a family's own code raises has no class in common
@@ -169,7 +185,6 @@ class HFModel:
     def _measure(self, eos_token_ids: tuple[int, ...]) -> ModelConfig:
         text = self._text
         where = f"{text.model_type} model"
-        _refuse(text.to_dict(), where)
         probe = Probe()
         start = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._run(start, start, probe)
@@ -229,7 +244,6 @@ class HFLayers:
     @torch.inference_mode()
     def _measure(self, config: Any) -> ModelConfig:
         where = f"{config.model_type} layers"
-        _refuse(config.to_dict(), where)
         probe = Probe()
         run = self._run(torch.zeros(1, dtype=torch.int64, device=self.device), probe)
         for number in range(len(self._layers)):
@@ -309,7 +323,7 @@ def _measures(text: Any, probe: Probe, where: str, rows: int, hidden: int,
         raise ModelError(f"{where}: attention heads differ between layers: {sorted(set(probe.shapes.values()))}")
     heads, kv_heads, size = probe.shapes[0]
     return ModelConfig(text.model_type, rows, hidden, 0, text.num_hidden_layers, heads, kv_heads, size,
-                       text.max_position_embeddings, 0.0, 0.0, None, bool(text.tie_word_embeddings), False, False,
+                       _reach(text), 0.0, 0.0, None, bool(text.tie_word_embeddings), False, False,
                        False, False, 0, eos_token_ids)
 
 
@@ -338,12 +352,22 @@ def mask(local_size: int | None = None, **_: Any) -> Window | None:
     return None if local_size is None else Window(local_size)
 
 
-def _refuse(config: dict[str, Any], where: str) -> None:
-    rope = config.get("rope_parameters") or {}
-    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if kind.get("rope_type") in LENGTH_ROPES:
-            raise ModelError(f"{where}: rope_type {kind['rope_type']!r} depends on the length of the text, which "
-                             "cached KV cannot follow")
+def _reach(text: Any) -> int:
+    """Tokens of the longest text whose positions do not depend on its length, which cached KV could not follow.
+    "dynamic" stretches them behind a model's own limit alone; "longrope" turns all of them otherwise in a longer text
+    than the model was first trained for."""
+    rope = text.to_dict().get("rope_parameters") or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    own = max([int(text.max_position_embeddings), *(stretched(kind["factor"], kind[CONTEXT]) for kind in kinds
+                                                    if kind.get("rope_type") == "yarn" and kind.get("factor"))])
+    return min([own, *(int(kind[CONTEXT]) for kind in kinds if kind.get("rope_type") == "longrope")])
+
+
+def _scale_attention(text: Any) -> None:
+    """As ``model.rope_of`` has it: yarn's ``attn_factor``, which transformers passes over, counts."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and rope.get("attn_factor") and rope.get("attention_factor") is None:
+        rope["attention_factor"] = ROPE_INIT_FUNCTIONS["yarn"](text)[1] * rope["attn_factor"]
 
 
 def _widen(x: torch.Tensor, size: int) -> torch.Tensor:

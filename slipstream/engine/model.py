@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -44,6 +44,7 @@ class Family:
     absent: Mapping[str, Any]  # what transformers takes for fields that are not there; null is something else
 
 
+MOST = 1 << 24  # of anything that is counted
 CONTEXT = "original_max_position_embeddings"  # before positions were stretched
 QWEN: Mapping[str, Any] = MappingProxyType({"num_key_value_heads": 32, "max_position_embeddings": 32768})
 FAMILY: Mapping[str, Family] = MappingProxyType({
@@ -104,7 +105,11 @@ class ModelConfig:
     def from_folder(folder: str | Path) -> ModelConfig:
         """Read and check ``config.json`` (and ``generation_config.json`` for end tokens) of ``folder``."""
         path = Path(folder) / "config.json"
-        return parse_config(read_json(path), str(path), end_tokens(Path(folder)))
+        config = parse_config(read_json(path), str(path), end_tokens(Path(folder)))
+        rope = config.rope_scaling
+        if rope is None or rope.kind != "yarn":
+            return config
+        return replace(config, max_context=max(config.max_context, stretched(rope.factor, rope.original_context)))
 
 
 class CausalModel(Protocol):
@@ -162,7 +167,7 @@ class Fields:
     where: str
     raw: dict[str, Any]
 
-    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = 1 << 24) -> int:
+    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = MOST) -> int:
         value = self.raw.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -240,7 +245,7 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
         given.must_be("partial_rotary_factor", 1, None)
     theta = rope.real("rope_theta", fields.real("rope_theta", 10000.0))
     kind = nested.get("rope_type", nested.get("type", "default"))
-    if kind in ("default", None):
+    if kind in ("default", "dynamic", None):  # a dynamic one stretches positions behind max_position_embeddings alone
         return theta, None
     if kind == "linear":
         return theta, RopeScaling(kind, rope.real("factor"))
@@ -249,8 +254,14 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
                                   rope.real("high_freq_factor"), rope.integer(CONTEXT))
     if kind == "yarn" and theta > 1:
         return theta, _yarn(fields, rope)
-    raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, linear, llama3 and, with a "
-                     "rope_theta above 1, yarn are)")
+    raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, dynamic, linear, llama3 and, "
+                     "with a rope_theta above 1, yarn are)")
+
+
+def stretched(factor: float, original: int) -> int:
+    """The context of positions that are stretched by yarn: whoever writes it into a ``config.json``, as cards of models
+    say, need not raise ``max_position_embeddings``."""
+    return int(min(factor * original, MOST))
 
 
 def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
@@ -263,6 +274,7 @@ def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
 
     shares = [rope.real(name) for name in ("mscale", "mscale_all_dim") if rope.raw.get(name)]
     attention = size(shares[0]) / size(shares[1]) if len(shares) == 2 else size(1.0)
+    attention *= rope.real("attn_factor", 1.0)  # as vLLM, SGLang and llama.cpp have it; transformers does not know it
     return RopeScaling("yarn", factor, original_context=original, beta_fast=rope.real("beta_fast", 32.0),
                        beta_slow=rope.real("beta_slow", 1.0), truncate=rope.flag("truncate", True),
                        attention_factor=rope.real("attention_factor", attention))

@@ -53,6 +53,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_lay
 # So many layers are of a kind of their own.
 FIRST, LAST = ("first_k_dense_replace", "num_dense_layers"), ("num_kv_shared_layers",)
 KV_HEADS = ("key_value_heads", "kv_heads")
+FACTORS = ("short_factor", "long_factor")  # of positions
 FEW_LAYERS, MOST_LAYERS = 4, 1024
 LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "auto_map", "id2label", "label2id")
 MOST_WEIGHTS = 64_000_000  # of a copy whose family is never small: a quarter of a GB, and seconds
@@ -238,6 +239,11 @@ def _agreeing(small: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
         small["head_dim"] = small["qk_rope_head_dim"]
     if isinstance(raw.get("mamba_d_ssm"), int):
         small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
+    rope = small.get("rope_parameters") or {}
+    for name in FACTORS:
+        if name in rope:  # one for each pair that turns
+            size = small.get("head_dim") or small["hidden_size"] // small["num_attention_heads"]
+            rope[name] = rope[name][: int(size * rope.get("partial_rotary_factor", 1)) // 2]
     return small
 
 

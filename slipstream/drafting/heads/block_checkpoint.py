@@ -1,15 +1,17 @@
 """A DFlash or DSpark head as it is published: ``config.json`` and safetensors, read and checked against its target.
 
 Rules (those of every head stand in ``checkpoint``):
-1. Two layouts: flat, as z-lab and DeepSpec write it (``architectures``; ids and mask at the top or in
-   ``dflash_config``), and vLLM's "speculators" (``speculators_model_type``, layers in ``transformer_layer_config``).
+1. Two layouts: flat, as z-lab, DeepSpec and SpecForge write it (``architectures``; ids, mask and a head's own at the
+   top or in ``dflash_config``), and vLLM's "speculators" (``speculators_model_type``, layers in
+   ``transformer_layer_config``).
 2. Target states: ``target_layer_ids`` of the flat layout name layers by their *output*, so id i is what enters layer
    i + 1; ``aux_hidden_state_layer_ids`` of speculators name what *enters* a layer.
 3. ``sample_from_anchor`` says what a slot predicts: true, slot k the token after its place, the first one included;
    false, slot k the token at its place, and the first one nothing. Nothing but acceptance shows a wrong reading, so it
    is taken from the field (``query_zero_predicts_next`` is another name of it), else from what only one reading allows:
-   DeepSpec's class is true, z-lab's without a markov head and speculators' ``dflash`` are false, and a speculators
-   folder that proposes ``block_size`` tokens is true, one less false. What remains is refused by the field's name.
+   DeepSpec's class is true, and so is SpecForge's of DSpark, which vLLM and SGLang read as that; z-lab's without a
+   markov head and speculators' ``dflash`` are false, and a speculators folder that proposes ``block_size`` tokens is
+   true, one less false. What remains is refused by the field's name.
 4. Tensors, by plain names: ``fc.weight``, ``hidden_norm.weight``, ``layers.i.*`` with ``input_layernorm``,
    ``norm.weight``; with ``markov_rank`` above 0 ``markov_head.markov_w1`` (rows of the target's vocabulary) and
    ``markov_w2`` (of the draft's), ``gate_proj`` for gated and ``joint_proj`` for rnn heads; ``confidence_head.proj``;
@@ -44,7 +46,7 @@ from slipstream.engine.ops.layer import layer_shapes
 from slipstream.protocol.tree import MAX_NODES
 
 FLAT = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
-DEEPSPEC = "Qwen3DSparkModel"
+BEHIND = (["Qwen3DSparkModel"], ["DSparkDraftModel"])  # DeepSpec's, SpecForge's: their slots predict what comes next
 SPECULATORS = ("dflash", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
 ANCHOR = ("sample_from_anchor", "query_zero_predicts_next")  # one field under two names
@@ -150,7 +152,7 @@ def _from_anchor(published: Published, markov: bool) -> bool:
             return False
         if proposed == block:
             return True
-    elif published.raw["architectures"] == [DEEPSPEC]:
+    elif published.raw["architectures"] in BEHIND:
         return True
     elif not markov:
         return False

@@ -27,8 +27,9 @@ Rules of EAGLE-3 (``read_head``):
 10. Target states: without ``eagle_aux_hidden_state_layer_ids`` those that *enter* layers 2, n // 2 and n - 3 of a
    target with n layers. Explicit ids name, in the authors' layout, layers by their *output*, so id i is what enters
    layer i + 1; but when they are that same triple they mean it (heads of both readings are published; SGLang tells them
-   apart by their first id). In the speculators layout ids name what *enters* a layer. Under vLLM's name for the
-   architecture either is meant: what is not that triple by one of the readings is refused.
+   apart by their first id). DeepSpec's ``target_layer_ids`` name layers by their output. In the speculators layout ids
+   name what *enters* a layer. Under vLLM's name for the architecture either is meant: what is not that triple by one of
+   the readings is refused.
 11. ``norm_before_residual`` (speculators): the residual stream begins after ``hidden_norm``, not before it.
 
 Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head with trees by joint probability):
@@ -38,7 +39,7 @@ Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head wi
    the lm_head is its rows (``token_map.py``). The one target state is that after the final norm.
 
 It knows nothing about sessions or forwards. Formats: arXiv 2401.15077, 2406.16858, 2503.01840, their reference
-repositories' checkpoints (``LlamaForCausalLMEagle3``, which AngelSlim calls as vLLM does; of the older ones
+repositories' checkpoints (``LlamaForCausalLMEagle3``, which AngelSlim calls as vLLM does; of the authors'
 ``LlamaForCausalLM`` or, for Qwen2, that one's name, which is why a whole model's folder is told by its missing ``fc``;
 SGLang adds ``Eagle``) and those of vLLM's speculators library; tensor names of targets as in transformers'
 checkpoints.
@@ -68,6 +69,7 @@ MAX_TAPS = 64  # as on the wire
 PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYER}."), ("fusion_fc.", "fc."))
 UNREAD = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
           "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
+LLAMAS = ("mixtral", "phi3")  # types that published configs take from the target: the head's layer is Llama's
 MAPS = ("d2t", "t2d")  # between vocabularies: tensors that are no weights
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "logit_scale": (1,), "logits_scaling": (1,), "final_logit_softcapping": (), "embedding_multiplier": (1,),
@@ -129,6 +131,8 @@ def layer_config(published: Published, target: Lender, most_layers: int = 1) -> 
     published.must_be_neutral(NEUTRAL)
     if raw.get("layer_types") is not None:
         raw["use_sliding_window"] = False  # the list says which layers do
+    if raw.get("model_type") in LLAMAS and "LlamaForCausalLM" in str(raw.get("architectures")):
+        raw["model_type"] = "llama"
     config = parse_config({"model_type": "llama"} | raw, where)
     if config.num_layers > most_layers:
         expected = "1" if most_layers == 1 else f"1 to {most_layers}"
@@ -227,6 +231,8 @@ def completed(folder: str | Path, tensors: Mapping[str, torch.Tensor], shapes: M
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 VLLMS = "Eagle3LlamaForCausalLM"  # of the same layout
+DEEPSPEC = "Qwen3Eagle3Model"  # of that layout too, but for how layers are named that are read
+AUTHORS = "LlamaForCausalLM"  # as whole models and their EAGLE-1 heads are, which have no ``draft_vocab_size``
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +245,7 @@ class Kind:
     others: str
 
 
-EAGLE3 = Kind("eagle3", (ARCHITECTURE, VLLMS), (),
+EAGLE3 = Kind("eagle3", (ARCHITECTURE, VLLMS, DEEPSPEC), (),
               "EAGLE-1 and EAGLE-2 heads are for draft.drafter: eagle2")
 EAGLE2 = Kind("eagle", ("LlamaForCausalLM", "LlamaForCausalLMEagle", "Qwen2ForCausalLM", "Qwen2ForCausalLMEagle"),
               ("layernorms",),
@@ -312,7 +318,8 @@ def _eagle_config(published: Published, target: Lender, most_layers: int = 1) ->
 def _check_kind(published: Published, kind: Kind) -> None:
     where, found = published.where, published.raw.get("architectures")
     if not published.speculators:
-        if found not in [[name] for name in kind.architectures]:
+        cut = kind is EAGLE3 and published.raw.get("draft_vocab_size") is not None
+        if found not in [[name] for name in kind.architectures] and not (cut and found == [AUTHORS]):
             raise ModelError(f"{where}: architectures: expected {' or '.join(kind.architectures)}, found {found!r}; "
                              f"{kind.others}")
         return
@@ -331,6 +338,8 @@ def usual_taps(num_layers: int) -> tuple[int, int, int]:
 
 def _taps(published: Published, target: Lender) -> tuple[int, ...]:
     fields, where, num_layers = published.raw, published.where, target.num_layers
+    if fields.get("architectures") == [DEEPSPEC]:
+        return published.taps("target_layer_ids", fields.get("target_layer_ids"), True, num_layers)
     section = fields.get("eagle_config") or {}
     if not isinstance(section, dict) or section.get("use_aux_hidden_state", True) is not True:
         raise ModelError(f"{where}: eagle_config: heads that read the last state alone are not EAGLE-3 heads")
