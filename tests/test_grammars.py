@@ -56,6 +56,14 @@ WRONG = {
     "no number": Grammar("json_schema", '{"const": NaN}'),
     "half a character": Grammar("json_schema", r'{"const": "\ud800"}'),
     "no lark": Grammar("lark", "start: other"), "no token": Grammar("lark", "start: <|none|>"),
+    "alternatives that overlap": Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'),
+    "alternatives that nothing need tell apart": Grammar("json_schema", json.dumps({"oneOf": [
+        {"type": "object", "properties": {"kind": {"const": kind}}} for kind in ("cat", "dog")]})),
+    "alternatives of which one has no mark": Grammar("json_schema", json.dumps({"discriminator": {"propertyName": "a"},
+        "oneOf": [{"type": "object", "properties": {"a": {"const": 1}}}, {"type": "object", "properties": {"b": {}},
+                                                                         "additionalProperties": False}]})),
+    "alternatives of another document": Grammar("json_schema", json.dumps({"$defs": {"a": {"type": "null"}}, "items": {
+        "$id": "b", "$defs": {"a": {"type": "string"}}, "oneOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}})),
 }
 FINE = {
     "recursive": Grammar("json_schema", '{"type": "array", "items": {"$ref": "#"}}'),
@@ -387,11 +395,34 @@ def test_a_name_that_is_spelt_otherwise_has_no_other_value(changes: dict[str, An
     ({"type": "string", "format": "date"}, '"/tmp"', False),
     ({"const": {"format": "path"}}, '{"format": "path"}', True),
     ({"type": "object", "properties": {"format": {"const": "path"}}}, '{"format": 1', False),
+    ({"type": "object", "properties": {"a": {"$ref": "#", "deprecated": True, "x-order": 1}}}, '{"a": {"a"', True),
     ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, '{"a": 1}',
      True), ({"type": "object", "propertyNames": {}, "additionalProperties": {"type": "integer"}}, '{"a": "b"', False)])
 def test_what_a_schema_notes_for_its_readers_is_no_reason_to_refuse_it(schema: Any, text: str, fits: bool,
                                                                        tiny_folder: Path) -> None:
-    """What Pydantic writes of a path, a password or bytes got 400, and what Zod writes of every record."""
+    """What Pydantic writes of a path, a password or bytes got 400, what Zod writes of every record."""
+    matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
+                                                                    Ends((EOS,)))
+    assert (matcher.commit([*text.encode()]) == len(text)) == fits
+
+
+PET = {"$defs": {kind: {"type": "object", "properties": {"kind": {"const": kind, "default": kind}, "of": {"$ref": "#"}}}
+                 for kind in ("cat", "dog")},
+       "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}, {"type": "null"}],
+       "discriminator": {"propertyName": "kind"}}
+SHUT = {"oneOf": [{"type": "object", "properties": {name: {"$ref": "#"}}, "required": [name],
+                   "additionalProperties": False} for name in "ab"]}
+LISTED = {"$defs": {"one": {"enum": [1, 2.5]}}, "oneOf": [{"$ref": "#/$defs/one"}, {"const": 3}, {"type": "string"}]}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (PET, '{"kind": "dog", "of": {"kind": "cat", "of": null}}', True), (PET, '{"of": null}', False),
+    (PET, '{"kind": "cow"', False), (SHUT, '{"a": {"b": {"a"', True), (SHUT, '{"a": {}', False),
+    (LISTED, "2.5", True), (LISTED, "3", True), (LISTED, '"3"', True), (LISTED, "4", False)])
+def test_alternatives_that_exclude_each_other_are_told_apart(schema: Any, text: str, fits: bool,
+                                                             tiny_folder: Path) -> None:
+    """What Pydantic writes of models that a field with a default tells apart, and OpenAPI of a reference or null, got
+    400, and so did all that was recursive."""
     matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
                                                                     Ends((EOS,)))
     assert (matcher.commit([*text.encode()]) == len(text)) == fits

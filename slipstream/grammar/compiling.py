@@ -21,6 +21,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
+from slipstream.grammar.exclusive import any_of
 from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.protocol.grammar import Grammar
 
@@ -35,6 +36,7 @@ SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependent
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4",
                      "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
                      "relative-json-pointer", "regex"})
+NOTES = {"deprecated": bool, "discriminator": dict, "nullable": bool}
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 END = "<|end of what a grammar allows|>"
 # In EBNF: what the converter cuts zeros off, so that it is another character or none; and what is two characters there,
@@ -103,7 +105,7 @@ def _written(grammar: Grammar) -> str:
         _check_bounds(part)
         _check_constants([part.get("const"), part.get("enum")])
     options: Any = json_options(grammar.source, content)
-    source = json.dumps(content) if leave_out_notes(content) else grammar.source
+    source = json.dumps(content) if restate(content) else grammar.source
     try:
         return str(LLMatcher.grammar_from_json_schema(source, overrides=options))
     except ValueError as error:  # Python's reader takes NaN and halves of characters
@@ -129,16 +131,21 @@ def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
     return {"whitespace_pattern": SPACE, "json_allowed_escapes": PLAIN if plain else None}
 
 
-def leave_out_notes(schema: dict[str, Any]) -> bool:
-    """Take out of ``schema`` what llguidance refuses although it binds nobody. Returns whether there was any."""
+def restate(schema: dict[str, Any]) -> bool:
+    """Write ``schema`` so that llguidance knows it, where that means the same, and without what it refuses although it
+    binds nobody. Returns whether there was any."""
+    changed = any_of(schema, _parts(schema))
     notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
     for part, name in notes:
         del part[name]
-    return bool(notes)
+    return changed or bool(notes)
 
 
 def _is_note(name: str, value: Any) -> bool:
-    """A format of a library's own, as Pydantic has for paths; and that names are texts, as Zod writes of a record."""
+    """A format of a library's own, as Pydantic has for paths; that names are texts, as Zod writes of a record; and
+    what OpenAPI adds, which llguidance bears but beside what refers to itself."""
+    if name in NOTES or name.startswith("x-"):
+        return isinstance(value, NOTES.get(name, str | bool | int | float))  # an object may hold what is referred to
     if name == "format":
         return isinstance(value, str) and value not in FORMATS
     return name == "propertyNames" and value in ({}, {"type": "string"})
