@@ -396,11 +396,12 @@ def test_a_name_that_is_spelt_otherwise_has_no_other_value(changes: dict[str, An
     ({"const": {"format": "path"}}, '{"format": "path"}', True),
     ({"type": "object", "properties": {"format": {"const": "path"}}}, '{"format": 1', False),
     ({"type": "object", "properties": {"a": {"$ref": "#", "deprecated": True, "x-order": 1}}}, '{"a": {"a"', True),
+    ({"$schema": "http://json-schema.org/schema#", "type": "integer"}, "1", True),
     ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, '{"a": 1}',
      True), ({"type": "object", "propertyNames": {}, "additionalProperties": {"type": "integer"}}, '{"a": "b"', False)])
 def test_what_a_schema_notes_for_its_readers_is_no_reason_to_refuse_it(schema: Any, text: str, fits: bool,
                                                                        tiny_folder: Path) -> None:
-    """What Pydantic writes of a path, a password or bytes got 400, what Zod writes of every record."""
+    """What Pydantic writes of a path, a password or bytes got 400, what Zod writes of every record, GenSON of all."""
     matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
                                                                     Ends((EOS,)))
     assert (matcher.commit([*text.encode()]) == len(text)) == fits

@@ -142,12 +142,15 @@ def restate(schema: dict[str, Any]) -> bool:
 
 
 def _is_note(name: str, value: Any) -> bool:
-    """A format of a library's own, as Pydantic has for paths; that names are texts, as Zod writes of a record; and
-    what OpenAPI adds, which llguidance bears but beside what refers to itself."""
+    """A format of a library's own, as Pydantic has for paths; that names are texts, as Zod writes of a record; a
+    dialect that nobody defines, as GenSON names; and what OpenAPI adds, which llguidance bears but beside what refers
+    to itself."""
     if name in NOTES or name.startswith("x-"):
         return isinstance(value, NOTES.get(name, str | bool | int | float))  # an object may hold what is referred to
     if name == "format":
         return isinstance(value, str) and value not in FORMATS
+    if name == "$schema":
+        return isinstance(value, str) and "json-schema.org/draft" not in value
     return name == "propertyNames" and value in ({}, {"type": "string"})
 
 
