@@ -407,6 +407,24 @@ def test_what_a_schema_notes_for_its_readers_is_no_reason_to_refuse_it(schema: A
     assert (matcher.commit([*text.encode()]) == len(text)) == fits
 
 
+ZOD_TIME = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-9](:[0-5][0-9])?$"}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    ({"format": "date"}, '"2024-02-29"', True), ({"format": "date"}, '"2000-02-29"', True),
+    ({"format": "date"}, '"2023-02-29', False), ({"format": "date"}, '"1900-02-29', False),
+    ({"format": "date"}, '"2023-12-31"', True), ({"format": "time"}, '"23:59:6', False),
+    ({"format": "date-time"}, '"2023-10-31t23:59:59.5+02:00"', True),
+    ({"format": "date-time"}, '"2023-10-31T23:59:6', False), ({"format": "date-time"}, '"2023-02-29', False),
+    (ZOD_TIME, '"12:30"', True), (ZOD_TIME, '"12:30Z', False)])
+def test_what_llguidance_takes_otherwise_is_what_the_schema_says(schema: Any, text: str, fits: bool,
+                                                                 tiny_folder: Path) -> None:
+    """A 29th of February in any year and a 60th second of any minute came, which no client reads as a date."""
+    matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
+                                                                    Ends((EOS,)))
+    assert (matcher.commit([*text.encode()]) == len(text)) == fits
+
+
 PET = {"$defs": {kind: {"type": "object", "properties": {"kind": {"const": kind, "default": kind}, "of": {"$ref": "#"}}}
                  for kind in ("cat", "dog")},
        "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}, {"type": "null"}],

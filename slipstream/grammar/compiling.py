@@ -36,6 +36,10 @@ SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependent
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4",
                      "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
                      "relative-json-pointer", "regex"})
+# What llguidance lets through of them and no calendar or clock has: the 29th of a February, and seconds by the 60th.
+DAYS = ("^([0-9]{4}-(0[13-9]|1[0-2])-|[0-9]{4}-02-([01][0-9]|2[0-8])|"
+        "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)")
+EXACTLY = {"date": DAYS, "time": "^[^:]*:[^:]*:[0-5]", "date-time": f"{DAYS}[^:]*:[^:]*:[0-5]"}
 NOTES = {"deprecated": bool, "discriminator": dict, "nullable": bool}
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 END = "<|end of what a grammar allows|>"
@@ -135,10 +139,22 @@ def restate(schema: dict[str, Any]) -> bool:
     """Write ``schema`` so that llguidance knows it, where that means the same, and without what it refuses although it
     binds nobody. Returns whether there was any."""
     changed = any_of(schema, _parts(schema))
+    for part in _parts(schema):
+        changed = _reworded(part) or changed
     notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
     for part, name in notes:
         del part[name]
     return changed or bool(notes)
+
+
+def _reworded(part: dict[str, Any]) -> bool:
+    form, changed = part.get("format"), False
+    if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
+        part["pattern"], changed = EXACTLY[form], True
+    elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
+        del part["format"]
+        changed = True
+    return changed
 
 
 def _is_note(name: str, value: Any) -> bool:
