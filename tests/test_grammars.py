@@ -407,6 +407,7 @@ def test_what_a_schema_notes_for_its_readers_is_no_reason_to_refuse_it(schema: A
     assert (matcher.commit([*text.encode()]) == len(text)) == fits
 
 
+NO_OTHER = {"type": "object", "additionalProperties": {"not": {}}, "properties": {"a": {"type": "null"}}}
 ZOD_TIME = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-9](:[0-5][0-9])?$"}
 
 
@@ -416,7 +417,8 @@ ZOD_TIME = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-
     ({"format": "date"}, '"2023-12-31"', True), ({"format": "time"}, '"23:59:6', False),
     ({"format": "date-time"}, '"2023-10-31t23:59:59.5+02:00"', True),
     ({"format": "date-time"}, '"2023-10-31T23:59:6', False), ({"format": "date-time"}, '"2023-02-29', False),
-    (ZOD_TIME, '"12:30"', True), (ZOD_TIME, '"12:30Z', False)])
+    (ZOD_TIME, '"12:30"', True), (ZOD_TIME, '"12:30Z', False),
+    (NO_OTHER, '{"a": null}', True), (NO_OTHER, '{"b', False)])
 def test_what_llguidance_takes_otherwise_is_what_the_schema_says(schema: Any, text: str, fits: bool,
                                                                  tiny_folder: Path) -> None:
     """A 29th of February in any year and a 60th second of any minute came, which no client reads as a date."""

@@ -149,6 +149,9 @@ def restate(schema: dict[str, Any]) -> bool:
 
 def _reworded(part: dict[str, Any]) -> bool:
     form, changed = part.get("format"), False
+    if "not" in part and (part["not"] == {} or part["not"] is True):  # nothing, as Go and Zod write it
+        del part["not"]
+        part["enum"], changed = [], True
     if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
         part["pattern"], changed = EXACTLY[form], True
     elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
