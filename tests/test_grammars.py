@@ -254,7 +254,7 @@ async def test_a_client_is_told_which_field_and_the_router_goes_on(tiny_folder: 
 def test_one_answer_leaves_nothing_of_its_grammar_to_another(tiny_folder: Path) -> None:
     """llguidance counts what all copies of a matcher have built: of two answers, one would have ended the other."""
     vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
-    dear = Grammar("regex", ".*(a.{20}b|b.{20}c).*")
+    dear = Grammar("regex", ".*(a.{200}b|b.{200}c).*")
 
     def said(most: int) -> int:
         """Tokens until the answer has built all that one may."""
@@ -553,6 +553,20 @@ def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> N
         assert masks[0].tolist() == plain.masks(DraftTree.root_only(said + 1, 0))[0][0].tolist()
         assert matcher.commit([97]) == plain.commit([97]) == 1
     assert kept == [0], "it was let until the end, so nothing was tested"
+
+
+@pytest.mark.parametrize("bound", [{"maxLength": 100_000}, {"pattern": "^[a-z]{1,100000}$"}], ids=str)
+def test_a_long_text_that_a_schema_counts_is_said_and_goes_on_elsewhere(bound: dict[str, Any],
+                                                                       tiny_folder: Path) -> None:
+    """It ended with an error behind 7,500 characters, as its lexer has a state of its own for each."""
+    vocabulary, grammar = Vocabulary(load_tokenizer(tiny_folder), VOCAB), Grammar("json_schema", json.dumps(bound))
+    matcher, text = vocabulary.compile(grammar, Ends((EOS,))), [*b'"', *12_000 * b"a"]
+    for base, token in enumerate(text, 1):
+        masks, known = matcher.masks(DraftTree.root_only(base, 0))
+        assert known and token in allowed(masks[0]), (base, matcher.problem)
+        assert matcher.commit([token]) == 1
+    elsewhere = vocabulary.compile(grammar, Ends((EOS,)), text)
+    assert (elsewhere.masks(DraftTree.root_only(1, 0))[0] == matcher.masks(DraftTree.root_only(1, 0))[0]).all()
 
 
 @pytest.mark.parametrize("lark", [
