@@ -408,6 +408,7 @@ def test_what_a_schema_notes_for_its_readers_is_no_reason_to_refuse_it(schema: A
 
 
 NO_OTHER = {"type": "object", "additionalProperties": {"not": {}}, "properties": {"a": {"type": "null"}}}
+HALF: Any = {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}}
 ZOD_TIME = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-9](:[0-5][0-9])?$"}
 
 
@@ -418,6 +419,8 @@ ZOD_TIME = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-
     ({"format": "date-time"}, '"2023-10-31t23:59:59.5+02:00"', True),
     ({"format": "date-time"}, '"2023-10-31T23:59:6', False), ({"format": "date-time"}, '"2023-02-29', False),
     (ZOD_TIME, '"12:30"', True), (ZOD_TIME, '"12:30Z', False),
+    (HALF, "[0.001, 0.5]", True), (HALF, "[0]", False), ({"items": {**HALF["items"], "maximum": 1}}, "[1]", True),
+    ({"type": "array", "items": {"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}}, "[-0]", False),
     (NO_OTHER, '{"a": null}', True), (NO_OTHER, '{"b', False)])
 def test_what_llguidance_takes_otherwise_is_what_the_schema_says(schema: Any, text: str, fits: bool,
                                                                  tiny_folder: Path) -> None:

@@ -12,6 +12,7 @@ It knows nothing about requests or trees.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_
                         max_lexer_states=20_000, max_grammar_size=50_000, verbose_errors=False)
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
+INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
 # Those that JSON Schema has: any other one is a note for readers, and binds nobody.
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4",
@@ -157,7 +159,22 @@ def _reworded(part: dict[str, Any]) -> bool:
     elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
         del part["format"]
         changed = True
-    return changed
+    return _within_one(part) or changed
+
+
+def _within_one(part: dict[str, Any]) -> bool:
+    """Of bounds within one and the next integer, llguidance lets the one nearer to 0 through where it is excluded."""
+    for excluding, near, far, sign in (("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+                                       ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1)):
+        known = {name: sign * part[name] for name in BOUNDS if type(part.get(name)) in (int, float)}
+        excluded, end = known.get(excluding, math.nan), min([known[name] for name in far if name in known],
+                                                            default=math.inf)
+        if excluded % 1 == 0 and 0 <= excluded < end < excluded + 1:
+            inside = max(excluded + min(INSIDE, (end - excluded) / 2), known.get(near, -math.inf))
+            del part[excluding]
+            part[near] = sign * inside
+            return True
+    return False
 
 
 def _is_note(name: str, value: Any) -> bool:
