@@ -421,6 +421,7 @@ ZOD_TIME = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-
     (ZOD_TIME, '"12:30"', True), (ZOD_TIME, '"12:30Z', False),
     (HALF, "[0.001, 0.5]", True), (HALF, "[0]", False), ({"items": {**HALF["items"], "maximum": 1}}, "[1]", True),
     ({"type": "array", "items": {"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}}, "[-0]", False),
+    ({"$defs": {"Maß [cm]": {"type": "integer"}}, "$ref": "#/$defs/Maß [cm]"}, "12", True),
     (NO_OTHER, '{"a": null}', True), (NO_OTHER, '{"b', False)])
 def test_what_llguidance_takes_otherwise_is_what_the_schema_says(schema: Any, text: str, fits: bool,
                                                                  tiny_folder: Path) -> None:

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
@@ -32,6 +33,7 @@ LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_
                         max_lexer_states=20_000, max_grammar_size=50_000, verbose_errors=False)
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
+OF_A_URI = "#/?!$&'()*+,;=:@%"
 INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
 # Those that JSON Schema has: any other one is a note for readers, and binds nobody.
@@ -159,6 +161,8 @@ def _reworded(part: dict[str, Any]) -> bool:
     elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
         del part["format"]
         changed = True
+    if isinstance(ref := part.get("$ref"), str) and ref != (spelt := quote(ref, OF_A_URI, errors="replace")):
+        part["$ref"], changed = spelt, True  # zod-to-json-schema leaves an umlaut, a space or a bracket as it is
     return _within_one(part) or changed
 
 
