@@ -422,6 +422,7 @@ ZOD_TIME = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-
     (HALF, "[0.001, 0.5]", True), (HALF, "[0]", False), ({"items": {**HALF["items"], "maximum": 1}}, "[1]", True),
     ({"type": "array", "items": {"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}}, "[-0]", False),
     ({"$defs": {"Maß [cm]": {"type": "integer"}}, "$ref": "#/$defs/Maß [cm]"}, "12", True),
+    ({"type": "string", "maxLength": 2.0}, '"12"', True), ({"type": "string", "maxLength": 2.0}, '"123', False),
     (NO_OTHER, '{"a": null}', True), (NO_OTHER, '{"b', False)])
 def test_what_llguidance_takes_otherwise_is_what_the_schema_says(schema: Any, text: str, fits: bool,
                                                                  tiny_folder: Path) -> None:

@@ -33,6 +33,7 @@ LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_
                         max_lexer_states=20_000, max_grammar_size=50_000, verbose_errors=False)
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
+COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 OF_A_URI = "#/?!$&'()*+,;=:@%"
 INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
@@ -163,6 +164,9 @@ def _reworded(part: dict[str, Any]) -> bool:
         changed = True
     if isinstance(ref := part.get("$ref"), str) and ref != (spelt := quote(ref, OF_A_URI, errors="replace")):
         part["$ref"], changed = spelt, True  # zod-to-json-schema leaves an umlaut, a space or a bracket as it is
+    for name in COUNTS & part.keys():
+        if isinstance(count := part[name], float) and count.is_integer():  # as languages write it that have no others
+            part[name], changed = int(count), True
     return _within_one(part) or changed
 
 
