@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream.base.errors import InvalidRequest
-from slipstream.grammar.compiling import as_lark, json_options, leave_out_notes
+from slipstream.grammar.compiling import as_lark, json_options, restate
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import NEEDS, PromptScores, Request, TokenLogprob
 
@@ -134,7 +134,7 @@ def structured(grammar: Grammar) -> dict[str, Any]:
         return {"choice": content}
     if not isinstance(content, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
-    leave_out_notes(content)
+    restate(content)
     own = content.get("x-guidance")
     ours = {name: value for name, value in json_options(grammar.source, content).items() if value is not None}
     return {"json": {**content, "x-guidance": {**(own if isinstance(own, dict) else {}), **ours}}}

@@ -56,6 +56,14 @@ WRONG = {
     "no number": Grammar("json_schema", '{"const": NaN}'),
     "half a character": Grammar("json_schema", r'{"const": "\ud800"}'),
     "no lark": Grammar("lark", "start: other"), "no token": Grammar("lark", "start: <|none|>"),
+    "alternatives that overlap": Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'),
+    "alternatives that nothing need tell apart": Grammar("json_schema", json.dumps({"oneOf": [
+        {"type": "object", "properties": {"kind": {"const": kind}}} for kind in ("cat", "dog")]})),
+    "alternatives of which one has no mark": Grammar("json_schema", json.dumps({"discriminator": {"propertyName": "a"},
+        "oneOf": [{"type": "object", "properties": {"a": {"const": 1}}}, {"type": "object", "properties": {"b": {}},
+                                                                         "additionalProperties": False}]})),
+    "alternatives of another document": Grammar("json_schema", json.dumps({"$defs": {"a": {"type": "null"}}, "items": {
+        "$id": "b", "$defs": {"a": {"type": "string"}}, "oneOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}})),
 }
 FINE = {
     "recursive": Grammar("json_schema", '{"type": "array", "items": {"$ref": "#"}}'),
@@ -246,7 +254,7 @@ async def test_a_client_is_told_which_field_and_the_router_goes_on(tiny_folder: 
 def test_one_answer_leaves_nothing_of_its_grammar_to_another(tiny_folder: Path) -> None:
     """llguidance counts what all copies of a matcher have built: of two answers, one would have ended the other."""
     vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
-    dear = Grammar("regex", ".*(a.{20}b|b.{20}c).*")
+    dear = Grammar("regex", ".*(a.{200}b|b.{200}c).*")
 
     def said(most: int) -> int:
         """Tokens until the answer has built all that one may."""
@@ -387,11 +395,60 @@ def test_a_name_that_is_spelt_otherwise_has_no_other_value(changes: dict[str, An
     ({"type": "string", "format": "date"}, '"/tmp"', False),
     ({"const": {"format": "path"}}, '{"format": "path"}', True),
     ({"type": "object", "properties": {"format": {"const": "path"}}}, '{"format": 1', False),
+    ({"type": "object", "properties": {"a": {"$ref": "#", "deprecated": True, "x-order": 1}}}, '{"a": {"a"', True),
+    ({"$schema": "http://json-schema.org/schema#", "type": "integer"}, "1", True),
     ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, '{"a": 1}',
      True), ({"type": "object", "propertyNames": {}, "additionalProperties": {"type": "integer"}}, '{"a": "b"', False)])
 def test_what_a_schema_notes_for_its_readers_is_no_reason_to_refuse_it(schema: Any, text: str, fits: bool,
                                                                        tiny_folder: Path) -> None:
-    """What Pydantic writes of a path, a password or bytes got 400, and what Zod writes of every record."""
+    """What Pydantic writes of a path, a password or bytes got 400, what Zod writes of every record, GenSON of all."""
+    matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
+                                                                    Ends((EOS,)))
+    assert (matcher.commit([*text.encode()]) == len(text)) == fits
+
+
+NO_OTHER = {"type": "object", "additionalProperties": {"not": {}}, "properties": {"a": {"type": "null"}}}
+HALF: Any = {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}}
+ZOD_TIME = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-9](:[0-5][0-9])?$"}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    ({"format": "date"}, '"2024-02-29"', True), ({"format": "date"}, '"2000-02-29"', True),
+    ({"format": "date"}, '"2023-02-29', False), ({"format": "date"}, '"1900-02-29', False),
+    ({"format": "date"}, '"2023-12-31"', True), ({"format": "time"}, '"23:59:6', False),
+    ({"format": "date-time"}, '"2023-10-31t23:59:59.5+02:00"', True),
+    ({"format": "date-time"}, '"2023-10-31T23:59:6', False), ({"format": "date-time"}, '"2023-02-29', False),
+    (ZOD_TIME, '"12:30"', True), (ZOD_TIME, '"12:30Z', False),
+    (HALF, "[0.001, 0.5]", True), (HALF, "[0]", False), ({"items": {**HALF["items"], "maximum": 1}}, "[1]", True),
+    ({"type": "array", "items": {"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}}, "[-0]", False),
+    ({"$defs": {"Maß [cm]": {"type": "integer"}}, "$ref": "#/$defs/Maß [cm]"}, "12", True),
+    ({"type": "string", "maxLength": 2.0}, '"12"', True), ({"type": "string", "maxLength": 2.0}, '"123', False),
+    (NO_OTHER, '{"a": null}', True), (NO_OTHER, '{"b', False)])
+def test_what_llguidance_takes_otherwise_is_what_the_schema_says(schema: Any, text: str, fits: bool,
+                                                                 tiny_folder: Path) -> None:
+    """A 29th of February in any year and a 60th second of any minute came, which no client reads as a date."""
+    matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
+                                                                    Ends((EOS,)))
+    assert (matcher.commit([*text.encode()]) == len(text)) == fits
+
+
+PET = {"$defs": {kind: {"type": "object", "properties": {"kind": {"const": kind, "default": kind}, "of": {"$ref": "#"}}}
+                 for kind in ("cat", "dog")},
+       "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}, {"type": "null"}],
+       "discriminator": {"propertyName": "kind"}}
+SHUT = {"oneOf": [{"type": "object", "properties": {name: {"$ref": "#"}}, "required": [name],
+                   "additionalProperties": False} for name in "ab"]}
+LISTED = {"$defs": {"one": {"enum": [1, 2.5]}}, "oneOf": [{"$ref": "#/$defs/one"}, {"const": 3}, {"type": "string"}]}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (PET, '{"kind": "dog", "of": {"kind": "cat", "of": null}}', True), (PET, '{"of": null}', False),
+    (PET, '{"kind": "cow"', False), (SHUT, '{"a": {"b": {"a"', True), (SHUT, '{"a": {}', False),
+    (LISTED, "2.5", True), (LISTED, "3", True), (LISTED, '"3"', True), (LISTED, "4", False)])
+def test_alternatives_that_exclude_each_other_are_told_apart(schema: Any, text: str, fits: bool,
+                                                             tiny_folder: Path) -> None:
+    """What Pydantic writes of models that a field with a default tells apart, and OpenAPI of a reference or null, got
+    400, and so did all that was recursive."""
     matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
                                                                     Ends((EOS,)))
     assert (matcher.commit([*text.encode()]) == len(text)) == fits
@@ -501,6 +558,20 @@ def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> N
         assert masks[0].tolist() == plain.masks(DraftTree.root_only(said + 1, 0))[0][0].tolist()
         assert matcher.commit([97]) == plain.commit([97]) == 1
     assert kept == [0], "it was let until the end, so nothing was tested"
+
+
+@pytest.mark.parametrize("bound", [{"maxLength": 100_000}, {"pattern": "^[a-z]{1,100000}$"}], ids=str)
+def test_a_long_text_that_a_schema_counts_is_said_and_goes_on_elsewhere(bound: dict[str, Any],
+                                                                       tiny_folder: Path) -> None:
+    """It ended with an error behind 7,500 characters, as its lexer has a state of its own for each."""
+    vocabulary, grammar = Vocabulary(load_tokenizer(tiny_folder), VOCAB), Grammar("json_schema", json.dumps(bound))
+    matcher, text = vocabulary.compile(grammar, Ends((EOS,))), [*b'"', *12_000 * b"a"]
+    for base, token in enumerate(text, 1):
+        masks, known = matcher.masks(DraftTree.root_only(base, 0))
+        assert known and token in allowed(masks[0]), (base, matcher.problem)
+        assert matcher.commit([token]) == 1
+    elsewhere = vocabulary.compile(grammar, Ends((EOS,)), text)
+    assert (elsewhere.masks(DraftTree.root_only(1, 0))[0] == matcher.masks(DraftTree.root_only(1, 0))[0]).all()
 
 
 @pytest.mark.parametrize("lark", [

@@ -124,7 +124,7 @@ async def test_an_answer_that_is_bound_to_a_schema_may_call_all_the_same(tiny_fo
         assert answer.status_code == 200, "of what no grammar can be made, arguments may be anything"
         loose = target.requests[-1].grammar
         assert loose is not None and "uniqueItems" not in loose.source
-        unknown = {**FORM, "json_schema": {"name": "x", "schema": {**SHAPES, "not": {}}}}
+        unknown = {**FORM, "json_schema": {"name": "x", "schema": {**SHAPES, "not": {"type": "null"}}}}
         refused = (await r.post(CHAT, messages=HELLO, tools=[WEATHER], response_format=unknown)).json()["error"]
         assert refused["param"] == "response_format" and '"not"' in refused["message"]
         await r.post(CHAT, messages=HELLO, tools=[WEATHER], tool_choice="none", response_format=FORM)

@@ -12,15 +12,18 @@ It knows nothing about requests or trees.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
+from slipstream.grammar.exclusive import any_of
 from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.protocol.grammar import Grammar
 
@@ -30,11 +33,19 @@ LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_
                         max_lexer_states=20_000, max_grammar_size=50_000, verbose_errors=False)
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
+COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+OF_A_URI = "#/?!$&'()*+,;=:@%"
+INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
 # Those that JSON Schema has: any other one is a note for readers, and binds nobody.
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4",
                      "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
                      "relative-json-pointer", "regex"})
+# What llguidance lets through of them and no calendar or clock has: the 29th of a February, and seconds by the 60th.
+DAYS = ("^([0-9]{4}-(0[13-9]|1[0-2])-|[0-9]{4}-02-([01][0-9]|2[0-8])|"
+        "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)")
+EXACTLY = {"date": DAYS, "time": "^[^:]*:[^:]*:[0-5]", "date-time": f"{DAYS}[^:]*:[^:]*:[0-5]"}
+NOTES = {"deprecated": bool, "discriminator": dict, "nullable": bool}
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 END = "<|end of what a grammar allows|>"
 # In EBNF: what the converter cuts zeros off, so that it is another character or none; and what is two characters there,
@@ -103,7 +114,7 @@ def _written(grammar: Grammar) -> str:
         _check_bounds(part)
         _check_constants([part.get("const"), part.get("enum")])
     options: Any = json_options(grammar.source, content)
-    source = json.dumps(content) if leave_out_notes(content) else grammar.source
+    source = json.dumps(content) if restate(content) else grammar.source
     try:
         return str(LLMatcher.grammar_from_json_schema(source, overrides=options))
     except ValueError as error:  # Python's reader takes NaN and halves of characters
@@ -129,18 +140,61 @@ def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
     return {"whitespace_pattern": SPACE, "json_allowed_escapes": PLAIN if plain else None}
 
 
-def leave_out_notes(schema: dict[str, Any]) -> bool:
-    """Take out of ``schema`` what llguidance refuses although it binds nobody. Returns whether there was any."""
+def restate(schema: dict[str, Any]) -> bool:
+    """Write ``schema`` so that llguidance knows it, where that means the same, and without what it refuses although it
+    binds nobody. Returns whether there was any."""
+    changed = any_of(schema, _parts(schema))
+    for part in _parts(schema):
+        changed = _reworded(part) or changed
     notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
     for part, name in notes:
         del part[name]
-    return bool(notes)
+    return changed or bool(notes)
+
+
+def _reworded(part: dict[str, Any]) -> bool:
+    form, changed = part.get("format"), False
+    if "not" in part and (part["not"] == {} or part["not"] is True):  # nothing, as Go and Zod write it
+        del part["not"]
+        part["enum"], changed = [], True
+    if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
+        part["pattern"], changed = EXACTLY[form], True
+    elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
+        del part["format"]
+        changed = True
+    if isinstance(ref := part.get("$ref"), str) and ref != (spelt := quote(ref, OF_A_URI, errors="replace")):
+        part["$ref"], changed = spelt, True  # zod-to-json-schema leaves an umlaut, a space or a bracket as it is
+    for name in COUNTS & part.keys():
+        if isinstance(count := part[name], float) and count.is_integer():  # as languages write it that have no others
+            part[name], changed = int(count), True
+    return _within_one(part) or changed
+
+
+def _within_one(part: dict[str, Any]) -> bool:
+    """Of bounds within one and the next integer, llguidance lets the one nearer to 0 through where it is excluded."""
+    for excluding, near, far, sign in (("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+                                       ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1)):
+        known = {name: sign * part[name] for name in BOUNDS if type(part.get(name)) in (int, float)}
+        excluded, end = known.get(excluding, math.nan), min([known[name] for name in far if name in known],
+                                                            default=math.inf)
+        if excluded % 1 == 0 and 0 <= excluded < end < excluded + 1:
+            inside = max(excluded + min(INSIDE, (end - excluded) / 2), known.get(near, -math.inf))
+            del part[excluding]
+            part[near] = sign * inside
+            return True
+    return False
 
 
 def _is_note(name: str, value: Any) -> bool:
-    """A format of a library's own, as Pydantic has for paths; and that names are texts, as Zod writes of a record."""
+    """A format of a library's own, as Pydantic has for paths; that names are texts, as Zod writes of a record; a
+    dialect that nobody defines, as GenSON names; and what OpenAPI adds, which llguidance bears but beside what refers
+    to itself."""
+    if name in NOTES or name.startswith("x-"):
+        return isinstance(value, NOTES.get(name, str | bool | int | float))  # an object may hold what is referred to
     if name == "format":
         return isinstance(value, str) and value not in FORMATS
+    if name == "$schema":
+        return isinstance(value, str) and "json-schema.org/draft" not in value
     return name == "propertyNames" and value in ({}, {"type": "string"})
 
 

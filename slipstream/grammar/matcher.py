@@ -8,9 +8,10 @@ Rules:
    allowed, as a grammar cannot say more than it has.
 3. When a grammar has nothing more to say the answer has ended, with or without a stop token.
 4. llguidance counts what it has built for a grammar, and a matcher that exceeds a limit says no more. It begins afresh
-   then, from the answer's tokens alone, ``RESTARTS`` times. Drafts make it build more than plain decoding does: what
-   breaks when they had a part in it is counted apart, and after ``RESTARTS`` of these no tree is visited any more. So
-   no draft ends an answer. For the same reason no two answers share what was built.
+   then, from the answer's tokens alone, ``RESTARTS`` times, and once more for each ``WORTH`` tokens: what counts its
+   characters (maxLength) builds for each. Drafts make it build more than plain decoding does: what breaks when they had
+   a part in it is counted apart, and after as many of these no tree is visited any more. So no draft ends an answer.
+   For the same reason no two answers share what was built.
 5. A grammar that counts tokens (Lark's ``max_tokens``, ``stop``) cannot be rolled back, and what it allows depends on
    which masks were computed before. No tree is visited for it, and each token that it consumes, now or again, has a
    mask computed before.
@@ -37,7 +38,8 @@ from slipstream.protocol.tree import DraftTree
 
 AT_ONCE = 64  # forced tokens that are told
 UNSAID = 1024
-RESTARTS = 3  # of one answer, and as many for its drafts: each costs a compilation
+RESTARTS, WORTH = 3, 1024  # of one answer, and one more for each so many tokens: each costs a compilation
+REPLAYED = 128  # tokens of an answer that are consumed before the next mask: each gives what a lexer may spend anew
 ALL = np.uint32(0xFFFFFFFF)
 Masks = NDArray[np.uint32]  # [N, W]: bit i of word w is token 32 * w + i
 
@@ -91,6 +93,11 @@ class Matcher:
         """Whether nothing can follow the answer so far."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
+    @property
+    def _most(self) -> int:
+        """How often it may begin afresh, so far."""
+        return RESTARTS + len(self._tokens) // WORTH
+
     def begins(self) -> bool:
         """Whether it allows anything at all. To be asked first."""
         if not self._compute() or self.ended:
@@ -106,6 +113,8 @@ class Matcher:
         """Go on by ``tokens`` as far as the grammar goes; returns how many those were. A token that only ends the
         answer is none of them."""
         for count, token in enumerate(tokens):
+            if self._rolls and count % REPLAYED == REPLAYED - 1:
+                self._compute()
             if not self._consume(token):
                 return count
             if self._coming and self._coming.pop() != token:
@@ -116,7 +125,7 @@ class Matcher:
     def forced(self) -> Sequence[int]:
         """The first ``AT_ONCE`` tokens that spell what the grammar leaves no choice about, from here on. Others may
         spell it, too."""
-        if not self._coming and self._unsaid < UNSAID and self._broken < RESTARTS and self._rolls and not self.ended:
+        if not self._coming and self._unsaid < UNSAID and self._broken < self._most and self._rolls and not self.ended:
             self._visited = True
             forced = self._matcher.compute_ff_tokens()
             if self._matcher.is_error():
@@ -147,7 +156,7 @@ class Matcher:
     def _visit(self, tree: DraftTree) -> Iterator[tuple[int, int]]:
         """The nodes below the root that the grammar allows, and their levels, depth first. The matcher stands at each,
         but for one that ends the answer."""
-        if len(tree) == 1 or self._broken == RESTARTS or not self._rolls:
+        if len(tree) == 1 or self._broken >= self._most or not self._rolls:
             return
         self._visited = True
         tokens, below, own = tree.tokens, _children(tree), self._matcher
@@ -216,7 +225,7 @@ class Matcher:
         """Stand behind the answer with nothing built but what that needs. False: it may not, or cannot."""
         if self._visited:
             self._broken += 1
-        elif self._restarts < RESTARTS:
+        elif self._restarts < self._most:
             self._restarts += 1
         else:
             return False
@@ -226,7 +235,9 @@ class Matcher:
     def _take(self, tokens: Sequence[int]) -> bool:
         """Have the grammar consume ``tokens``. False: it goes no further, or broke."""
         if self._rolls:
-            return bool(self._matcher.try_consume_tokens([*tokens]) == len(tokens))
+            parts = ([*tokens[first : first + REPLAYED]] for first in range(0, len(tokens), REPLAYED))
+            return all((not place or self._compute()) and self._matcher.try_consume_tokens(part) == len(part)
+                       for place, part in enumerate(parts))
         return all(self._compute() and self._matcher.try_consume_tokens([token]) for token in tokens)
 
 

@@ -1,0 +1,137 @@
+"""``oneOf`` whose alternatives exclude each other is ``anyOf``: of those llguidance sees few, none behind a reference.
+
+Rules:
+1. Two exclude each other by their types, by the values that they list, or, being objects, by a property that both
+   require with other values, or that one requires and the other forbids.
+2. A property that a ``discriminator`` names is required then, whatever default it has: without it nobody knows which
+   alternative is meant, and Pydantic refuses the answer.
+3. What cannot be seen here stays as it is, and llguidance has its say.
+
+It knows nothing about llguidance or grammars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import combinations
+from typing import Any
+from urllib.parse import unquote
+
+MOST = 64  # alternatives that are compared, each with each
+DEEP = 16  # references in a row
+Schema = dict[str, Any]
+KINDS: Mapping[type, str] = {bool: "boolean", int: "number", float: "number", str: "string", list: "array",
+                             dict: "object", type(None): "null"}
+ALL = frozenset(KINDS.values())
+
+
+def any_of(whole: Schema, parts: Iterable[Schema]) -> bool:
+    """Write ``oneOf`` of the ``parts`` of ``whole`` so, where that means the same. Returns whether any was."""
+    parts = list(parts)
+    if any("$id" in part for part in parts if part is not whole):  # what refers to itself there is no part of ``whole``
+        return False
+    changed, marked = False, list[tuple[Schema, str]]()
+    for part in parts:
+        listed = part.get("oneOf")
+        if not isinstance(listed, list) or "anyOf" in part or len(listed) > MOST:
+            continue
+        meant = [_meant(whole, one) for one in listed]
+        mark = _mark(whole, part, meant)
+        if all(_exclude(whole, a, b, mark) for a, b in combinations(meant, 2)):
+            part["anyOf"] = part.pop("oneOf")
+            marked += [(one, name) for one in meant if "object" in _kinds(one) for name in mark]
+            changed = True
+    for one, name in marked:  # last: what the others let through is what was written
+        if name not in _required(one):
+            one["required"] = [*_required(one), name]
+    return changed
+
+
+def _mark(whole: Schema, part: Schema, meant: Iterable[Schema]) -> tuple[str, ...]:
+    """The property that tells its objects apart, if there is one and each of them says by which values."""
+    told = part.get("discriminator")
+    name = told.get("propertyName") if isinstance(told, dict) else None
+    if isinstance(name, str) and all(_values(whole, _properties(one).get(name)) for one in meant
+                                     if "object" in _kinds(one)):
+        return (name,)
+    return ()
+
+
+def _meant(whole: Schema, part: Any) -> Schema:
+    """What ``part`` refers to, or itself; {}: nobody knows."""
+    for _ in range(DEEP):
+        if not isinstance(part, dict):
+            return {}
+        if "$ref" not in part:
+            return part
+        part = _at(whole, part["$ref"])
+    return {}
+
+
+def _at(whole: Any, ref: Any) -> Any:
+    if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
+        return None
+    for step in unquote(ref).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(whole, dict) or name not in whole:
+            return None
+        whole = whole[name]
+    return whole
+
+
+def _exclude(whole: Schema, a: Schema, b: Schema, mark: tuple[str, ...]) -> bool:
+    kinds, others = _kinds(a), _kinds(b)
+    if not kinds & others:
+        return True
+    values, further = _values(whole, a), _values(whole, b)
+    if values and further:
+        return not values & further
+    if kinds | others != {"object"}:
+        return False
+    both = {*_required(a), *mark} & {*_required(b), *mark}
+    return any(_apart(whole, _properties(a).get(name), _properties(b).get(name)) for name in both) or (
+        _forbids(a, b) or _forbids(b, a))
+
+
+def _apart(whole: Schema, a: Any, b: Any) -> bool:
+    values, others = _values(whole, a), _values(whole, b)
+    return bool(values and others) and not values & others
+
+
+def _forbids(a: Schema, b: Schema) -> bool:
+    """Whether ``a`` lets no property through that ``b`` requires."""
+    closed = a.get("additionalProperties") is False and "patternProperties" not in a
+    return closed and any(name not in _properties(a) for name in _required(b))
+
+
+def _kinds(part: Schema) -> frozenset[str]:
+    """The types that it lets through, or more."""
+    kinds = part.get("type")
+    if not isinstance(kinds, str | list):
+        listed = _listed(part)
+        return ALL if listed is None else frozenset(KINDS[type(value)] for value in listed)
+    return frozenset("number" if kind == "integer" else kind
+                     for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str))
+
+
+def _values(whole: Schema, part: Any) -> frozenset[tuple[str, Any]]:
+    """All that it lets through; empty: nobody knows."""
+    listed = _listed(_meant(whole, part))
+    if listed is None or any(isinstance(value, list | dict) for value in listed):
+        return frozenset()
+    return frozenset((KINDS[type(value)], value) for value in listed)
+
+
+def _listed(part: Schema) -> list[Any] | None:
+    listed = [part["const"]] if "const" in part else part.get("enum")
+    return listed if isinstance(listed, list) else None
+
+
+def _properties(part: Schema) -> Schema:
+    found = part.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def _required(part: Schema) -> list[str]:
+    found = part.get("required")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
