@@ -207,6 +207,27 @@ def test_what_a_template_leaves_out_of_the_system_is_the_users() -> None:
         template.close()
 
 
+@pytest.mark.parametrize("source", [
+    "{% if messages[0].role == 'system' %}[system: {{ messages[0].content }}]{% endif %}{% for m in messages %}"
+    "{% if m.role != 'system' %}[{{ m.role }}: {{ m.content }}]{% endif %}{% endfor %}",
+    "{% for m in messages %}{% if m.role != 'system' or loop.index0 < 2 %}[{{ m.role }}: {{ m.content }}]{% endif %}"
+    "{% endfor %}",
+    "{% for m in messages %}{% if m.role != 'system' or not loop.last %}[{{ m.role }}: {{ m.content }}]{% endif %}"
+    "{% endfor %}"])
+def test_what_a_template_leaves_out_of_the_system_s_later_words_is_a_user_s(source: str) -> None:
+    """SmolLM3's, Qwen3-VL's and GPT-OSS' write the first message alone, Command R's and Vicuna's none at the end: what
+    an agent says in mid-conversation came to nobody."""
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": role, "content": word} for role, word in (
+            ("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", "e"))]
+        assert template.render(said) == ["[system: a\nb][user: c][assistant: d][user: e]"]
+        assert template.render([said[0], *said[2:4], said[2], said[2]]) == [
+            "[system: a][user: c][assistant: d][user: c][user: c]"]
+    finally:
+        template.close()
+
+
 def test_a_text_is_a_part_where_a_template_writes_parts_alone() -> None:
     """As SmolVLM's and LLaVA's: of a conversation without images nothing but the roles came to the model."""
     source = ("{% for m in messages %}{{ m.role }}:{% if m.content[0].type == 'image' %}<image>{% endif %}"

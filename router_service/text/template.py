@@ -10,7 +10,7 @@ Rules:
 3. A template is tried on small conversations when it is loaded. One that is none, leaves the sandbox or exceeds a limit
    is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own. One that
    writes nothing of a text, as those of models that read images, too, is given lists of parts; one that writes nothing
-   of what the system says is given it as the user's.
+   of what the system says, or says later, is given that as the user's.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
@@ -45,6 +45,8 @@ MEMORY = 512 << 20  # bytes that the process may map; it begins with 25 MB
 CPU_S = 3.0  # of one rendering: thousands of messages take a tenth of it
 PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning holds; two of them mark a literal
 TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
+LATER = (("system", "system", "user"), ("system", "user", "assistant", "system", "user"),
+         ("system", "user", "assistant", "user", "system"))
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 END = "\uf8fe\uf8ff"  # behind a message that goes on; two more such characters
 REFUSED, BROKEN, COSTLY = "refused", "broken", "costly"  # what is wrong: the messages, the template, what both take
@@ -61,14 +63,16 @@ class Renderer:
         self._template = compiled(source)
         self.in_parts = False  # whether texts are given as lists of parts
         self.systemless = False  # whether the system's are given as the user's
+        self.one_system = False  # whether those that the system says later are
 
     def written(self, *roles: str) -> list[str]:
         """Those of whom the prompt has what they say."""
+        said = [(role, f"Hello {i} {role}s") for i, role in enumerate(roles)]
         try:
-            text = "".join(self.render([{"role": role, "content": f"Hello {role}s"} for role in roles]))
+            text = "".join(self.render([{"role": role, "content": words} for role, words in said]))
         except Problem:
             return []
-        return [role for role in roles if f"Hello {role}s" in text]
+        return [role for role, words in said if words in text]
 
     def render(self, messages: Messages, begun: bool = True, continued: bool = False,
                names: Mapping[str, Any] | None = None) -> list[str]:
@@ -90,6 +94,8 @@ class Renderer:
     def _read(self, messages: Messages, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
         """The first of the ``readings`` that can be rendered. Raises Problem."""
         refusal = Problem(REFUSED, "")
+        if self.one_system and any(message.get("role") == "system" for message in messages[1:]):
+            messages = joined(messages)
         for reading in readings(messages):
             try:
                 return self._text(reading, add_generation_prompt, given)
@@ -291,6 +297,7 @@ def trial(renderer: Renderer) -> None:
         renderer.in_parts = True
         renderer.in_parts = renderer.written("user") == ["user"]
     renderer.systemless = renderer.written("system", "user") == ["user"]
+    renderer.one_system = any(renderer.written(*roles).count("system") == 1 for roles in LATER)
 
 
 def main() -> None:
