@@ -409,6 +409,21 @@ async def test_a_call_whose_arguments_were_cut_ends_no_conversation(tiny_folder:
         assert answer.status_code == 200, answer.text
 
 
+async def test_a_text_that_is_empty_need_not_be_written(tiny_folder: Path) -> None:
+    """Clients in Go leave it out: who called a function that gave nothing, or kept an answer of reasoning alone, got
+    400."""
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        for empty in ({}, {"content": None}, {"content": ""}):
+            answer = await r.post(CHAT, messages=[
+                *PAST[:2], {"role": "tool", "tool_call_id": "c1", **empty}, {"role": "assistant", **empty}, *HELLO])
+            assert answer.status_code == 200, answer.text
+        assert len({request.tokens for request in target.requests}) == 1
+        for role in ("user", "system"):
+            refused = await r.post(CHAT, messages=[{"role": role}])
+            assert refused.json()["error"]["param"] == "messages[0].content"
+
+
 async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:
     target = EchoTarget()
     target.context = 4096
