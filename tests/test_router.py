@@ -217,6 +217,8 @@ async def test_options_reach_the_target(tiny_folder: Path) -> None:
         assert request.sampling.temperature == 1.0 and request.sampling.stop_token_ids == (257,)
         assert request.max_tokens == CONTEXT - len(request.tokens) and request.speculate
         assert plain.headers["x-slipstream-mode"] == "speculative"
+        await r.post(CHAT, messages=HELLO, temperature=0.5, top_p=0)
+        assert target.requests[-1].sampling.greedy, "as OpenAI's API has it"
         refused = await r.post(CHAT, messages=HELLO, speculate=False)
         assert refused.headers["x-slipstream-mode"] == "plain"
         assert refused.json()["slipstream"]["acceptance_length"] == 1.0
@@ -284,7 +286,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"stop_token_ids": [260]}, 400, "stop_token_ids", "invalid_value"),
     (CHAT, {"temperature": -1}, 400, "temperature", "invalid_value"),
     (CHAT, {"temperature": "1"}, 400, "temperature", "invalid_value"),
-    (CHAT, {"top_p": 0}, 400, "top_p", "invalid_value"),
+    (CHAT, {"top_p": -0.1}, 400, "top_p", "invalid_value"),
     (CHAT, {"n": 129}, 400, "n", "invalid_value"),
     (CHAT, {"n": 0}, 400, "n", "invalid_value"),
     (CHAT, {"stop": ["a"] * 33}, 400, "stop", "invalid_value"),
