@@ -284,3 +284,22 @@ def test_calls_and_results_are_said_as_a_template_takes_them(source: str, wanted
         assert template.render(said) == [wanted]
     finally:
         template.close()
+
+
+@pytest.mark.parametrize(("asks", "wanted"), [
+    ("{# <tool_call> #}", '[assistant: e\n<tool_call>\n{"name": "f0", "arguments": {"a": "é"}}\n</tool_call>'
+     '\n<tool_call>\n{"name": "f1", "arguments": {"a": "é"}}\n</tool_call>]'),
+    ("{# <|tool_call|> #}", '[assistant: e\n<|tool_call|>[{"name": "f0", "arguments": {"a": "é"}}, '
+     '{"name": "f1", "arguments": {"a": "é"}}]]'),
+    ("", '[assistant: e\n[{"name": "f0", "arguments": {"a": "é"}}, {"name": "f1", "arguments": {"a": "é"}}]]')])
+def test_a_call_is_the_assistants_words_where_a_template_writes_none(asks: str, wanted: str) -> None:
+    """As SmolLM3's and Granite's: of its own calls the model read nothing but the results, and called again."""
+    said: Any = [{"role": "user", "content": "c"}, calls_of("c0", "c1"), {"role": "tool", "content": "y"}]
+    source = asks + "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+    for written, told in ((source, f"[user: c]{wanted}[tool: y]"), (
+            source + "{% if tools %}{{ messages | tojson }}{% endif %}", "[user: c][assistant: e][tool: y]")):
+        template = ChatTemplate(written, {}, [])
+        try:
+            assert template.render(said) == [told]
+        finally:
+            template.close()

@@ -10,7 +10,8 @@ Rules:
 3. A template is tried on small conversations when it is loaded. One that is none, leaves the sandbox or exceeds a limit
    is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own. One that
    writes nothing of a text, as those of models that read images, too, is given lists of parts; one that writes nothing
-   of what the system says, or says later, is given that as the user's.
+   of what the system says, or says later, is given that as the user's; one that writes no calls, as the assistant's
+   words.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
@@ -47,6 +48,10 @@ PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning hol
 TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
 LATER = (("system", "system", "user"), ("system", "user", "assistant", "system", "user"),
          ("system", "user", "assistant", "user", "system"))
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}}}}
+CALLED = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [
+    {"id": "theircall", "type": "function", "function": {"name": "weather", "arguments": {"city": "Hello calls"}}}]})
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 END = "\uf8fe\uf8ff"  # behind a message that goes on; two more such characters
 REFUSED, BROKEN, COSTLY = "refused", "broken", "costly"  # what is wrong: the messages, the template, what both take
@@ -64,15 +69,21 @@ class Renderer:
         self.in_parts = False  # whether texts are given as lists of parts
         self.systemless = False  # whether the system's are given as the user's
         self.one_system = False  # whether those that the system says later are
+        self.callless = False  # whether calls are given as the assistant's words
+        self._marks = tuple(mark for mark in ("<tool_call>", "<|tool_call|>") if mark in source)
 
     def written(self, *roles: str) -> list[str]:
         """Those of whom the prompt has what they say."""
         said = [(role, f"Hello {i} {role}s") for i, role in enumerate(roles)]
-        try:
-            text = "".join(self.render([{"role": role, "content": words} for role, words in said]))
-        except Problem:
-            return []
+        text = self.told([{"role": role, "content": words} for role, words in said])
         return [role for role, words in said if words in text]
+
+    def told(self, messages: Messages, names: Mapping[str, Any] | None = None) -> str:
+        """The prompt; "" where there is none."""
+        try:
+            return "".join(self.render(messages, names=names))
+        except Problem:
+            return ""
 
     def render(self, messages: Messages, begun: bool = True, continued: bool = False,
                names: Mapping[str, Any] | None = None) -> list[str]:
@@ -96,6 +107,8 @@ class Renderer:
         refusal = Problem(REFUSED, "")
         if self.one_system and any(message.get("role") == "system" for message in messages[1:]):
             messages = joined(messages)
+        if self.callless:
+            messages = in_words(messages, self._marks)
         for reading in readings(messages):
             try:
                 return self._text(reading, add_generation_prompt, given)
@@ -256,6 +269,21 @@ def as_text(turns: Messages) -> Messages:
             if message.get("tool_calls") else message for message in turns]
 
 
+def in_words(messages: Messages, marks: Sequence[str]) -> list[Mapping[str, Any]]:
+    """As templates of SmolLM3's and Granite's kind have it: they ask for calls as objects between marks, or as a list
+    behind one, and write of a call in the past what the assistant said besides."""
+    found = list[Mapping[str, Any]]()
+    for message in messages:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+        if calls:
+            words = ([f"<tool_call>\n{call}\n</tool_call>" for call in calls] if "<tool_call>" in marks
+                     else [f"{''.join(marks)}[{', '.join(calls)}]"])
+            said = "\n".join([*([message["content"]] if message["content"] else []), *words])
+            message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": said}
+        found.append(message)
+    return found
+
+
 def by_users(turns: Messages) -> Messages:
     """As Gemma's and older templates of Mistral's have it: what the system says begins the user's first turn."""
     return turns_of([{**message, "role": "user"} if message["role"] == "system" else message for message in turns])
@@ -298,6 +326,8 @@ def trial(renderer: Renderer) -> None:
         renderer.in_parts = renderer.written("user") == ["user"]
     renderer.systemless = renderer.written("system", "user") == ["user"]
     renderer.one_system = any(renderer.written(*roles).count("system") == 1 for roles in LATER)
+    called = renderer.told(CALLED, {"tools": [WEATHER]})
+    renderer.callless = called != "" and "Hello calls" not in called and "theircall" not in called
 
 
 def main() -> None:
