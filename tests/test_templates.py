@@ -286,6 +286,25 @@ def test_calls_and_results_are_said_as_a_template_takes_them(source: str, wanted
         template.close()
 
 
+def test_what_the_system_says_is_the_users_where_a_template_forgets_it_behind_results() -> None:
+    """As Mistral Nemo's, which writes it where the user's message is the last: between its calls an agent's model had
+    no instructions."""
+    source = ("{% for m in messages if m.role != 'system' %}[{{ m.role }}: {% if loop.last and m.role == 'user' and "
+              "messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }}"
+              "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": role, "content": word} for role, word in (
+            ("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"))]
+        assert template.render(said) == ["[user: b][assistant: c][user: a\n\nd]"]
+        called = [*said, calls_of("c0"), {"role": "tool", "tool_call_id": "c0", "content": "x"}]
+        assert template.render(called) == ["[user: b][assistant: c][user: a\n\nd][assistant: ec0][tool: x]"]
+        assert template.render(called[1:]) == ["[user: b][assistant: c][user: d][assistant: ec0][tool: x]"]
+        assert template.render(said[:3], Turn(False, True)) == ["[user: a\n\nb][assistant: c"]
+    finally:
+        template.close()
+
+
 @pytest.mark.parametrize(("asks", "wanted"), [
     ("{# <tool_call> #}", '[assistant: e\n<tool_call>\n{"name": "f0", "arguments": {"a": "é"}}\n</tool_call>'
      '\n<tool_call>\n{"name": "f1", "arguments": {"a": "é"}}\n</tool_call>]'),

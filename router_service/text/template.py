@@ -10,8 +10,8 @@ Rules:
 3. A template is tried on small conversations when it is loaded. One that is none, leaves the sandbox or exceeds a limit
    is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own. One that
    writes nothing of a text, as those of models that read images, too, is given lists of parts; one that writes nothing
-   of what the system says, or says later, is given that as the user's; one that writes no calls, as the assistant's
-   words.
+   of what the system says, or says later, or before results of tools, is given that as the user's; one that writes no
+   calls, as the assistant's words.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
@@ -52,6 +52,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": "T
     "type": "object", "properties": {"city": {"type": "string"}}}}}
 CALLED = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [
     {"id": "theircall", "type": "function", "function": {"name": "weather", "arguments": {"city": "Hello calls"}}}]})
+RESULT = {"role": "tool", "tool_call_id": "theircall", "name": "weather", "content": "Hello results"}
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 END = "\uf8fe\uf8ff"  # behind a message that goes on; two more such characters
 REFUSED, BROKEN, COSTLY = "refused", "broken", "costly"  # what is wrong: the messages, the template, what both take
@@ -69,6 +70,7 @@ class Renderer:
         self.in_parts = False  # whether texts are given as lists of parts
         self.systemless = False  # whether the system's are given as the user's
         self.one_system = False  # whether those that the system says later are
+        self.forgets: list[str] = []  # whose last message leaves out the system's words, which are the user's then
         self.callless = False  # whether calls are given as the assistant's words
         self._marks = tuple(mark for mark in ("<tool_call>", "<|tool_call|>") if mark in source)
 
@@ -127,6 +129,8 @@ class Renderer:
         """Raises whatever the template does."""
         if self.systemless:
             messages = by_users(messages)
+        elif any(message.get("role") in self.forgets for message in messages[-1:]):
+            messages = by_last_user(messages)
         if self.in_parts:
             messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
@@ -289,6 +293,17 @@ def by_users(turns: Messages) -> Messages:
     return turns_of([{**message, "role": "user"} if message["role"] == "system" else message for message in turns])
 
 
+def by_last_user(turns: Messages) -> Messages:
+    """As Mistral's templates have it where that is the last message: what the system says begins the user's last."""
+    said = [message["content"] for message in turns if message["role"] == "system"]
+    others = [message for message in turns if message["role"] != "system"]
+    last = max((i for i, message in enumerate(others) if message["role"] == "user"), default=None)
+    if last is None or not said:
+        return turns
+    return [{**message, "content": "\n\n".join([*said, message["content"]])} if i == last else message
+            for i, message in enumerate(others)]
+
+
 def greeted(turns: Messages) -> Messages:
     """As Gemma's and Mistral's templates have it: a user is first, who says nothing where the assistant began."""
     begun = by_users(turns)
@@ -328,6 +343,10 @@ def trial(renderer: Renderer) -> None:
     renderer.one_system = any(renderer.written(*roles).count("system") == 1 for roles in LATER)
     called = renderer.told(CALLED, {"tools": [WEATHER]})
     renderer.callless = called != "" and "Hello calls" not in called and "theircall" not in called
+    for last, said in (("assistant", CALLED), ("tool", (*CALLED, RESULT))):
+        text = renderer.told([{"role": "system", "content": "Hello system"}, *said], {"tools": [WEATHER]})
+        if text and "Hello system" not in text:
+            renderer.forgets.append(last)
 
 
 def main() -> None:
