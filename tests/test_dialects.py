@@ -15,6 +15,7 @@ import pytest
 from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Blocks, Told
 from router_service.dialects.messages import MessagesReply
+from router_service.dialects.responses import ResponsesReply
 from router_service.text.deltas import TextDelta
 from router_service.text.marks import THOUGHTS, Style
 from router_service.text.markup import Markup
@@ -395,6 +396,20 @@ def test_a_thought_bears_a_signature_whole_and_in_events() -> None:
         "thinking_delta", "signature_delta", None, None, "text_delta", None]
     told = reply.whole(Usage(1, 1), None)["content"][0]
     assert events[1]["delta"]["signature"] == told["signature"] != ""
+
+
+@pytest.mark.parametrize("kept", ["content", "encrypted_content"])
+def test_a_thought_comes_back_by_either_of_its_contents(kept: str) -> None:
+    """Codex sends the encrypted one alone; without it Vercel's AI SDK sends no thought where nothing is stored."""
+    reply = ResponsesReply(Told("a", 0, "tiny", Markup(Style(thoughts=THOUGHTS[0]), {})))
+    events = named_events(reply.told(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
+    done = next(event["item"] for event in events if event["type"] == "response.output_item.done")
+    assert "encrypted_content" not in events[0]["item"] and done == reply.whole(Usage(1, 1), None)["output"][0]
+    thought = {name: done[name] for name in ("type", "id", "summary", kept)}
+    said = [{"role": "user", "content": "x"}, thought, {"role": "assistant", "content": "So."}]
+    assert responses.chat_of({"input": said})["messages"][1] == {**said[2], "reasoning_content": "Hm."}
+    theirs = thought | {"content": None, "encrypted_content": "gAAAAABo"}
+    assert len(responses.chat_of({"input": [said[0], theirs]})["messages"]) == 1
 
 
 async def test_a_response_and_a_chat_count_their_tokens_of_reasoning(thinking_folder: Path) -> None:

@@ -5,7 +5,8 @@ Rules:
    and tools may have the chat's names.
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
 3. Tools are functions; others are left out and named. Of input items messages, calls, their results and reasoning are
-   known. Reasoning is of the message or the calls behind it: what a template shows of it again is its own affair.
+   known. Reasoning is of the message or the calls behind it: what a template shows of it again is its own affair. It
+   is told a second time as its encrypted content, in which nothing is hidden: some clients send that alone again.
 4. Turns of one role are one: agents send instructions and what a developer says, then several messages of a user.
 
 It knows nothing about models, routes or the network.
@@ -39,6 +40,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({
     "context_management": Refused((), "shorten the input")})
 INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
+UNSEALED = "unsealed:"  # begins a thought's encrypted content: that of others tells nothing here
 CALL = "call_"  # begins the ids of calls
 MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
 # The chat's fields that are called otherwise here.
@@ -99,7 +101,9 @@ def _messages(at: str, item: Any) -> Iterator[Json]:
         yield {"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
                "content": text_of(f"{at}.output", item.get("output"))}
     elif kind == "reasoning":
-        if thought := text_of(f"{at}.content", item.get("content") or ""):
+        sealed = item.get("encrypted_content")
+        ours = sealed.removeprefix(UNSEALED) if isinstance(sealed, str) and sealed.startswith(UNSEALED) else ""
+        if thought := text_of(f"{at}.content", item.get("content") or ours):
             yield {"role": "assistant", "content": "", "reasoning_content": thought}
     elif kind == "item_reference":
         raise InvalidRequest(f"{at}.type", f"is not served here; {_KEPT}, as clients do with store: false")
@@ -220,7 +224,8 @@ def _item(block: Block, open_: bool = False) -> Json:
         content = [] if open_ else [_part(text)]
         return {"type": "message", "id": _id(block), "role": "assistant", "status": status, "content": content}
     return {"type": "reasoning", "id": _id(block), "summary": [], "status": status,
-            "content": [{"type": "reasoning_text", "text": text}] if text else []}
+            "content": [{"type": "reasoning_text", "text": text}] if text else [],
+            **({} if open_ else {"encrypted_content": UNSEALED + text})}
 
 
 def _part(text: str) -> Json:
