@@ -630,7 +630,8 @@ async def test_pages_of_other_origins_ask_and_read_where_a_key_is_asked_for(tiny
         assert (await r.http.post(CHAT, json={"messages": HELLO}, headers=theirs | shown)).status_code == 200
     target = EchoTarget()
     async with routing(tiny_folder, target) as r:
-        for origin in (theirs["origin"], "http://localhost.evil.example", "http://127.0.0.1:3000.example", "null"):
+        for origin in (theirs["origin"], "http://localhost.evil.example", "http://127.0.0.1:3000.example", "null",
+                       "http://evil-localhost", "http://evil.example/.localhost"):
             for answer in (await r.http.options(CHAT, headers=asks | {"origin": origin}),
                            await r.http.get("/v1/models", headers={"origin": origin})):
                 assert answer.is_success and allowed not in answer.headers, origin
@@ -639,9 +640,11 @@ async def test_pages_of_other_origins_ask_and_read_where_a_key_is_asked_for(tiny
                     "origin": origin, "content-type": kind})
                 assert sent.status_code == 403 and "API keys" in sent.json()["error"]["message"], origin
         assert not target.requests
-        for origin in (ours["origin"], "vscode-webview://editor"):
+        for origin in (ours["origin"], "http://tauri.localhost", "vscode-webview://editor", "app://obsidian.md"):
             assert (await r.http.post(CHAT, json={"messages": HELLO}, headers={"origin": origin})).status_code == 200
-        assert (await r.http.get("/v1/models", headers=ours)).headers[allowed] == ours["origin"]
+            for answer in (await r.http.options(CHAT, headers=asks | {"origin": origin}),
+                           await r.http.get("/v1/models", headers={"origin": origin})):
+                assert answer.headers[allowed] == origin, "else its browser shows it nothing, and asks for nothing"
         assert (await r.http.options("/v1/models")).headers["allow"] == "GET, HEAD, OPTIONS"
         for page in ("/v1/models", "/health", "/openapi.json", "/load", "/version"):
             assert (await r.http.head(page)).status_code == 200, page
