@@ -33,17 +33,20 @@ def literals(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[in
 
 
 def stop_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, else the eos_token of tokenizer_config.json."""
+    """From generation_config.json, else config.json; and the eos_token of tokenizer_config.json, which is all that who
+    taught a base model to chat may have changed."""
+    own: list[int] = []
     for name in ("generation_config.json", "config.json"):
         found = read_json(folder / name, missing_ok=True).get("eos_token_id")
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(i) is int and i >= 0 for i in ids):
             raise ModelError(f"{folder / name}: eos_token_id: expected token ids, found {found!r}")
         if ids:
-            return tuple(dict.fromkeys(ids))
+            own = ids
+            break
     text = token_text(read_json(folder / "tokenizer_config.json", missing_ok=True).get("eos_token"))
     token = None if text is None else tokenizer.token_to_id(text)
-    return () if token is None else (token,)
+    return tuple(dict.fromkeys([*own, *([] if token is None else [token])]))
 
 
 def longest_token(written: Mapping[str, Any], vocab: Iterable[str]) -> int | None:
