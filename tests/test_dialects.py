@@ -336,6 +336,20 @@ def test_what_they_cannot_ask_is_refused_by_name(translate: Any, body: Any, fiel
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(("path", "fields", "named"), [
+    (MESSAGES, {"messages": [*HELLO, {"role": "user", "content": [{"type": "tool_result", "content": [
+        {"type": "text", "text": "So:"}, {"type": "image"}]}]}]}, "messages[].content[].content[].image"),
+    (RESPONSES, {"input": [*HELLO, {"type": "function_call_output", "output": [
+        {"text": "So:"}, {"type": "input_image"}]}]}, "input[].output[].input_image")])
+async def test_an_image_that_a_tool_gave_ends_no_talk(tiny_folder: Path, path: str, fields: Any, named: str) -> None:
+    """Claude Code and Codex look at files, and send what they got with every request from then on."""
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        answer = await r.post(path, **fields)
+        assert answer.status_code == 200 and answer.headers["x-slipstream-ignored"] == named, answer.text
+        assert "So:\n(an image, which cannot be seen here)" in target.prompt
+
+
 async def test_a_body_is_an_object_wherever_it_goes(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget()) as r:
         for path in (CHAT, COMPLETIONS, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES, "/tokenize", "/detokenize"):

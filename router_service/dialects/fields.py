@@ -9,6 +9,7 @@ It knows nothing about how a field is honoured; the pages about the API are prin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -74,6 +75,8 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "speculate": "true; false: plain decoding",
 })
 
+IMAGES = ("image", "input_image")  # parts of what a tool gave
+UNSEEN = "(an image, which cannot be seen here)"
 THINKING = ("enable_thinking", "thinking")  # what chat templates call the switch: Qwen's and GLM's, DeepSeek's
 
 # Over gRPC an option bears the name of its field, but for these; what is said there instead.
@@ -170,6 +173,16 @@ def text_of(at: str, value: Any) -> str:
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
         raise InvalidRequest(at, f"must be a string or a list of at most {MAX_ITEMS} parts of text")
     return "\n".join(part["text"] for part in value)
+
+
+def result_of(at: str, value: Any, unseen: dict[str, bool]) -> str:
+    """What a tool gave, as ``text_of``. Nobody can take an image out of a conversation that goes on: the model reads
+    that there was one, and ``unseen`` gets where, as a field that nobody knows."""
+    if isinstance(value, list):
+        kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
+        unseen |= {f"{re.sub(r'[0-9]+', '', at)}[].{kind}": True for kind in kinds if kind in IMAGES}
+        value = [{"text": UNSEEN} if kind in IMAGES else part for kind, part in zip(kinds, value, strict=True)]
+    return text_of(at, value)
 
 
 def _same(value: Any, nothing: Any) -> bool:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import Refused, object_of, others, parts_left, text_of
+from router_service.dialects.fields import Refused, object_of, others, parts_left, result_of, text_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -66,8 +66,9 @@ def chat_of(raw: Json) -> Json:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items or len(items) > MAX_ITEMS:
         raise InvalidRequest("input", f"must be a string, or a list of 1 to {MAX_ITEMS} items")
+    unseen: dict[str, bool] = {}
     for i, item in enumerate(items):
-        messages += _messages(f"input[{i}]", item)
+        messages += _messages(f"input[{i}]", item, unseen)
     chat["messages"] = turns_of(messages)
     chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
     text, reasoning = object_of(raw, "text"), object_of(raw, "reasoning")
@@ -84,11 +85,11 @@ def chat_of(raw: Json) -> Json:
                              "their names")
     known = {*ALIKE, *REFUSED, *INERT, "max_output_tokens", "instructions", "input", "tools", "tool_choice", "text",
              "reasoning", "metadata"}
-    return chat | others(raw, known, chat) | parts_left("text", text, ("format",)) | parts_left(
+    return chat | unseen | others(raw, known, chat) | parts_left("text", text, ("format",)) | parts_left(
         "reasoning", reasoning, ("effort", "summary", "generate_summary"))
 
 
-def _messages(at: str, item: Any) -> Iterator[Json]:
+def _messages(at: str, item: Any, unseen: dict[str, bool]) -> Iterator[Json]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
@@ -99,7 +100,7 @@ def _messages(at: str, item: Any) -> Iterator[Json]:
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
     elif kind == "function_call_output":
         yield {"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
-               "content": text_of(f"{at}.output", item.get("output"))}
+               "content": result_of(f"{at}.output", item.get("output"), unseen)}
     elif kind == "reasoning":
         sealed = item.get("encrypted_content")
         ours = sealed.removeprefix(UNSEALED) if isinstance(sealed, str) and sealed.startswith(UNSEALED) else ""
