@@ -59,7 +59,7 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "continue_final_message": "false; the answer continues the last message",
     "chat_template_kwargs": "at most 64 names for the chat template, as `enable_thinking`",
     "tools": "functions that the model may call, at most 128",
-    "tool_choice": "`auto`, `none`, `required`, or a function; the last two bind the answer",
+    "tool_choice": "`auto`, `none`, `required`, `allowed_tools` or a function; what is required binds the answer",
     "parallel_tool_calls": "true; false: the first call alone",
     "reasoning_effort": "given to the chat template; `none` is also `enable_thinking` and `thinking` false",
     "include_reasoning": "true; false leaves `reasoning_content` out",

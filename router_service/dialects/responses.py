@@ -44,7 +44,8 @@ UNSEALED = "unsealed:"  # begins a thought's encrypted content: that of others t
 CALL = "call_"  # begins the ids of calls
 MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
 # The chat's fields that are called otherwise here.
-NAMES = MappingProxyType({"response_format.json_schema": "text.format", "response_format": "text.format",
+NAMES = MappingProxyType({"tool_choice.allowed_tools": "tool_choice",
+                          "response_format.json_schema": "text.format", "response_format": "text.format",
                           "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"})
 
 
@@ -122,7 +123,12 @@ def _tools(tools: Any, choice: Any) -> Json:
         "parameters": tool.get("parameters") or {}}} for tool in tools if tool.get("type") == "function"]
     # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
     theirs: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") != "function"}
-    if isinstance(choice, dict):
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice["tools"] if isinstance(choice.get("tools"), list) else []
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": [
+            {"type": "function", "function": {"name": tool.get("name")}} for tool in allowed
+            if isinstance(tool, dict) and tool.get("type") == "function"]}}
+    elif isinstance(choice, dict):
         if not isinstance(choice.get("name"), str):
             raise InvalidRequest("tool_choice", 'must name a function, as in {"type": "function", "name": "..."}')
         choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
@@ -136,7 +142,8 @@ def _told_again(asked: Mapping[str, Any]) -> Json:
             "tools": [tool for tool in tools if tool.get("type") == "function"],
             "metadata": asked.get("metadata") or {},
             "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
-            "tool_choice": {"type": "function", "name": choice.get("name")} if isinstance(choice, dict) else choice,
+            "tool_choice": choice if not isinstance(choice, dict) or choice.get("type") == "allowed_tools" else {
+                "type": "function", "name": choice.get("name")},
             **{name: asked.get(name) for name in ("temperature", "top_p", "max_output_tokens")}}
 
 
