@@ -242,6 +242,20 @@ def test_a_text_is_a_part_where_a_template_writes_parts_alone() -> None:
         template.close()
 
 
+def test_calls_without_words_are_said_to_a_template_that_looks_at_the_first_part() -> None:
+    """As Command A Reasoning's, which takes texts, too: an agent's second step ended with 400."""
+    source = ("{% for m in messages %}[{{ m.role }}: {% if m.tool_calls and m.content[0].thinking %}{% endif %}{% if "
+              "m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
+              "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": "user", "content": "c"}, {**calls_of("c0"), "content": ""}, {
+            "role": "tool", "tool_call_id": "c0", "content": "y"}]
+        assert template.render(said) == ["[user: c][assistant: c0][tool: y]"]
+    finally:
+        template.close()
+
+
 # In the words of their templates, which speak of a call and its results alone.
 WRITES = ("{% for m in messages %}[{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %} {{ c.function.name }}"
           "={{ c.id }}{% endfor %}{{ ' of ' + m.tool_call_id if m.tool_call_id }}]{% endfor %}")

@@ -48,8 +48,8 @@ PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning hol
 TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
 LATER = (("system", "system", "user"), ("system", "user", "assistant", "system", "user"),
          ("system", "user", "assistant", "user", "system"))
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": {
-    "type": "object", "properties": {"city": {"type": "string"}}}}}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}}}}]}
 CALLED = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [
     {"id": "theircall", "type": "function", "function": {"name": "weather", "arguments": {"city": "Hello calls"}}}]})
 RESULT = {"role": "tool", "tool_call_id": "theircall", "name": "weather", "content": "Hello results"}
@@ -339,12 +339,16 @@ def trial(renderer: Renderer) -> None:
     if not renderer.written("user"):
         renderer.in_parts = True
         renderer.in_parts = renderer.written("user") == ["user"]
+    elif not renderer.told((*CALLED, RESULT), TOOLS):  # of a call without words it may look at the first part
+        talk = [{"role": role, "content": "Hello"} for role in TRIALS[-1]]
+        text, renderer.in_parts = renderer.told(talk), True
+        renderer.in_parts = renderer.told(talk) == text and renderer.told((*CALLED, RESULT), TOOLS) != ""
     renderer.systemless = renderer.written("system", "user") == ["user"]
     renderer.one_system = any(renderer.written(*roles).count("system") == 1 for roles in LATER)
-    called = renderer.told(CALLED, {"tools": [WEATHER]})
+    called = renderer.told(CALLED, TOOLS)
     renderer.callless = called != "" and "Hello calls" not in called and "theircall" not in called
     for last, said in (("assistant", CALLED), ("tool", (*CALLED, RESULT))):
-        text = renderer.told([{"role": "system", "content": "Hello system"}, *said], {"tools": [WEATHER]})
+        text = renderer.told([{"role": "system", "content": "Hello system"}, *said], TOOLS)
         if text and "Hello system" not in text:
             renderer.forgets.append(last)
 
