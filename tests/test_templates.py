@@ -336,3 +336,17 @@ def test_a_call_is_the_assistants_words_where_a_template_writes_none(asks: str, 
             assert template.render(said) == [told]
         finally:
             template.close()
+
+
+def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
+    """Granite 3.0's and older ones of Mistral's know them by other roles: an agent's model never read one."""
+    source = ("{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}: {{ m.content }}"
+              "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endif %}{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": "user", "content": "c"}, calls_of("c0", "c1"), *(
+            {"role": "tool", "tool_call_id": id_, "content": word} for id_, word in (("c0", "x"), ("c1", "y")))]
+        assert template.render(said) == ["[user: c][assistant: ec0c1][user: <tool_response>\nx\n</tool_response>\n"
+                                         "<tool_response>\ny\n</tool_response>]"]
+    finally:
+        template.close()

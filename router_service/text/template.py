@@ -10,8 +10,8 @@ Rules:
 3. A template is tried on small conversations when it is loaded. One that is none, leaves the sandbox or exceeds a limit
    is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own. One that
    writes nothing of a text, as those of models that read images, too, is given lists of parts; one that writes nothing
-   of what the system says, or says later, or before results of tools, is given that as the user's; one that writes no
-   calls, as the assistant's words.
+   of what the system says, or says later, or before results of tools, is given that as the user's, as is one that
+   writes no results of tools; one that writes no calls, as the assistant's words.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
@@ -72,6 +72,7 @@ class Renderer:
         self.one_system = False  # whether those that the system says later are
         self.forgets: list[str] = []  # whose last message leaves out the system's words, which are the user's then
         self.callless = False  # whether calls are given as the assistant's words
+        self.resultless = False  # whether results of tools are given as the user's words
         self._marks = tuple(mark for mark in ("<tool_call>", "<|tool_call|>") if mark in source)
 
     def written(self, *roles: str) -> list[str]:
@@ -111,6 +112,8 @@ class Renderer:
             messages = joined(messages)
         if self.callless:
             messages = in_words(messages, self._marks)
+        if self.resultless and any(message.get("role") == "tool" for message in messages):
+            messages = turns_of(map(as_users, messages))
         for reading in readings(messages):
             try:
                 return self._text(reading, add_generation_prompt, given)
@@ -288,6 +291,12 @@ def in_words(messages: Messages, marks: Sequence[str]) -> list[Mapping[str, Any]
     return found
 
 
+def as_users(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As Granite 3.0's and older templates of Mistral's have it: they know results by other roles than the API's."""
+    said = f"<tool_response>\n{message['content']}\n</tool_response>"
+    return {"role": "user", "content": said} if message["role"] == "tool" else message
+
+
 def by_users(turns: Messages) -> Messages:
     """As Gemma's and older templates of Mistral's have it: what the system says begins the user's first turn."""
     return turns_of([{**message, "role": "user"} if message["role"] == "system" else message for message in turns])
@@ -347,6 +356,9 @@ def trial(renderer: Renderer) -> None:
     renderer.one_system = any(renderer.written(*roles).count("system") == 1 for roles in LATER)
     called = renderer.told(CALLED, TOOLS)
     renderer.callless = called != "" and "Hello calls" not in called and "theircall" not in called
+    whole = renderer.told((*CALLED, RESULT), TOOLS)
+    named = whole.count("theircall") > called.count("theircall")
+    renderer.resultless = whole != "" and "Hello results" not in whole and not named
     for last, said in (("assistant", CALLED), ("tool", (*CALLED, RESULT))):
         text = renderer.told([{"role": "system", "content": "Hello system"}, *said], TOOLS)
         if text and "Hello system" not in text:
