@@ -98,8 +98,8 @@ def compile_modules(out: Path, root: Path = ROOT, level: str = "2") -> dict[str,
     for package in {name.split("/")[0] for name in MODULES}:
         shutil.copytree(root / package, written / package, dirs_exist_ok=True,
                         ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.safetensors", "*.svg", "*.pyi"))
-    # Of types mypy reads ours and numpy's: all that is imported would take it minutes, and the C would be the same. Those
-    # of protos are in stubs alone, which a build of its own has not.
+    # Of types mypy reads ours and numpy's: all that is imported would take it minutes, and the C would be the same.
+    # Those of protos are in stubs alone, which a build of its own has not.
     (out / "mypy.ini").write_text("[mypy]\n[mypy-slipstream.*,draft_service.*,target_service.*,numpy.*]\n"
                                   "follow_imports = silent\n[mypy-slipstream.v1.*]\nfollow_imports = skip\n")
     for name in MODULES:

@@ -12,8 +12,9 @@ Rules:
 6. Who reads server-sent events by the book says so (``accept: text/event-stream``), and gets events with ids. Who shows
    the last of them with the same body gets what came after it. Nobody else pays for them.
 7. A page of another origin may ask and read where keys are set, as it has to show one; else only a page of this
-   machine: what is open to all who reach it is not for every page that they visit. No cookies are ever known. What such
-   a page posts is refused, as a browser sends it unasked, and to any address that the page's own name stands for.
+   machine, or of a program that shows its own: what is open to all who reach it is not for every page that they visit.
+   No cookies are ever known. What another page posts is refused, as a browser sends it unasked, and to any address that
+   the page's own name stands for.
 
 It knows nothing about targets or how a request is answered.
 """
@@ -66,7 +67,7 @@ OTHER_METHOD = "this page does not take that method; what makes answers or count
 MAX_TOLD = 256  # unknown fields that the log names once
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
 PAGE = re.compile(rb"null|https?://.*")  # origins of pages, not of programs that show pages of their own
-HERE = re.compile(rb"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")  # origins of this machine
+HERE = re.compile(rb"https?://(([A-Za-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")  # origins of this machine
 EXPOSED = b"x-request-id, x-slipstream-mode, x-slipstream-ignored, retry-after"
 ASKED_HEADERS = b"access-control-request-headers"
 DECENT_HEADERS = re.compile(rb"[A-Za-z0-9, _-]{1,2048}")
@@ -471,7 +472,7 @@ class Gate:
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
         origin = headers.get(b"origin", b"")
-        if scope["method"] == "POST" and PAGE.fullmatch(origin) and not self._reads(origin):
+        if scope["method"] == "POST" and not self._reads(origin):
             refusal = http_problem(403, "a router without API keys takes posts of its own machine's pages alone; set "
                                         "router.api_keys_file to serve this one")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
@@ -486,7 +487,7 @@ class Gate:
 
     def _reads(self, origin: bytes) -> bool:
         """Whether a page of it may."""
-        return self._keys is not None or HERE.fullmatch(origin) is not None
+        return self._keys is not None or HERE.fullmatch(origin) is not None or not PAGE.fullmatch(origin)
 
     def _readers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         """What says to a browser that the page which asks may read the answer."""

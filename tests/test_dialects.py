@@ -15,6 +15,7 @@ import pytest
 from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Blocks, Told
 from router_service.dialects.messages import MessagesReply
+from router_service.dialects.responses import ResponsesReply
 from router_service.text.deltas import TextDelta
 from router_service.text.marks import THOUGHTS, Style
 from router_service.text.markup import Markup
@@ -335,6 +336,20 @@ def test_what_they_cannot_ask_is_refused_by_name(translate: Any, body: Any, fiel
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(("path", "fields", "named"), [
+    (MESSAGES, {"messages": [*HELLO, {"role": "user", "content": [{"type": "tool_result", "content": [
+        {"type": "text", "text": "So:"}, {"type": "image"}]}]}]}, "messages[].content[].content[].image"),
+    (RESPONSES, {"input": [*HELLO, {"type": "function_call_output", "output": [
+        {"text": "So:"}, {"type": "input_image"}]}]}, "input[].output[].input_image")])
+async def test_an_image_that_a_tool_gave_ends_no_talk(tiny_folder: Path, path: str, fields: Any, named: str) -> None:
+    """Claude Code and Codex look at files, and send what they got with every request from then on."""
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        answer = await r.post(path, **fields)
+        assert answer.status_code == 200 and answer.headers["x-slipstream-ignored"] == named, answer.text
+        assert "So:\n(an image, which cannot be seen here)" in target.prompt
+
+
 async def test_a_body_is_an_object_wherever_it_goes(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget()) as r:
         for path in (CHAT, COMPLETIONS, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES, "/tokenize", "/detokenize"):
@@ -395,6 +410,20 @@ def test_a_thought_bears_a_signature_whole_and_in_events() -> None:
         "thinking_delta", "signature_delta", None, None, "text_delta", None]
     told = reply.whole(Usage(1, 1), None)["content"][0]
     assert events[1]["delta"]["signature"] == told["signature"] != ""
+
+
+@pytest.mark.parametrize("kept", ["content", "encrypted_content"])
+def test_a_thought_comes_back_by_either_of_its_contents(kept: str) -> None:
+    """Codex sends the encrypted one alone; without it Vercel's AI SDK sends no thought where nothing is stored."""
+    reply = ResponsesReply(Told("a", 0, "tiny", Markup(Style(thoughts=THOUGHTS[0]), {})))
+    events = named_events(reply.told(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
+    done = next(event["item"] for event in events if event["type"] == "response.output_item.done")
+    assert "encrypted_content" not in events[0]["item"] and done == reply.whole(Usage(1, 1), None)["output"][0]
+    thought = {name: done[name] for name in ("type", "id", "summary", kept)}
+    said = [{"role": "user", "content": "x"}, thought, {"role": "assistant", "content": "So."}]
+    assert responses.chat_of({"input": said})["messages"][1] == {**said[2], "reasoning_content": "Hm."}
+    theirs = thought | {"content": None, "encrypted_content": "gAAAAABo"}
+    assert len(responses.chat_of({"input": [said[0], theirs]})["messages"]) == 1
 
 
 async def test_a_response_and_a_chat_count_their_tokens_of_reasoning(thinking_folder: Path) -> None:

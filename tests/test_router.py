@@ -217,6 +217,8 @@ async def test_options_reach_the_target(tiny_folder: Path) -> None:
         assert request.sampling.temperature == 1.0 and request.sampling.stop_token_ids == (257,)
         assert request.max_tokens == CONTEXT - len(request.tokens) and request.speculate
         assert plain.headers["x-slipstream-mode"] == "speculative"
+        await r.post(CHAT, messages=HELLO, temperature=0.5, top_p=0)
+        assert target.requests[-1].sampling.greedy, "as OpenAI's API has it"
         refused = await r.post(CHAT, messages=HELLO, speculate=False)
         assert refused.headers["x-slipstream-mode"] == "plain"
         assert refused.json()["slipstream"]["acceptance_length"] == 1.0
@@ -284,7 +286,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"stop_token_ids": [260]}, 400, "stop_token_ids", "invalid_value"),
     (CHAT, {"temperature": -1}, 400, "temperature", "invalid_value"),
     (CHAT, {"temperature": "1"}, 400, "temperature", "invalid_value"),
-    (CHAT, {"top_p": 0}, 400, "top_p", "invalid_value"),
+    (CHAT, {"top_p": -0.1}, 400, "top_p", "invalid_value"),
     (CHAT, {"n": 129}, 400, "n", "invalid_value"),
     (CHAT, {"n": 0}, 400, "n", "invalid_value"),
     (CHAT, {"stop": ["a"] * 33}, 400, "stop", "invalid_value"),
@@ -628,7 +630,8 @@ async def test_pages_of_other_origins_ask_and_read_where_a_key_is_asked_for(tiny
         assert (await r.http.post(CHAT, json={"messages": HELLO}, headers=theirs | shown)).status_code == 200
     target = EchoTarget()
     async with routing(tiny_folder, target) as r:
-        for origin in (theirs["origin"], "http://localhost.evil.example", "http://127.0.0.1:3000.example", "null"):
+        for origin in (theirs["origin"], "http://localhost.evil.example", "http://127.0.0.1:3000.example", "null",
+                       "http://evil-localhost", "http://evil.example/.localhost"):
             for answer in (await r.http.options(CHAT, headers=asks | {"origin": origin}),
                            await r.http.get("/v1/models", headers={"origin": origin})):
                 assert answer.is_success and allowed not in answer.headers, origin
@@ -637,9 +640,11 @@ async def test_pages_of_other_origins_ask_and_read_where_a_key_is_asked_for(tiny
                     "origin": origin, "content-type": kind})
                 assert sent.status_code == 403 and "API keys" in sent.json()["error"]["message"], origin
         assert not target.requests
-        for origin in (ours["origin"], "vscode-webview://editor"):
+        for origin in (ours["origin"], "http://tauri.localhost", "vscode-webview://editor", "app://obsidian.md"):
             assert (await r.http.post(CHAT, json={"messages": HELLO}, headers={"origin": origin})).status_code == 200
-        assert (await r.http.get("/v1/models", headers=ours)).headers[allowed] == ours["origin"]
+            for answer in (await r.http.options(CHAT, headers=asks | {"origin": origin}),
+                           await r.http.get("/v1/models", headers={"origin": origin})):
+                assert answer.headers[allowed] == origin, "else its browser shows it nothing, and asks for nothing"
         assert (await r.http.options("/v1/models")).headers["allow"] == "GET, HEAD, OPTIONS"
         for page in ("/v1/models", "/health", "/openapi.json", "/load", "/version"):
             assert (await r.http.head(page)).status_code == 200, page

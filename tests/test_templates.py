@@ -207,6 +207,27 @@ def test_what_a_template_leaves_out_of_the_system_is_the_users() -> None:
         template.close()
 
 
+@pytest.mark.parametrize("source", [
+    "{% if messages[0].role == 'system' %}[system: {{ messages[0].content }}]{% endif %}{% for m in messages %}"
+    "{% if m.role != 'system' %}[{{ m.role }}: {{ m.content }}]{% endif %}{% endfor %}",
+    "{% for m in messages %}{% if m.role != 'system' or loop.index0 < 2 %}[{{ m.role }}: {{ m.content }}]{% endif %}"
+    "{% endfor %}",
+    "{% for m in messages %}{% if m.role != 'system' or not loop.last %}[{{ m.role }}: {{ m.content }}]{% endif %}"
+    "{% endfor %}"])
+def test_what_a_template_leaves_out_of_the_system_s_later_words_is_a_user_s(source: str) -> None:
+    """SmolLM3's, Qwen3-VL's and GPT-OSS' write the first message alone, Command R's and Vicuna's none at the end: what
+    an agent says in mid-conversation came to nobody."""
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": role, "content": word} for role, word in (
+            ("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", "e"))]
+        assert template.render(said) == ["[system: a\nb][user: c][assistant: d][user: e]"]
+        assert template.render([said[0], *said[2:4], said[2], said[2]]) == [
+            "[system: a][user: c][assistant: d][user: c][user: c]"]
+    finally:
+        template.close()
+
+
 def test_a_text_is_a_part_where_a_template_writes_parts_alone() -> None:
     """As SmolVLM's and LLaVA's: of a conversation without images nothing but the roles came to the model."""
     source = ("{% for m in messages %}{{ m.role }}:{% if m.content[0].type == 'image' %}<image>{% endif %}"
@@ -217,6 +238,20 @@ def test_a_text_is_a_part_where_a_template_writes_parts_alone() -> None:
         said: Any = [{"role": "user", "content": "Why<s>?"}, {"role": "assistant", "content": "So"}]
         assert template.render(said) == ["user: Why", "<s>", "?;assistant: So;"]
         assert template.render(said, Turn(False, True)) == ["user: Why", "<s>", "?;assistant: So"]
+    finally:
+        template.close()
+
+
+def test_calls_without_words_are_said_to_a_template_that_looks_at_the_first_part() -> None:
+    """As Command A Reasoning's, which takes texts, too: an agent's second step ended with 400."""
+    source = ("{% for m in messages %}[{{ m.role }}: {% if m.tool_calls and m.content[0].thinking %}{% endif %}{% if "
+              "m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
+              "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": "user", "content": "c"}, {**calls_of("c0"), "content": ""}, {
+            "role": "tool", "tool_call_id": "c0", "content": "y"}]
+        assert template.render(said) == ["[user: c][assistant: c0][tool: y]"]
     finally:
         template.close()
 
@@ -261,5 +296,57 @@ def test_calls_and_results_are_said_as_a_template_takes_them(source: str, wanted
     template = ChatTemplate(source + WRITES, {}, [])
     try:
         assert template.render(said) == [wanted]
+    finally:
+        template.close()
+
+
+def test_what_the_system_says_is_the_users_where_a_template_forgets_it_behind_results() -> None:
+    """As Mistral Nemo's, which writes it where the user's message is the last: between its calls an agent's model had
+    no instructions."""
+    source = ("{% for m in messages if m.role != 'system' %}[{{ m.role }}: {% if loop.last and m.role == 'user' and "
+              "messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }}"
+              "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": role, "content": word} for role, word in (
+            ("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"))]
+        assert template.render(said) == ["[user: b][assistant: c][user: a\n\nd]"]
+        called = [*said, calls_of("c0"), {"role": "tool", "tool_call_id": "c0", "content": "x"}]
+        assert template.render(called) == ["[user: b][assistant: c][user: a\n\nd][assistant: ec0][tool: x]"]
+        assert template.render(called[1:]) == ["[user: b][assistant: c][user: d][assistant: ec0][tool: x]"]
+        assert template.render(said[:3], Turn(False, True)) == ["[user: a\n\nb][assistant: c"]
+    finally:
+        template.close()
+
+
+@pytest.mark.parametrize(("asks", "wanted"), [
+    ("{# <tool_call> #}", '[assistant: e\n<tool_call>\n{"name": "f0", "arguments": {"a": "é"}}\n</tool_call>'
+     '\n<tool_call>\n{"name": "f1", "arguments": {"a": "é"}}\n</tool_call>]'),
+    ("{# <|tool_call|> #}", '[assistant: e\n<|tool_call|>[{"name": "f0", "arguments": {"a": "é"}}, '
+     '{"name": "f1", "arguments": {"a": "é"}}]]'),
+    ("", '[assistant: e\n[{"name": "f0", "arguments": {"a": "é"}}, {"name": "f1", "arguments": {"a": "é"}}]]')])
+def test_a_call_is_the_assistants_words_where_a_template_writes_none(asks: str, wanted: str) -> None:
+    """As SmolLM3's and Granite's: of its own calls the model read nothing but the results, and called again."""
+    said: Any = [{"role": "user", "content": "c"}, calls_of("c0", "c1"), {"role": "tool", "content": "y"}]
+    source = asks + "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+    for written, told in ((source, f"[user: c]{wanted}[tool: y]"), (
+            source + "{% if tools %}{{ messages | tojson }}{% endif %}", "[user: c][assistant: e][tool: y]")):
+        template = ChatTemplate(written, {}, [])
+        try:
+            assert template.render(said) == [told]
+        finally:
+            template.close()
+
+
+def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
+    """Granite 3.0's and older ones of Mistral's know them by other roles: an agent's model never read one."""
+    source = ("{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}: {{ m.content }}"
+              "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endif %}{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": "user", "content": "c"}, calls_of("c0", "c1"), *(
+            {"role": "tool", "tool_call_id": id_, "content": word} for id_, word in (("c0", "x"), ("c1", "y")))]
+        assert template.render(said) == ["[user: c][assistant: ec0c1][user: <tool_response>\nx\n</tool_response>\n"
+                                         "<tool_response>\ny\n</tool_response>]"]
     finally:
         template.close()

@@ -265,7 +265,9 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
         without.chat([{"role": "user", "content": "x"}])
 
 
-def test_stop_tokens_come_from_the_nearest_file_and_from_the_tokenizer(tmp_path: Path) -> None:
+def test_stop_tokens_come_from_the_nearest_file_and_the_tokenizer(tmp_path: Path) -> None:
+    """Of base models that were taught to chat often only the tokenizer says what ends a turn: answers went on with the
+    user's next."""
     folder = write_folder(tmp_path, byte_level())
     assert TextCodec(folder).stop_token_ids == (1,)
     (folder / "config.json").write_text('{"eos_token_id": 2}')

@@ -59,6 +59,28 @@ async def test_a_call_is_told_whole_and_in_pieces(tiny_folder: Path) -> None:
         assert none["message"]["content"] == TWO and none["finish_reason"] == "stop"
 
 
+def among(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_a_model_hears_of_allowed_tools_alone(tiny_folder: Path) -> None:
+    """As OpenAI's API has it, and Pydantic AI asks where some of an agent's tools may be called."""
+    target = EchoTarget()
+    target.takes, target.context = ("grammar",), 4096
+    async with routing(tiny_folder, target) as r:
+        tools = [{"type": "function", **tool["function"]} for tool in (WEATHER, NOW)]
+        named = [{"type": "function", "name": "now"}, {"type": "mcp"}]
+        for mode in ("auto", "required"):
+            choice = {"type": "allowed_tools", "mode": mode, "tools": named}
+            whole = await r.post("/v1/responses", input="hello", tools=tools, tool_choice=choice)
+            assert whole.json()["tool_choice"] == choice
+            await r.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], tool_choice=among(mode, "now"))
+        for i, request in enumerate(target.requests):
+            prompt = bytes(token for token in request.tokens if token < 256)
+            assert b'"now"' in prompt and b'"weather"' not in prompt and (request.grammar is not None) == (i > 1)
+
+
 async def test_a_forced_call_is_bound_to_its_schema(tiny_folder: Path) -> None:
     target = EchoTarget()
     async with routing(tiny_folder, target) as r:
@@ -362,6 +384,10 @@ async def test_results_are_one_turn_where_turns_alternate(tmp_path: Path, tiny_f
     ({"tools": [NOW], "tool_choice": "always"}, "tool_choice"), ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice"), ({"tools": [], "tool_choice": "auto"}, None),
     ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tools": [NOW], "tool_choice": among("auto")}, "tool_choice.allowed_tools"),
+    ({"tools": [NOW], "tool_choice": among("none", "now")}, "tool_choice.allowed_tools"),
+    ({"tools": [NOW], "tool_choice": among("auto", "now", "weather")}, "tool_choice"),
 ])
 def test_tools_that_are_none_are_refused_by_name(fields: dict[str, Any], param: str | None) -> None:
     try:
@@ -407,6 +433,21 @@ async def test_a_call_whose_arguments_were_cut_ends_no_conversation(tiny_folder:
         answer = await r.post("/v1/responses", input=[{"role": "user", "content": "Hi"}, item, {
             "type": "function_call_output", "call_id": "c1", "output": "no JSON"}])
         assert answer.status_code == 200, answer.text
+
+
+async def test_a_text_that_is_empty_need_not_be_written(tiny_folder: Path) -> None:
+    """Clients in Go leave it out: who called a function that gave nothing, or kept an answer of reasoning alone, got
+    400."""
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        for empty in ({}, {"content": None}, {"content": ""}):
+            answer = await r.post(CHAT, messages=[
+                *PAST[:2], {"role": "tool", "tool_call_id": "c1", **empty}, {"role": "assistant", **empty}, *HELLO])
+            assert answer.status_code == 200, answer.text
+        assert len({request.tokens for request in target.requests}) == 1
+        for role in ("user", "system"):
+            refused = await r.post(CHAT, messages=[{"role": role}])
+            assert refused.json()["error"]["param"] == "messages[0].content"
 
 
 async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:

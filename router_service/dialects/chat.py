@@ -162,10 +162,8 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
         raise InvalidRequest(f"{at}.role", "is not served here; use tools and the role 'tool'", "unsupported_parameter")
     if plain.get("tool_calls") is not None:
         plain["tool_calls"] = _calls(f"{at}.tool_calls", plain["tool_calls"])
-    if plain.get("content", "") is None and plain.get("role") == "assistant":
+    if plain.get("content") is None and plain.get("role") in ("assistant", "tool"):  # some write no empty text
         plain["content"] = ""
-    if plain.get("tool_calls"):
-        plain.setdefault("content", "")
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if isinstance(plain.get("content"), list):

@@ -9,6 +9,7 @@ It knows nothing about how a field is honoured; the pages about the API are prin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -37,8 +38,8 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "prompt": "of completions; a text, token ids, or a list of either: 1,024 answers, in turn where fewer may run",
     "max_tokens": "what the context leaves; completions: 16; 0: the prompt alone",
     "max_completion_tokens": "chat's name of `max_tokens`",
-    "temperature": "1; 0 to 100, 0 always takes the likeliest token", "top_p": "1, off", "top_k": "0, off",
-    "min_p": "0, off", "presence_penalty": "0; -2 to 2", "frequency_penalty": "0; -2 to 2",
+    "temperature": "1; 0 to 100, 0 always takes the likeliest token", "top_p": "1, off; 0: the likeliest token",
+    "top_k": "0, off", "min_p": "0, off", "presence_penalty": "0; -2 to 2", "frequency_penalty": "0; -2 to 2",
     "repetition_penalty": "1; above 0, at most 100", "logit_bias": "token id → -100 to 100, 300 at most",
     "seed": "random; the same seed and prompt give the same answer, with drafts and without",
     "stop": "a text or at most 32, of at most 1,024 characters each; no part of the answer",
@@ -58,7 +59,7 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "continue_final_message": "false; the answer continues the last message",
     "chat_template_kwargs": "at most 64 names for the chat template, as `enable_thinking`",
     "tools": "functions that the model may call, at most 128",
-    "tool_choice": "`auto`, `none`, `required`, or a function; the last two bind the answer",
+    "tool_choice": "`auto`, `none`, `required`, `allowed_tools` or a function; what is required binds the answer",
     "parallel_tool_calls": "true; false: the first call alone",
     "reasoning_effort": "given to the chat template; `none` is also `enable_thinking` and `thinking` false",
     "include_reasoning": "true; false leaves `reasoning_content` out",
@@ -74,6 +75,8 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "speculate": "true; false: plain decoding",
 })
 
+IMAGES = ("image", "input_image")  # parts of what a tool gave
+UNSEEN = "(an image, which cannot be seen here)"
 THINKING = ("enable_thinking", "thinking")  # what chat templates call the switch: Qwen's and GLM's, DeepSeek's
 
 # Over gRPC an option bears the name of its field, but for these; what is said there instead.
@@ -170,6 +173,16 @@ def text_of(at: str, value: Any) -> str:
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
         raise InvalidRequest(at, f"must be a string or a list of at most {MAX_ITEMS} parts of text")
     return "\n".join(part["text"] for part in value)
+
+
+def result_of(at: str, value: Any, unseen: dict[str, bool]) -> str:
+    """What a tool gave, as ``text_of``. Nobody can take an image out of a conversation that goes on: the model reads
+    that there was one, and ``unseen`` gets where, as a field that nobody knows."""
+    if isinstance(value, list):
+        kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
+        unseen |= {f"{re.sub(r'[0-9]+', '', at)}[].{kind}": True for kind in kinds if kind in IMAGES}
+        value = [{"text": UNSEEN} if kind in IMAGES else part for kind, part in zip(kinds, value, strict=True)]
+    return text_of(at, value)
 
 
 def _same(value: Any, nothing: Any) -> bool:

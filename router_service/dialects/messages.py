@@ -24,7 +24,7 @@ from typing import Any
 import orjson
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import THINKING, object_of, others, parts_left, text_of
+from router_service.dialects.fields import THINKING, object_of, others, parts_left, result_of, text_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.calls import loaded
@@ -65,8 +65,9 @@ def chat_of(raw: Json) -> Json:
     if len(given) > MAX_ITEMS or sum(len(m["content"]) for m in given if isinstance(m, dict)
                                      and isinstance(m.get("content"), list)) > MAX_ITEMS:
         raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} items, and blocks in all")
+    unseen: dict[str, bool] = {}
     for i, message in enumerate(given):
-        messages += _messages(f"messages[{i}]", message, i == 0)
+        messages += _messages(f"messages[{i}]", message, i == 0, unseen)
     chat["messages"] = messages = turns_of(messages)
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
@@ -78,7 +79,7 @@ def chat_of(raw: Json) -> Json:
     chat |= _bound(raw, config)
     known = {*ALIKE, *INERT, "system", "messages", "stop_sequences", "tools", "tool_choice", "thinking",
              "output_config", "output_format"}
-    chat |= others(raw, known, chat) | parts_left("output_config", config, ("format", "effort")) | parts_left(
+    chat |= unseen | others(raw, known, chat) | parts_left("output_config", config, ("format", "effort")) | parts_left(
         "thinking", thinking, ("type",))
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         chat = {"continue_final_message": True, "add_generation_prompt": False} | chat
@@ -100,7 +101,7 @@ def _bound(raw: Json, config: Json) -> Json:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
 
 
-def _messages(at: str, message: Any, first: bool) -> Iterator[Json]:
+def _messages(at: str, message: Any, first: bool, unseen: dict[str, bool]) -> Iterator[Json]:
     """One message of theirs is several of a chat where it brings results of tools."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise InvalidRequest(f"{at}.role", "must be 'user', 'assistant' or 'system'")
@@ -125,7 +126,7 @@ def _messages(at: str, message: Any, first: bool) -> Iterator[Json]:
                           "function": {"name": block.get("name"), "arguments": block.get("input")}})
         elif kind == "tool_result" and message["role"] == "user":
             given = block.get("content")
-            result = "" if given is None else text_of(f"{where}.content", given)
+            result = "" if given is None else result_of(f"{where}.content", given, unseen)
             yield {"role": "tool", "tool_call_id": as_written(block.get("tool_use_id"), CALL),
                    "content": f"Error: {result}" if block.get("is_error") is True else result}
         elif kind == "thinking" and isinstance(block.get("thinking"), str):

@@ -265,6 +265,8 @@ class Generation(Strict):
     def wanted(self, max_tokens: int | None, top_logprobs: int | None) -> Options:
         """Raises InvalidRequest naming a value out of range."""
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
+        if given.get("top_p") == 0:  # of what is likeliest, the first
+            given |= {"temperature": 0.0, "top_p": 1.0}
         sampling = Sampling(**{"temperature": 1.0, **given}, top_k=max(self.top_k or 0, 0),
                             logit_bias=_biases(self.logit_bias or {}),
                             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),

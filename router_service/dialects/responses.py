@@ -5,7 +5,8 @@ Rules:
    and tools may have the chat's names.
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
 3. Tools are functions; others are left out and named. Of input items messages, calls, their results and reasoning are
-   known. Reasoning is of the message or the calls behind it: what a template shows of it again is its own affair.
+   known. Reasoning is of the message or the calls behind it: what a template shows of it again is its own affair. It
+   is told a second time as its encrypted content, in which nothing is hidden: some clients send that alone again.
 4. Turns of one role are one: agents send instructions and what a developer says, then several messages of a user.
 
 It knows nothing about models, routes or the network.
@@ -18,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import Refused, object_of, others, parts_left, text_of
+from router_service.dialects.fields import Refused, object_of, others, parts_left, result_of, text_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -39,10 +40,12 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({
     "context_management": Refused((), "shorten the input")})
 INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
+UNSEALED = "unsealed:"  # begins a thought's encrypted content: that of others tells nothing here
 CALL = "call_"  # begins the ids of calls
 MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
 # The chat's fields that are called otherwise here.
-NAMES = MappingProxyType({"response_format.json_schema": "text.format", "response_format": "text.format",
+NAMES = MappingProxyType({"tool_choice.allowed_tools": "tool_choice",
+                          "response_format.json_schema": "text.format", "response_format": "text.format",
                           "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"})
 
 
@@ -64,8 +67,9 @@ def chat_of(raw: Json) -> Json:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items or len(items) > MAX_ITEMS:
         raise InvalidRequest("input", f"must be a string, or a list of 1 to {MAX_ITEMS} items")
+    unseen: dict[str, bool] = {}
     for i, item in enumerate(items):
-        messages += _messages(f"input[{i}]", item)
+        messages += _messages(f"input[{i}]", item, unseen)
     chat["messages"] = turns_of(messages)
     chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
     text, reasoning = object_of(raw, "text"), object_of(raw, "reasoning")
@@ -82,11 +86,11 @@ def chat_of(raw: Json) -> Json:
                              "their names")
     known = {*ALIKE, *REFUSED, *INERT, "max_output_tokens", "instructions", "input", "tools", "tool_choice", "text",
              "reasoning", "metadata"}
-    return chat | others(raw, known, chat) | parts_left("text", text, ("format",)) | parts_left(
+    return chat | unseen | others(raw, known, chat) | parts_left("text", text, ("format",)) | parts_left(
         "reasoning", reasoning, ("effort", "summary", "generate_summary"))
 
 
-def _messages(at: str, item: Any) -> Iterator[Json]:
+def _messages(at: str, item: Any, unseen: dict[str, bool]) -> Iterator[Json]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
@@ -97,9 +101,11 @@ def _messages(at: str, item: Any) -> Iterator[Json]:
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
     elif kind == "function_call_output":
         yield {"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
-               "content": text_of(f"{at}.output", item.get("output"))}
+               "content": result_of(f"{at}.output", item.get("output"), unseen)}
     elif kind == "reasoning":
-        if thought := text_of(f"{at}.content", item.get("content") or ""):
+        sealed = item.get("encrypted_content")
+        ours = sealed.removeprefix(UNSEALED) if isinstance(sealed, str) and sealed.startswith(UNSEALED) else ""
+        if thought := text_of(f"{at}.content", item.get("content") or ours):
             yield {"role": "assistant", "content": "", "reasoning_content": thought}
     elif kind == "item_reference":
         raise InvalidRequest(f"{at}.type", f"is not served here; {_KEPT}, as clients do with store: false")
@@ -117,7 +123,12 @@ def _tools(tools: Any, choice: Any) -> Json:
         "parameters": tool.get("parameters") or {}}} for tool in tools if tool.get("type") == "function"]
     # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
     theirs: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") != "function"}
-    if isinstance(choice, dict):
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice["tools"] if isinstance(choice.get("tools"), list) else []
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": [
+            {"type": "function", "function": {"name": tool.get("name")}} for tool in allowed
+            if isinstance(tool, dict) and tool.get("type") == "function"]}}
+    elif isinstance(choice, dict):
         if not isinstance(choice.get("name"), str):
             raise InvalidRequest("tool_choice", 'must name a function, as in {"type": "function", "name": "..."}')
         choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
@@ -131,7 +142,8 @@ def _told_again(asked: Mapping[str, Any]) -> Json:
             "tools": [tool for tool in tools if tool.get("type") == "function"],
             "metadata": asked.get("metadata") or {},
             "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
-            "tool_choice": {"type": "function", "name": choice.get("name")} if isinstance(choice, dict) else choice,
+            "tool_choice": choice if not isinstance(choice, dict) or choice.get("type") == "allowed_tools" else {
+                "type": "function", "name": choice.get("name")},
             **{name: asked.get(name) for name in ("temperature", "top_p", "max_output_tokens")}}
 
 
@@ -220,7 +232,8 @@ def _item(block: Block, open_: bool = False) -> Json:
         content = [] if open_ else [_part(text)]
         return {"type": "message", "id": _id(block), "role": "assistant", "status": status, "content": content}
     return {"type": "reasoning", "id": _id(block), "summary": [], "status": status,
-            "content": [{"type": "reasoning_text", "text": text}] if text else []}
+            "content": [{"type": "reasoning_text", "text": text}] if text else [],
+            **({} if open_ else {"encrypted_content": UNSEALED + text})}
 
 
 def _part(text: str) -> Json:

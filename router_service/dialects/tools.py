@@ -176,6 +176,13 @@ def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
         return None
     if choice in (None, "auto", "required"):
         return replace(use, choice=choice or "auto")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _among(use, choice.get("allowed_tools"))
+    return replace(use, choice=_named(use, choice), named=True)
+
+
+def _named(use: ToolUse, choice: Any) -> str:
+    """The function that ``choice`` names. Raises InvalidRequest."""
     name = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = name.get("name") if isinstance(name, dict) else None
     if not isinstance(name, str):
@@ -183,7 +190,17 @@ def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
                              '{"type": "function", "function": {"name": "..."}}')
     if name not in use.schemas:
         raise InvalidRequest("tool_choice", f"no function among tools is called {name[:64]!r}")
-    return replace(use, choice=name, named=True)
+    return name
+
+
+def _among(use: ToolUse, allowed: Any) -> ToolUse:
+    """Of the ``allowed`` tools, as the model is told of no others. Raises InvalidRequest."""
+    mode, named = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(named, list) or not named:
+        raise InvalidRequest("tool_choice.allowed_tools", "must have a mode, 'auto' or 'required', and functions among "
+                             "tools")
+    names = {_named(use, choice) for choice in named}
+    return replace(use, tools=tuple(tool for tool in use.tools if tool["function"]["name"] in names), choice=mode)
 
 
 def _check_tool(at: str, tool: Any) -> None:

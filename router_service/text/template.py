@@ -10,7 +10,8 @@ Rules:
 3. A template is tried on small conversations when it is loaded. One that is none, leaves the sandbox or exceeds a limit
    is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own. One that
    writes nothing of a text, as those of models that read images, too, is given lists of parts; one that writes nothing
-   of what the system says is given it as the user's.
+   of what the system says, or says later, or before results of tools, is given that as the user's, as is one that
+   writes no results of tools; one that writes no calls, as the assistant's words.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
@@ -45,6 +46,13 @@ MEMORY = 512 << 20  # bytes that the process may map; it begins with 25 MB
 CPU_S = 3.0  # of one rendering: thousands of messages take a tenth of it
 PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning holds; two of them mark a literal
 TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
+LATER = (("system", "system", "user"), ("system", "user", "assistant", "system", "user"),
+         ("system", "user", "assistant", "user", "system"))
+TOOLS = {"tools": [{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}}}}]}
+CALLED = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [
+    {"id": "theircall", "type": "function", "function": {"name": "weather", "arguments": {"city": "Hello calls"}}}]})
+RESULT = {"role": "tool", "tool_call_id": "theircall", "name": "weather", "content": "Hello results"}
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 END = "\uf8fe\uf8ff"  # behind a message that goes on; two more such characters
 REFUSED, BROKEN, COSTLY = "refused", "broken", "costly"  # what is wrong: the messages, the template, what both take
@@ -61,14 +69,24 @@ class Renderer:
         self._template = compiled(source)
         self.in_parts = False  # whether texts are given as lists of parts
         self.systemless = False  # whether the system's are given as the user's
+        self.one_system = False  # whether those that the system says later are
+        self.forgets: list[str] = []  # whose last message leaves out the system's words, which are the user's then
+        self.callless = False  # whether calls are given as the assistant's words
+        self.resultless = False  # whether results of tools are given as the user's words
+        self._marks = tuple(mark for mark in ("<tool_call>", "<|tool_call|>") if mark in source)
 
     def written(self, *roles: str) -> list[str]:
         """Those of whom the prompt has what they say."""
+        said = [(role, f"Hello {i} {role}s") for i, role in enumerate(roles)]
+        text = self.told([{"role": role, "content": words} for role, words in said])
+        return [role for role, words in said if words in text]
+
+    def told(self, messages: Messages, names: Mapping[str, Any] | None = None) -> str:
+        """The prompt; "" where there is none."""
         try:
-            text = "".join(self.render([{"role": role, "content": f"Hello {role}s"} for role in roles]))
+            return "".join(self.render(messages, names=names))
         except Problem:
-            return []
-        return [role for role in roles if f"Hello {role}s" in text]
+            return ""
 
     def render(self, messages: Messages, begun: bool = True, continued: bool = False,
                names: Mapping[str, Any] | None = None) -> list[str]:
@@ -90,6 +108,12 @@ class Renderer:
     def _read(self, messages: Messages, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
         """The first of the ``readings`` that can be rendered. Raises Problem."""
         refusal = Problem(REFUSED, "")
+        if self.one_system and any(message.get("role") == "system" for message in messages[1:]):
+            messages = joined(messages)
+        if self.callless:
+            messages = in_words(messages, self._marks)
+        if self.resultless and any(message.get("role") == "tool" for message in messages):
+            messages = turns_of(map(as_users, messages))
         for reading in readings(messages):
             try:
                 return self._text(reading, add_generation_prompt, given)
@@ -108,6 +132,8 @@ class Renderer:
         """Raises whatever the template does."""
         if self.systemless:
             messages = by_users(messages)
+        elif any(message.get("role") in self.forgets for message in messages[-1:]):
+            messages = by_last_user(messages)
         if self.in_parts:
             messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
@@ -250,9 +276,41 @@ def as_text(turns: Messages) -> Messages:
             if message.get("tool_calls") else message for message in turns]
 
 
+def in_words(messages: Messages, marks: Sequence[str]) -> list[Mapping[str, Any]]:
+    """As templates of SmolLM3's and Granite's kind have it: they ask for calls as objects between marks, or as a list
+    behind one, and write of a call in the past what the assistant said besides."""
+    found = list[Mapping[str, Any]]()
+    for message in messages:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+        if calls:
+            words = ([f"<tool_call>\n{call}\n</tool_call>" for call in calls] if "<tool_call>" in marks
+                     else [f"{''.join(marks)}[{', '.join(calls)}]"])
+            said = "\n".join([*([message["content"]] if message["content"] else []), *words])
+            message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": said}
+        found.append(message)
+    return found
+
+
+def as_users(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As Granite 3.0's and older templates of Mistral's have it: they know results by other roles than the API's."""
+    said = f"<tool_response>\n{message['content']}\n</tool_response>"
+    return {"role": "user", "content": said} if message["role"] == "tool" else message
+
+
 def by_users(turns: Messages) -> Messages:
     """As Gemma's and older templates of Mistral's have it: what the system says begins the user's first turn."""
     return turns_of([{**message, "role": "user"} if message["role"] == "system" else message for message in turns])
+
+
+def by_last_user(turns: Messages) -> Messages:
+    """As Mistral's templates have it where that is the last message: what the system says begins the user's last."""
+    said = [message["content"] for message in turns if message["role"] == "system"]
+    others = [message for message in turns if message["role"] != "system"]
+    last = max((i for i, message in enumerate(others) if message["role"] == "user"), default=None)
+    if last is None or not said:
+        return turns
+    return [{**message, "content": "\n\n".join([*said, message["content"]])} if i == last else message
+            for i, message in enumerate(others)]
 
 
 def greeted(turns: Messages) -> Messages:
@@ -290,7 +348,21 @@ def trial(renderer: Renderer) -> None:
     if not renderer.written("user"):
         renderer.in_parts = True
         renderer.in_parts = renderer.written("user") == ["user"]
+    elif not renderer.told((*CALLED, RESULT), TOOLS):  # of a call without words it may look at the first part
+        talk = [{"role": role, "content": "Hello"} for role in TRIALS[-1]]
+        text, renderer.in_parts = renderer.told(talk), True
+        renderer.in_parts = renderer.told(talk) == text and renderer.told((*CALLED, RESULT), TOOLS) != ""
     renderer.systemless = renderer.written("system", "user") == ["user"]
+    renderer.one_system = any(renderer.written(*roles).count("system") == 1 for roles in LATER)
+    called = renderer.told(CALLED, TOOLS)
+    renderer.callless = called != "" and "Hello calls" not in called and "theircall" not in called
+    whole = renderer.told((*CALLED, RESULT), TOOLS)
+    named = whole.count("theircall") > called.count("theircall")
+    renderer.resultless = whole != "" and "Hello results" not in whole and not named
+    for last, said in (("assistant", CALLED), ("tool", (*CALLED, RESULT))):
+        text = renderer.told([{"role": "system", "content": "Hello system"}, *said], TOOLS)
+        if text and "Hello system" not in text:
+            renderer.forgets.append(last)
 
 
 def main() -> None:
