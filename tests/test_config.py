@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.base.address import host_port
-from slipstream.base.config import Config, config_yaml, load
+from slipstream.base.config import Config, config_yaml, dumped, load
 from slipstream.base.errors import ConfigError
 from slipstream.cli.process import places
 
@@ -28,6 +28,8 @@ from slipstream.cli.process import places
     ("draft.compile=perhaps", "draft.compile: 'perhaps' is neither true nor false"),
     ("model.dtype=fp16", "model.dtype: 'fp16' is not known; write 'float64', 'float32', 'bfloat16' or 'float16'"),
     ("model.path=8", "model.path: 8 is not text; YAML takes it as such in quotes: '8'"),
+    ("router.api_keys_file=~",
+     "router.api_keys_file: stands there without a value; write '' for none, or leave it out"),
     ("target.policy.deadline_max_s=.inf", "target.policy.deadline_max_s: must have an end"),
     ("router.request_timeout_s=.nan", "router.request_timeout_s: must have an end"),
     ("target.policy=3", "target.policy: is a section: write its settings below it, one a line, or "
@@ -96,6 +98,16 @@ def test_a_number_may_have_an_exponent_and_no_point(tmp_path: Path, written: str
 
 def test_what_only_begins_like_a_number_is_text() -> None:
     assert load(None, ("model.path=7e3b-instruct", "router.model_name=1e")).model.path == "7e3b-instruct"
+
+
+@pytest.mark.parametrize("name", ["1e-5", "4e21093", "5e3", "yes", "010", "8", "été"])
+def test_a_text_that_looks_like_a_number_is_printed_as_text(tmp_path: Path, name: str) -> None:
+    """As folders of checkpoints are called by their learning rate, or by a commit."""
+    config = load(None, (f"model.path='{name}'",))
+    for number, text in enumerate((config_yaml(config), dumped(config.model_dump(mode="json")))):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(text, encoding="utf-8")
+        assert load(file).model.path == name
 
 
 def test_no_default_port_is_one_that_a_system_gives_to_clients() -> None:

@@ -247,8 +247,14 @@ class _Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Quoting(yaml.SafeDumper):
+    """Quotes a text that ``_Once`` would take for a number, such as a folder 1e-5."""
+
+
 # YAML 1.1 has a point in every such number; Helm writes 0.00005 as 5e-05.
-_Once.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+for _kind in (_Once, _Quoting):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"),
+                                list("-+0123456789"))
 
 
 def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
@@ -305,6 +311,8 @@ def _mistake(problem: Any) -> str:
         near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
         return f"{key}: unknown key; " + (f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}")
     words = WORDS.get(problem["type"])
+    if problem["input"] is None and problem["type"] == "string_type":
+        return f"{key}: stands there without a value; write '' for none, or leave it out"
     if words is None:
         return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
     found = "nothing" if problem["input"] is None else str(problem["input"])[:LONGEST]
@@ -351,11 +359,17 @@ def _comment(field: FieldInfo) -> str:
     return "; ".join(part for part in parts if part)
 
 
+def dumped(value: Any, **layout: Any) -> str:
+    """``value`` as YAML that ``load`` takes for the same."""
+    text: str = yaml.dump(value, Dumper=_Quoting, sort_keys=False, **layout)
+    return text
+
+
 def _scalar(value: Any) -> str:
     """Sections in a list, and one that is left empty, as users write them: what differs from the defaults."""
     if isinstance(value, list | tuple):
         value = [_differing(one) for one in value]
-    text = yaml.safe_dump(_differing(value), default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
+    text = dumped(_differing(value), default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

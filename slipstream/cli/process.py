@@ -34,10 +34,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from slipstream.base.address import host_port, reachable
-from slipstream.base.config import Config, load
+from slipstream.base.config import Config, dumped, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
 from slipstream.observe.log import configure, logger
@@ -237,7 +235,7 @@ class Launch:
         require_free(self.config)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False))
+            self._file.write_text(dumped(self.config.model_dump(mode="json")))
             for service in self.services:
                 service.log.write_bytes(b"")
         except OSError as error:
