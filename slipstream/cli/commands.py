@@ -391,6 +391,8 @@ def prepare_known(
 
 def main() -> None:
     """The console script. Errors of Slipstream and of the system (a full disk) are one sentence and exit code 1."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal without UTF-8 lacks is a sign, no end
     try:
         app()
     except (SlipstreamError, OSError) as error:
