@@ -109,11 +109,16 @@ class ListedModel:
 
 
 def default_root() -> Path:
-    """The folder that holds prepared models: the platform's cache folder for this user."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "slipstream" / "models"
+    """The folder that holds prepared models: the platform's cache folder for this user. Raises ConfigError where none
+    is known."""
     xdg = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "slipstream" / "models"
+        cache = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ConfigError("this user has no home folder, where models and kernels are kept: set HOME, or "
+                          "XDG_CACHE_HOME to a folder of its own") from error
     return cache / "slipstream" / "models"
 
 
