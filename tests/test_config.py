@@ -145,7 +145,7 @@ def test_an_ipv6_address_loses_its_brackets() -> None:
     assert host_port("[::1]:80") == ("::1", 80) and host_port("localhost:0") == ("localhost", 0)
 
 
-@pytest.mark.parametrize("address", ["::1:8000", "'[::1]:8000'"])
+@pytest.mark.parametrize("address", ["::1:8000", "'[::1]:8000'", "[::1]:8000"])
 def test_an_ipv6_address_to_listen_on_has_brackets(address: str) -> None:
     assert load(None, (f"router.listen={address}",)).router.listen == "[::1]:8000"
 

@@ -70,6 +70,7 @@ GONE: Mapping[str, str] = MappingProxyType({
     "wire.tls.server_name": "a server's certificate bears the name that is dialled",
 })
 LONGEST = 80  # characters of a wrong value that are shown
+BRACKETED = re.compile(r"\[[0-9A-Fa-f:.]+\]:[0-9]+")  # an address of IPv6, with which YAML begins a list
 
 
 class Section(BaseModel):
@@ -294,6 +295,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(below, dict):
             raise ConfigError(f"--set {override}: {section} is a value, not a section")
         tree = below
+    if BRACKETED.fullmatch(value):
+        tree[last] = value
+        return
     try:
         tree[last] = _Once(value).get_single_data() if value else ""
     except (ValueError, RecursionError, yaml.YAMLError) as error:
