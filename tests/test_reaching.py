@@ -3,10 +3,12 @@ TLS between the services, names, addresses that are none to dial."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,9 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.base.address import reachable
-from slipstream.base.config import Config, RouterSection
+from slipstream.base.config import Config, RouterSection, load
 from slipstream.base.errors import ConfigError
+from slipstream.cli import colocated
 from slipstream.cli.commands import app
 from slipstream.cli.host import first_key
 from slipstream.cli.process import joined
@@ -47,6 +50,21 @@ def test_the_first_key_of_a_file_is_a_word_of_a_line(tmp_path: Path) -> None:
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="holds no key"):
         first_key(file)
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    ("router.listen={taken}", "^router.listen: port .* is taken; .* add --set router.listen=127.0.0.1:"),
+    ("target.metrics_listen={taken}", "^target.metrics_listen: port .* is taken"),
+    ("router.listen=0.0.0.0:8000", "^router.listen: 0.0.0.0:8000 reaches beyond this machine in plain text"),
+    ("router.grpc_listen=0.0.0.0:8001", "^router.grpc_listen: 0.0.0.0:8001 reaches beyond this machine"),
+    ("router.api_keys_file=nowhere", "^router.api_keys_file: cannot read nowhere")])
+def test_one_process_says_what_it_cannot_begin_with_before_a_model_is_loaded(change: str, told: str) -> None:
+    """Which may take minutes. Here there is none to load."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        config = load(None, (*on_free_ports(), "model.path=nowhere",
+                             change.format(taken=f"127.0.0.1:{holder.getsockname()[1]}")))
+        with pytest.raises(ConfigError, match=told):
+            asyncio.run(colocated.serve(config, asyncio.Event(), lambda: None))
 
 
 @needs_openssl

@@ -194,9 +194,10 @@ def require_free(config: Config) -> None:
     _require(wanted)
 
 
-def require_own(config: Config, name: str) -> None:
-    """The same for one service alone, which may leave ports open: said before it loads a model, which takes minutes."""
-    own = {key: address for key, address in places(config).items() if key.startswith(f"{name}.")}
+def require_own(config: Config, *names: str) -> None:
+    """The same for one process alone, which may leave ports open: said before it loads a model, which takes minutes.
+    ``names``: of its services, or of settings."""
+    own = {key: address for key, address in places(config).items() if not {key, key.split(".")[0]}.isdisjoint(names)}
     _require({key: address for key, address in own.items() if host_port(address)[1]})
 
 
