@@ -124,6 +124,7 @@ def test_what_a_ready_service_has_loaded_is_out_of_the_collectors_way() -> None:
 @pytest.mark.parametrize(("name", "text"), COMMANDS, ids=[name for name, _ in COMMANDS])
 def test_every_command_teaches_by_example(name: str, text: str) -> None:
     assert "Example" in text and "`slipstream " in text, f"slipstream {name} --help shows no example"
+    assert " --set target.drafts=[" not in text and " --set router.targets=[" not in text, "a pattern to zsh"
 
 
 def test_every_option_of_a_command_is_explained() -> None:

@@ -118,7 +118,7 @@ def draft(config: ConfigFile = None, overrides: Overrides = None) -> None:
 def target(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run the target service in the foreground.
 
-    Example: `slipstream target --set model.path=smollm2-135m --set target.drafts=[127.0.0.1:8052]`
+    Example: `slipstream target --set model.path=smollm2-135m --set 'target.drafts=[127.0.0.1:8052]'`
     """
     _foreground("target_service.__main__", _settings(config, overrides))
 
@@ -127,7 +127,7 @@ def target(config: ConfigFile = None, overrides: Overrides = None) -> None:
 def router(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run the router in the foreground.
 
-    Example: `slipstream router --set router.targets=[127.0.0.1:8051] --set router.api_keys_file=keys.txt`
+    Example: `slipstream router --set 'router.targets=[127.0.0.1:8051]' --set router.api_keys_file=keys.txt`
     """
     _foreground("router_service.__main__", _settings(config, overrides))
 
