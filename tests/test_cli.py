@@ -267,7 +267,10 @@ def test_a_conversation_remembers_and_forgets(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_conversation_that_is_too_long_is_told_how_to_go_on() -> None:
-    assert "/new forgets the conversation, which makes room" in converse("long", "/quit")[1]
+    told = "/new forgets the conversation, which makes room"
+    assert told in converse("one", "long", "/quit")[1]
+    alone = converse("long", "/quit")[1]  # as where --max-tokens is more than the context
+    assert told not in alone and "--max-tokens" in alone
 
 
 def test_plain_switches_drafts_off_and_on() -> None:
