@@ -183,13 +183,6 @@ def test_a_chat_goes_on_after_bytes_that_are_no_text(monkeypatch: pytest.MonkeyP
     assert result.exception is None and asked == ["caf\ufffd", "more"]
 
 
-def test_config_prints_what_is_in_force(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["config", "--set", "router.max_in_flight=3"])
-    file = tmp_path / "slipstream.yaml"
-    file.write_text(result.output)
-    assert load(file).router.max_in_flight == 3
-
-
 def test_an_error_is_a_sentence_without_a_traceback() -> None:
     done = subprocess.run([sys.executable, "-m", "slipstream", "config", "--set", "router.max_in_fligh=3"],
                           capture_output=True, text=True, timeout=300)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from slipstream.base.address import host_port
 from slipstream.base.config import Config, config_yaml, dumped, load
 from slipstream.base.errors import ConfigError
-from slipstream.cli.process import places
+from slipstream.cli.commands import app
+from slipstream.cli.process import joined, places
 
 
 @pytest.mark.parametrize(("override", "told"), [
@@ -108,6 +110,20 @@ def test_a_text_that_looks_like_a_number_is_printed_as_text(tmp_path: Path, name
         file = tmp_path / f"{number}.yaml"
         file.write_text(text, encoding="utf-8")
         assert load(file).model.path == name
+
+
+def test_config_prints_what_is_in_force(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["config", "--set", "router.max_in_flight=3"])
+    file = tmp_path / "slipstream.yaml"
+    file.write_text(result.output)
+    assert load(file).router.max_in_flight == 3
+    moved = ("target.listen=127.0.0.1:7001", "draft.listen=127.0.0.1:7002")
+    for changes in ((), moved):  # a launch finds the rest out, as without a file
+        assert joined(load(file, changes)).target == joined(load(None, changes)).target
+        assert joined(load(file, changes)).router.targets == joined(load(None, changes)).router.targets
+    result = CliRunner().invoke(app, ["config", "--set", "target.shared_cores=false", "--set", "target.drafts=[]"])
+    file.write_text(result.output)
+    assert not joined(load(file)).target.shared_cores and joined(load(file)).target.drafts == ()
 
 
 def test_no_default_port_is_one_that_a_system_gives_to_clients() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -69,6 +69,7 @@ GONE: Mapping[str, str] = MappingProxyType({
     "wire.tls.certificate": _FOLDER, "wire.tls.key": _FOLDER, "wire.tls.authority": _FOLDER,
     "wire.tls.server_name": "a server's certificate bears the name that is dialled",
 })
+FOUND = ("drafts", "shared_cores", "targets")  # what services of one machine find out unless it was set
 LONGEST = 80  # characters of a wrong value that are shown
 BRACKETED = re.compile(r"\[[0-9A-Fa-f:.]+\]:[0-9]+")  # an address of IPv6, with which YAML begins a list
 
@@ -330,13 +331,14 @@ def _keys_at(sections: list[str]) -> list[str]:
     return list(type(section).model_fields)
 
 
-def config_yaml(section: BaseModel) -> str:
+def config_yaml(section: BaseModel, hidden: Collection[str] = ()) -> str:
     """A whole configuration (or other sections, such as the chart's values) as YAML, with what each setting means as a
-    comment. A configuration within others is left empty: it has a page of its own."""
-    return "\n".join(_section(section, 0)) + "\n"
+    comment. A configuration within others is left empty: it has a page of its own. ``hidden``: names of settings that
+    are comments themselves unless they were set."""
+    return "\n".join(_section(section, 0, hidden)) + "\n"
 
 
-def _section(section: BaseModel, depth: int) -> Iterable[str]:
+def _section(section: BaseModel, depth: int, hidden: Collection[str]) -> Iterable[str]:
     indent = "  " * depth
     for number, (name, field) in enumerate(type(section).model_fields.items()):
         value = getattr(section, name)
@@ -346,9 +348,10 @@ def _section(section: BaseModel, depth: int) -> Iterable[str]:
         comment = _comment(field)
         if inner and not comment:
             comment = " ".join((type(value).__doc__ or "").split()).replace("``", "`")
-        yield f"{indent}{name}:" + ("" if inner else f" {_scalar(value)}") + (f"  # {comment}" if comment else "")
+        mark = "# " if name in hidden and name not in section.model_fields_set else ""
+        yield f"{indent}{mark}{name}:" + ("" if inner else f" {_scalar(value)}") + (f"  # {comment}" if comment else "")
         if inner:
-            yield from _section(value, depth + 1)
+            yield from _section(value, depth + 1, hidden)
 
 
 def _comment(field: FieldInfo) -> str:
