@@ -71,7 +71,7 @@ $(COMPILED)/.made: build_hook.py pyproject.toml $(shell find slipstream draft_se
 
 bench-vllm: setup vllm $(COMPILED)/.made  ## vLLM plain, with drafters of its own and with ours; and what ours costs its host (PROMPTS=folder)
 	PYTHONPATH=$(COMPILED):integrations/vllm:. $(BIN)/python -P -m bench.vllm.host
-	$(BIN)/python -m bench.vllm --vllm $(VLLM) $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
+	$(BIN)/python -m bench.vllm --vllm $(VLLM) $(if $(PROMPTS),--prompts "$(PROMPTS)") $(ARGS)
 
 vllm:  ## an environment with vLLM for CPUs (3.5 GB, minutes, once), and slipstream-vllm in it
 	test -x $(VLLM)/bin/python || $(call VENV,$(VLLM))
@@ -107,9 +107,14 @@ proto: .venv/.project  ## compile proto/ again
 PEERS := $(CACHE)/slipstream/peers
 PEERS_WITHOUT := TESTS EXAMPLES APP
 
+# Said before anything is set up or compiled, which takes minutes.
+ifeq ($(filter bench,$(MAKECMDGOALS))$(PROMPTS),bench)
+$(error give PROMPTS=folder with mt_bench.jsonl)
+endif
+
 # As it is installed, not as it is edited.
 bench: setup $(COMPILED)/.made  ## Slipstream beside transformers, llama.cpp and vLLM, batches, goals (PROMPTS=folder with mt_bench.jsonl; see bench-peers)
-	$(AS_INSTALLED) $(BIN)/python -m bench.peers --peers $(PEERS) --vllm $(VLLM) --prompts $(or $(PROMPTS),$(error give PROMPTS=folder with mt_bench.jsonl)) $(ARGS)
+	$(AS_INSTALLED) $(BIN)/python -m bench.peers --peers $(PEERS) --vllm $(VLLM) --prompts "$(PROMPTS)" $(ARGS)
 
 bench-peers: vllm  ## install what `make bench` compares with: builds llama.cpp, minutes, once; and vLLM
 	test -x $(PEERS)/bin/python || $(call VENV,$(PEERS))
@@ -124,7 +129,7 @@ bench-smoke: setup $(COMPILED)/.made  ## a dozen prompts: plain, ngram, the defa
 	$(AS_INSTALLED) $(BIN)/python -m bench.peers --peers $(PEERS) --runs 0 --systems slipstream-plain slipstream-ngram slipstream-default slipstream-standalone $(ARGS)
 
 bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
-	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
+	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts "$(PROMPTS)") $(ARGS)
 
 bench-host: setup  ## where the microseconds of a real round go besides the devices, piece by piece and by thread
 	$(BIN)/python -m bench.host.rounds $(ARGS)
@@ -134,7 +139,7 @@ bench-steps: setup  ## milliseconds of a step by rows and threads, and what a pl
 	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.host.steps $(ARGS)
 
 bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full": the whole sweep; ARGS=--real PROMPTS=folder: the default pair, simulated)
-	$(BIN)/python -m bench.traffic.network $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
+	$(BIN)/python -m bench.traffic.network $(if $(PROMPTS),--prompts "$(PROMPTS)") $(ARGS)
 
 bench-floods: setup  ## what it costs when a draft floods its target, or a target the draft of another
 	$(BIN)/python -m tests.flooding --model smollm2-135m $(ARGS)

@@ -18,7 +18,7 @@ from rich.progress import track
 
 from bench.asking import Measured, ask, own, read
 from bench.fleet import LOGS, pair
-from bench.report import Row, finished, number, write
+from bench.report import Row, complained, finished, number, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
@@ -83,6 +83,7 @@ def parting(plain: Measured, drafted: Measured) -> str:
     return f"they part at token {at}, where the margin is {chosen - other:.5f} (log probability)"
 
 
+@complained()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", help="folder of JSONL sets; without it our own dozen is asked")

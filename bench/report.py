@@ -8,7 +8,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,16 @@ def finished(work: Coroutine[Any, Any, Result]) -> Result:
     """What ``work`` returns; an error of ours ends the process with its sentence."""
     try:
         return asyncio.run(work)
+    except SlipstreamError as error:
+        complain(error)
+        sys.exit(1)
+
+
+@contextmanager
+def complained() -> Iterator[None]:
+    """The same for what is no coroutine; also as a decorator."""
+    try:
+        yield
     except SlipstreamError as error:
         complain(error)
         sys.exit(1)

@@ -403,7 +403,8 @@ class Balancer:
                 return
 
     def moved(self, target: Target) -> None:
-        self._metrics.retried(target.name)
+        if target.name in self._targets.known:  # a series of one that is forgotten would stay for ever
+            self._metrics.retried(target.name)
 
     async def renewed(self, target: Target, asked: Identity | None) -> bool:
         """``target`` says that its model is not the one that was ``asked`` for. Returns whether another is known now:

@@ -124,6 +124,7 @@ def test_what_a_ready_service_has_loaded_is_out_of_the_collectors_way() -> None:
 @pytest.mark.parametrize(("name", "text"), COMMANDS, ids=[name for name, _ in COMMANDS])
 def test_every_command_teaches_by_example(name: str, text: str) -> None:
     assert "Example" in text and "`slipstream " in text, f"slipstream {name} --help shows no example"
+    assert " --set target.drafts=[" not in text and " --set router.targets=[" not in text, "a pattern to zsh"
 
 
 def test_every_option_of_a_command_is_explained() -> None:
@@ -180,13 +181,6 @@ def test_a_chat_goes_on_after_bytes_that_are_no_text(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("slipstream.wire.client.Client", lambda *_, **__: nullcontext(Talking()))
     result = CliRunner().invoke(app, ["chat"], input=b"caf\xe9\nmore\n")
     assert result.exception is None and asked == ["caf\ufffd", "more"]
-
-
-def test_config_prints_what_is_in_force(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["config", "--set", "router.max_in_flight=3"])
-    file = tmp_path / "slipstream.yaml"
-    file.write_text(result.output)
-    assert load(file).router.max_in_flight == 3
 
 
 def test_an_error_is_a_sentence_without_a_traceback() -> None:
@@ -266,7 +260,10 @@ def test_a_conversation_remembers_and_forgets(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_conversation_that_is_too_long_is_told_how_to_go_on() -> None:
-    assert "/new forgets the conversation, which makes room" in converse("long", "/quit")[1]
+    told = "/new forgets the conversation, which makes room"
+    assert told in converse("one", "long", "/quit")[1]
+    alone = converse("long", "/quit")[1]  # as where --max-tokens is more than the context
+    assert told not in alone and "--max-tokens" in alone
 
 
 def test_plain_switches_drafts_off_and_on() -> None:

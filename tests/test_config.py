@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from slipstream.base.address import host_port
-from slipstream.base.config import Config, config_yaml, load
+from slipstream.base.config import Config, config_yaml, dumped, load
 from slipstream.base.errors import ConfigError
-from slipstream.cli.process import places
+from slipstream.cli.commands import app
+from slipstream.cli.process import joined, places
 
 
 @pytest.mark.parametrize(("override", "told"), [
@@ -28,6 +30,8 @@ from slipstream.cli.process import places
     ("draft.compile=perhaps", "draft.compile: 'perhaps' is neither true nor false"),
     ("model.dtype=fp16", "model.dtype: 'fp16' is not known; write 'float64', 'float32', 'bfloat16' or 'float16'"),
     ("model.path=8", "model.path: 8 is not text; YAML takes it as such in quotes: '8'"),
+    ("router.api_keys_file=~",
+     "router.api_keys_file: stands there without a value; write '' for none, or leave it out"),
     ("target.policy.deadline_max_s=.inf", "target.policy.deadline_max_s: must have an end"),
     ("router.request_timeout_s=.nan", "router.request_timeout_s: must have an end"),
     ("target.policy=3", "target.policy: is a section: write its settings below it, one a line, or "
@@ -98,6 +102,30 @@ def test_what_only_begins_like_a_number_is_text() -> None:
     assert load(None, ("model.path=7e3b-instruct", "router.model_name=1e")).model.path == "7e3b-instruct"
 
 
+@pytest.mark.parametrize("name", ["1e-5", "4e21093", "5e3", "yes", "010", "8", "été"])
+def test_a_text_that_looks_like_a_number_is_printed_as_text(tmp_path: Path, name: str) -> None:
+    """As folders of checkpoints are called by their learning rate, or by a commit."""
+    config = load(None, (f"model.path='{name}'",))
+    for number, text in enumerate((config_yaml(config), dumped(config.model_dump(mode="json")))):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(text, encoding="utf-8")
+        assert load(file).model.path == name
+
+
+def test_config_prints_what_is_in_force(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["config", "--set", "router.max_in_flight=3"])
+    file = tmp_path / "slipstream.yaml"
+    file.write_text(result.output)
+    assert load(file).router.max_in_flight == 3
+    moved = ("target.listen=127.0.0.1:7001", "draft.listen=127.0.0.1:7002")
+    for changes in ((), moved):  # a launch finds the rest out, as without a file
+        assert joined(load(file, changes)).target == joined(load(None, changes)).target
+        assert joined(load(file, changes)).router.targets == joined(load(None, changes)).router.targets
+    result = CliRunner().invoke(app, ["config", "--set", "target.shared_cores=false", "--set", "target.drafts=[]"])
+    file.write_text(result.output)
+    assert not joined(load(file)).target.shared_cores and joined(load(file)).target.drafts == ()
+
+
 def test_no_default_port_is_one_that_a_system_gives_to_clients() -> None:
     """Linux hands out 32768 to 60999, others from 49152: a service that starts later finds its port taken."""
     ports = [host_port(address)[1] for address in places(Config()).values()]
@@ -133,7 +161,7 @@ def test_an_ipv6_address_loses_its_brackets() -> None:
     assert host_port("[::1]:80") == ("::1", 80) and host_port("localhost:0") == ("localhost", 0)
 
 
-@pytest.mark.parametrize("address", ["::1:8000", "'[::1]:8000'"])
+@pytest.mark.parametrize("address", ["::1:8000", "'[::1]:8000'", "[::1]:8000"])
 def test_an_ipv6_address_to_listen_on_has_brackets(address: str) -> None:
     assert load(None, (f"router.listen={address}",)).router.listen == "[::1]:8000"
 

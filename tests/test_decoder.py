@@ -27,6 +27,7 @@ from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig, dtype_of, load_tensors, parse_config
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerWeights, Linear, Rope, Step, linear, rms_norm
 from slipstream.engine.runner import ModelRunner, cores, default_slots, limited_memory
+from slipstream.models.folder import load_tokenizer
 from tests.sequences import NOTHING, run, run_tree
 from tests.tiny import EOS, KINDS, VOCAB, store_as_the_head, tiny_config, tiny_tensors, write_tiny_model
 from tests.trees import random_tree
@@ -393,6 +394,23 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not tensors")
     with pytest.raises(ModelError, match="not readable as safetensors"):
         load_model(folder, ModelSection())
+
+
+def test_a_model_of_pickles_is_told_how_to_be_converted(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin is a pickle, .*save_file"):
+        load_model(folder, ModelSection())
+
+
+def test_a_clone_without_git_lfs_is_told_what_it_lacks(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ModelError, match=r"model\.safetensors: .*run 'git lfs pull' in "):
+        load_model(folder, ModelSection())
+    with pytest.raises(ModelError, match=r"tokenizer\.json: .*run 'git lfs pull' in "):
+        load_tokenizer(folder)
 
 
 def test_shards_are_read_by_their_index(tmp_path: Path) -> None:

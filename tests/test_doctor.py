@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -136,3 +137,10 @@ def test_a_target_alone_has_no_pair_to_check(tiny_folder: Path, tmp_path: Path) 
     assert "not checked" in shown.output
     (pairing,) = found("pairing", load(file, ("draft.drafter=ngram",)))
     assert pairing.status == "ok" and "ngram" in pairing.found
+
+
+def test_a_terminal_without_its_signs_gets_others(tmp_path: Path) -> None:
+    """Where the locale is Latin-1, the list of what is wrong ended in a traceback at its first check."""
+    done = subprocess.run([sys.executable, "-P", "-m", "slipstream", "doctor", "--set", f"model.path={tmp_path}"],
+                          env=os.environ | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (1, "") and "\\u2713" in done.stdout

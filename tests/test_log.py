@@ -31,6 +31,16 @@ def test_one_json_object_a_line(lines: io.StringIO) -> None:
     assert (second["event"], second["logger"]) == ("hm ok", "library")
 
 
+def test_an_error_of_a_library_comes_with_its_place(lines: io.StringIO) -> None:
+    """As asyncio tells of a task that has failed, or OpenTelemetry of spans that it could not send."""
+    try:
+        raise LookupError("gone")
+    except LookupError as error:
+        logging.getLogger("library").error("it failed", exc_info=error)
+    found = json.loads(lines.getvalue())
+    assert "test_log.py" in found["exception"] and found["exception"].endswith("LookupError: gone")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

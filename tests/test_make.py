@@ -26,3 +26,11 @@ def test_an_environment_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
                               capture_output=True, text=True)
         assert "install python3-venv" in done.stdout, "make says what its first line says"
         assert bool(done.returncode) == bool(code) and (tmp_path / ".venv").exists() == (not code)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not here")
+def test_a_benchmark_without_questions_says_so_before_anything_is_made(tmp_path: Path) -> None:
+    """Environment, model and machine code take minutes."""
+    done = subprocess.run(["make", "-n", "-f", MAKEFILE, "bench"], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and "give PROMPTS=folder" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pwd
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders
 from tokenizers import models as token_models
 
-from slipstream.base.errors import ModelError
+from slipstream.base.config import Config
+from slipstream.base.errors import ConfigError, ModelError
 from slipstream.models.folder import (
     HEADS,
     KNOWN,
@@ -27,6 +29,7 @@ from slipstream.models.folder import (
     packaged_file,
     prepare,
     resolve,
+    settled,
     tokenizer_hash,
 )
 from tests.small_gguf import F64, small_metadata, small_tensors, write_gguf
@@ -148,6 +151,18 @@ def test_resolve_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         resolve(tmp_path / "model.Q4_1.gguf")
     with pytest.raises(ModelError, match="known: smollm2-135m"):
         prepare("gpt-99", tmp_path / "x")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a number without a name in a container: each command ended in a traceback."""
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(ConfigError, match="set HOME"):
+        settled(Config())
 
 
 def test_listing_names_every_known_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

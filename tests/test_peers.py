@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -368,3 +369,12 @@ async def test_plain_and_drafted_are_asked_alike_where_speeds_are_compared(draft
         assert exact.parting(*pair) == "they part at token 2, where the margin is 0.20000 (log probability)"
     else:
         assert not asked[2:]
+
+
+@pytest.mark.parametrize("command", [
+    ("bench.exact", "--prompts", "nowhere"), ("bench.traffic.network", "--real", "--prompts", "nowhere"),
+    ("bench.vllm", "--vllm", "nowhere", "--prompts", "nowhere"), ("bench.gpu", "--device", "cuda:99")])
+def test_what_cannot_be_measured_is_told_in_a_sentence(command: tuple[str, ...]) -> None:
+    done = subprocess.run([sys.executable, "-P", "-m", *command], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert ("nowhere" in done.stderr) == ("nowhere" in command) and done.stderr.strip()

@@ -257,6 +257,23 @@ async def test_a_target_that_is_being_forgotten_gets_no_request() -> None:
     assert len(await sweeping) == 2 and all(target.closed for target in opened.values())
 
 
+async def test_a_target_that_is_forgotten_has_no_series_again() -> None:
+    """An answer may have waited for room elsewhere for longer than its target was known: each pod left a series."""
+    clock, closed, metrics = Clock(), asyncio.Event(), RouterMetrics("tiny")
+    closed.set()
+    targets = Targets({}, lambda address, _: Closing(closed), clock, ROSTER)
+    balancer = Balancer(targets, metrics)
+    targets.seen({"a:1": ""})
+    await balancer.poll()
+    (target,) = targets
+    assert 'peer="a:1"' in metrics.registry.page("")[1].decode()
+    targets.seen({})
+    clock.now_s = LEFT_S
+    await balancer.poll()
+    balancer.moved(target)
+    assert 'peer="a:1"' not in metrics.registry.page("")[1].decode()
+
+
 @needs_openssl
 async def test_pods_are_known_by_their_services_name(tmp_path: Path) -> None:
     ca = authority(tmp_path / "ca")

@@ -22,7 +22,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
 
 from bench.fleet import Served
-from bench.report import Row, finished, number, save, write
+from bench.report import Row, complained, finished, number, save, write
 from bench.timed import Reader, deployed
 from bench.traffic import real
 from slipstream.observe.vitals import kept_up
@@ -126,6 +126,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
                 ("max(verify, draft) by a round whose tree was there, batch 1", 0.91, overlap))]
 
 
+@complained()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="RTT 0 to 20 ms, trees of 2 to 10 ms, batch 1 to 32")

@@ -26,7 +26,7 @@ from rich.progress import track
 
 from bench.asking import SETS, own, read
 from bench.fleet import service
-from bench.report import Row, save, write
+from bench.report import Row, complained, save, write
 from slipstream.models.folder import resolve
 from tests_vllm.running import Engine
 
@@ -111,6 +111,7 @@ def questions(folder: str | None, count: int) -> dict[str, list[str]]:
     return chat | {"copy": read(SETS, "copy", count)}
 
 
+@complained()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, required=True, help="what `make vllm` installed")

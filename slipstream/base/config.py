@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -69,7 +69,9 @@ GONE: Mapping[str, str] = MappingProxyType({
     "wire.tls.certificate": _FOLDER, "wire.tls.key": _FOLDER, "wire.tls.authority": _FOLDER,
     "wire.tls.server_name": "a server's certificate bears the name that is dialled",
 })
+FOUND = ("drafts", "shared_cores", "targets")  # what services of one machine find out unless it was set
 LONGEST = 80  # characters of a wrong value that are shown
+BRACKETED = re.compile(r"\[[0-9A-Fa-f:.]+\]:[0-9]+")  # an address of IPv6, with which YAML begins a list
 
 
 class Section(BaseModel):
@@ -247,8 +249,14 @@ class _Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Quoting(yaml.SafeDumper):
+    """Quotes a text that ``_Once`` would take for a number, such as a folder 1e-5."""
+
+
 # YAML 1.1 has a point in every such number; Helm writes 0.00005 as 5e-05.
-_Once.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+for _kind in (_Once, _Quoting):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"),
+                                list("-+0123456789"))
 
 
 def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
@@ -288,6 +296,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(below, dict):
             raise ConfigError(f"--set {override}: {section} is a value, not a section")
         tree = below
+    if BRACKETED.fullmatch(value):
+        tree[last] = value
+        return
     try:
         tree[last] = _Once(value).get_single_data() if value else ""
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -305,6 +316,8 @@ def _mistake(problem: Any) -> str:
         near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
         return f"{key}: unknown key; " + (f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}")
     words = WORDS.get(problem["type"])
+    if problem["input"] is None and problem["type"] == "string_type":
+        return f"{key}: stands there without a value; write '' for none, or leave it out"
     if words is None:
         return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
     found = "nothing" if problem["input"] is None else str(problem["input"])[:LONGEST]
@@ -318,13 +331,14 @@ def _keys_at(sections: list[str]) -> list[str]:
     return list(type(section).model_fields)
 
 
-def config_yaml(section: BaseModel) -> str:
+def config_yaml(section: BaseModel, hidden: Collection[str] = ()) -> str:
     """A whole configuration (or other sections, such as the chart's values) as YAML, with what each setting means as a
-    comment. A configuration within others is left empty: it has a page of its own."""
-    return "\n".join(_section(section, 0)) + "\n"
+    comment. A configuration within others is left empty: it has a page of its own. ``hidden``: names of settings that
+    are comments themselves unless they were set."""
+    return "\n".join(_section(section, 0, hidden)) + "\n"
 
 
-def _section(section: BaseModel, depth: int) -> Iterable[str]:
+def _section(section: BaseModel, depth: int, hidden: Collection[str]) -> Iterable[str]:
     indent = "  " * depth
     for number, (name, field) in enumerate(type(section).model_fields.items()):
         value = getattr(section, name)
@@ -334,9 +348,10 @@ def _section(section: BaseModel, depth: int) -> Iterable[str]:
         comment = _comment(field)
         if inner and not comment:
             comment = " ".join((type(value).__doc__ or "").split()).replace("``", "`")
-        yield f"{indent}{name}:" + ("" if inner else f" {_scalar(value)}") + (f"  # {comment}" if comment else "")
+        mark = "# " if name in hidden and name not in section.model_fields_set else ""
+        yield f"{indent}{mark}{name}:" + ("" if inner else f" {_scalar(value)}") + (f"  # {comment}" if comment else "")
         if inner:
-            yield from _section(value, depth + 1)
+            yield from _section(value, depth + 1, hidden)
 
 
 def _comment(field: FieldInfo) -> str:
@@ -351,11 +366,17 @@ def _comment(field: FieldInfo) -> str:
     return "; ".join(part for part in parts if part)
 
 
+def dumped(value: Any, **layout: Any) -> str:
+    """``value`` as YAML that ``load`` takes for the same."""
+    text: str = yaml.dump(value, Dumper=_Quoting, sort_keys=False, **layout)
+    return text
+
+
 def _scalar(value: Any) -> str:
     """Sections in a list, and one that is left empty, as users write them: what differs from the defaults."""
     if isinstance(value, list | tuple):
         value = [_differing(one) for one in value]
-    text = yaml.safe_dump(_differing(value), default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
+    text = dumped(_differing(value), default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

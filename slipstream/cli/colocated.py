@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 from draft_service.assembly import build as build_draft
 from draft_service.worker import DraftWorker
 from router_service.service import RouterService
+from router_service.tenants import ApiKeys
 from slipstream.base.config import Config
+from slipstream.cli.process import require_own
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.vitals import until
 from slipstream.protocol.pairing import check_pair
 from slipstream.wire.local import LocalLink
+from slipstream.wire.server import bind_guard
 from target_service.assembly import Target
 from target_service.assembly import build as build_target
 
@@ -30,6 +34,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin, PartLost when it cannot go on."""
     config = config.on_one_machine()
+    _require(config)
     target = await asyncio.to_thread(build_target, config, asyncio.get_running_loop())
     draft = await asyncio.to_thread(build_draft, config)
     link = LocalLink("local", target.hello, target.worker.following, draft, check_pair)
@@ -55,6 +60,15 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
         await router.drain(config.router.drain_s if stop.is_set() else 0.0)
         await target.service.drain(config.target.drain_s if stop.is_set() else 0.0)
         await _end(target, draft, link, pages)
+
+
+def _require(config: Config) -> None:
+    """Raises ConfigError for what the router could not begin with, before models are loaded, which takes minutes."""
+    for name in ("listen", "grpc_listen"):
+        bind_guard(getattr(config.router, name), config.wire, public=f"router.{name}")
+    require_own(config, "router", "target.metrics_listen", "draft.metrics_listen")
+    if config.router.api_keys_file:
+        ApiKeys(Path(config.router.api_keys_file))
 
 
 def _tell(link: LocalLink, config: Config) -> None:

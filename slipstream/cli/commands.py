@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream import __version__
-from slipstream.base.config import Config, Dtype, config_yaml, load
+from slipstream.base.config import FOUND, Config, Dtype, config_yaml, load
 from slipstream.base.errors import ConfigError, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.cli.terminal import Conversation, ask, complain, plain_table
 from slipstream.models.folder import settled
@@ -118,7 +118,7 @@ def draft(config: ConfigFile = None, overrides: Overrides = None) -> None:
 def target(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run the target service in the foreground.
 
-    Example: `slipstream target --set model.path=smollm2-135m --set target.drafts=[127.0.0.1:8052]`
+    Example: `slipstream target --set model.path=smollm2-135m --set 'target.drafts=[127.0.0.1:8052]'`
     """
     _foreground("target_service.__main__", _settings(config, overrides))
 
@@ -127,7 +127,7 @@ def target(config: ConfigFile = None, overrides: Overrides = None) -> None:
 def router(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run the router in the foreground.
 
-    Example: `slipstream router --set router.targets=[127.0.0.1:8051] --set router.api_keys_file=keys.txt`
+    Example: `slipstream router --set 'router.targets=[127.0.0.1:8051]' --set router.api_keys_file=keys.txt`
     """
     _foreground("router_service.__main__", _settings(config, overrides))
 
@@ -188,7 +188,7 @@ def show_config(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
     Example: `slipstream config --set target.policy.max_nodes=8 > slipstream.yaml`
     """
-    print(config_yaml(load(config, tuple(overrides or ()))), end="")
+    print(config_yaml(load(config, tuple(overrides or ())), FOUND), end="")
 
 
 @app.command()
@@ -391,6 +391,8 @@ def prepare_known(
 
 def main() -> None:
     """The console script. Errors of Slipstream and of the system (a full disk) are one sentence and exit code 1."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal without UTF-8 lacks is a sign, no end
     try:
         app()
     except (SlipstreamError, OSError) as error:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -151,8 +152,9 @@ def show_places(launch: Launch, console: Console) -> None:
         *([f"keys      KEY below is the first word of a line of {keys}"] if keys else []),
         f"openai    OpenAI(base_url=\"http://{http}/v1\", api_key=\"{'KEY' if keys else '-'}\")",
         f"curl      curl -N http://{http}/v1/{path} -H 'Content-Type: application/json'{bearer} \\\n"
-        f"            -d '{json.dumps(body)}'",
-        *([f"chat      slipstream chat --address {grpc}{f' --api-key-file {keys}' if keys else ''}"] if chats else []),
+        f"            -d {quote(json.dumps(body))}",
+        *([f"chat      slipstream chat --address {grpc}" + (f" --api-key-file {quote(keys)}" if keys else "")]
+          if chats else []),
         f"metrics   curl http://{reachable(config.target.metrics_listen)}/metrics",
     ):
         console.print(Text(line), soft_wrap=True)

@@ -34,10 +34,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from slipstream.base.address import host_port, reachable
-from slipstream.base.config import Config, load
+from slipstream.base.config import Config, dumped, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
 from slipstream.observe.log import configure, logger
@@ -196,9 +194,10 @@ def require_free(config: Config) -> None:
     _require(wanted)
 
 
-def require_own(config: Config, name: str) -> None:
-    """The same for one service alone, which may leave ports open: said before it loads a model, which takes minutes."""
-    own = {key: address for key, address in places(config).items() if key.startswith(f"{name}.")}
+def require_own(config: Config, *names: str) -> None:
+    """The same for one process alone, which may leave ports open: said before it loads a model, which takes minutes.
+    ``names``: of its services, or of settings."""
+    own = {key: address for key, address in places(config).items() if not {key, key.split(".")[0]}.isdisjoint(names)}
     _require({key: address for key, address in own.items() if host_port(address)[1]})
 
 
@@ -237,7 +236,7 @@ class Launch:
         require_free(self.config)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False))
+            self._file.write_text(dumped(self.config.model_dump(mode="json")))
             for service in self.services:
                 service.log.write_bytes(b"")
         except OSError as error:

@@ -207,7 +207,8 @@ class Conversation:
         except SlipstreamError as error:
             complain(error)
             if isinstance(error, InvalidRequest) and error.code == "context_length_exceeded":
-                self._say("/new forgets the conversation, which makes room")
+                self._say("/new forgets the conversation, which makes room" if self._messages else
+                          "a shorter question makes room, or a smaller --max-tokens")
             return
         self._messages = [*asked, Message("assistant", told.text)]
         self._say(summary(told))

@@ -14,13 +14,12 @@ from shlex import quote
 from time import perf_counter
 
 import torch
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from router_service.text.tokens import TextCodec
-from slipstream.base.config import Config, GrowthSection, LogSection
+from slipstream.base.config import Config, GrowthSection, LogSection, dumped
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli.host import QUESTIONS
 from slipstream.cli.terminal import plain_table
@@ -227,7 +226,7 @@ def _as_yaml(config: Config, best: Measured, gain: float, found: Compared | None
     }
     told = "".join(f"# {line}.\n" for line in (found.why() if found is not None else ()))
     return (f"# Written by slipstream tune: acceptance length {best.acceptance_length:.2f}, about {gain:.2f} times "
-            f"plain decoding\n# on the device where it ran.\n{told}" + yaml.safe_dump(wanted, sort_keys=False))
+            f"plain decoding\n# on the device where it ran.\n{told}" + dumped(wanted))
 
 
 def _ms(seconds: float) -> str:

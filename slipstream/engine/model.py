@@ -28,7 +28,7 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.fp8_blocks import SCALE_INV, Block, block_of, widened
 from slipstream.engine.kv import KVPool
-from slipstream.models.folder import read_json
+from slipstream.models.folder import read_json, unread
 from slipstream.observe.log import logger
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -305,6 +305,8 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 Tensors = Mapping[str, torch.Tensor]
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # computed from the config
+PICKLES = ("*.bin", "*.pt", "*.pth")
+CONVERSION = "read it there and write its tensors with safetensors.torch.save_file(tensors, 'model.safetensors')"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NAMES_SHOWN, NAME_SHOWN = 5, 120  # of tensors that nothing reads, and characters of each
 
@@ -406,8 +408,16 @@ def _files(folder: Path, names: Collection[str] | None = None) -> tuple[list[Pat
 def _opened(path: Path) -> Iterator[Any]:
     try:
         if not path.exists():
-            raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors")
+            raise ModelError(_missing(path))
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: not readable as safetensors: {error}") from error
+        raise ModelError(f"{path}: not readable as safetensors: {unread(path, error)}") from error
+
+
+def _missing(path: Path) -> str:
+    pickles = sorted(found.name for pattern in PICKLES for found in path.parent.glob(pattern))
+    if not pickles or list(path.parent.glob("*.safetensors")):
+        return f"{path}: no such file; a model folder holds config.json and *.safetensors"
+    return (f"{path.parent}: {pickles[0]} is a pickle, which can run code when it is read, so it never is; convert it "
+            f"once where you trust it: {CONVERSION}")

@@ -26,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +42,7 @@ RECEIPT = "slipstream.json"
 MADE_FOR = "target_weights"  # in a head's config.json
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LFS = b"version https://git-lfs.github.com/spec/"  # begins what stands for a file in a clone without Git LFS
 # Of a model folder: what its answers depend on. Pickles are read by other engines alone.
 ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -109,11 +110,16 @@ class ListedModel:
 
 
 def default_root() -> Path:
-    """The folder that holds prepared models: the platform's cache folder for this user."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "slipstream" / "models"
+    """The folder that holds prepared models: the platform's cache folder for this user. Raises ConfigError where none
+    is known."""
     xdg = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "slipstream" / "models"
+        cache = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ConfigError("this user has no home folder, where models and kernels are kept: set HOME, or "
+                          "XDG_CACHE_HOME to a folder of its own") from error
     return cache / "slipstream" / "models"
 
 
@@ -306,10 +312,18 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises nothing narrower
-        raise ModelError(f"{path}: cannot be read: {error}") from error
+        raise ModelError(f"{path}: cannot be read: {unread(path, error)}") from error
     tokenizer.no_truncation()  # some files keep what their training cut texts to
     tokenizer.no_padding()
     return tokenizer
+
+
+def unread(path: Path, error: Exception) -> str:
+    """Why a file of a model is not what it should be: as ``error`` says, or because another only stands for it."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(LFS)) == LFS:
+            return f"Git LFS has its content, and left a pointer here: run 'git lfs pull' in {path.parent}"
+    return str(error)
 
 
 def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:

@@ -86,7 +86,7 @@ def _adopt_libraries(out: TextIO, level: int, shared: list[Any], renderer: Any) 
     """Libraries log through the standard library; they get the same form, and only from WARNING up."""
     handler = logging.StreamHandler(out)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+        foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared, structlog.processors.format_exc_info],
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
     ))
     root = logging.getLogger()

@@ -76,7 +76,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "residual_multiplier": (1,), "attention_multiplier": (), "attn_logit_softcapping": (),
     "hidden_activation": ("silu", "swish"), "rope_interleave": (False,), "is_neox_style": (True,),
     "rope_is_neox_style": (True,)})  # fields that nothing here reads, and what they say where they change nothing
-CONVERSION = "read it there and write its tensors with safetensors.torch.save_file(tensors, 'model.safetensors')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +150,6 @@ def layer_config(published: Published, target: Lender, most_layers: int = 1) -> 
 
 def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     """Every tensor of a head by its plain name. Raises ModelError."""
-    folder = Path(folder)
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-    if pickles and not list(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder}: {pickles[0]} is a pickle, which can run code when it is read, so it never is; "
-                         f"convert it once where you trust it: {CONVERSION}")
     return {_plain(name): tensor for name, tensor in load_tensors(folder).items()}
 
 
