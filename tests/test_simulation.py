@@ -75,6 +75,14 @@ def test_a_run_depends_on_its_seed_alone() -> None:
     assert once == again != other
 
 
+def test_who_waits_for_a_simulation_is_told_how_far_it_is() -> None:
+    """Thousands of streams take minutes, and nothing was shown of them."""
+    told = list[float]()
+    found = simulate(of_schedule("serial", SOME), 1.0, 0.5, told.append)
+    assert found == simulate(of_schedule("serial", SOME), 1.0, 0.5)
+    assert len(told) > 100 and told == sorted(told) and told[-1] == 1.0
+
+
 def test_whole_answers_of_a_large_batch_have_their_place() -> None:
     """Who is put back computes anew: 64 streams gave a sixth less than their steps do."""
     deployment = Deployment(batch=100)

@@ -258,12 +258,12 @@ MaxPrompt = Annotated[int, typer.Option(min=1, help="Tokens; longer given prompt
 MaxAnswer = Annotated[int, typer.Option(min=1, help="Tokens; longer answers are cut.")]
 DraftVocab = Annotated[int, typer.Option(min=16, help="How many tokens the head can draft: those used most.")]
 Unroll = Annotated[int, typer.Option(help="Steps that the head is trained to draft from its own states.")]
-LearningRate = Annotated[float, typer.Option(min=0.0, help="At its peak.")]
+LearningRate = Annotated[float, typer.Option(min=1e-9, help="At its peak.")]
 Questions = Annotated[bool, typer.Option(help="Learn from what the target asks too, not from its answers alone.")]
 Kind = Annotated[Dtype, typer.Option("--dtype", help="Of the talking target, and of the head as it is saved.")]
 Device = Annotated[str, typer.Option(help="`cpu` or `cuda`; else cuda where there is one.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all. As many processes talk and train, up to four.")]
-SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", help="What a kill may lose, at most.")]
+SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="What a kill may lose, at most.")]
 Begin = Annotated[str, typer.Option(
     metavar="HEAD", help="A head to begin with, such as one for the target before it was tuned; else its last layers.")]
 Mean = Annotated[bool, typer.Option(
@@ -336,13 +336,19 @@ def simulate(
 
     Example: `slipstream simulate --rtt-ms 5 --batch 8 --step-ms 25 --draft-ms 4`
     """
+    from rich.progress import Progress
+
     from slipstream.base.config import LogSection
     from slipstream.observe.log import configure
     from slipstream.simulate.simulation import SCHEDULES, describe
 
     configure(LogSection(level="error"))
-    names = SCHEDULES if schedule == "all" else (schedule,)
-    rows = [describe(name, targets, drafts, batch, rtt_ms, step_ms, draft_ms, acceptance, seconds) for name in names]
+    names, rows = SCHEDULES if schedule == "all" else (schedule,), list[dict[str, str]]()
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        for name in names:
+            task = bar.add_task(name, total=1.0)
+            rows.append(describe(name, targets, drafts, batch, rtt_ms, step_ms, draft_ms, acceptance, seconds,
+                                 lambda share, task=task: bar.update(task, completed=share)))
     Console().print(plain_table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
 
 

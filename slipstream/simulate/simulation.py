@@ -45,6 +45,7 @@ from target_service.step import Limits
 AHEAD = {"run-ahead": 239, "outcomes": 1007}  # nodes beyond those that are verified next
 SCHEDULES = ("plain", "colocated", "serial", *AHEAD)
 PROFILED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+PARTS = 100  # of what is played; behind each one is told how far it is
 ANSWER = 2000  # tokens; who has read them asks for more
 
 
@@ -281,15 +282,16 @@ def of_schedule(name: str, deployment: Deployment) -> Deployment:
 
 
 def describe(schedule: str, targets: int, drafts: int, batch: int, rtt_ms: float, step_ms: float, draft_ms: float,
-             acceptance: str, seconds: float) -> dict[str, str]:
-    """One row of ``slipstream simulate``. Raises ConfigError for what cannot be."""
+             acceptance: str, seconds: float, report: Callable[[float], None]) -> dict[str, str]:
+    """One row of ``slipstream simulate``; ``report`` is told which share of it is done. Raises ConfigError for what
+    cannot be."""
     try:
         chances = tuple(float(part) for part in acceptance.split(","))
     except ValueError as error:
         raise ConfigError(f"acceptance: {acceptance!r} is not a list of numbers") from error
     timing = Timing(step_s=step_ms / 1e3, draft_s=draft_ms / 1e3, acceptance=chances, width=len(chances))
     deployment = Deployment(timing, targets, drafts, rtt_ms / 1e3, batch=batch)
-    found = simulate(of_schedule(schedule, deployment), seconds)
+    found = simulate(of_schedule(schedule, deployment), seconds, report=report)
     return {"schedule": schedule, "tokens/s": f"{found.tokens_per_s:.1f}", "tokens a round":
             f"{found.acceptance_length:.2f}", "tree was there": f"{found.hit_rate:.0%}",
             "target idle": f"{found.waiting_share:.0%}", "draft busy": f"{found.draft_busy:.0%}"}
@@ -307,8 +309,9 @@ class Predicted:
     draft_busy: float  # share of a draft's time
 
 
-def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0) -> Predicted:
-    """Play ``warmup_s`` and then ``seconds`` of simulated time."""
+def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0,
+             report: Callable[[float], None] | None = None) -> Predicted:
+    """Play ``warmup_s`` and then ``seconds`` of simulated time; ``report`` is told which share of both is played."""
     world = World()
     devices = [Accelerator() for _ in range(deployment.targets)]
     targets = [Target(world, device, deployment, 7 * number) for number, device in enumerate(devices)]
@@ -320,9 +323,17 @@ def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0) -> P
             if not deployment.colocated or number == other:
                 Line(f"{number}-{other}", target, draft, delay_s).join()
         target.actor.wake(0.0)
-    world.run(warmup_s)
+
+    def play(begin_s: float, end_s: float) -> None:
+        for part in range(1, PARTS + 1):
+            at_s = begin_s + (end_s - begin_s) * part / PARTS
+            world.run(at_s)
+            if report is not None:
+                report(at_s / (warmup_s + seconds))
+
+    play(0.0, warmup_s)
     busy = [device.busy_s for device in (*devices, *beside)]
-    world.run(warmup_s + seconds)
+    play(warmup_s, warmup_s + seconds)
     pieces = [piece for target in targets for at_s, piece in target.pieces if warmup_s <= at_s < warmup_s + seconds]
     rounds = max(1, len(pieces))
     shares = [(device.busy_s - before) / seconds for device, before in zip((*devices, *beside), busy, strict=True)]
