@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -37,9 +38,9 @@ QUICK = WatchRules(resync_s=60.0, repeat_s=0.05, backoff_min_s=0.01, backoff_max
 A, B, C = "10.0.0.1:50051", "10.0.0.2:50051", "10.0.0.3:50051"
 
 
-def kubeconfig(folder: Path, server: StandIn) -> str:
+def kubeconfig(folder: Path, server: StandIn, user: str = "{}") -> str:
     file = folder / "kubeconfig"
-    file.write_text(f"""{{apiVersion: v1, kind: Config, current-context: c, users: [{{name: u, user: {{}}}}],
+    file.write_text(f"""{{apiVersion: v1, kind: Config, current-context: c, users: [{{name: u, user: {user}}}],
         clusters: [{{name: k, cluster: {{server: '{server.url}'}}}}],
         contexts: [{{name: c, context: {{cluster: k, user: u}}}}]}}""")
     return str(file)
@@ -242,6 +243,32 @@ async def test_what_the_api_server_refused_is_said(tmp_path: Path, status: int) 
     problem = next(line["problem"] for line in logs if "problem" in line)
     assert f"refused to say which versions of discovery.k8s.io it serves: {status}" in problem
     assert ("may this service account" in problem) is (status == 403)
+    await server.stop()
+
+
+@pytest.mark.parametrize("user", ["{tokenFile: token}", "{exec: {apiVersion: client.authentication.k8s.io/v1, "
+                                  "command: cat, args: [CREDENTIAL]}}"], ids=["file", "plugin"])
+async def test_a_token_of_a_kubeconfig_is_asked_for_again(tmp_path: Path, user: str) -> None:
+    """Those of clouds end after a quarter of an hour, or an hour."""
+    def issue(token: str) -> None:
+        server.token = token
+        (tmp_path / "token").write_text(token)
+        (tmp_path / "credential").write_text(json.dumps({
+            "apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential",
+            "status": {"token": token, "expirationTimestamp": "2020-01-01T00:00:00Z"}}))
+
+    server = StandIn()
+    issue("first")
+    await server.start()
+    await server.put("s1", endpoint("10.0.0.1"))
+    told = Told(server)
+    config = kubeconfig(tmp_path, server, user.replace("CREDENTIAL", str(tmp_path / "credential")))
+    async with watching((ADDRESS,), config, told.seen, QUICK):
+        await told.ready(A)
+        issue("second")
+        await server.cut()
+        await server.put("s1", endpoint("10.0.0.2"))
+        await told.ready(B)
     await server.stop()
 
 
