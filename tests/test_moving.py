@@ -162,7 +162,8 @@ async def test_what_no_other_target_can_go_on_with_is_lost_and_not_the_client_s_
 
 async def test_a_target_that_drains_is_left_for_another_behind_its_name() -> None:
     """Without discovery a name stands for the one pod of a service: while an old one drains, the new one is there. One
-    of another identity is waited for: begun answers may have to come back to the old one."""
+    of another identity is waited for: begun answers may have to come back to the old one. Those of other routers will
+    not come to this one."""
     old, new = EchoTarget(end=30), EchoTarget(end=30)
     whole = answer_bytes(echo_request())[:30]
     new.identity = Identity("other", "float32", "none", "echo")
@@ -186,7 +187,14 @@ async def test_a_target_that_drains_is_left_for_another_behind_its_name() -> Non
     assert await read(balancer.submit(echo_request())) == whole and len(new.requests) == 1
     old.go.set()
     assert await begun == whole and len(new.requests) == 1
-    await client.aclose()
+    new.identity, relay.to = Identity("other", "float32", "none", "echo"), ports[0]
+    idle = TargetClient(f"localhost:{relay.port}")
+    beside = await balanced(idle)
+    relay.to = ports[1]
+    await beside.poll()
+    assert await read(beside.submit(echo_request())) == whole and len(new.requests) == 2
+    for one in (client, idle):
+        await one.aclose()
     await relay.close()
     for server in servers:
         await server.drain(0.0)
