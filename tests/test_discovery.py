@@ -304,6 +304,16 @@ async def test_no_cluster_is_said(tmp_path: Path) -> None:
         await api_server(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("text", ["", "- a list", "{open", "no configuration", "{apiVersion: v1, current-context: c, "
+                                  "contexts: [{name: c, context: {cluster: k}}], clusters: [{name: k, cluster: "
+                                  "{server: 'https://k', certificate-authority-data: odd!}}]}"])
+async def test_a_kubeconfig_that_is_none_is_said(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "kubeconfig"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"need a cluster: .*wire\.kubeconfig"):
+        await api_server(str(file))
+
+
 @pytest.mark.parametrize("address", ["kubernetes:///target:50051", "kubernetes://target.ns:1", "kubernetes:///t.ns",
                                      "kubernetes:///T.ns:1", "kubernetes:///t.ns:1/x"])
 def test_malformed_addresses_are_refused(address: str) -> None:

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import yaml
 from kubernetes.aio.client.api.custom_objects_api import CustomObjectsApi
 from kubernetes.aio.client.api.discovery_api import DiscoveryApi
 from kubernetes.aio.client.api_client import ApiClient
@@ -101,8 +102,11 @@ async def api_server(kubeconfig: str = "") -> ApiServer:
             load_incluster_config(client_configuration=configuration)
         return ApiServer(configuration)
     except (ConfigException, OSError, ssl.SSLError) as error:
-        raise ConfigError(f"kubernetes:/// addresses need a cluster: {str(error).rstrip('.')}; run in a pod whose "
-                          "service account token is mounted, or set wire.kubeconfig") from error
+        problem, cause = str(error).rstrip("."), error
+    except (TypeError, ValueError, yaml.YAMLError) as error:
+        problem, cause = f"{kubeconfig} is no kubeconfig", error
+    raise ConfigError(f"kubernetes:/// addresses need a cluster: {problem}; run in a pod whose service account token "
+                      "is mounted, or set wire.kubeconfig") from cause
 
 
 def _selector(service: ServiceAddress) -> str:
