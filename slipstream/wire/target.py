@@ -265,7 +265,7 @@ class TargetClient:
 
     async def info(self) -> TargetInfo:
         """Raises Unavailable within ``connect_s`` seconds."""
-        lane = self._connection.begin()
+        lane, missed = self._connection.begin(), False
         try:
             found = await self._asked(lane, self._connect_s)
             if found.draining:
@@ -273,8 +273,13 @@ class TargetClient:
             if self._stream is not None and not self._stream.takes:
                 self._stream = None
             return found
+        except Unavailable:
+            missed = True
+            raise
         finally:
             self._connection.end(lane)
+            if missed:
+                self._connection.missed()
 
     async def _asked(self, lane: Lane, within_s: float) -> TargetInfo:
         method: Any = lane.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
