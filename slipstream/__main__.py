@@ -1,5 +1,7 @@
 """``python -m slipstream`` and ``slipstream``: the command line (``slipstream.cli``)."""
 
+import os
+import signal
 import sys
 
 EXTRAS = ("gguf", "grpc_health", "grpc_reflection", "httptools", "jinja2", "llguidance", "orjson", "psutil", "rich",
@@ -8,6 +10,8 @@ EXTRAS = ("gguf", "grpc_health", "grpc_reflection", "httptools", "jinja2", "llgu
 
 def main() -> None:
     """Extras bring what commands need: an image of a router has no torch, and what only follows sessions has none."""
+    if os.getpid() == 1:  # of a container: it gets no signal that it does not ask for, and did not end while it loads
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         from slipstream.cli.commands import main as run
 

@@ -1,7 +1,8 @@
 """A stand-in for the API server: EndpointSlices to list and watch over real HTTP, with faults on demand.
 
 It has history, so a watch goes on from where it stopped; ``forget`` drops it (410 Gone), ``cut`` breaks all watches,
-``stop`` and ``start`` are a restart on the same port, ``refuse`` answers everything with a status.
+``stop`` and ``start`` are a restart on the same port, ``refuse`` answers everything with a status. Where ``token`` is
+set, who does not show it gets 401.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class StandIn:
         self.versions = versions or ("v1", "v1beta1")
         self.port = 0
         self.refuse = 0
+        self.token = ""
         self.lists = 0
         self.watched_s: list[float] = []  # when each watch began
         self.watch_ends_at_once = False
@@ -106,8 +108,9 @@ class StandIn:
         self._open.add(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while line := await reader.readline():
-                await reader.readuntil(b"\r\n\r\n")
-                await self._answer(line.split()[1].decode(), writer)
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                known = not self.token or f"authorization: bearer {self.token}\r\n" in head.lower()
+                await (self._answer(line.split()[1].decode(), writer) if known else self._json(writer, 401, {}))
         self._open.discard(writer)
         writer.close()
 

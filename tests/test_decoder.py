@@ -276,6 +276,25 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
         assert cores(tmp_path) == least
 
 
+def test_a_container_of_an_older_system_has_less_than_its_machine_too(tmp_path: Path) -> None:
+    """Control groups of version 1, as on many nodes before Kubernetes 1.31."""
+    def write(**files: str) -> None:
+        for name, text in files.items():
+            kind = name.partition("_")[0]
+            (tmp_path / kind).mkdir(exist_ok=True)
+            (tmp_path / kind / name.replace("_", ".", 1)).write_text(text + "\n")
+
+    write(memory_limit_in_bytes="4000", memory_usage_in_bytes="1700",
+          memory_stat="inactive_file 7\ntotal_rss 1000\ntotal_inactive_file 500\ntotal_active_file 100")
+    assert limited_memory(tmp_path) == (4000 - 1100, 4000)
+    write(memory_limit_in_bytes="9223372036854771712")
+    assert limited_memory(tmp_path) is None
+    usable = cores(tmp_path)
+    for quota, least in (("150000", 1), ("50000", 1), ("-1", usable), (f"{(usable + 7) * 100000}", usable)):
+        write(cpu_cfs_quota_us=quota, cpu_cfs_period_us="100000")
+        assert cores(tmp_path) == least
+
+
 def test_a_full_pool_says_so(tiny_folder: Path) -> None:
     with pytest.raises(CapacityError, match="KV slots"):
         run(ModelRunner(load_model(tiny_folder, ModelSection(dtype="float32")), 8), TEXT)

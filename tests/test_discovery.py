@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -37,9 +38,9 @@ QUICK = WatchRules(resync_s=60.0, repeat_s=0.05, backoff_min_s=0.01, backoff_max
 A, B, C = "10.0.0.1:50051", "10.0.0.2:50051", "10.0.0.3:50051"
 
 
-def kubeconfig(folder: Path, server: StandIn) -> str:
+def kubeconfig(folder: Path, server: StandIn, user: str = "{}") -> str:
     file = folder / "kubeconfig"
-    file.write_text(f"""{{apiVersion: v1, kind: Config, current-context: c, users: [{{name: u, user: {{}}}}],
+    file.write_text(f"""{{apiVersion: v1, kind: Config, current-context: c, users: [{{name: u, user: {user}}}],
         clusters: [{{name: k, cluster: {{server: '{server.url}'}}}}],
         contexts: [{{name: c, context: {{cluster: k, user: u}}}}]}}""")
     return str(file)
@@ -245,6 +246,32 @@ async def test_what_the_api_server_refused_is_said(tmp_path: Path, status: int) 
     await server.stop()
 
 
+@pytest.mark.parametrize("user", ["{tokenFile: token}", "{exec: {apiVersion: client.authentication.k8s.io/v1, "
+                                  "command: cat, args: [CREDENTIAL]}}"], ids=["file", "plugin"])
+async def test_a_token_of_a_kubeconfig_is_asked_for_again(tmp_path: Path, user: str) -> None:
+    """Those of clouds end after a quarter of an hour, or an hour."""
+    def issue(token: str) -> None:
+        server.token = token
+        (tmp_path / "token").write_text(token)
+        (tmp_path / "credential").write_text(json.dumps({
+            "apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential",
+            "status": {"token": token, "expirationTimestamp": "2020-01-01T00:00:00Z"}}))
+
+    server = StandIn()
+    issue("first")
+    await server.start()
+    await server.put("s1", endpoint("10.0.0.1"))
+    told = Told(server)
+    config = kubeconfig(tmp_path, server, user.replace("CREDENTIAL", str(tmp_path / "credential")))
+    async with watching((ADDRESS,), config, told.seen, QUICK):
+        await told.ready(A)
+        issue("second")
+        await server.cut()
+        await server.put("s1", endpoint("10.0.0.2"))
+        await told.ready(B)
+    await server.stop()
+
+
 async def test_pods_that_nobody_could_ask_for_are_missed(tmp_path: Path) -> None:
     """Without the right to list them a target has no draft, and 0 expected would say that it shall have none."""
     server = StandIn()
@@ -275,6 +302,16 @@ async def test_no_cluster_is_said(tmp_path: Path) -> None:
         await api_server()
     with pytest.raises(ConfigError, match="need a cluster"):
         await api_server(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("text", ["", "- a list", "{open", "no configuration", "{apiVersion: v1, current-context: c, "
+                                  "contexts: [{name: c, context: {cluster: k}}], clusters: [{name: k, cluster: "
+                                  "{server: 'https://k', certificate-authority-data: odd!}}]}"])
+async def test_a_kubeconfig_that_is_none_is_said(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "kubeconfig"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"need a cluster: .*wire\.kubeconfig"):
+        await api_server(str(file))
 
 
 @pytest.mark.parametrize("address", ["kubernetes:///target:50051", "kubernetes://target.ns:1", "kubernetes:///t.ns",

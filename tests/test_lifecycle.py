@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -36,6 +42,7 @@ from target_service.__main__ import serve as serve_target
 from target_service.assembly import Target as Ready
 from target_service.assembly import build as build_target
 from tests.api_server import StandIn, endpoint
+from tests.kube import ROOT
 from tests.loop import eventually
 from tests.pair import STUBBORN, target
 from tests.routing import routing
@@ -117,6 +124,23 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
     await eventually(lambda: bool(told.downs))
     assert told.items[-1] == Drop(1, "draining", 5) and len(told.downs) == 1
     linking.cancel()
+
+
+def test_the_first_process_of_a_container_ends_while_it_is_loading(tmp_path: Path) -> None:
+    """The kernel keeps a signal from a container's first process that does not ask for it: a pod that was deleted in
+    its first seconds came up, and stayed for its whole grace."""
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    if shutil.which(apart[0]) is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces for processes here")
+    (tmp_path / "typer.py").write_text("import pathlib, time\npathlib.Path('loading').touch()\ntime.sleep(60)\n")
+    command = [*apart, sys.executable, "-m", "slipstream", "target"]
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}) as outside:
+        while not (tmp_path / "loading").exists():
+            assert outside.poll() is None
+            time.sleep(0.01)
+        (first,) = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        assert outside.wait() == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("taken_port", ["listen", "metrics_listen"])

@@ -20,6 +20,7 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Request, Sampling
 from slipstream.simulate.timed import SYMBOLS
+from slipstream.wire import channel
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service.assembly import Target
@@ -160,9 +161,28 @@ async def test_what_no_other_target_can_go_on_with_is_lost_and_not_the_client_s_
     assert len(other.requests) == 1
 
 
+@pytest.mark.parametrize(("host", "again"), [("target.ns.svc", True), ("127.0.0.1", False)])
+async def test_a_name_that_led_nowhere_is_looked_up_at_the_next_poll(host: str, again: bool,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """A channel of gRPC's looks up a name that is not there ever more rarely, at last every two minutes: without
+    discovery a router came up so much later than its target."""
+    server = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(EchoTarget())])
+    ends, dial = iter((free_port(), await server.start())), channel.open_channel
+    monkeypatch.setattr(channel, "open_channel", lambda address, tls: dial(f"127.0.0.1:{next(ends)}", tls))
+    client = TargetClient(f"{host}:1")
+    with pytest.raises(Unavailable):
+        await client.info()
+    if again:
+        assert (await client.info()).max_context
+    assert len(list(ends)) == (0 if again else 1)
+    await client.aclose()
+    await server.drain(0.0)
+
+
 async def test_a_target_that_drains_is_left_for_another_behind_its_name() -> None:
     """Without discovery a name stands for the one pod of a service: while an old one drains, the new one is there. One
-    of another identity is waited for: begun answers may have to come back to the old one."""
+    of another identity is waited for: begun answers may have to come back to the old one. Those of other routers will
+    not come to this one."""
     old, new = EchoTarget(end=30), EchoTarget(end=30)
     whole = answer_bytes(echo_request())[:30]
     new.identity = Identity("other", "float32", "none", "echo")
@@ -186,7 +206,14 @@ async def test_a_target_that_drains_is_left_for_another_behind_its_name() -> Non
     assert await read(balancer.submit(echo_request())) == whole and len(new.requests) == 1
     old.go.set()
     assert await begun == whole and len(new.requests) == 1
-    await client.aclose()
+    new.identity, relay.to = Identity("other", "float32", "none", "echo"), ports[0]
+    idle = TargetClient(f"localhost:{relay.port}")
+    beside = await balanced(idle)
+    relay.to = ports[1]
+    await beside.poll()
+    assert await read(beside.submit(echo_request())) == whole and len(new.requests) == 2
+    for one in (client, idle):
+        await one.aclose()
     await relay.close()
     for server in servers:
         await server.drain(0.0)

@@ -47,7 +47,11 @@ from slipstream.engine.native.program import fits
 from slipstream.engine.ops.layer import Linear, norm_parts
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
-CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
+CGROUP = Path("/sys/fs/cgroup")  # as a container sees its own
+# What is allowed, what is used, and what for, with the beginning of its words: of version 2, and of version 1.
+MEMORY_FILES = (("memory.max", "memory.current", "memory.stat", ""),
+                ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"))
+UNLIMITED = 1 << 62  # as version 1 says it, nearly
 SHARE = 0.9  # of what is free is planned with: allocators waste some, and graphs keep some
 TYPICAL_CONTEXT = 1024  # slots are sized for so many tokens an answer, as few use the whole context
 MOST_TAPS = 3  # that a head of a known kind reads
@@ -133,21 +137,23 @@ def threads(count: int) -> Iterator[None]:
 def cores(group: Path = CGROUP) -> int:
     """Those that this process may use, of the machine's and of its container's."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # no quota is the word max
-        quota, period = map(int, (group / "cpu.max").read_text().split())
-        count = min(count, max(1, quota // period))
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):  # no quota is the word max, or -1
+            quota, period = map(int, " ".join((group / name).read_text() for name in files).split())
+            count = min(count, max(1, quota // period)) if quota > 0 else count
     return count
 
 
 def limited_memory(group: Path = CGROUP) -> tuple[int, int] | None:
     """The same of the container that this process is in; None: it has no limit. Files in memory are free."""
-    try:
-        limit = int((group / "memory.max").read_text())  # or the word max
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"]) - int(stat["active_file"])
-    except (OSError, ValueError, KeyError):
-        return None
-    return max(0, limit - used), limit
+    for most, now, kinds, told in MEMORY_FILES:
+        with suppress(OSError, ValueError, KeyError):
+            limit = int((group / most).read_text())  # or the word max
+            stat = dict(line.split() for line in (group / kinds).read_text().splitlines())
+            files = int(stat[f"{told}inactive_file"]) + int(stat[f"{told}active_file"])
+            used = int((group / now).read_text()) - files
+            return (max(0, limit - used), limit) if limit < UNLIMITED else None
+    return None
 
 
 def default_slots(config: ModelConfig, dtype: torch.dtype, max_sessions: int, max_context: int = 0,

@@ -8,7 +8,8 @@ Rules:
 3. A channel takes no proxy from the environment and shares no connection with another channel.
 4. A Connection follows its certificates: a call keeps the channel that it began on, and one that was replaced closes
    when its last call ends. The files are looked at no more than once a second; such as cannot be read change nothing.
-   Another may have come behind its name: who has met him on a ``fresh`` lane may ``take`` that one.
+   Another may have come behind its name: who has met him on a ``fresh`` lane may ``take`` that one. Who has ``missed``
+   everybody dials anew.
 
 It knows nothing about what is sent.
 """
@@ -192,6 +193,11 @@ class Connection:
             self._close(old)
         else:
             self._replaced.add(old)
+
+    def missed(self) -> None:
+        """Nobody was met. A channel looks a name up ever more rarely, at last every two minutes; another looks now."""
+        if self._lane.calls == 0 and (fresh := self.fresh()) is not None:
+            self.take(fresh)
 
     async def aclose(self) -> None:
         for lane in (self._lane, *self._replaced):

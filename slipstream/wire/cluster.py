@@ -4,7 +4,8 @@ Rules:
 1. Whatever goes wrong is Unavailable with a sentence; also that the server has forgotten the version of the list that
    was watched (410), which calls for another list.
 2. A watch ends by itself after ``WATCH_S``; one that is silent for longer than that is taken for dead.
-3. Credentials are those of the pod (its service account, read again as Kubernetes renews them), or of a kubeconfig.
+3. Credentials are those of the pod (its service account, read again as Kubernetes renews them), or of a kubeconfig,
+   whose file of a token, or plugin, is asked again, too.
 
 The only importer of the kubernetes client. It knows nothing about what slices mean.
 """
@@ -19,6 +20,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import yaml
 from kubernetes.aio.client.api.custom_objects_api import CustomObjectsApi
 from kubernetes.aio.client.api.discovery_api import DiscoveryApi
 from kubernetes.aio.client.api_client import ApiClient
@@ -93,13 +95,18 @@ async def api_server(kubeconfig: str = "") -> ApiServer:
     configuration = Configuration()
     try:
         if kubeconfig:
-            await load_kube_config(config_file=kubeconfig, client_configuration=configuration, persist_config=False)
+            loader = await load_kube_config(config_file=kubeconfig, client_configuration=configuration,
+                                            persist_config=False)
+            configuration.refresh_api_key_hook = loader.load_and_set  # a plugin only when its token is about to end
         else:
             load_incluster_config(client_configuration=configuration)
         return ApiServer(configuration)
     except (ConfigException, OSError, ssl.SSLError) as error:
-        raise ConfigError(f"kubernetes:/// addresses need a cluster: {str(error).rstrip('.')}; run in a pod whose "
-                          "service account token is mounted, or set wire.kubeconfig") from error
+        problem, cause = str(error).rstrip("."), error
+    except (TypeError, ValueError, yaml.YAMLError) as error:
+        problem, cause = f"{kubeconfig} is no kubeconfig", error
+    raise ConfigError(f"kubernetes:/// addresses need a cluster: {problem}; run in a pod whose service account token "
+                      "is mounted, or set wire.kubeconfig") from cause
 
 
 def _selector(service: ServiceAddress) -> str:
@@ -138,5 +145,5 @@ async def _failures(what: str, within_s: float = REQUEST_S) -> AsyncIterator[Non
         raise _refused(error.status, str(error.reason), what) from error
     except TimeoutError as error:
         raise Unavailable(f"the API server did not answer within {within_s:g} s: {what}") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, ConfigException, OSError, ValueError) as error:
         raise Unavailable(f"the API server cannot be asked to {what}: {type(error).__name__}") from error

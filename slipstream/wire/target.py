@@ -16,7 +16,8 @@ The caller's end, a Backend that is a target elsewhere:
    unless the call has failed), and keepalive ends the calls to one that falls silent.
 4. Leaving an answer frees it there; what still comes for it is dropped.
 5. A call that ended takes its answers with it; the next answer begins a new call.
-6. One that drains is left for another of its identity that stands behind the same name by now; its answers stay.
+6. One that drains is left for another that stands behind the same name by now; its answers stay. Where there are some,
+   the other is of its identity.
 
 It knows nothing about engines or text. Format: ``GenerateMany`` in ``proto/slipstream/v1/target.proto``.
 """
@@ -264,7 +265,7 @@ class TargetClient:
 
     async def info(self) -> TargetInfo:
         """Raises Unavailable within ``connect_s`` seconds."""
-        lane = self._connection.begin()
+        lane, missed = self._connection.begin(), False
         try:
             found = await self._asked(lane, self._connect_s)
             if found.draining:
@@ -272,8 +273,13 @@ class TargetClient:
             if self._stream is not None and not self._stream.takes:
                 self._stream = None
             return found
+        except Unavailable:
+            missed = True
+            raise
         finally:
             self._connection.end(lane)
+            if missed:
+                self._connection.missed()
 
     async def _asked(self, lane: Lane, within_s: float) -> TargetInfo:
         method: Any = lane.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
@@ -282,14 +288,15 @@ class TargetClient:
 
     async def _successor(self, draining: TargetInfo) -> TargetInfo:
         """Who stands behind the name by now in the place of a target that drains, and begins answers; ``draining`` if
-        nobody does, or one who could not go on with what it may have to hand back."""
+        nobody does, or one who could not go on with what it may have to hand back to us."""
         fresh = self._connection.fresh()
         if fresh is None:
             return draining
         found = draining
         with suppress(SlipstreamError):
             found = await self._asked(fresh, LOOK_S)
-        if found.draining or found.identity != draining.identity:
+        busy = self._stream is not None and self._stream.busy
+        if found.draining or (busy and found.identity != draining.identity):
             await fresh.channel.close()
             return draining
         self._connection.take(fresh)
@@ -331,6 +338,11 @@ class AnswerStream:
         if not self.over and not self._connection.is_current(self._lane):
             self.retire()
         return not self.over and not self._retired
+
+    @property
+    def busy(self) -> bool:
+        """Whether answers run on it."""
+        return bool(self._answers)
 
     def begin(self, answer: SharedAnswer, request: Request) -> int:
         """Send ``request``. Returns ``answer``'s number from now on; InvalidRequest if the request is too large."""
