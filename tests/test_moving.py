@@ -230,3 +230,33 @@ async def test_a_target_that_has_another_address_is_found_behind_its_name() -> N
     await client.aclose()
     await server.drain(0.0)
     transport.close()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_answers_of_an_only_target_go_on_when_their_connection_breaks(comes_back: bool) -> None:
+    """As a mesh ends one that is old, or a firewall forgets one. Where nobody answers any more they end with an error,
+    before long."""
+    target = EchoTarget(end=30, pause_s=0.02)
+    server, relay = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(target)]), Relay(free_port())
+    relay.to = await server.start()
+    await relay.start()
+    client = TargetClient(relay.address)
+    balancer = await balanced(client, poll_every_s=0.05)
+    polling = asyncio.create_task(balancer.run())
+    answers = [balancer.submit(echo_request()) for _ in range(4)]
+    begun = [list(piece.tokens) for piece in await asyncio.gather(*map(anext, answers))]
+    target.go.clear()
+    relay.cut(relay.to if comes_back else None)
+    reading = asyncio.gather(*map(read, answers), return_exceptions=True)
+    await eventually(lambda: not target.running)
+    target.go.set()
+    found = await reading
+    if comes_back:
+        whole = [first + rest for first, rest in zip(begun, found, strict=True) if isinstance(rest, list)]
+        assert whole == [answer_bytes(echo_request())[:30]] * 4 and len(target.requests) == 8
+    else:
+        assert all(isinstance(one, Unavailable) and "lost before" in str(one) for one in found), found
+    polling.cancel()
+    await client.aclose()
+    await relay.close()
+    await server.drain(0.0)
