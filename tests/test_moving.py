@@ -6,12 +6,9 @@ Timed devices behind the real wire and the real balancer; and targets without a 
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import pytest
 
@@ -28,6 +25,7 @@ from slipstream.wire.target import TargetClient, TargetServicer
 from target_service.assembly import Target
 from tests.echo import EchoTarget, answer_bytes
 from tests.loop import eventually
+from tests.names import Names
 from tests.test_fleet import QUICK, timed_target
 from tests.test_timed import text
 from tests_chaos.relay import Relay
@@ -195,33 +193,18 @@ async def test_a_target_that_drains_is_left_for_another_behind_its_name() -> Non
         await server.drain(0.0)
 
 
-class Names(asyncio.DatagramProtocol):
-    """A DNS server for which every name has ``host``."""
-
-    host = "127.0.0.2"
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.DatagramTransport, transport)
-
-    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
-        question = data[12 : data.index(b"\0", 12) + 5]
-        found = b""
-        if question.endswith(b"\0\1\0\1"):  # an address of IPv4 is asked for
-            found = struct.pack(">HHHIH", 0xC00C, 1, 1, 0, 4) + socket.inet_aton(self.host)
-        counts = struct.pack(">HHHHH", 0x8180, 1, bool(found), 0, 0)
-        self.transport.sendto(data[:2] + counts + question + found, addr)
-
-
-async def test_a_target_that_has_another_address_is_found_behind_its_name() -> None:
-    """As a pod has that is started again. gRPC by itself asks for a name's address once in half a minute, and where it
-    had none for some minutes, as while a pod loads its model, once in two."""
-    transport, names = await asyncio.get_running_loop().create_datagram_endpoint(Names, ("127.0.0.1", 0))
-    target = EchoTarget(end=30)
-    server = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(target)])
-    port = await server.start()
-    client = TargetClient(f"dns://127.0.0.1:{transport.get_extra_info('sockname')[1]}/target.test:{port}")
+@pytest.mark.parametrize("before", ["127.0.0.2", ""], ids=["another-address", "no-address"])
+async def test_a_target_that_has_another_address_is_found_behind_its_name(before: str) -> None:
+    """As a pod has that is started again. gRPC by itself asks for a name's address ever more rarely, where it had none
+    for some minutes, as while a pod loads its model, once in two."""
+    names = await Names.serving(before)
+    server = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(EchoTarget(end=30))])
+    client = TargetClient(names.behind(await server.start()))
     balancer = await balanced(client)
-    assert not balancer.ready
+    for _ in range(4):
+        asked = names.asked
+        await balancer.poll()
+        assert names.asked > asked and not balancer.ready
     names.host = "127.0.0.1"
     async with asyncio.timeout(15):
         while not balancer.ready:
@@ -229,7 +212,7 @@ async def test_a_target_that_has_another_address_is_found_behind_its_name() -> N
     assert await read(balancer.submit(echo_request())) == answer_bytes(echo_request())[:30]
     await client.aclose()
     await server.drain(0.0)
-    transport.close()
+    names.transport.close()
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
