@@ -12,7 +12,8 @@ Rules:
    of the requests, so that an outage is not multiplied. After it the answer is resumed, where it stopped: tokens are a
    function of prompt, seed, position and the target's identity. A begun answer goes only where that is the same; where
    it is gone, the answer ends with ModelChanged. Resuming is bounded by the room of the others alone, and waits for it;
-   but an answer that fells one target after the other without getting on ends. A target that drains takes no new work
+   but an answer that fells one target after the other without getting on ends. Where nobody else has its model and it
+   was the connection that broke, the same target is asked again if it answers. A target that drains takes no new work
    and hands begun answers back; such a move is free. If nobody else has its model, it takes a begun answer again.
 4. A target that answers no poll for long, or has left and misses one, loses the requests that still wait for their
    first piece.
@@ -35,7 +36,15 @@ from typing import Protocol
 import numpy as np
 
 from router_service.admission import Limit
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest, ModelChanged, SlipstreamError, Unavailable
+from slipstream.base.errors import (
+    CallLost,
+    CapacityError,
+    Draining,
+    InvalidRequest,
+    ModelChanged,
+    SlipstreamError,
+    Unavailable,
+)
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.identity import Identity
@@ -372,6 +381,17 @@ class Balancer:
         """Whether ``request``, begun, may go on at a target besides ``tried``."""
         return len(tried) < self.rules.resume_tries and self._has(request, tried)
 
+    async def returns(self, request: Request, tried: set[str], target: Target) -> bool:
+        """Wait until ``target``, one of ``tried`` whose call broke off, answers polls again and can go on with
+        ``request``, or another can; no longer than until it counts as gone. Returns whether one can."""
+        for _ in range(self.rules.polls_until_gone):
+            await asyncio.sleep(self.rules.poll_every_s)
+            if not target.problem and target.identity == request.identity is not None:
+                tried.discard(target.name)
+            if self._has(request, tried):
+                return True
+        return False
+
     async def room(self, request: Request, full: Collection[str]) -> bool:
         """Wait while nobody but who is ``full`` could take ``request``. Returns whether it had to wait."""
         if self._has(request, full):
@@ -443,6 +463,7 @@ class RoutedAnswer:
         self._request = self._asked = request
         self._tried: set[str] = set()  # targets that failed or refused since the answer last got on
         self._full: set[str] = set()  # those that had no room for it, begun, or are about to end
+        self._lost = 0  # how often one was lost since then
         self._target: Target | None = None
         self._answer: Answer | None = None
         self._pieces: AsyncIterator[Piece] | None = None
@@ -471,6 +492,7 @@ class RoutedAnswer:
                 self.identity = self._asked.identity
                 self._tried.clear()  # the answer got on: who failed or refused before may be another by now
                 self._full.clear()
+                self._lost = 0
                 self._balancer.succeeded(target)
             self._emitted.extend(piece.tokens)
             if piece.finish:
@@ -543,12 +565,15 @@ class RoutedAnswer:
             return False
         if isinstance(error, Draining) and self._begun:
             return True  # if nobody else has its model, the same target takes it again
-        (self._full if isinstance(error, CapacityError | Draining) else self._tried).add(target.name)
+        stays = isinstance(error, CapacityError | Draining)
+        (self._full if stays else self._tried).add(target.name)
+        self._lost += not stays
         while self._balancer.may_resume(rest, self._tried):
             if not await self._balancer.room(rest, self._tried | self._full):
                 return True
             self._full.clear()
-        return False
+        return (isinstance(error, CallLost) and self._lost < self._balancer.rules.resume_tries
+                and await self._balancer.returns(rest, self._tried, target))
 
     async def _leave(self) -> None:
         answer, target = self._answer, self._target

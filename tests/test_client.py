@@ -18,6 +18,8 @@ from slipstream.wire import client as wire_client
 from slipstream.wire.channel import INFERENCE_SERVICE, RULES
 from slipstream.wire.inference import encode_delta
 from slipstream.wire.status import KINDS, abort
+from tests.loop import eventually
+from tests.names import Names
 
 
 @pytest.fixture
@@ -80,6 +82,26 @@ async def served(complete: Any) -> AsyncIterator[str]:
         yield address
     finally:
         await server.stop(None)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+async def test_a_router_that_has_another_address_is_found_behind_its_name(blocks: bool) -> None:
+    """As a container has that is made anew. gRPC by itself asks for a name's address once in half a minute."""
+    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16))
+
+    names = await Names.serving("127.0.0.2")
+    async with served(complete) as address:
+        name = names.behind(int(address.rpartition(":")[2]))
+        with Client(name) as blocking:
+            async with AsyncClient(name) as client:
+                reading = asyncio.ensure_future(asyncio.to_thread(list, blocking.complete("x")) if blocks else
+                                                anext(client.complete("x")))
+                await eventually(lambda: names.asked > 0)
+                await asyncio.sleep(0.1)
+                names.host = "127.0.0.1"
+                assert await reading
+    names.transport.close()
 
 
 async def test_an_answer_that_is_whole_is_not_asked_for_again() -> None:

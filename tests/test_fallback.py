@@ -200,6 +200,32 @@ async def test_a_pool_that_never_answers_is_left_and_passes_no_probe() -> None:
     assert 'reason="draft_timeout"' in world.page()
 
 
+async def brief(world: World, seconds: float) -> None:
+    """One answer of three pieces after the other."""
+    until_s = world.pool.now_s + seconds
+    while world.pool.now_s < until_s:
+        for answer in world.answers:
+            await answer.aclose()
+        world.answers.clear()
+        inner = world.begin()
+        inner.waited = True  # its prompt's step waits for nobody
+        await world.step()
+        inner.waited = False
+        for _ in range(2):
+            await world.step()
+
+
+async def test_a_pool_that_hung_is_come_back_to_by_brief_answers() -> None:
+    """Each of them waits in vain once. A probe in which many did lost what hours of such traffic earn for another."""
+    world = await prepared(1)
+    world.pool.hangs = True
+    await brief(world, 100.0)
+    assert world.fallback.mode is not Mode.SPECULATE
+    world.pool.hangs = False
+    await brief(world, 120.0)
+    assert world.fallback.mode is Mode.SPECULATE
+
+
 @pytest.mark.parametrize("answers", [1, 8])
 async def test_a_bad_pool_costs_little(answers: int) -> None:
     world = await prepared(answers)

@@ -26,6 +26,7 @@ from slipstream.wire.target import TargetClient, TargetServicer
 from target_service.assembly import Target
 from tests.echo import EchoTarget, answer_bytes
 from tests.loop import eventually
+from tests.names import Names
 from tests.test_fleet import QUICK, timed_target
 from tests.test_timed import text
 from tests_chaos.relay import Relay
@@ -217,3 +218,55 @@ async def test_a_target_that_drains_is_left_for_another_behind_its_name() -> Non
     await relay.close()
     for server in servers:
         await server.drain(0.0)
+
+
+@pytest.mark.parametrize("before", ["127.0.0.2", ""], ids=["another-address", "no-address"])
+async def test_a_target_that_has_another_address_is_found_behind_its_name(before: str) -> None:
+    """As a pod has that is started again. gRPC by itself asks for a name's address ever more rarely, where it had none
+    for some minutes, as while a pod loads its model, once in two."""
+    names = await Names.serving(before)
+    server = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(EchoTarget(end=30))])
+    client = TargetClient(names.behind(await server.start()))
+    balancer = await balanced(client)
+    for _ in range(4):
+        asked = names.asked
+        await balancer.poll()
+        assert names.asked > asked and not balancer.ready
+    names.host = "127.0.0.1"
+    async with asyncio.timeout(15):
+        while not balancer.ready:
+            await balancer.poll()
+    assert await read(balancer.submit(echo_request())) == answer_bytes(echo_request())[:30]
+    await client.aclose()
+    await server.drain(0.0)
+    names.transport.close()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_answers_of_an_only_target_go_on_when_their_connection_breaks(comes_back: bool) -> None:
+    """As a mesh ends one that is old, or a firewall forgets one. Where nobody answers any more they end with an error,
+    before long."""
+    target = EchoTarget(end=30, pause_s=0.02)
+    server, relay = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(target)]), Relay(free_port())
+    relay.to = await server.start()
+    await relay.start()
+    client = TargetClient(relay.address)
+    balancer = await balanced(client, poll_every_s=0.05)
+    polling = asyncio.create_task(balancer.run())
+    answers = [balancer.submit(echo_request()) for _ in range(4)]
+    begun = [list(piece.tokens) for piece in await asyncio.gather(*map(anext, answers))]
+    target.go.clear()
+    relay.cut(relay.to if comes_back else None)
+    reading = asyncio.gather(*map(read, answers), return_exceptions=True)
+    await eventually(lambda: not target.running)
+    target.go.set()
+    found = await reading
+    if comes_back:
+        whole = [first + rest for first, rest in zip(begun, found, strict=True) if isinstance(rest, list)]
+        assert whole == [answer_bytes(echo_request())[:30]] * 4 and len(target.requests) == 8
+    else:
+        assert all(isinstance(one, Unavailable) and "lost before" in str(one) for one in found), found
+    polling.cancel()
+    await client.aclose()
+    await relay.close()
+    await server.drain(0.0)

@@ -145,6 +145,8 @@ class Heard:
             self.over = True
         elif kind == "error":
             self.fail(told, told["code"])
+        elif kind == "failed":  # for clients that wait for an end
+            assert self.kind == told["response"]["error"]["code"], told
         elif kind.endswith(".delta"):
             self.say(f"{told['output_index']} {kind}", told["delta"])
         elif kind not in ("created", "in_progress"):

@@ -60,6 +60,10 @@ class ModelChanged(SlipstreamError):
     """The model that began an answer is gone; who asks again is answered by the one that is here now."""
 
 
+class CallLost(Unavailable):
+    """A call broke off: its connection may have, or whoever was called. He may be there again at once."""
+
+
 class RanksLost(Unavailable):
     """Processes that compute one model together are out of step, or one is gone. The service has to start again."""
 

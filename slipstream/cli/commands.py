@@ -345,10 +345,10 @@ def simulate(
     configure(LogSection(level="error"))
     names, rows = SCHEDULES if schedule == "all" else (schedule,), list[dict[str, str]]()
     with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulating", total=len(names))
         for name in names:
-            task = bar.add_task(name, total=1.0)
             rows.append(describe(name, targets, drafts, batch, rtt_ms, step_ms, draft_ms, acceptance, seconds,
-                                 lambda share, task=task: bar.update(task, completed=share)))
+                                 lambda share: bar.update(task, completed=len(rows) + share)))
     Console().print(plain_table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
 
 

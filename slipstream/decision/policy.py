@@ -380,7 +380,8 @@ class SpeculationPolicy:
             return self._enter(now_s) if not ledger.drafted or gain >= self._rules.enter_gain else self._fail(now_s)
         if ledger.drafted and (probe.left_s < 0 or self._at.idle):
             return self._fail(now_s)
-        silent = not probe.answered and probe.silent_s > PROBE_LIMIT_S
+        spent = probe.left_s < 0 and self._at.silent > 1
+        silent = not probe.answered and (spent or probe.silent_s > PROBE_LIMIT_S)
         return self._fail(now_s, "draft_timeout") if silent else None
 
     def _enter(self, now_s: float) -> Transition | None:

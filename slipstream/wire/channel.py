@@ -8,8 +8,7 @@ Rules:
 3. A channel takes no proxy from the environment and shares no connection with another channel.
 4. A Connection follows its certificates: a call keeps the channel that it began on, and one that was replaced closes
    when its last call ends. The files are looked at no more than once a second; such as cannot be read change nothing.
-   Another may have come behind its name: who has met him on a ``fresh`` lane may ``take`` that one. Who has ``missed``
-   everybody dials anew.
+   Another may have come behind its name: who has met him on a ``fresh`` lane may ``take`` that one.
 
 It knows nothing about what is sent.
 """
@@ -68,6 +67,7 @@ def client_options(rules: ConnectionRules) -> Options:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2000),
         ("grpc.max_reconnect_backoff_ms", round(rules.backoff_max_s * 1000)),
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),  # else half a minute, with an address that nobody has now
     )
 
 
@@ -193,11 +193,6 @@ class Connection:
             self._close(old)
         else:
             self._replaced.add(old)
-
-    def missed(self) -> None:
-        """Nobody was met. A channel looks a name up ever more rarely, at last every two minutes; another looks now."""
-        if self._lane.calls == 0 and (fresh := self.fresh()) is not None:
-            self.take(fresh)
 
     async def aclose(self) -> None:
         for lane in (self._lane, *self._replaced):

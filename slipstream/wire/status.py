@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from slipstream.base.errors import (
+    CallLost,
     CapacityError,
     DeadlineExceeded,
     Draining,
@@ -117,9 +118,9 @@ def error_of(error: grpc.RpcError, who: str) -> SlipstreamError:
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
         return InvalidRequest("api_key", details, "invalid_api_key")
     if details == OVERWRITTEN:
-        return Unavailable(f"{who} ended the call while it was written to; the next attempt tells why")
+        return CallLost(f"{who} ended the call while it was written to; the next attempt tells why")
     code = call.code()
-    return Unavailable(f"{who}: {code.name if code is not None else 'no status'} {details}".rstrip())
+    return CallLost(f"{who}: {code.name if code is not None else 'no status'} {details}".rstrip())
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ The caller's end, a Backend that is a target elsewhere:
 4. Leaving an answer frees it there; what still comes for it is dropped.
 5. A call that ended takes its answers with it; the next answer begins a new call.
 6. One that drains is left for another that stands behind the same name by now; its answers stay. Where there are some,
-   the other is of its identity.
+   the other is of its identity. One that cannot be reached is left for whoever stands there: gRPC looks a name up again
+   after half a minute, and after two where it had no address for long.
 
 It knows nothing about engines or text. Format: ``GenerateMany`` in ``proto/slipstream/v1/target.proto``.
 """
@@ -59,7 +60,7 @@ MAX_BYTES = 1 << 20  # of a frame, unless a single item is longer
 MAX_WAITING = 1 << 20
 HOLD_AT, RESUME_AT = 256, 64  # pieces of one answer that nobody has read
 CONNECT_S = 5.0
-LOOK_S = 1.0  # for who may stand behind the name of a target that drains
+LOOK_S = 1.0  # for who may stand behind the name of a target that drains or is gone
 
 
 class TargetServicer:
@@ -265,42 +266,49 @@ class TargetClient:
 
     async def info(self) -> TargetInfo:
         """Raises Unavailable within ``connect_s`` seconds."""
-        lane, missed = self._connection.begin(), False
+        lane = self._connection.begin()
         try:
-            found = await self._asked(lane, self._connect_s)
-            if found.draining:
-                found = await self._successor(found)
+            found = await self._found(lane)
             if self._stream is not None and not self._stream.takes:
                 self._stream = None
             return found
-        except Unavailable:
-            missed = True
-            raise
         finally:
             self._connection.end(lane)
-            if missed:
-                self._connection.missed()
+
+    async def _found(self, lane: Lane) -> TargetInfo:
+        try:
+            found = await self._asked(lane, self._connect_s)
+        except Unavailable:
+            if (other := await self._behind(lambda _: True)) is None:
+                raise
+            return other
+        if found.draining:  # who could not go on with what it may have to hand back is no successor
+            busy = self._stream is not None and self._stream.busy
+            return await self._behind(lambda one: not one.draining and (
+                not busy or one.identity == found.identity)) or found
+        return found
 
     async def _asked(self, lane: Lane, within_s: float) -> TargetInfo:
         method: Any = lane.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
         with translated(self.address):
             return decode_info(await method(b"", timeout=within_s))
 
-    async def _successor(self, draining: TargetInfo) -> TargetInfo:
-        """Who stands behind the name by now in the place of a target that drains, and begins answers; ``draining`` if
-        nobody does, or one who could not go on with what it may have to hand back to us."""
+    async def _behind(self, fits: Callable[[TargetInfo], bool]) -> TargetInfo | None:
+        """Who stands behind the name by now, if he ``fits``: answers begin there from now on. None: nobody does."""
         fresh = self._connection.fresh()
         if fresh is None:
-            return draining
-        found = draining
-        with suppress(SlipstreamError):
-            found = await self._asked(fresh, LOOK_S)
-        busy = self._stream is not None and self._stream.busy
-        if found.draining or (busy and found.identity != draining.identity):
-            await fresh.channel.close()
-            return draining
-        self._connection.take(fresh)
-        return found
+            return None
+        taken = False
+        try:
+            with suppress(SlipstreamError):
+                found = await self._asked(fresh, LOOK_S)
+                if taken := fits(found):
+                    self._connection.take(fresh)
+                    return found
+            return None
+        finally:
+            if not taken:
+                await fresh.channel.close()
 
     async def aclose(self) -> None:
         if self._stream is not None:
