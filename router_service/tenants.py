@@ -86,7 +86,7 @@ class ApiKeys:
                 continue
             self._stamp = found
             try:
-                self._tenants = _read(self._file)
+                self._tenants = await asyncio.to_thread(_read, self._file)  # many take long
                 self._log.info("keys read again", count=len(self._tenants))
             except ConfigError as error:
                 self._log.error("keys not read again; the old ones stay", problem=str(error))
