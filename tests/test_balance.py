@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
-from router_service.balance import Balancer, BalanceRules, Targets
+from router_service.balance import Balancer, BalanceRules, Target, Targets
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.protocol.requests import Answer, Request, Sampling
+from slipstream.protocol.requests import Answer, Request, Sampling, needs_of
 from tests.echo import EchoTarget
 from tests.loop import settled
 
@@ -351,3 +352,18 @@ async def test_switching_reaches_the_target_now_or_when_it_starts() -> None:
     other.set_speculation(False)
     assert (await anext(pieces)).accepted == 0
     await other.aclose()
+
+
+async def test_a_target_more_costs_a_request_little() -> None:
+    """With 500 each took 1.1 ms of the event loop, a third of it for asking, target by target, what the request needs;
+    and a short one, for which no target is preferred, had the beginning of its prompt hashed for each."""
+    targets = [EchoTarget() for _ in range(20)]
+    b = balancer(*targets)
+    for target in targets[2:]:
+        target.waiting = 9
+    await b.poll()
+    for tokens, hashed in ((LONG, 20), (LONG[:9], 2)):
+        with (patch("slipstream.protocol.requests.needs_of", wraps=needs_of) as needs,
+              patch.object(Target, "affinity", autospec=True, side_effect=Target.affinity) as affinities):
+            b.pick(request(tokens))
+        assert needs.call_count == 1 and affinities.call_count <= hashed + 2
