@@ -49,6 +49,7 @@ class RemoteBackend(Backend, Protocol):
     async def aclose(self) -> None: ...
 
 
+POLLED = 16  # questions that are written one behind the other; then it is the streams' turn
 Connect = Callable[[str, str], RemoteBackend]  # (address, name that its certificate bears)
 
 
@@ -262,10 +263,12 @@ class Balancer:
         """Ask all targets how they are, and forget those that discovery has lost. Whose answer takes long is waited for
         beside the next polls of others."""
         self._asking = {target: asking for target, asking in self._asking.items() if not asking.done()}
-        for target in self._targets:
+        for count, target in enumerate(self._targets, start=1):
             self._metrics.target_known(target.name)
             if target not in self._asking:
                 self._asking[target] = asyncio.create_task(self._ask(target))
+            if count % POLLED == 0:
+                await asyncio.sleep(0)
         if self._asking:
             await asyncio.wait(self._asking.values(), timeout=self.rules.poll_every_s)
         for target in await self._targets.sweep():

@@ -9,10 +9,11 @@ from unittest.mock import patch
 
 import pytest
 
-from router_service.balance import Balancer, BalanceRules, Target, Targets
+from router_service.balance import POLLED, Balancer, BalanceRules, Target, Targets
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.protocol.requests import Answer, Request, Sampling, needs_of
+from slipstream.observe.vitals import kept_up
+from slipstream.protocol.requests import Answer, Request, Sampling, TargetInfo, needs_of
 from tests.echo import EchoTarget
 from tests.loop import settled
 
@@ -367,3 +368,25 @@ async def test_a_target_more_costs_a_request_little() -> None:
               patch.object(Target, "affinity", autospec=True, side_effect=Target.affinity) as affinities):
             b.pick(request(tokens))
         assert needs.call_count == 1 and affinities.call_count <= hashed + 2
+
+
+async def test_streams_have_their_turns_while_many_targets_are_polled() -> None:
+    """500 questions that were written one behind the other held up each stream for 25 ms, every second."""
+    class Asked(EchoTarget):
+        count = 0
+
+        async def info(self) -> TargetInfo:
+            Asked.count += 1
+            return await super().info()
+
+    b, between = balancer(*(Asked() for _ in range(200))), list[int]()
+
+    async def streams() -> None:
+        while True:
+            before = Asked.count
+            await asyncio.sleep(0)
+            between.append(Asked.count - before)
+
+    async with kept_up(streams()):
+        await b.poll()
+    assert Asked.count == 200 and b.ready and max(between) <= 2 * POLLED
