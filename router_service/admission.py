@@ -245,8 +245,9 @@ class Admission:
         need not wait."""
         # Before them come those of its own, and as many of each other's as bring him to what it would have itself.
         level = (account.in_flight + account.queued) / account.tenant.weight
-        others = sum(min(other.queued, other.room, max(0.0, level * other.tenant.weight - other.in_flight))
-                     for other in self._queues.values() if other is not account)
+        others = 0.0 if not level else sum(
+            min(other.queued, other.room, max(0.0, level * other.tenant.weight - other.in_flight))
+            for other in self._queues.values() if other is not account)  # there may be thousands
         mine = account.queued + answers
         missing = max(0.0, mine + others - (self._max_in_flight - self.in_flight)) / self._max_in_flight
         if account.tenant.requests:
@@ -266,9 +267,11 @@ class Admission:
 
     def _may_wait(self, account: Account, answers: int) -> bool:
         """Whether a tenant has so much left of its share of the queue. One request of each may always wait."""
+        if not account.queued:
+            return True
         others = sum(other.tenant.weight for other in self._queues.values() if other is not account)
         share = account.tenant.weight / (account.tenant.weight + others)
-        return not account.queued or account.queued + answers <= share * WAITING * self._max_in_flight
+        return account.queued + answers <= share * WAITING * self._max_in_flight
 
     def _refusal(self, account: Account, reason: str, after_s: float, told: str = "") -> CapacityError:
         self._metrics.refused(account.tenant.name, reason)
@@ -313,7 +316,7 @@ class Admission:
             limit.close()
 
     def _let_in(self) -> None:
-        while (account := self._next()) is not None:
+        while self.in_flight < self._max_in_flight and (account := self._next()) is not None:
             if self.in_flight + account.waiting[0].answers > self._max_in_flight:
                 break
             turn = account.waiting.popleft()

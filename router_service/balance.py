@@ -58,6 +58,7 @@ class RemoteBackend(Backend, Protocol):
     async def aclose(self) -> None: ...
 
 
+POLLED = 16  # questions that are written one behind the other; then it is the streams' turn
 Connect = Callable[[str, str], RemoteBackend]  # (address, name that its certificate bears)
 
 
@@ -87,9 +88,9 @@ class Target:
     def identity(self) -> Identity | None:
         return None if self.info is None else self.info.identity
 
-    def takes(self, request: Request) -> bool:
+    def takes(self, needs: Collection[Need]) -> bool:
         """Whether it honours all that is asked. An older one would not look at some fields, and answer anything."""
-        return not (needs := request.needs) or (self.info is not None and set(needs).issubset(self.info.takes))
+        return not needs or (self.info is not None and set(needs).issubset(self.info.takes))
 
     def fits(self, request: Request) -> bool:
         """Whether it has the context for all of it, as far as it is known."""
@@ -271,10 +272,12 @@ class Balancer:
         """Ask all targets how they are, and forget those that discovery has lost. Whose answer takes long is waited for
         beside the next polls of others."""
         self._asking = {target: asking for target, asking in self._asking.items() if not asking.done()}
-        for target in self._targets:
+        for count, target in enumerate(self._targets, start=1):
             self._metrics.target_known(target.name)
             if target not in self._asking:
                 self._asking[target] = asyncio.create_task(self._ask(target))
+            if count % POLLED == 0:
+                await asyncio.sleep(0)
         if self._asking:
             await asyncio.wait(self._asking.values(), timeout=self.rules.poll_every_s)
         for target in await self._targets.sweep():
@@ -306,12 +309,14 @@ class Balancer:
     def pick(self, request: Request, tried: Collection[str] = ()) -> Target:
         """The target for ``request``; one of ``tried`` never, and for an answer that is begun, or that is to be some
         model's, only one of that identity. Raises Draining, ModelChanged or Unavailable."""
-        known = [t for t in self._known if t.name not in tried and t.takes(request)]
+        needs = request.needs  # once: there may be hundreds of targets
+        taking = [t for t in self._known if t.takes(needs)]
+        known = [t for t in taking if t.name not in tried]
         if known and (request.answered or request.identity is not None):
             known = [t for t in known if request.identity is not None and t.identity == request.identity]
             if not known:
                 raise _gone()
-        if any(t.fits(request) for t in self._known if t.takes(request)):  # a smaller one would refuse it for good
+        if any(t.fits(request) for t in taking):  # a smaller one would refuse it for good
             known = [t for t in known if t.fits(request)]
         left = [t for t in known if not t.draining]
         now = self._clock()
@@ -328,11 +333,14 @@ class Balancer:
     def _choose(self, usable: list[Target], request: Request) -> Target:
         tokens = request.tokens
         prefix = request.namespace.encode() + np.array(tokens[: self.rules.affinity_tokens], np.int32).tobytes()
-        by_affinity = sorted(usable, key=lambda t: t.affinity(prefix), reverse=True)
-        least = min(by_affinity, key=lambda t: t.load)
-        preferred = by_affinity[0]
-        bound = least.load * 1.25 + self.rules.affinity_slack
-        return preferred if preferred.load <= bound and len(tokens) >= self.rules.affinity_tokens else least
+        loads = [t.load for t in usable]
+        least = min(loads)
+        if len(tokens) >= self.rules.affinity_tokens:
+            preferred = max(usable, key=lambda t: t.affinity(prefix))
+            if preferred.load <= least * 1.25 + self.rules.affinity_slack:
+                return preferred
+        idlest = [t for t, load in zip(usable, loads, strict=True) if load == least]
+        return idlest[0] if len(idlest) == 1 else max(idlest, key=lambda t: t.affinity(prefix))
 
     def sent(self, target: Target, answer: RoutedAnswer) -> None:
         """``answer`` is asked of ``target``: as its probe where it was ejected, and its time is over."""

@@ -272,14 +272,13 @@ class KV:
         for one in ones:
             if one.row is None:  # it has failed in the step that computed it
                 continue
-            own = one.slots[: one.computed].copy()
-            match = cache.insert(one.whole()[: one.computed], own, one.request.namespace)
-            cache.lock(match)
-            if one.match is not None:
-                cache.unlock(one.match)
+            new = slice(one.borrowed, one.computed)  # behind what it has shared: a long prompt comes in many steps
+            own = one.slots[new].copy()
+            match = cache.insert(one.whole()[new], own, one.request.namespace, one.match)
+            cache.lock(match, one.match)
             if len(others := np.flatnonzero(match.slots != own)):  # that somebody else has computed, too
                 self._runner.copy_features(own[others], match.slots[others])
-                one.row.put(int(others[0]), match.slots[others[0] :])
+                one.row.put(one.borrowed + int(others[0]), match.slots[others[0] :])
             one.match, one.borrowed = match, one.computed
             one.forget()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
-from slipstream.following.pool import FORGET_S, SLOW, DraftPool
+from slipstream.following.pool import FORGET_S, SLOW, DraftPool, Member
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import Link
 from tests.test_following import SILENT
@@ -65,3 +66,22 @@ def test_one_odd_exchange_makes_nobody_slow() -> None:
     for _ in range(3):
         pool.took(pool.two, 0.05, 1.0)
     assert pool.is_slow(pool.two, False, 1.0)
+
+
+def test_who_has_waited_is_not_compared_with_all_drafts_where_none_is_faster() -> None:
+    """With 50 of them 256 sessions took 2.7 ms of each step for that."""
+    pool = Pool()
+    many = [Heard(f"more {i}") for i in range(50)]
+    for link in many:
+        pool.link_up(link, SILENT)
+        pool.took(link, 0.01, 1.0)
+    with patch.object(Member, "known_s", autospec=True, side_effect=Member.known_s) as looks:
+        assert not any(pool.is_slow(link, False, 1.0) for link in many)
+        assert looks.call_count <= 2 * len(many)
+    for _ in range(9):
+        for link in many[1:]:
+            pool.took(link, 0.05, 1.0)
+    assert [pool.is_slow(link, False, 1.0) for link in many] == [False] + [True] * 49
+    for _ in range(30):
+        pool.took(many[0], 0.05, 1.0)
+    assert not any(pool.is_slow(link, False, 1.0) for link in many)

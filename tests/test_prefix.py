@@ -107,6 +107,8 @@ def test_a_random_population_agrees_with_a_plain_set(seed: int) -> None:
             cache.insert(tokens, held)
             oracle.insert(tokens, held)
             cache.unlock(match)
+        elif action < 0.9 and running:
+            _share(rng, cache, oracle, running)
         else:
             _evict(rng, cache, oracle, running, where)
         assert len(cache) == len(oracle.held), where
@@ -122,6 +124,19 @@ def _begin(rng: np.random.Generator, slots: Slots, cache: RadixCache, oracle: Or
     if len(tokens) - match.length <= slots.num_free:
         cache.lock(match)
         running.append((tokens, np.concatenate([match.slots, slots.alloc(len(tokens) - match.length)]), match))
+
+
+def _share(rng: np.random.Generator, cache: RadixCache, oracle: Oracle,
+           running: list[tuple[Prefix, np.ndarray, Match]]) -> None:
+    """Some more of what one has computed."""
+    place = int(rng.integers(len(running)))
+    tokens, held, match = running[place]
+    end = int(rng.integers(match.length, len(tokens) + 1))
+    longer = cache.insert(tokens[match.length : end], held[match.length : end], behind=match)
+    cache.lock(longer, match)
+    oracle.insert(tokens[:end], held[:end])
+    assert longer.length == end and [*held[: match.length], *longer.slots] == oracle.match(tokens[:end])
+    running[place] = tokens, np.concatenate([held[: match.length], longer.slots, held[end:]]), longer
 
 
 def _evict(rng: np.random.Generator, cache: RadixCache, oracle: Oracle,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from slipstream.base.config import ModelSection, TargetSection
 from slipstream.base.errors import Unavailable
 from slipstream.decision.beliefs import StepCosts
+from slipstream.engine import kv
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import RadixCache
 from slipstream.engine.loading import load_model
@@ -272,3 +274,27 @@ def test_a_full_cache_gives_way_in_lumps(tiny_folder: Path) -> None:
     assert runner.slots.num_free == 1024 // LUMPS
     kv.make_room(100)
     assert runner.slots.num_free == 100
+
+
+def test_a_chunk_of_a_prompt_is_shared_without_a_look_at_those_before_it(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was compared, copied and locked with all before it: of 100,000 tokens the last step took 1.6 ms for that."""
+    looked, common, path = list[int](), kv._common, kv._path
+
+    def compared(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+        looked.append(min(len(a), len(b)))
+        return common(a, b)
+
+    def walked(*args: Any) -> Iterator[kv.Node]:
+        for node in path(*args):
+            looked.append(1)
+            yield node
+
+    worker, told = target(tiny_folder, limits=Limits(8, 64, 4)), Told()
+    monkeypatch.setattr(kv, "_common", compared)
+    monkeypatch.setattr(kv, "_path", walked)
+    worker.ask(1, Request("one", LONG, Sampling(), 2), told.append)
+    finished(worker)
+    chunks = len(LONG) // 4
+    assert said(told) == alone(tiny_folder, LONG, 2)
+    assert sum(looked) < 2 * len(LONG) + 10 * chunks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router_service import tenants
 from router_service.tenants import ANYONE, ApiKeys
 from slipstream.base.errors import (
     CapacityError,
@@ -24,12 +26,14 @@ from slipstream.base.errors import (
 )
 from slipstream.cli.host import first_key
 from slipstream.client import AsyncClient
+from slipstream.observe.vitals import kept_up
 from slipstream.protocol.chat import Begun
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.echo import EchoTarget
 from tests.loop import eventually
+from tests.opcodes import opcodes
 from tests.pair import WIRE, Rig, target
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
 
@@ -249,6 +253,32 @@ async def test_a_key_of_other_letters_opens_too(header: str, tiny_folder: Path, 
         for shown, status in ((header.format(key).encode(), 200), (header.format("schlüssel").encode("latin-1"), 401)):
             answer = await r.http.get("/v1/models", headers=[(name.encode(), shown)])
             assert answer.status_code == status
+
+
+def test_a_question_costs_the_same_however_many_keys_there_are(tmp_path: Path) -> None:
+    """Of ten thousand each request, probe and refusal compared all of them on the event loop: half a millisecond."""
+    def cost(count: int, key: str) -> int:
+        keys = ApiKeys(written(tmp_path, *(f"key-{i}" for i in range(count))))
+        assert (keys.tenant(key) is None) == (key == "another")
+        return opcodes(lambda: keys.tenant(key))
+
+    for key in ("key-0", "another"):
+        assert cost(500, key) == cost(5, key)
+
+
+async def test_streams_go_on_while_keys_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand of them took a tenth of a second of the event loop."""
+    keys, threads, own_read = ApiKeys(written(tmp_path, "old")), set[int](), tenants._read
+
+    def reads(file: Path) -> Any:
+        threads.add(threading.get_ident())
+        return own_read(file)
+
+    monkeypatch.setattr(tenants, "_read", reads)
+    async with kept_up(keys.follow(0.001)):
+        written(tmp_path, "new-key")
+        await eventually(lambda: keys.tenant("new-key") is not None)
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_who_has_no_key_is_counted(tiny_folder: Path, tmp_path: Path) -> None:

@@ -347,14 +347,18 @@ class DraftContext:
         """Take the states of the first ``count`` pending rows, [count, W]; None when there are none to take."""
         if count == 0 or not self.inputs:
             return None
-        rows = self.inputs[0] if len(self.inputs) == 1 else torch.cat(self.inputs)
+        taken, left = list[torch.Tensor](), count
+        for rows in self.inputs:
+            taken.append(rows[:left])
+            left -= len(taken[-1])
+            if not left:
+                break
+        found = taken[0] if len(taken) == 1 else torch.cat(taken)
+        rest = self.inputs[len(taken) - 1][len(taken[-1]) :]
+        # A view would keep the memory of all that it was cut from; what stands behind it is not touched.
+        self.inputs[: len(taken)] = [rest.clone()] if len(rest) else []
         self.num_inputs -= count
-        if not self.num_inputs:
-            self.inputs = []
-            return rows
-        # A view would keep the memory of all that it was cut from.
-        self.inputs = [rows[count:].clone()]
-        return rows[:count]
+        return found
 
     def take(self, start: int, rows: torch.Tensor) -> Indices:
         """Target states of positions ``start, …`` [M, W]. Returns slots to free (when a long gap begins it anew)."""

@@ -227,7 +227,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of some tokens. ``slots`` int64 [length]; ``node`` is what to lock."""
+    """The longest cached prefix of some tokens. ``slots`` int64 [length], or those behind another match; ``node`` is
+    what to lock."""
 
     length: int
     slots: Indices
@@ -272,9 +273,10 @@ class RadixCache:
         """Slots that its lock alone keeps."""
         return sum([len(node.slots) for node in _path(match.node) if node.locks == 1])
 
-    def lock(self, match: Match) -> None:
-        """Keep the matched prefix until ``unlock``; may be called more than once."""
-        for node in _path(match.node):
+    def lock(self, match: Match, behind: Match | None = None) -> None:
+        """Keep the matched prefix until ``unlock``; may be called more than once. ``behind``: a lock that becomes part
+        of it."""
+        for node in _path(match.node, None if behind is None else behind.node):
             self._num_locked += len(node.slots) if node.locks == 0 else 0
             node.locks += 1
 
@@ -284,20 +286,24 @@ class RadixCache:
             node.locks -= 1
             self._num_locked -= len(node.slots) if node.locks == 0 else 0
 
-    def insert(self, tokens: ArrayLike, slots: Indices, namespace: str = "") -> Match:
+    def insert(self, tokens: ArrayLike, slots: Indices, namespace: str = "", behind: Match | None = None) -> Match:
         """Give ``slots`` (one for each token, KV written) to the cache. Where it holds a token already, the given slot
         is freed, unless it is that very slot; the caller must not use any of them afterwards without a lock. Returns
-        what ``match`` would find of ``tokens`` now: all of them."""
+        what ``match`` would find of ``tokens`` now: all of them. ``behind``: a locked match before ``tokens``, at which
+        nobody looks again; of the one that is returned ``slots`` are those of ``tokens``."""
         tokens = np.asarray(tokens, np.int64)
         assert len(tokens) == len(slots)
-        node, length = self._descend(self._roots.setdefault(namespace, _root()), tokens)
-        given, held = slots[:length], _slots(node)
+        first, above = 0, self._roots.setdefault(namespace, _root())
+        if behind is not None and behind.length:  # a root may have been given up meanwhile
+            first, above = behind.length, behind.node
+        node, length = self._descend(above, tokens)
+        given, held = slots[:length], _slots(node, above)
         self._slots.free(given[given != held])
         if length < len(tokens):
-            above, node = node, Node(node, tokens[length:].copy(), slots[length:].copy(), used=self._clock)
-            above.children[int(tokens[length])] = node
+            parent, node = node, Node(node, tokens[length:].copy(), slots[length:].copy(), used=self._clock)
+            parent.children[int(tokens[length])] = node
             self._num_slots += len(tokens) - length
-        return Match(len(tokens), np.concatenate((held, slots[length:])), node)
+        return Match(first + len(tokens), np.concatenate((held, slots[length:])), node)
 
     def evict(self, n: int) -> int:
         """Free ``n`` slots, or what is not locked: the ends of the least recently used runs. Returns how many."""
@@ -354,16 +360,16 @@ def _root() -> Node:
     return Node(None, np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-def _path(node: Node) -> Iterator[Node]:
-    # From the node up, without the root.
-    while node.parent is not None:
+def _path(node: Node, above: Node | None = None) -> Iterator[Node]:
+    # From the node up, without the root, or up to ``above``.
+    while node is not above and node.parent is not None:
         yield node
         node = node.parent
 
 
-def _slots(node: Node) -> Indices:
-    # Of all tokens down to the node.
-    return np.concatenate([np.zeros(0, np.int64), *[n.slots for n in _path(node)][::-1]])
+def _slots(node: Node, above: Node | None = None) -> Indices:
+    # Of all tokens down to the node, or of those below ``above``.
+    return np.concatenate([np.zeros(0, np.int64), *[n.slots for n in _path(node, above)][::-1]])
 
 
 def _common(a: Indices, b: Indices) -> int:

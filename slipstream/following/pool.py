@@ -112,6 +112,7 @@ class DraftPool:
         self._metrics = metrics
         self._log = logger("target")
         self._members: dict[Link, Member] = {}
+        self._least_s = inf  # no drafter is known to take less
         self._spec: FeatureSpec | None = None
         self._problems: dict[str, str] = {}  # by address; read by other threads
 
@@ -241,10 +242,14 @@ class DraftPool:
         if (member := self._members.get(link)) is not None:
             before_s = member.known_s(now_s) or seconds
             member.latency_s, member.measured_at_s = before_s + NEWEST * (seconds - before_s), now_s
+            self._least_s = min(self._least_s, member.latency_s)
 
     def is_slow(self, link: Link, gave_up: bool, now_s: float) -> bool:
         """Whether another with room takes so much less, or, for who ``gave_up`` its drafts, may take less."""
         own_s = self._members[link].known_s(now_s) if link in self._members else 0.0
+        if not gave_up and SLOW * self._least_s >= own_s:  # who has waited asks at each step, and there may be many
+            return False
+        self._least_s = min([one.known_s(now_s) or inf for one in self._members.values()], default=inf)
         others = [one.known_s(now_s) for other, one in self._members.items() if other != link and _is_open(one)]
         return any(0.0 < SLOW * other_s < own_s or (gave_up and not (other_s and own_s)) for other_s in others)
 
