@@ -2,7 +2,7 @@
 
 Rules:
 1. What is refused is an InvalidRequest for "grammar" with llguidance's own words.
-2. ``LIMITS`` bound the work of a compilation and of a mask by counts of its steps, never by time: what is refused here
+2. ``_limits`` bound the work of a compilation and of a mask by counts of its steps, never by time: what is refused here
    is refused everywhere.
 3. A vocabulary ends texts with a token of its own that no model has: what ends an answer is the request's affair.
 
@@ -27,10 +27,7 @@ from slipstream.grammar.exclusive import any_of
 from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.protocol.grammar import Grammar
 
-# Measured: a schema of 200 properties has 807 items in a row, and nothing common a tenth of the others. What is
-# ambiguous without end takes 15 ms for the mask that breaks the limit.
-LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_lexer_fuel=50_000, step_max_items=3000,
-                        max_lexer_states=20_000, max_grammar_size=50_000, verbose_errors=False)
+STATES, MORE = 20_000, 16  # of a lexer, and for each token that an answer has: 0.4 KB each, less than keys and values
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
@@ -83,8 +80,8 @@ class Vocabulary:
         """A matcher of an answer that stands behind ``answered``. Other threads may run. Raises InvalidRequest."""
         written = _written(grammar)
         words = (self._tokens.vocab_size + 31) // 32
-        matcher = Matcher(lambda: LLMatcher(self._tokens, written, log_level=0, limits=LIMITS), words, self._end,
-                          self._size, ends, self._marks)
+        matcher = Matcher(lambda said: LLMatcher(self._tokens, written, log_level=0, limits=_limits(said)), words,
+                          self._end, self._size, ends, self._marks, len(answered))
         if matcher.problem or not matcher.begins():
             raise _refused(matcher.problem or "it allows nothing at all")
         if matcher.commit(answered) < len(answered):
@@ -92,6 +89,15 @@ class Vocabulary:
         if matcher.ended:
             raise InvalidRequest("answered", "the grammar ends with it")
         return matcher
+
+
+def _limits(said: int) -> LLParserLimits:
+    """Of an answer of so many tokens."""
+    # Measured: a schema of 200 properties has 807 items in a row, and nothing common a tenth of the others. What is
+    # ambiguous without end takes 15 ms for the mask that breaks the limit.
+    return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_lexer_fuel=50_000,
+                          step_max_items=3000, max_lexer_states=STATES + MORE * said, max_grammar_size=50_000,
+                          verbose_errors=False)
 
 
 def _written(grammar: Grammar) -> str:
