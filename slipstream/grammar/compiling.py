@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -30,6 +31,7 @@ from slipstream.protocol.grammar import Grammar
 STATES, MORE = 20_000, 16  # of a lexer, and for each token that an answer has: 0.4 KB each, less than keys and values
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
+FAR = MOST - 1023  # the last double within
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 OF_A_URI = "#/?!$&'()*+,;=:@%"
 INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
@@ -173,7 +175,25 @@ def _reworded(part: dict[str, Any]) -> bool:
     for name in COUNTS & part.keys():
         if isinstance(count := part[name], float) and count.is_integer():  # as languages write it that have no others
             part[name], changed = int(count), True
+    changed = _within_reach(part) or changed
     return _within_one(part) or changed
+
+
+def _within_reach(part: dict[str, Any]) -> bool:
+    """Languages write where their types end: 64 bits of an integer, beyond whose last double llguidance knows no
+    number, but cuts what is above an integer; and doubles, which bind no number that anybody reads."""
+    kinds, changed = part.get("type"), False
+    whole = isinstance(kinds, str | list) and "integer" in kinds and "number" not in kinds
+    for name, sign in BOUNDS.items():
+        bound = part.get(name)
+        if not isinstance(bound, int | float) or not sign * bound > FAR or (whole and sign > 0):
+            continue
+        changed = True
+        if sign * bound >= sys.float_info.max and not whole:
+            del part[name]
+        else:
+            part[name] = sign * FAR
+    return changed
 
 
 def _within_one(part: dict[str, Any]) -> bool:
