@@ -32,6 +32,8 @@ STATES, MORE = 20_000, 16  # of a lexer, and for each token that an answer has: 
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
 FAR = MOST - 1023  # the last double within
+BESIDE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not"})  # what else may bind an object
+MOST_NAMES = 16  # of which one at least is said: the grammar grows with their square
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 OF_A_URI = "#/?!$&'()*+,;=:@%"
 INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
@@ -175,8 +177,37 @@ def _reworded(part: dict[str, Any]) -> bool:
     for name in COUNTS & part.keys():
         if isinstance(count := part[name], float) and count.is_integer():  # as languages write it that have no others
             part[name], changed = int(count), True
-    changed = _within_reach(part) or changed
-    return _within_one(part) or changed
+    return any([changed, _within_reach(part), _within_one(part), _shut(part), _counted(part)])
+
+
+def _shut(part: dict[str, Any]) -> bool:
+    """What is not evaluated is what is additional, where nothing beside it evaluates anything."""
+    if "unevaluatedProperties" not in part or part.keys() & {*BESIDE, "dependentSchemas", "if"}:
+        return False
+    rest = part.pop("unevaluatedProperties")
+    part.setdefault("additionalProperties", rest)
+    return True
+
+
+def _counted(part: dict[str, Any]) -> bool:
+    """llguidance counts the properties of an object where each that is named is required, or one alone may be there.
+    What the others say already goes, and of one at least it is told which that may be."""
+    names, required = part.get("properties"), part.get("required", [])
+    if not (isinstance(names, dict) and isinstance(required, list)) or names.keys() <= {*map(str, required)}:
+        return False
+    least, most = part.get("minProperties"), part.get("maxProperties")
+    over = []
+    if type(least) is int and least <= len({*map(str, required)}):
+        over.append("minProperties")
+    elif least == 1 != most and len(names) <= MOST_NAMES and not part.keys() & BESIDE:
+        over.append("minProperties")
+        part["anyOf"] = [{"required": [name]} for name in names]
+    closed = part.get("additionalProperties") is False and not part.get("patternProperties")
+    if type(most) is int and closed and most >= len(names):
+        over.append("maxProperties")
+    for name in over:
+        del part[name]
+    return bool(over)
 
 
 def _within_reach(part: dict[str, Any]) -> bool:
@@ -221,6 +252,8 @@ def _is_note(name: str, value: Any) -> bool:
         return isinstance(value, str) and value not in FORMATS
     if name == "$schema":
         return isinstance(value, str) and "json-schema.org/draft" not in value
+    if name == "uniqueItems":
+        return value is False
     return name == "propertyNames" and value in ({}, {"type": "string"})
 
 
