@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
+from slipstream.grammar.patterns import without_lookaheads
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from tests.tiny import EOS, VOCAB
@@ -66,3 +69,42 @@ def goes(schema: Any, text: str, folder: Path) -> bool:
     vocabulary = Vocabulary(load_tokenizer(folder), VOCAB)
     matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), Ends((EOS,)))
     return matcher.commit([*text.encode()]) == len(text)
+
+
+def decimal(behind: str) -> str:
+    """A pattern as Pydantic 2.12 and 2.13 write it."""
+    return rf"^(?!^[-+.]*$)[+-]?0*{behind}"
+
+
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"  # Zod 4's
+SPAN = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+BOTH, MOST = decimal(r"(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)"), decimal(
+    r"(?:\d{0,4}|(?=[\d.]{1,5}0*$)\d*\.\d*0*$)")
+FRACTION = decimal(r"(?:\d{0,0}|(?=[\d.]{1,3}0*$)\d{0,0}\.\d{0,2}0*$)")
+PLAIN, PLACES = decimal(r"\d*\.?\d*$"), decimal(r"\d*\.?\d{0,2}0*$")
+
+
+@pytest.mark.parametrize(("pattern", "letters", "said"), [
+    (EMAIL, "a.'-@", ("ada.l@example.org", "a'b+c_d-e@a-b.co.uk")),
+    (SPAN, "PTWDM1.S", ("P2W", "P1Y2M3DT4H5M6.5S", "PT1M")),
+    (PLAIN, "-+.05", ("12.50", "-3", "0.125")), (PLACES, "-.053", ("12.50", "0.7", "1.2000")),
+    (BOTH, "-.053", ("123.45", "0.5", "-7", "0001")), (MOST, "-.053", ("12.34", "1.234", "123.4", "1234")),
+    (FRACTION, "-.053", ("0.25", "0"))])
+def test_what_looks_ahead_in_a_known_pattern_is_said_without(pattern: str, letters: str, said: tuple[str, ...]) -> None:
+    other, dice = without_lookaheads(pattern), random.Random(7)
+    assert "(?" not in other and all(re.search(other, text) and re.search(pattern, text) for text in said)
+    texts = ["".join(dice.choices(letters, k=dice.randint(0, 9))) for _ in range(20_000)]
+    texts += ["".join(dice.sample(text, len(text))) for text in said for _ in range(200)]
+    let = [text for text in texts if re.search(other, text)]
+    assert let and all(re.search(pattern, text) for text in let)
+    if pattern in (EMAIL, SPAN):
+        assert let == [text for text in texts if re.search(pattern, text)]
+
+
+@pytest.mark.parametrize(("schema", "text"), [
+    ({"type": "string", "format": "email", "pattern": EMAIL}, '"ada.l@example.org"'),
+    ({"type": "string", "format": "duration", "pattern": SPAN}, '"P1DT2H"'),
+    ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": PLAIN}]}, '"12.50"'),
+    ({"type": "string", "pattern": BOTH}, '"123.45"'), ({"type": "string", "pattern": MOST}, '"1.234"')], ids=str)
+def test_decimals_of_pydantic_and_emails_of_zod_are_said(schema: Any, text: str, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder)

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.grammar.exclusive import any_of
 from slipstream.grammar.matcher import Ends, Matcher
+from slipstream.grammar.patterns import without_lookaheads
 from slipstream.protocol.grammar import Grammar
 
 STATES, MORE = 20_000, 16  # of a lexer, and for each token that an answer has: 0.4 KB each, less than keys and values
@@ -172,6 +173,8 @@ def _reworded(part: dict[str, Any]) -> bool:
     elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
         del part["format"]
         changed = True
+    if isinstance(pattern := part.get("pattern"), str) and pattern != (said := without_lookaheads(pattern)):
+        part["pattern"], changed = said, True
     if isinstance(ref := part.get("$ref"), str) and ref != (spelt := quote(ref, OF_A_URI, errors="replace")):
         part["$ref"], changed = spelt, True  # zod-to-json-schema leaves an umlaut, a space or a bracket as it is
     for name in COUNTS & part.keys():
