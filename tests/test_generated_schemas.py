@@ -108,3 +108,26 @@ def test_what_looks_ahead_in_a_known_pattern_is_said_without(pattern: str, lette
     ({"type": "string", "pattern": BOTH}, '"123.45"'), ({"type": "string", "pattern": MOST}, '"1.234"')], ids=str)
 def test_decimals_of_pydantic_and_emails_of_zod_are_said(schema: Any, text: str, tiny_folder: Path) -> None:
     assert goes(schema, text, tiny_folder)
+
+
+COLOR: Any = {"type": "object", "$defs": {"Color": {"enum": ["red", "blue"], "type": "string"}},
+              "propertyNames": {"$ref": "#/$defs/Color"}, "additionalProperties": {"type": "integer"}}
+ZOD_RECORD: Any = {"type": "object", "propertyNames": {"type": "string", "enum": ["a", "b"]}, "required": ["a", "b"],
+                   "additionalProperties": {"type": "object", "propertyNames": {"const": "x"}, "format": "note"}}
+LOWER: Any = {"type": "object", "propertyNames": {"type": "string", "pattern": "^[a-z]+$"},
+              "additionalProperties": {"type": "null"}}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (COLOR, '{"blue": 1}', True), (COLOR, '{"green', False), (COLOR, '{"red": "', False), (COLOR, "{}", True),
+    (ZOD_RECORD, '{"a": {"x": [1]}, "b": {}}', True), (ZOD_RECORD, '{"a": {"x": 1}}', False),
+    (ZOD_RECORD, '{"a": {"y', False), (LOWER, '{"abc": null}', True), (LOWER, '{"Abc', False)])
+def test_names_of_a_record_are_those_that_it_lists(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+def test_names_are_not_written_out_without_end(tiny_folder: Path) -> None:
+    costly = {**COLOR, "$defs": {"Color": {"enum": [f"name{i}" for i in range(900)]}}}
+    costly["additionalProperties"] = {"enum": [f"value{i}" for i in range(900)]}
+    with pytest.raises(InvalidRequest, match="propertyNames"):
+        goes(costly, "{}", tiny_folder)

@@ -24,7 +24,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
-from slipstream.grammar.exclusive import any_of
+from slipstream.grammar.exclusive import any_of, meant
 from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.grammar.patterns import without_lookaheads
 from slipstream.protocol.grammar import Grammar
@@ -35,6 +35,7 @@ EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, t
 FAR = MOST - 1023  # the last double within
 BESIDE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not"})  # what else may bind an object
 MOST_NAMES = 16  # of which one at least is said: the grammar grows with their square
+MOST_WRITTEN = 1 << 16  # bytes of values of names that are listed
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 OF_A_URI = "#/?!$&'()*+,;=:@%"
 INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
@@ -160,7 +161,28 @@ def restate(schema: dict[str, Any]) -> bool:
     notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
     for part, name in notes:
         del part[name]
-    return changed or bool(notes)
+    named = [_named(schema, part) for part in reversed([*_parts(schema)])]
+    return changed or bool(notes) or any(named)
+
+
+def _named(whole: dict[str, Any], part: dict[str, Any]) -> bool:
+    """Names that are listed are properties, and names of a pattern such."""
+    if "propertyNames" not in part or part.keys() & {"properties", "patternProperties"}:
+        return False
+    names, value = meant(whole, part["propertyNames"]), part.get("additionalProperties", True)
+    listed = [names["const"]] if "const" in names else names.get("enum")
+    kept = names.keys() - {"type", "title", "description"}
+    if isinstance(listed, list) and all(isinstance(name, str) for name in listed) and kept in ({"const"}, {"enum"}):
+        if len(listed) * len(json.dumps(value)) > MOST_WRITTEN:
+            return False
+        part["properties"] = dict.fromkeys(listed, value)
+    elif kept == {"pattern"}:
+        part["patternProperties"] = {names["pattern"]: value}
+    else:
+        return False
+    part["additionalProperties"] = False
+    del part["propertyNames"]
+    return True
 
 
 def _reworded(part: dict[str, Any]) -> bool:
