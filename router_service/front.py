@@ -35,11 +35,12 @@ NAMES = {"structured_outputs": "grammar", "logprobs": "top_logprobs"}  # of a bo
 
 
 class GatewayFront:
-    """Implements the wire's ``Front`` on a gateway, for one tenant."""
+    """Implements the wire's ``Front`` on a gateway, for one tenant. ``trace``: the client's traceparent."""
 
-    def __init__(self, gateway: Gateway, tenant: Tenant) -> None:
+    def __init__(self, gateway: Gateway, tenant: Tenant, trace: str = "") -> None:
         self._gateway = gateway
         self._tenant = tenant
+        self._trace = trace
 
     def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]:
         """Its iteration raises errors of slipstream.base.errors, like all here."""
@@ -81,7 +82,7 @@ class GatewayFront:
     async def _run(self, endpoint: str, plan: Callable[[], Asked],
                    names: Mapping[str, str] = NAMES) -> AsyncGenerator[Delta, None]:
         try:
-            run = await self._gateway.start(plan(), self._tenant)
+            run = await self._gateway.start(plan(), self._tenant, self._trace)
             try:
                 identity, told, markup = run.identity, run.job.told(self._gateway.codec), await self._markup(run)
                 async for _, delta in run:

@@ -505,7 +505,8 @@ class Run:
             self._gateway.admission.leave(self.place)
             self._count()
             if self._span is not None:
-                self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
+                self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens,
+                               failed=int(self._failed))
 
     def _generated(self) -> int:
         return sum(completion.tally.tokens for completion in self.completions)

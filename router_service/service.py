@@ -77,12 +77,12 @@ class RouterService:
     def metrics_port(self) -> int:
         return self.http_port if self._metrics is None else self._metrics.port
 
-    def _front(self, key: str) -> GatewayFront | None:
+    def _front(self, key: str, trace: str) -> GatewayFront | None:
         tenant = ANYONE if self._keys is None else self._keys.tenant(key)
         if tenant is None:
             self.gateway.metrics.failed("authentication_error")
             return None
-        return GatewayFront(self.gateway, tenant)
+        return GatewayFront(self.gateway, tenant, trace)
 
     async def start(self) -> None:
         """Listen, after one look at the targets; whether one is ready shows in the health."""

@@ -159,7 +159,7 @@ class Starting(Lists):
 
 
 async def test_a_chat_with_a_router_that_is_not_ready_says_what_it_says() -> None:
-    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda _: Starting())])
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda *_: Starting())])
     await server.start()
     result = await asyncio.to_thread(CliRunner().invoke, app, ["chat", "--address", f"127.0.0.1:{server.port}"])
     await server.drain(0)

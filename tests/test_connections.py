@@ -285,7 +285,7 @@ class Lists:
 
 async def test_sockets_that_say_nothing_leave_grpc_to_those_that_do() -> None:
     rules = replace(RULES, connections=4, handshake_s=0.3)
-    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda _: Lists())], rules=rules)
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda *_: Lists())], rules=rules)
     await server.start()
     async with AsyncClient(f"127.0.0.1:{server.port}") as client:
         crowd = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]
@@ -305,7 +305,7 @@ async def test_sockets_that_say_nothing_leave_grpc_to_those_that_do() -> None:
 async def grpc_door(front: Front, room: int, **rules: float) -> AsyncIterator[tuple[AsyncClient, aio.Channel]]:
     """A gRPC server with room for so many bytes, of messages of a hundred, and two ways to it."""
     bodies = Bodies(room, 100, **{"slow_s": 0.1} | rules)
-    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda _: front, asked_s=1.0, bodies=bodies)])
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda *_: front, asked_s=1.0, bodies=bodies)])
     address = f"127.0.0.1:{await server.start()}"
     async with AsyncClient(address) as client, aio.insecure_channel(address) as channel:
         yield client, channel

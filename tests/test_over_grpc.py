@@ -20,6 +20,7 @@ from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_CALLS, MAX_ITEMS, MAX_T
 from slipstream.wire.inference import decode_chat, decode_delta, encode_chat, encode_delta
 from tests.echo import EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
+from tests.test_answer_stream import SPAN
 from tests.test_tools import NAMED, NOW, PAST, TWO, WEATHER
 from tests.tiny import EOS
 
@@ -281,6 +282,37 @@ def test_pieces_of_calls_are_joined_by_their_index() -> None:
     found = whole([Delta(tool_calls=(piece,)) for piece in pieces])
     assert found.message.tool_calls == (ToolCall("a", "{}", "1", 0), ToolCall("b", "{}", "2", 1))
     assert json.loads(found.message.tool_calls[0].arguments) == {}
+
+
+class Followed:
+    """Spans, and each one; all of it remembered."""
+
+    parent = SPAN
+
+    def __init__(self) -> None:
+        self.parents = list[str]()
+
+    def begin(self, name: str, parent: str = "", **values: Any) -> Followed:
+        self.parents.append(parent)
+        return self
+
+    def event(self, name: str, **values: Any) -> None: ...
+
+    def end(self, **values: Any) -> None: ...
+
+
+async def test_the_trace_of_a_client_goes_on(tiny_folder: Path) -> None:
+    target, spans = EchoTarget(), Followed()
+    shown, asked = SPAN.replace("7", "8"), encode_chat("", (Message("user", "hello"),), ChatOptions(max_tokens=3))
+    async with (routing(tiny_folder, target) as r,
+                grpc.aio.insecure_channel(f"127.0.0.1:{r.service.grpc_port}") as channel):
+        r.service.gateway.spans = spans
+        assert (await r.http.post(CHAT, json={"model": "tiny", "messages": HELLO, "max_tokens": 3},
+                                    headers={"traceparent": shown})).status_code == 200
+        for trace in (shown, "nonsense"):
+            call: Any = channel.unary_stream("/slipstream.v1.InferenceService/Chat")
+            assert [1 async for _ in call(asked, metadata=(("traceparent", trace),))]
+    assert spans.parents == [shown, shown, ""] and {request.trace for request in target.requests} == {SPAN}
 
 
 async def test_a_router_of_this_machine_tells_what_it_offers(tiny_folder: Path) -> None:

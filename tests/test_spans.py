@@ -20,10 +20,14 @@ from bench.fleet import free_port, joined
 from draft_service.__main__ import serve as serve_draft
 from router_service.__main__ import serve as serve_router
 from slipstream.base.config import Config, LogSection
+from slipstream.base.errors import InvalidRequest
+from slipstream.client import AsyncClient
 from slipstream.observe.spans import spans_of, well_formed
 from slipstream.wire.target import TargetClient
 from target_service.__main__ import serve as serve_target
+from tests.echo import EchoTarget
 from tests.pair import STUBBORN
+from tests.routing import CHAT, HELLO, routing
 from tests.test_lifecycle import until_ready
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -56,6 +60,8 @@ async def serving(serve: Callable[..., Coroutine[Any, Any, None]], config: Confi
 ENDING = """
 import sys
 from slipstream.base.config import LogSection
+from slipstream.base.errors import InvalidRequest
+from slipstream.client import AsyncClient
 from slipstream.observe.spans import spans_of
 spans = spans_of(LogSection(spans=sys.argv[1]), "target")
 for _ in range(1200):  # three batches
@@ -145,3 +151,25 @@ async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft
     accepted = sum(value.value.int_value for event in rounds for value in event.attributes if value.key == "accepted")
     details = answer.json()["usage"]["completion_tokens_details"]
     assert growths and accepted >= details["accepted_prediction_tokens"] > 0
+
+
+async def test_a_request_that_fails_is_marked_where_traces_are_searched(tiny_folder: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="the extra otel is not installed")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from slipstream.observe.otel import Recorder
+
+    provider, kept = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r, AsyncClient(f"127.0.0.1:{r.service.grpc_port}") as client:
+        r.service.gateway.spans = Recorder(provider)
+        assert (await r.post(CHAT, messages=HELLO)).status_code == 200
+        target.fail_after, target.error = 2, InvalidRequest("grammar", "takes too much")
+        assert (await r.post(CHAT, messages=HELLO)).status_code == 400
+        assert "error" in (await r.post(CHAT, messages=HELLO, stream=True)).text
+        with pytest.raises(InvalidRequest):
+            [delta async for delta in client.chat("hello")]
+    assert [span.status.status_code.name for span in kept.get_finished_spans()] == ["UNSET", "ERROR", "ERROR", "ERROR"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,10 +17,13 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.base.config import TlsSection, WireSection
-from slipstream.base.errors import ConfigError, Unavailable
+from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
+from slipstream.client import Client
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.channel import ConnectionRules, open_channel
+from slipstream.wire.client import place_of
+from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
@@ -28,7 +33,7 @@ from slipstream.wire.tls import TlsFiles, dialling, ends_at, export_end, tls_fil
 from tests.certificates import authority, issue, laid, needs_openssl, replace_files
 from tests.echo import EchoTarget
 from tests.loop import eventually
-from tests.test_wire import HELLO, LOOPBACK, Echo, Target, commit
+from tests.test_wire import HELLO, LOOPBACK, Echo, Parrot, Target, commit
 
 pytestmark = [needs_openssl, pytest.mark.usefixtures("servers_end")]
 WIRE = WireSection()
@@ -285,3 +290,51 @@ async def test_a_certificate_that_has_ended_is_told_once(tmp_path: Path) -> None
 def test_a_write_that_meets_the_end_of_a_call_says_so() -> None:
     lost = aio.AioRpcError(grpc.StatusCode.INTERNAL, aio.Metadata(), aio.Metadata(), OVERWRITTEN)
     assert str(error_of(lost, "a")) == "a ended the call while it was written to; the next attempt tells why"
+
+
+ASKING = """
+import asyncio, sys
+from slipstream.client import AsyncClient, Client, Unavailable
+with Client(["https://127.0.0.1:1", sys.argv[1]]) as client:
+    assert client.models() == ["parrot"], "it trusts whom this machine trusts"
+async def use():
+    async with AsyncClient(sys.argv[1]) as client:
+        assert await client.models() == ["parrot"]
+asyncio.run(use())
+for other in (sys.argv[1].replace("https", "http"), sys.argv[1].replace("127.0.0.1", "localhost")):
+    with Client(other) as client:
+        try:
+            sys.exit(client.models())
+        except Unavailable:
+            pass
+"""
+
+
+async def test_a_client_reaches_a_router_behind_a_proxy_with_tls(tmp_path: Path) -> None:
+    """Which is where the pages want one; it shows no certificate itself."""
+    files = issue(authority(tmp_path / "ca"), "server", "IP:127.0.0.1")
+    server = aio.server()
+    server.add_generic_rpc_handlers([InferenceServicer(lambda *_: Parrot()).handler()])
+    port = server.add_secure_port(LOOPBACK, grpc.ssl_server_credentials(
+        [(files.key.read_bytes(), files.certificate.read_bytes())]))
+    await server.start()
+    asks = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", ASKING, f"https://127.0.0.1:{port}",
+        env={**os.environ, "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(files.authority)})
+    assert await asyncio.wait_for(asks.wait(), 100) == 0
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(("address", "dialled"), [
+    ("https://llm.example.org", "llm.example.org:443"), ("https://[::1]:8443/", "[::1]:8443"),
+    ("http://llm.example.org", "llm.example.org:80"), ("http://127.0.0.1:8001", "127.0.0.1:8001"),
+    ("127.0.0.1:8001", "127.0.0.1:8001"), ("dns:///a:1", "dns:///a:1")])
+def test_an_address_may_be_a_url(address: str, dialled: str) -> None:
+    assert place_of(address) == (dialled, address.startswith("https"))
+
+
+@pytest.mark.parametrize("address", ["https://", "https://a/v1", "https://a:b", "https://key@a", "http://a?b"])
+def test_what_is_no_address_is_said_at_once(address: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Client(address)
+    assert caught.value.field == "address"

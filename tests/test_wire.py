@@ -807,7 +807,7 @@ class Parrot:
 
 async def serve_parrot(key: str = "") -> tuple[GrpcServer, Parrot, str]:
     parrot = Parrot()
-    servicer = InferenceServicer(lambda shown: parrot if not key or shown == key else None)
+    servicer = InferenceServicer(lambda shown, _: parrot if not key or shown == key else None)
     server = GrpcServer(LOOPBACK, WIRE, [servicer])
     return server, parrot, f"127.0.0.1:{await server.start()}"
 
@@ -847,7 +847,7 @@ async def test_a_client_that_reads_nothing_keeps_no_answer() -> None:
                 self.closed += 1
 
     endless = Endless()
-    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda _: endless, stall_s=0.2)])
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda *_: endless, stall_s=0.2)])
     async with AsyncClient(f"127.0.0.1:{await server.start()}") as client:
         stream = client.chat("a")
         await anext(stream)
@@ -881,7 +881,7 @@ async def test_sync_client() -> None:
 
 @pytest.mark.parametrize("method", ["Chat", "Complete", "ListModels"])
 async def test_nothing_is_read_without_a_key_and_nothing_is_waited_for_for_ever(method: str) -> None:
-    servicer = InferenceServicer(lambda shown: Parrot() if shown == "sesame" else None, asked_s=0.1)
+    servicer = InferenceServicer(lambda shown, _: Parrot() if shown == "sesame" else None, asked_s=0.1)
     server = GrpcServer(LOOPBACK, WIRE, [servicer])
     async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
         begin = channel.stream_stream(f"/slipstream.v1.InferenceService/{method}")

@@ -134,7 +134,8 @@ def router(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
 @app.command()
 def chat(
-    address: Annotated[str, typer.Option(help="gRPC address of a router (`router.grpc_listen`).")] = "127.0.0.1:8001",
+    address: Annotated[str, typer.Option(
+        help="gRPC address of a router (`router.grpc_listen`), or https://HOST.")] = "127.0.0.1:8001",
     api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File whose first key is taken.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.7,

@@ -2,7 +2,7 @@
 
 Rules:
 1. What is refused is an InvalidRequest for "grammar" with llguidance's own words.
-2. ``LIMITS`` bound the work of a compilation and of a mask by counts of its steps, never by time: what is refused here
+2. ``_limits`` bound the work of a compilation and of a mask by counts of its steps, never by time: what is refused here
    is refused everywhere.
 3. A vocabulary ends texts with a token of its own that no model has: what ends an answer is the request's affair.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -23,16 +24,18 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
-from slipstream.grammar.exclusive import any_of
+from slipstream.grammar.exclusive import any_of, meant
 from slipstream.grammar.matcher import Ends, Matcher
+from slipstream.grammar.patterns import without_lookaheads
 from slipstream.protocol.grammar import Grammar
 
-# Measured: a schema of 200 properties has 807 items in a row, and nothing common a tenth of the others. What is
-# ambiguous without end takes 15 ms for the mask that breaks the limit.
-LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_lexer_fuel=50_000, step_max_items=3000,
-                        max_lexer_states=20_000, max_grammar_size=50_000, verbose_errors=False)
+STATES, MORE = 20_000, 16  # of a lexer, and for each token that an answer has: 0.4 KB each, less than keys and values
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
+FAR = MOST - 1023  # the last double within
+BESIDE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not"})  # what else may bind an object
+MOST_NAMES = 16  # of which one at least is said: the grammar grows with their square
+MOST_WRITTEN = 1 << 16  # bytes of values of names that are listed
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 OF_A_URI = "#/?!$&'()*+,;=:@%"
 INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
@@ -83,8 +86,8 @@ class Vocabulary:
         """A matcher of an answer that stands behind ``answered``. Other threads may run. Raises InvalidRequest."""
         written = _written(grammar)
         words = (self._tokens.vocab_size + 31) // 32
-        matcher = Matcher(lambda: LLMatcher(self._tokens, written, log_level=0, limits=LIMITS), words, self._end,
-                          self._size, ends, self._marks)
+        matcher = Matcher(lambda said: LLMatcher(self._tokens, written, log_level=0, limits=_limits(said)), words,
+                          self._end, self._size, ends, self._marks, len(answered))
         if matcher.problem or not matcher.begins():
             raise _refused(matcher.problem or "it allows nothing at all")
         if matcher.commit(answered) < len(answered):
@@ -92,6 +95,15 @@ class Vocabulary:
         if matcher.ended:
             raise InvalidRequest("answered", "the grammar ends with it")
         return matcher
+
+
+def _limits(said: int) -> LLParserLimits:
+    """Of an answer of so many tokens."""
+    # Measured: a schema of 200 properties has 807 items in a row, and nothing common a tenth of the others. What is
+    # ambiguous without end takes 15 ms for the mask that breaks the limit.
+    return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_lexer_fuel=50_000,
+                          step_max_items=3000, max_lexer_states=STATES + MORE * said, max_grammar_size=50_000,
+                          verbose_errors=False)
 
 
 def _written(grammar: Grammar) -> str:
@@ -149,7 +161,28 @@ def restate(schema: dict[str, Any]) -> bool:
     notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
     for part, name in notes:
         del part[name]
-    return changed or bool(notes)
+    named = [_named(schema, part) for part in reversed([*_parts(schema)])]
+    return changed or bool(notes) or any(named)
+
+
+def _named(whole: dict[str, Any], part: dict[str, Any]) -> bool:
+    """Names that are listed are properties, and names of a pattern such."""
+    if "propertyNames" not in part or part.keys() & {"properties", "patternProperties"}:
+        return False
+    names, value = meant(whole, part["propertyNames"]), part.get("additionalProperties", True)
+    listed = [names["const"]] if "const" in names else names.get("enum")
+    kept = names.keys() - {"type", "title", "description"}
+    if isinstance(listed, list) and all(isinstance(name, str) for name in listed) and kept in ({"const"}, {"enum"}):
+        if len(listed) * len(json.dumps(value)) > MOST_WRITTEN:
+            return False
+        part["properties"] = dict.fromkeys(listed, value)
+    elif kept == {"pattern"}:
+        part["patternProperties"] = {names["pattern"]: value}
+    else:
+        return False
+    part["additionalProperties"] = False
+    del part["propertyNames"]
+    return True
 
 
 def _reworded(part: dict[str, Any]) -> bool:
@@ -162,12 +195,61 @@ def _reworded(part: dict[str, Any]) -> bool:
     elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
         del part["format"]
         changed = True
+    if isinstance(pattern := part.get("pattern"), str) and pattern != (said := without_lookaheads(pattern)):
+        part["pattern"], changed = said, True
     if isinstance(ref := part.get("$ref"), str) and ref != (spelt := quote(ref, OF_A_URI, errors="replace")):
         part["$ref"], changed = spelt, True  # zod-to-json-schema leaves an umlaut, a space or a bracket as it is
     for name in COUNTS & part.keys():
         if isinstance(count := part[name], float) and count.is_integer():  # as languages write it that have no others
             part[name], changed = int(count), True
-    return _within_one(part) or changed
+    return any([changed, _within_reach(part), _within_one(part), _shut(part), _counted(part)])
+
+
+def _shut(part: dict[str, Any]) -> bool:
+    """What is not evaluated is what is additional, where nothing beside it evaluates anything."""
+    if "unevaluatedProperties" not in part or part.keys() & {*BESIDE, "dependentSchemas", "if"}:
+        return False
+    rest = part.pop("unevaluatedProperties")
+    part.setdefault("additionalProperties", rest)
+    return True
+
+
+def _counted(part: dict[str, Any]) -> bool:
+    """llguidance counts the properties of an object where each that is named is required, or one alone may be there.
+    What the others say already goes, and of one at least it is told which that may be."""
+    names, required = part.get("properties"), part.get("required", [])
+    if not (isinstance(names, dict) and isinstance(required, list)) or names.keys() <= {*map(str, required)}:
+        return False
+    least, most = part.get("minProperties"), part.get("maxProperties")
+    over = []
+    if type(least) is int and least <= len({*map(str, required)}):
+        over.append("minProperties")
+    elif least == 1 != most and len(names) <= MOST_NAMES and not part.keys() & BESIDE:
+        over.append("minProperties")
+        part["anyOf"] = [{"required": [name]} for name in names]
+    closed = part.get("additionalProperties") is False and not part.get("patternProperties")
+    if type(most) is int and closed and most >= len(names):
+        over.append("maxProperties")
+    for name in over:
+        del part[name]
+    return bool(over)
+
+
+def _within_reach(part: dict[str, Any]) -> bool:
+    """Languages write where their types end: 64 bits of an integer, beyond whose last double llguidance knows no
+    number, but cuts what is above an integer; and doubles, which bind no number that anybody reads."""
+    kinds, changed = part.get("type"), False
+    whole = isinstance(kinds, str | list) and "integer" in kinds and "number" not in kinds
+    for name, sign in BOUNDS.items():
+        bound = part.get(name)
+        if not isinstance(bound, int | float) or not sign * bound > FAR or (whole and sign > 0):
+            continue
+        changed = True
+        if sign * bound >= sys.float_info.max and not whole:
+            del part[name]
+        else:
+            part[name] = sign * FAR
+    return changed
 
 
 def _within_one(part: dict[str, Any]) -> bool:
@@ -195,6 +277,8 @@ def _is_note(name: str, value: Any) -> bool:
         return isinstance(value, str) and value not in FORMATS
     if name == "$schema":
         return isinstance(value, str) and "json-schema.org/draft" not in value
+    if name == "uniqueItems":
+        return value is False
     return name == "propertyNames" and value in ({}, {"type": "string"})
 
 

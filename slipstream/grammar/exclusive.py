@@ -35,11 +35,11 @@ def any_of(whole: Schema, parts: Iterable[Schema]) -> bool:
         listed = part.get("oneOf")
         if not isinstance(listed, list) or "anyOf" in part or len(listed) > MOST:
             continue
-        meant = [_meant(whole, one) for one in listed]
-        mark = _mark(whole, part, meant)
-        if all(_exclude(whole, a, b, mark) for a, b in combinations(meant, 2)):
+        said = [meant(whole, one) for one in listed]
+        mark = _mark(whole, part, said)
+        if all(_exclude(whole, a, b, mark) for a, b in combinations(said, 2)):
             part["anyOf"] = part.pop("oneOf")
-            marked += [(one, name) for one in meant if "object" in _kinds(one) for name in mark]
+            marked += [(one, name) for one in said if "object" in _kinds(one) for name in mark]
             changed = True
     for one, name in marked:  # last: what the others let through is what was written
         if name not in _required(one):
@@ -47,17 +47,17 @@ def any_of(whole: Schema, parts: Iterable[Schema]) -> bool:
     return changed
 
 
-def _mark(whole: Schema, part: Schema, meant: Iterable[Schema]) -> tuple[str, ...]:
+def _mark(whole: Schema, part: Schema, said: Iterable[Schema]) -> tuple[str, ...]:
     """The property that tells its objects apart, if there is one and each of them says by which values."""
     told = part.get("discriminator")
     name = told.get("propertyName") if isinstance(told, dict) else None
-    if isinstance(name, str) and all(_values(whole, _properties(one).get(name)) for one in meant
+    if isinstance(name, str) and all(_values(whole, _properties(one).get(name)) for one in said
                                      if "object" in _kinds(one)):
         return (name,)
     return ()
 
 
-def _meant(whole: Schema, part: Any) -> Schema:
+def meant(whole: Schema, part: Any) -> Schema:
     """What ``part`` refers to, or itself; {}: nobody knows."""
     for _ in range(DEEP):
         if not isinstance(part, dict):
@@ -116,7 +116,7 @@ def _kinds(part: Schema) -> frozenset[str]:
 
 def _values(whole: Schema, part: Any) -> frozenset[tuple[str, Any]]:
     """All that it lets through; empty: nobody knows."""
-    listed = _listed(_meant(whole, part))
+    listed = _listed(meant(whole, part))
     if listed is None or any(isinstance(value, list | dict) for value in listed):
         return frozenset()
     return frozenset((KINDS[type(value)], value) for value in listed)

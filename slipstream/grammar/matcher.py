@@ -8,10 +8,10 @@ Rules:
    allowed, as a grammar cannot say more than it has.
 3. When a grammar has nothing more to say the answer has ended, with or without a stop token.
 4. llguidance counts what it has built for a grammar, and a matcher that exceeds a limit says no more. It begins afresh
-   then, from the answer's tokens alone, ``RESTARTS`` times, and once more for each ``WORTH`` tokens: what counts its
-   characters (maxLength) builds for each. Drafts make it build more than plain decoding does: what breaks when they had
-   a part in it is counted apart, and after as many of these no tree is visited any more. So no draft ends an answer.
-   For the same reason no two answers share what was built.
+   then, from the answer's tokens alone, ``RESTARTS`` times, and once more for each ``WORTH`` tokens; and the more of
+   them there are the more it may build: what counts its characters (maxLength) builds for each. Drafts make it build
+   more than plain decoding does: what breaks when they had a part in it is counted apart, and after as many of these
+   no tree is visited any more. So no draft ends an answer. For the same reason no two answers share what was built.
 5. A grammar that counts tokens (Lark's ``max_tokens``, ``stop``) cannot be rolled back, and what it allows depends on
    which masks were computed before. No tree is visited for it, and each token that it consumes, now or again, has a
    mask computed before.
@@ -56,14 +56,16 @@ class Matcher:
     """Of one answer, which has no token yet. It belongs to one thread at a time."""
 
     __slots__ = ("_begun", "_broken", "_coming", "_end", "_ends", "_marked", "_marks", "_matcher", "_restarts",
-                 "_rolls", "_row", "_row_at", "_sayable", "_size", "_tokens", "_unsaid", "_visited", "_width")
+                 "_rolls", "_row", "_row_at", "_said", "_sayable", "_size", "_tokens", "_unsaid", "_visited", "_width")
 
-    def __init__(self, begun: Callable[[], LLMatcher], words: int, end: int, vocab_size: int, ends: Ends,
-                 marks: Mapping[int, int]) -> None:
-        """begun: makes llguidance's own; words: of its masks; end: the token that ends a text for it; marks: special
-        tokens, and the first of those that spell the text of each."""
+    def __init__(self, begun: Callable[[int], LLMatcher], words: int, end: int, vocab_size: int, ends: Ends,
+                 marks: Mapping[int, int], said: int = 0) -> None:
+        """begun: makes llguidance's own, of an answer of so many tokens; words: of its masks; end: the token that ends
+        a text for it; marks: special tokens, and the first of those that spell the text of each; said: tokens that will
+        be committed at once."""
         self._begun = begun
-        self._matcher = begun()
+        self._said = said
+        self._matcher = begun(said)
         self._end, self._ends = end, ends
         self._size, self._width = vocab_size, (vocab_size + 31) // 32
         can = np.arange(32 * words) < vocab_size
@@ -106,7 +108,7 @@ class Matcher:
         tried = self._matcher.deep_copy()
         self._rolls = bool(len(allowed)) and bool(tried.try_consume_tokens([int(allowed[0])]) and tried.rollback(1))
         if not self._rolls:
-            self._matcher = self._begun()
+            self._matcher = self._begun(self._said)
         return True
 
     def commit(self, tokens: Sequence[int]) -> int:
@@ -217,6 +219,8 @@ class Matcher:
     def _consume(self, token: int) -> bool:
         """Whether the grammar goes on by ``token``, which is part of the answer then, or broke."""
         goes_on = self._take([token])
+        if not goes_on and self._rolls and not self._matcher.is_stopped():
+            self._compute()  # a lexer that is full refuses a token without a word
         if goes_on or self._matcher.is_error():
             self._tokens.append(token)
         return goes_on or (self._matcher.is_error() and self._restart())
@@ -229,7 +233,7 @@ class Matcher:
             self._restarts += 1
         else:
             return False
-        self._matcher, self._visited = self._begun(), False
+        self._matcher, self._visited = self._begun(max(self._said, len(self._tokens))), False
         return self._take(self._tokens)
 
     def _take(self, tokens: Sequence[int]) -> bool:

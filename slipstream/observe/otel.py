@@ -40,6 +40,8 @@ class Recorded:
     def end(self, **values: AttributeValue) -> None:
         if self._span.is_recording():
             self._span.set_attributes(values)
+            if values.get("failed"):
+                self._span.set_status(trace.StatusCode.ERROR)  # what collectors keep and people search for
             self._span.end()
 
 

@@ -34,7 +34,7 @@ class Span(Protocol):
         ...
 
     def end(self, **values: Value) -> None:
-        """It is over; a second time is nothing."""
+        """It is over; a second time is nothing. ``failed``, if it is there and not 0: with an error."""
         ...
 
 

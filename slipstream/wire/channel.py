@@ -95,16 +95,17 @@ def _common_options(rules: ConnectionRules) -> Options:
     )
 
 
-def open_channel(address: str, tls: TlsFiles | None, rules: ConnectionRules = RULES) -> aio.Channel:
-    """A channel to ``address`` (host:port); connects when it is first used. Raises ConfigError for unreadable files."""
-    if tls is None:
+def open_channel(address: str, tls: TlsFiles | bool | None, rules: ConnectionRules = RULES) -> aio.Channel:
+    """A channel to ``address`` (host:port); connects when it is first used. ``tls`` True: no certificate is shown, and
+    those are trusted that gRPC trusts. Raises ConfigError for unreadable files."""
+    if not tls:
         return aio.insecure_channel(address, options=client_options(rules))
     return aio.secure_channel(address, channel_credentials(tls), options=(*client_options(rules), *_name(tls)))
 
 
-def open_sync_channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
+def open_sync_channel(address: str, tls: TlsFiles | bool | None) -> grpc.Channel:
     """The same for programs without asyncio."""
-    if tls is None:
+    if not tls:
         return grpc.insecure_channel(address, options=client_options(RULES))
     return grpc.secure_channel(address, channel_credentials(tls), options=(*client_options(RULES), *_name(tls)))
 
@@ -134,8 +135,9 @@ def host_of(context: aio.ServicerContext[Any, Any]) -> str:
     return unquote(context.peer().partition(":")[2].rpartition(":")[0]).strip("[]")
 
 
-def _name(tls: TlsFiles) -> Options:
-    return (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+def _name(tls: TlsFiles | bool) -> Options:
+    name = tls.server_name if isinstance(tls, TlsFiles) else ""
+    return (("grpc.ssl_target_name_override", name),) if name else ()
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,8 @@ Rules:
    when ``TRIES`` in a row brought no token, when what began it is no longer served, or when its prompt's text would be
    told twice. Who was told some of it waits where there is no room. Who was told nothing hears that, as others may have
    room or he something else to do, unless he says how long he would rather wait (``patience_s``).
-5. Of several addresses one is used until it fails, then the next.
+5. Of several addresses one is used until it fails, then the next. One that begins with https:// is a proxy's with TLS
+   before the router's port: it is believed by whom gRPC trusts (GRPC_DEFAULT_SSL_ROOTS_FILE_PATH may name a file).
 
 It knows nothing about tokenizers or models.
 """
@@ -28,6 +29,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, TooLarge, Unavailable
 from slipstream.protocol.chat import MAX_BODY_BYTES, Begun, ChatOptions, Delta, Function, Message, ToolCall
@@ -117,7 +119,7 @@ class Caller(Generic[Deltas]):
     """What both clients say; how deltas come is theirs."""
 
     def __init__(self, addresses: str | Sequence[str], api_key: str, patience_s: float,
-                 open_: Callable[[str], Any]) -> None:
+                 open_: Callable[[str, bool], Any]) -> None:
         self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         if not self._addresses:
             raise InvalidRequest("address", "names no router")
@@ -125,7 +127,7 @@ class Caller(Generic[Deltas]):
             raise InvalidRequest("api_key", "must be printable ASCII, without a line's end: gRPC sends no other")
         self._patience_s = patience_s
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._channels = [open_(address) for address in self._addresses]
+        self._channels = [open_(*place_of(address)) for address in self._addresses]
         self._at = 0  # of them is used
 
     def chat(self, messages: Conversation, *, model: str = "", **options: Any) -> Deltas:
@@ -176,7 +178,7 @@ class Client(Caller[Iterator[Delta]]):
 
     def __init__(self, address: str | Sequence[str] = "127.0.0.1:8001", *, api_key: str = "",
                  tls: TlsFiles | None = None, patience_s: float = 0.0) -> None:
-        super().__init__(address, api_key, patience_s, lambda one: open_sync_channel(one, tls))
+        super().__init__(address, api_key, patience_s, lambda place, secure: open_sync_channel(place, tls or secure))
 
     def models(self) -> list[str]:
         for _ in self._channels[1:]:
@@ -217,7 +219,7 @@ class AsyncClient(Caller[AsyncIterator[Delta]]):
 
     def __init__(self, address: str | Sequence[str] = "127.0.0.1:8001", *, api_key: str = "",
                  tls: TlsFiles | None = None, patience_s: float = 0.0) -> None:
-        super().__init__(address, api_key, patience_s, lambda one: open_channel(one, tls))
+        super().__init__(address, api_key, patience_s, lambda place, secure: open_channel(place, tls or secure))
 
     async def models(self) -> list[str]:
         for _ in self._channels[1:]:
@@ -342,3 +344,19 @@ def _options(options: dict[str, Any]) -> ChatOptions:
     if isinstance(given.get("chat_template_kwargs"), Mapping):
         given["chat_template_kwargs"] = _json("chat_template_kwargs", given["chat_template_kwargs"])
     return ChatOptions(**given)
+
+
+def place_of(address: str) -> tuple[str, bool]:
+    """What gRPC dials for ``address``, and whether by TLS, which a URL says. Raises InvalidRequest for one that names
+    more than a host."""
+    scheme, _, _ = address.partition("://")
+    if scheme not in ("http", "https"):
+        return address, False
+    try:
+        url = urlsplit(address)
+        port = url.port or (443 if scheme == "https" else 80)
+    except ValueError as error:
+        raise InvalidRequest("address", f"{address!r} is no URL: {error}") from error
+    if not url.hostname or url.path not in ("", "/") or "@" in url.netloc or url.query or url.fragment:
+        raise InvalidRequest("address", f"{address!r} is not https://HOST or https://HOST:PORT")
+    return f"[{url.hostname}]:{port}" if ":" in url.hostname else f"{url.hostname}:{port}", scheme == "https"

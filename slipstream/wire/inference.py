@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVarTuple
 import grpc
 
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
+from slipstream.observe.spans import HEADER
 from slipstream.protocol.chat import (
     BODY_S,
     MAX_BEGUN,
@@ -265,12 +266,12 @@ class Front(Protocol):
 
 
 class InferenceServicer:
-    """InferenceService. ``front_of`` says who answers a caller by the key that it shows ("" for none); None: nobody
-    does."""
+    """InferenceService. ``front_of`` says who answers a caller by the key and the traceparent that it shows ("" for
+    none); None: nobody does."""
 
     service = INFERENCE_SERVICE
 
-    def __init__(self, front_of: Callable[[str], Front | None], stall_s: float = STALL_S,
+    def __init__(self, front_of: Callable[[str, str], Front | None], stall_s: float = STALL_S,
                  asked_s: float = BODY_S, bodies: Bodies | None = None) -> None:
         self._front_of, self._stall_s, self._asked_s = front_of, stall_s, asked_s
         self._bodies = bodies or Bodies()
@@ -320,11 +321,14 @@ class InferenceServicer:
             await abort(context, error)
 
     async def _admit(self, context: Context) -> Front:
-        found = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
-        shown = str(found[0]).strip() if found else ""
+        shown, trace = (_shown(context, name) for name in ("authorization", HEADER))
         scheme, _, key = shown.partition(" ")
-        front = self._front_of(key.strip() if scheme.lower() == "bearer" else shown)
+        front = self._front_of(key.strip() if scheme.lower() == "bearer" else shown, trace)
         if front is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send a valid key as 'authorization: Bearer <key>'")
             raise PermissionError  # abort has raised
         return front
+
+
+def _shown(context: Context, name: str) -> str:
+    return next((str(value).strip() for key, value in context.invocation_metadata() or () if key == name), "")

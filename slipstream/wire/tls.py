@@ -99,8 +99,11 @@ def dialling(files: TlsFiles | None, name: str) -> TlsFiles | None:
     return None if files is None else replace(files, server_name=name)
 
 
-def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """For a client. Raises ConfigError for a file that cannot be read."""
+def channel_credentials(files: TlsFiles | bool) -> grpc.ChannelCredentials:
+    """For a client; without files it trusts whom gRPC trusts (a file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names, or
+    its own list). Raises ConfigError for a file that cannot be read."""
+    if not isinstance(files, TlsFiles):
+        return grpc.ssl_channel_credentials()
     certificate, key, authority = files.read()
     return grpc.ssl_channel_credentials(authority, key, certificate)
 

@@ -1,0 +1,61 @@
+r"""Patterns with lookaheads that libraries write of types of theirs, said without: llguidance has none.
+
+Rules:
+1. What is said instead lets nothing through that the pattern does not. Of Zod's it is the same; of Pydantic's decimals
+   those that begin with a digit, and a number that is split where it may be.
+2. A pattern that is not known stays as it is, and llguidance has its say.
+
+It knows nothing about schemas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+MOST_DIGITS = 40  # that may be split everywhere
+_ATOM, _HOST = r"[A-Za-z0-9_'+-]", r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+_TIME = r"T(\d+H(\d+M)?(\d+([.,]\d+)?S)?|\d+M(\d+([.,]\d+)?S)?|\d+([.,]\d+)?S)"
+KNOWN = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]" + _HOST: rf"^({_ATOM}+\.)*{_ATOM}*[A-Za-z0-9_+-]{_HOST}",
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$":
+        rf"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)({_TIME})?|{_TIME})$",
+}
+
+
+def without_lookaheads(pattern: str) -> str:
+    """The same, or stricter; ``pattern`` itself where nobody knows how."""
+    if (known := KNOWN.get(pattern)) is not None:
+        return known
+    for form, said in DECIMALS:
+        if found := form.fullmatch(pattern):
+            return said(*map(int, found.groups()))
+    return pattern
+
+
+def _decimal(whole: int, places: int) -> str:
+    """So many digits before the point at most, zeros not counted, and behind it."""
+    digits = rf"(0*\d{{1,{whole}}}|0+)" if whole else "0+"
+    return rf"^[+-]?{digits}(\.\d{{0,{places}}}0*)?$"
+
+
+def _digits(most: int) -> str:
+    """So many in all."""
+    if most > MOST_DIGITS:
+        return rf"^[+-]?\d{{1,{most}}}$"
+    split = "|".join(rf"\d{{{whole}}}\.\d{{0,{most - whole}}}" for whole in range(1, most + 1))
+    return rf"^[+-]?(0*\d{{1,{most}}}|{split})$"
+
+
+def _form(behind: str) -> re.Pattern[str]:
+    """Of Pydantic's, "#" being a number."""
+    return re.compile(re.escape(rf"^(?!^[-+.]*$)[+-]?0*{behind}").replace(r"\#", r"(\d{1,6})"))
+
+
+DECIMALS: tuple[tuple[re.Pattern[str], Callable[..., str]], ...] = (
+    (_form(r"\d*\.?\d*$"), lambda: r"^[+-]?\d+(\.\d*)?$"),
+    (_form(r"\d*\.?\d{0,#}0*$"), lambda places: rf"^[+-]?\d+(\.\d{{0,{places}}}0*)?$"),
+    (_form(r"(?:\d{0,#}|(?=[\d.]{1,#}0*$)\d{0,#}\.\d{0,#}0*$)"), lambda whole, most, _, places:
+        _decimal(whole, min(places, most - 1 - whole) if most - 1 > whole else 0)),
+    (_form(r"(?:\d{0,#}|(?=[\d.]{1,#}0*$)\d*\.\d*0*$)"), lambda most, _: _digits(most)),
+)

@@ -1,0 +1,133 @@
+"""What libraries of other languages write of their types: it is bound as it says, where it got 400."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.base.errors import InvalidRequest
+from slipstream.grammar.compiling import Vocabulary
+from slipstream.grammar.matcher import Ends
+from slipstream.grammar.patterns import without_lookaheads
+from slipstream.models.folder import load_tokenizer
+from slipstream.protocol.grammar import Grammar
+from tests.tiny import EOS, VOCAB
+
+INT64 = {"type": "integer", "format": "int64", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
+DOUBLE = {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}
+FLOAT = {"type": "number", "minimum": 0, "maximum": 3.4028234663852886e38}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (INT64, "-12", True), (INT64, "9223372036854775807", True), (INT64, "9223372036854775808", False),
+    (INT64, "-9223372036854770000", True), (INT64, "-9223372036854775809", False),
+    ({**INT64, "type": ["integer", "null"]}, "null", True),
+    ({**INT64, "type": ["integer", "null"]}, "9223372036854775807", True),
+    ({"type": "integer", "exclusiveMinimum": -(1 << 64)}, "-1", True),
+    ({"minimum": -(1 << 63)}, "-1", True), (DOUBLE, "-6.02e23", True), (DOUBLE, '"', False),
+    (FLOAT, "12.5", True), (FLOAT, "-", False), ({"type": "number", "exclusiveMaximum": 1e300}, "[", False)])
+def test_bounds_are_those_of_its_types(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+CLOSED = {"type": "object", "properties": {name: {"type": "null"} for name in "abc"}, "additionalProperties": False}
+PATCH: Any = {**CLOSED, "minProperties": 1}
+OPEN: Any = {**PATCH, "additionalProperties": {"type": "null"}, "maxProperties": 9, "minProperties": 0}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (PATCH, '{"b": null}', True), (PATCH, '{"a": null, "c": null}', True), (PATCH, "{}", False),
+    ({**PATCH, "required": ["b"], "maxProperties": 3}, '{"a": null, "b": null', True),
+    ({**PATCH, "required": ["b"], "maxProperties": 3}, '{"a": null, "c', False),
+    ({**PATCH, "additionalProperties": {"type": "null"}}, '{"b": null, "d": null}', True),
+    ({**PATCH, "additionalProperties": True}, "{}", False),
+    ({**PATCH, "maxProperties": 1}, '{"b": null}', True), ({**PATCH, "maxProperties": 1}, '{"a": null, "b', False),
+    ({**PATCH, "maxProperties": 1}, "{}", False), ({**PATCH, "anyOf": [{"required": ["a"]}]}, '{"b": null}', False),
+    ({"items": {"type": "integer"}, "uniqueItems": False}, "[1, 1]", True),
+    ({**PATCH, "unevaluatedProperties": False, "minProperties": 0}, '{"b": null}', True),
+    ({"properties": {"a": {}}, "type": "object", "unevaluatedProperties": False}, '{"b', False),
+    ({"properties": {"a": {}}, "type": "object", "unevaluatedProperties": {"type": "null"}}, '{"b": null}', True)])
+def test_what_counts_and_shuts_an_object_is_kept_to(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+@pytest.mark.parametrize("schema", [
+    {**CLOSED, "maxProperties": 2}, {**CLOSED, "minProperties": 2},
+    {"allOf": [CLOSED], "unevaluatedProperties": False}, OPEN, {"items": {}, "uniqueItems": True}], ids=str)
+def test_what_cannot_be_counted_is_refused_by_name(schema: Any, tiny_folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"Properties|uniqueItems"):
+        goes(schema, "{}", tiny_folder)
+
+
+def goes(schema: Any, text: str, folder: Path) -> bool:
+    """Whether an answer bound to ``schema`` may begin with ``text``."""
+    vocabulary = Vocabulary(load_tokenizer(folder), VOCAB)
+    matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), Ends((EOS,)))
+    return matcher.commit([*text.encode()]) == len(text)
+
+
+def decimal(behind: str) -> str:
+    """A pattern as Pydantic 2.12 and 2.13 write it."""
+    return rf"^(?!^[-+.]*$)[+-]?0*{behind}"
+
+
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"  # Zod 4's
+SPAN = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+BOTH, MOST = decimal(r"(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)"), decimal(
+    r"(?:\d{0,4}|(?=[\d.]{1,5}0*$)\d*\.\d*0*$)")
+FRACTION = decimal(r"(?:\d{0,0}|(?=[\d.]{1,3}0*$)\d{0,0}\.\d{0,2}0*$)")
+PLAIN, PLACES = decimal(r"\d*\.?\d*$"), decimal(r"\d*\.?\d{0,2}0*$")
+
+
+@pytest.mark.parametrize(("pattern", "letters", "said"), [
+    (EMAIL, "a.'-@", ("ada.l@example.org", "a'b+c_d-e@a-b.co.uk")),
+    (SPAN, "PTWDM1.S", ("P2W", "P1Y2M3DT4H5M6.5S", "PT1M")),
+    (PLAIN, "-+.05", ("12.50", "-3", "0.125")), (PLACES, "-.053", ("12.50", "0.7", "1.2000")),
+    (BOTH, "-.053", ("123.45", "0.5", "-7", "0001")), (MOST, "-.053", ("12.34", "1.234", "123.4", "1234")),
+    (FRACTION, "-.053", ("0.25", "0"))])
+def test_what_looks_ahead_in_a_known_pattern_is_said_without(pattern: str, letters: str, said: tuple[str, ...]) -> None:
+    other, dice = without_lookaheads(pattern), random.Random(7)
+    assert "(?" not in other and all(re.search(other, text) and re.search(pattern, text) for text in said)
+    texts = ["".join(dice.choices(letters, k=dice.randint(0, 9))) for _ in range(20_000)]
+    texts += ["".join(dice.sample(text, len(text))) for text in said for _ in range(200)]
+    let = [text for text in texts if re.search(other, text)]
+    assert let and all(re.search(pattern, text) for text in let)
+    if pattern in (EMAIL, SPAN):
+        assert let == [text for text in texts if re.search(pattern, text)]
+
+
+@pytest.mark.parametrize(("schema", "text"), [
+    ({"type": "string", "format": "email", "pattern": EMAIL}, '"ada.l@example.org"'),
+    ({"type": "string", "format": "duration", "pattern": SPAN}, '"P1DT2H"'),
+    ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": PLAIN}]}, '"12.50"'),
+    ({"type": "string", "pattern": BOTH}, '"123.45"'), ({"type": "string", "pattern": MOST}, '"1.234"')], ids=str)
+def test_decimals_of_pydantic_and_emails_of_zod_are_said(schema: Any, text: str, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder)
+
+
+COLOR: Any = {"type": "object", "$defs": {"Color": {"enum": ["red", "blue"], "type": "string"}},
+              "propertyNames": {"$ref": "#/$defs/Color"}, "additionalProperties": {"type": "integer"}}
+ZOD_RECORD: Any = {"type": "object", "propertyNames": {"type": "string", "enum": ["a", "b"]}, "required": ["a", "b"],
+                   "additionalProperties": {"type": "object", "propertyNames": {"const": "x"}, "format": "note"}}
+LOWER: Any = {"type": "object", "propertyNames": {"type": "string", "pattern": "^[a-z]+$"},
+              "additionalProperties": {"type": "null"}}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (COLOR, '{"blue": 1}', True), (COLOR, '{"green', False), (COLOR, '{"red": "', False), (COLOR, "{}", True),
+    (ZOD_RECORD, '{"a": {"x": [1]}, "b": {}}', True), (ZOD_RECORD, '{"a": {"x": 1}}', False),
+    (ZOD_RECORD, '{"a": {"y', False), (LOWER, '{"abc": null}', True), (LOWER, '{"Abc', False)])
+def test_names_of_a_record_are_those_that_it_lists(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+def test_names_are_not_written_out_without_end(tiny_folder: Path) -> None:
+    costly = {**COLOR, "$defs": {"Color": {"enum": [f"name{i}" for i in range(900)]}}}
+    costly["additionalProperties"] = {"enum": [f"value{i}" for i in range(900)]}
+    with pytest.raises(InvalidRequest, match="propertyNames"):
+        goes(costly, "{}", tiny_folder)
