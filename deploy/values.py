@@ -132,6 +132,9 @@ class HpaValues(Section):
 class KedaValues(Section):
     enabled: bool = Field(False, description="needs KEDA and the address of a Prometheus")
     serverAddress: str = ""
+    authenticationRef: Texts = Field({}, description="name and kind of a TriggerAuthentication, where that Prometheus "
+                                                     "wants one")
+    triggerMetadata: Texts = Field({}, description="more of the triggers, as in {authModes: bearer}")
     fallbackReplicas: int = Field(0, ge=0, description="while Prometheus has no data; 0: as many as there are")
 
 
