@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.kube import only, rendered
+from tests.test_chart import pods
 
 KEDA = ("--set", "target.autoscaling.keda.enabled=true", "--set",
         "target.autoscaling.keda.serverAddress=https://thanos-querier.openshift-monitoring.svc:9092")
@@ -24,3 +27,16 @@ def test_keda_may_show_prometheus_who_it_is() -> None:
             "authModes": "bearer", "ignoreNullValues": "false", "query": query,
             "serverAddress": "https://thanos-querier.openshift-monitoring.svc:9092",
             "threshold": trigger["metadata"]["threshold"]}
+
+
+def test_where_a_quota_wants_limits_every_container_has_them() -> None:
+    """It refuses a pod that has one without: helm test's had no way to get one."""
+    limits = {"cpu": "2", "ephemeral-storage": "1Gi", "memory": "4Gi"}
+    places = ("router.resources", "target.resources", "draft.resources", "model.prepareResources")
+    given = [word for place in places for word in ("--set-json", f"{place}.limits={json.dumps(limits)}")]
+    objects = rendered("cpu", *given)
+    for pod in pods(objects):
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            assert set(container["resources"]["limits"]) == set(limits), container["name"]
+    (asks,) = only(objects, "Pod")["spec"]["containers"]
+    assert asks["resources"] == {"limits": {**limits, "memory": "128Mi"}, "requests": {"cpu": "50m", "memory": "64Mi"}}
