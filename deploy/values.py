@@ -190,6 +190,8 @@ class DraftValues(PodValues):
 
 class DiscoveryValues(Section):
     enabled: bool = Field(False, description="watch the EndpointSlices; else one pod of a kind, by its name")
+    existingRole: bool = Field(False, description="somebody else lets the service accounts RELEASE-slipstream-router "
+                                                  "and -target get, list and watch endpointslices")
 
 
 class CertManagerValues(Section):

@@ -40,3 +40,12 @@ def test_where_a_quota_wants_limits_every_container_has_them() -> None:
             assert set(container["resources"]["limits"]) == set(limits), container["name"]
     (asks,) = only(objects, "Pod")["spec"]["containers"]
     assert asks["resources"] == {"limits": {**limits, "memory": "128Mi"}, "requests": {"cpu": "50m", "memory": "64Mi"}}
+
+
+def test_who_may_make_no_roles_has_discovery_too() -> None:
+    """As with the role "edit": the API server refused the whole release. Somebody else binds the accounts then."""
+    objects = rendered("h100", "--set", "discovery.existingRole=true")
+    assert not [o for o in objects if o["kind"] in ("Role", "RoleBinding")]
+    watching = [pod["serviceAccountName"] for pod in pods(objects) if pod["automountServiceAccountToken"]]
+    assert watching == ["r-slipstream-router", "r-slipstream-target"]
+    assert {o["metadata"]["name"] for o in objects if o["kind"] == "ServiceAccount"} >= set(watching)
