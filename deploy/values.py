@@ -86,6 +86,7 @@ class PodValues(Section):
     """What every kind of pod has."""
 
     resources: Resources = Field({})
+    resourceClaims: Blobs = Field([], description="devices that resources.claims names, each with its template")
     nodeSelector: Texts = Field({})
     tolerations: Blobs = Field([])
     affinity: Blob = Field({})

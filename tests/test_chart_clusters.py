@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
-from tests.kube import only, rendered
-from tests.test_chart import pods
+import yaml
+
+from tests.kube import only, rendered, run
+from tests.test_chart import KUBERNETES, pods
 
 KEDA = ("--set", "target.autoscaling.keda.enabled=true", "--set",
         "target.autoscaling.keda.serverAddress=https://thanos-querier.openshift-monitoring.svc:9092")
@@ -49,3 +52,20 @@ def test_who_may_make_no_roles_has_discovery_too() -> None:
     watching = [pod["serviceAccountName"] for pod in pods(objects) if pod["automountServiceAccountToken"]]
     assert watching == ["r-slipstream-router", "r-slipstream-target"]
     assert {o["metadata"]["name"] for o in objects if o["kind"] == "ServiceAccount"} >= set(watching)
+
+
+def test_a_gpu_may_be_claimed(tmp_path: Path) -> None:
+    """As where a driver of dynamic resource allocation hands them out: resources.claims names what the pod has, and no
+    pod had any."""
+    claims = [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]
+    counted = (r"requests.nvidia\.com/gpu=null", r"limits.nvidia\.com/gpu=null")
+    objects = rendered("h100", "--set-json", f"target.resourceClaims={json.dumps(claims)}", "--set-json",
+                       'target.resources.claims=[{"name": "gpu"}]',
+                       *(word for one in counted for word in ("--set", f"target.resources.{one}")))
+    found = {pod.get("serviceAccountName", "test"): pod.get("resourceClaims") for pod in pods(objects)}
+    assert found == {"r-slipstream-router": None, "r-slipstream-target": claims, "r-slipstream-draft": None,
+                     "test": None}
+    file = tmp_path / "objects.yaml"
+    file.write_text(yaml.safe_dump_all(o for o in objects if not o["apiVersion"].startswith("cert-manager.io")))
+    done = run("kubernetes-validate", "-k", KUBERNETES[-1], "--strict", file)
+    assert done.returncode == 0, done.stdout + done.stderr
