@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.kube import only, rendered, run
@@ -69,3 +70,12 @@ def test_a_gpu_may_be_claimed(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump_all(o for o in objects if not o["apiVersion"].startswith("cert-manager.io")))
     done = run("kubernetes-validate", "-k", KUBERNETES[-1], "--strict", file)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("profile", "inside"), [("cpu", "grpc"), ("h100", "https")])
+def test_ports_say_what_they_speak(profile: str, inside: str) -> None:
+    """Istio takes grpc for HTTP/2 in plain text: in its mesh no call within the release came through with TLS."""
+    spoken = {(o["metadata"]["name"].split("-")[2], port["name"]): port["appProtocol"]
+              for o in rendered(profile) if o["kind"] == "Service" for port in o["spec"]["ports"]}
+    assert spoken == {("router", "http"): "http", ("router", "grpc"): "grpc", ("target", "grpc"): inside,
+                      ("draft", "grpc"): inside}
