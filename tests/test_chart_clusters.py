@@ -79,3 +79,16 @@ def test_ports_say_what_they_speak(profile: str, inside: str) -> None:
               for o in rendered(profile) if o["kind"] == "Service" for port in o["spec"]["ports"]}
     assert spoken == {("router", "http"): "http", ("router", "grpc"): "grpc", ("target", "grpc"): inside,
                       ("draft", "grpc"): inside}
+
+
+def test_the_test_pod_may_ask_where_a_namespace_denies_what_nobody_allows() -> None:
+    """As hardened ones do: helm test waited two minutes for a router that it could not reach."""
+    objects = rendered("cpu")
+    labels = only(objects, "Pod")["metadata"]["labels"]
+    (policy,) = [o["spec"] for o in objects if o["kind"] == "NetworkPolicy" and "Egress" in o["spec"]["policyTypes"]
+                 and o["spec"]["podSelector"]["matchLabels"].items() <= labels.items()]
+    routers = only(objects, "NetworkPolicy", "r-slipstream-router")["spec"]
+    (asked,) = [rule for rule in policy["egress"] if {"protocol": "TCP", "port": 8000} in rule["ports"]]
+    assert asked == {"ports": [{"protocol": "TCP", "port": 8000}], "to": [{"podSelector": routers["podSelector"]}]}
+    names = [rule for rule in routers["egress"] if {"protocol": "UDP", "port": 53} in rule["ports"]]
+    assert [rule for rule in policy["egress"] if rule != asked] == names and policy["ingress"] == []
