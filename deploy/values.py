@@ -226,7 +226,8 @@ class NetworkPolicyValues(Section):
                                                                 "is no pod: add its address, as in {ipBlock: {cidr: "
                                                                 "169.254.20.10/32}}")
     apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}, {"ipBlock": {"cidr": "::/0"}}],
-                             description="where the Kubernetes API is; discovery only")
+                             description="where the Kubernetes API is; discovery only. For Cilium no block has nodes: "
+                                         "where it runs on some, allow the entity kube-apiserver in extraObjects")
     apiServerPorts: list[int] = Field([443, 6443], min_length=1)  # without ports a rule opens all
     collector: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
                              description="who takes spans, where config.log.spans names one")
