@@ -22,6 +22,8 @@ Blobs = list[dict[str, Any]]
 Resources = Annotated[Blob, WithJsonSchema({
     "type": "object", "additionalProperties": False,
     "properties": {"limits": {"type": "object"}, "requests": {"type": "object"}, "claims": {"type": "array"}}})]
+Variables = Annotated[Blobs, WithJsonSchema({"type": "array", "items": {
+    "type": "object", "required": ["name"], "properties": {"value": {"type": ["string", "null"]}}}})]
 Texts = dict[str, str]  # labels and annotations: the API server takes no number or truth for a text
 
 # Settings that follow from the chart's own values; the schema refuses them under ``config``.
@@ -95,7 +97,7 @@ class PodValues(Section):
     priorityClassName: str = ""
     podAnnotations: Texts = Field({})
     podLabels: Texts = Field({})
-    extraEnv: Blobs = Field([])
+    extraEnv: Variables = Field([])
     extraArgs: list[str] = Field([], description="as in --set=router.max_in_flight=4")
     extraVolumes: Blobs = Field([])
     extraVolumeMounts: Blobs = Field([])

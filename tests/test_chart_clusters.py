@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.kube import only, rendered, run
+from tests.kube import helm, only, rendered, run
 from tests.test_chart import KUBERNETES, pods
 
 KEDA = ("--set", "target.autoscaling.keda.enabled=true", "--set",
@@ -92,3 +92,15 @@ def test_the_test_pod_may_ask_where_a_namespace_denies_what_nobody_allows() -> N
     assert asked == {"ports": [{"protocol": "TCP", "port": 8000}], "to": [{"podSelector": routers["podSelector"]}]}
     names = [rule for rule in routers["egress"] if {"protocol": "UDP", "port": 53} in rule["ports"]]
     assert [rule for rule in policy["egress"] if rule != asked] == names and policy["ingress"] == []
+
+
+def test_a_variable_that_is_no_text_is_refused_before_anything_is_made() -> None:
+    """The API server takes none, and said so in the midst of an install or upgrade."""
+    def said(value: str) -> str:
+        return helm("template", "cpu", "--set-json", f'target.extraEnv=[{{"name": "A", "value": {value}}}]').stderr
+
+    for value in ("4", "true"):
+        assert "at '/target/extraEnv/0/value': got " in said(value)
+    assert said('"4"') == said("null") == ""
+    source = '{"fieldRef": {"fieldPath": "status.podIP"}}'
+    assert rendered("cpu", "--set-json", f'draft.extraEnv=[{{"name": "A", "valueFrom": {source}}}]')
