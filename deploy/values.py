@@ -230,7 +230,8 @@ class NetworkPolicyValues(Section):
     apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}, {"ipBlock": {"cidr": "::/0"}}],
                              description="where the Kubernetes API is; discovery only. For Cilium no block has nodes: "
                                          "where it runs on some, allow the entity kube-apiserver in extraObjects")
-    apiServerPorts: list[int] = Field([443, 6443], min_length=1)  # without ports a rule opens all
+    # Without ports a rule opens all. minikube's listens on 8443, MicroK8s' on 16443.
+    apiServerPorts: list[int] = Field([443, 6443, 8443, 16443], min_length=1)
     collector: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
                              description="who takes spans, where config.log.spans names one")
     collectorPorts: list[int] = Field([4317], min_length=1)

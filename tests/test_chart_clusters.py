@@ -104,3 +104,11 @@ def test_a_variable_that_is_no_text_is_refused_before_anything_is_made() -> None
     assert said('"4"') == said("null") == ""
     source = '{"fieldRef": {"fieldPath": "status.podIP"}}'
     assert rendered("cpu", "--set-json", f'draft.extraEnv=[{{"name": "A", "valueFrom": {source}}}]')
+
+
+@pytest.mark.parametrize("port", [443, 6443, 8443, 16443])  # clouds, kubeadm and OpenShift, minikube, MicroK8s
+def test_an_api_server_is_reached_where_it_listens(port: int) -> None:
+    """A policy sees the API server's own port, not its Service's: without it discovery finds nobody."""
+    for role in ("router", "target"):
+        rules = only(rendered("h100"), "NetworkPolicy", f"r-slipstream-{role}")["spec"]["egress"]
+        assert any({"protocol": "TCP", "port": port} in rule["ports"] for rule in rules), role
