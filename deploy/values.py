@@ -22,6 +22,8 @@ Blobs = list[dict[str, Any]]
 Resources = Annotated[Blob, WithJsonSchema({
     "type": "object", "additionalProperties": False,
     "properties": {"limits": {"type": "object"}, "requests": {"type": "object"}, "claims": {"type": "array"}}})]
+Variables = Annotated[Blobs, WithJsonSchema({"type": "array", "items": {
+    "type": "object", "required": ["name"], "properties": {"value": {"type": ["string", "null"]}}}})]
 Texts = dict[str, str]  # labels and annotations: the API server takes no number or truth for a text
 
 # Settings that follow from the chart's own values; the schema refuses them under ``config``.
@@ -86,6 +88,7 @@ class PodValues(Section):
     """What every kind of pod has."""
 
     resources: Resources = Field({})
+    resourceClaims: Blobs = Field([], description="devices that resources.claims names, each with its template")
     nodeSelector: Texts = Field({})
     tolerations: Blobs = Field([])
     affinity: Blob = Field({})
@@ -94,7 +97,7 @@ class PodValues(Section):
     priorityClassName: str = ""
     podAnnotations: Texts = Field({})
     podLabels: Texts = Field({})
-    extraEnv: Blobs = Field([])
+    extraEnv: Variables = Field([])
     extraArgs: list[str] = Field([], description="as in --set=router.max_in_flight=4")
     extraVolumes: Blobs = Field([])
     extraVolumeMounts: Blobs = Field([])
@@ -132,6 +135,9 @@ class HpaValues(Section):
 class KedaValues(Section):
     enabled: bool = Field(False, description="needs KEDA and the address of a Prometheus")
     serverAddress: str = ""
+    authenticationRef: Texts = Field({}, description="name and kind of a TriggerAuthentication, where that Prometheus "
+                                                     "wants one")
+    triggerMetadata: Texts = Field({}, description="more of the triggers, as in {authModes: bearer}")
     fallbackReplicas: int = Field(0, ge=0, description="while Prometheus has no data; 0: as many as there are")
 
 
@@ -187,6 +193,8 @@ class DraftValues(PodValues):
 
 class DiscoveryValues(Section):
     enabled: bool = Field(False, description="watch the EndpointSlices; else one pod of a kind, by its name")
+    existingRole: bool = Field(False, description="somebody else lets the service accounts RELEASE-slipstream-router "
+                                                  "and -target get, list and watch endpointslices")
 
 
 class CertManagerValues(Section):
@@ -220,8 +228,10 @@ class NetworkPolicyValues(Section):
                                                                 "is no pod: add its address, as in {ipBlock: {cidr: "
                                                                 "169.254.20.10/32}}")
     apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}, {"ipBlock": {"cidr": "::/0"}}],
-                             description="where the Kubernetes API is; discovery only")
-    apiServerPorts: list[int] = Field([443, 6443], min_length=1)  # without ports a rule opens all
+                             description="where the Kubernetes API is; discovery only. For Cilium no block has nodes: "
+                                         "where it runs on some, allow the entity kube-apiserver in extraObjects")
+    # Without ports a rule opens all. minikube's listens on 8443, MicroK8s' on 16443.
+    apiServerPorts: list[int] = Field([443, 6443, 8443, 16443], min_length=1)
     collector: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
                              description="who takes spans, where config.log.spans names one")
     collectorPorts: list[int] = Field([4317], min_length=1)

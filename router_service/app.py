@@ -1,8 +1,8 @@
 """The HTTP surface: what every request passes, the routes of the OpenAI API, health and version.
 
 Rules:
-1. Every path but ``/live``, ``/ready``, ``/health`` and ``/ping`` needs a key where keys are set, also paths that do
-   not exist. OPTIONS does nothing, and needs none.
+1. Every path but ``/live``, ``/ready``, ``/health``, ``/ping`` and ``/`` needs a key where keys are set, also paths
+   that do not exist. OPTIONS does nothing, and needs none.
 2. Every answer carries ``x-request-id`` (and ``request-id``, as Anthropic's clients read it): the client's if it is a
    decent one, else a new one.
 3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
@@ -65,7 +65,7 @@ MODEL = "/v1/models/"  # and the name of one
 NO_PAGE = f"no such page; here are POST {CHAT}, {COMPLETIONS}, {RESPONSES} and {MESSAGES}, GET /v1/models and /health"
 OTHER_METHOD = "this page does not take that method; what makes answers or counts takes POST, all others GET"
 MAX_TOLD = 256  # unknown fields that the log names once
-OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/"})  # the last is what load balancers ask for
 PAGE = re.compile(rb"null|https?://.*")  # origins of pages, not of programs that show pages of their own
 HERE = re.compile(rb"https?://(([A-Za-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")  # origins of this machine
 EXPOSED = b"x-request-id, x-slipstream-mode, x-slipstream-ignored, retry-after"
@@ -100,7 +100,7 @@ class Surface:
         self._gets: dict[str, Handler] = {
             "/v1/models": self.models, MODEL: self.model, "/load": self.load, "/live": self.live,
             "/health": self.health, "/ready": self.health, "/ping": self.health, "/version": self.version,
-            "/": self.version, "/openapi.json": self.openapi}
+            "/": self.health, "/openapi.json": self.openapi}
         if measured is not None:
             self._gets["/metrics"] = self.metrics
 

@@ -299,7 +299,7 @@ def test_only_who_discovers_may_watch_and_nothing_else() -> None:
 def test_who_reaches_whom(profile: str) -> None:
     policies = {o["metadata"]["name"].rpartition("-")[2]: o["spec"] for o in rendered(profile)
                 if o["kind"] == "NetworkPolicy"}
-    assert set(policies) == set(ROLES)
+    assert set(policies) == {*ROLES, "test"}
     callers = {"target": "router", "draft": "target"}
     for role, spec in policies.items():
         assert spec["policyTypes"] == ["Ingress", "Egress"]

@@ -238,13 +238,24 @@ async def test_every_route_needs_a_key(tiny_folder: Path, tmp_path: Path) -> Non
         for path in [*paths, "/openapi.json", "/nothing", "//live", "/live/", "/health/../v1/models"]:
             for method, shown in (("GET", ""), ("POST", ""), ("GET", "Bearer wrong"), ("POST", "Basic first-key")):
                 response = await r.http.request(method, r.base + path, headers={"authorization": shown})
-                free = path in ("/live", "/ready", "/health", "/ping")
+                free = path in ("/live", "/ready", "/health", "/ping", "/")
                 assert (response.status_code == 401) != free, (method, path, response.status_code)
                 assert free or response.json()["error"]["type"] == "authentication_error"
         for key in ("first-key", "second-key"):
             client = openai.AsyncOpenAI(base_url=f"{r.base}/v1", api_key=key, max_retries=0)
             assert (await client.chat.completions.create(model="tiny", messages=HELLO)).choices
             await client.close()
+
+
+async def test_a_load_balancer_that_knows_no_page_finds_it_healthy(tiny_folder: Path, tmp_path: Path) -> None:
+    """Azure's, Google's and Amazon's ask for "/" unless they are told another, show no key, and take 200 alone."""
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\n")
+    async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
+        page = await r.http.get("/", headers={"authorization": ""})
+        assert page.status_code == 200 and page.json() == {"status": "ready"}, "a stranger is not told the release"
+    async with routing(tiny_folder, api_keys_file=str(keys)) as r:
+        assert (await r.http.get("/", headers={"authorization": ""})).status_code == 503
 
 
 async def test_the_schema_is_whole(tiny_folder: Path) -> None:

@@ -88,6 +88,10 @@ imagePullSecrets:
   - name: {{ . | quote }}
   {{- end }}
 {{- end }}
+{{- with .pod.resourceClaims }}
+resourceClaims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .pod.runtimeClassName }}
 runtimeClassName: {{ . | quote }}
 {{- end }}
