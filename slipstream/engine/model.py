@@ -153,7 +153,7 @@ def device_of(name: str) -> torch.device:
     except RuntimeError as error:
         raise ModelError(f"device '{name}' is not known; write cpu, or cuda for a GPU") from error
     try:
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()  # memory is given by GPUs, too, for which this torch has no kernels
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
     return device
