@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 
@@ -27,8 +29,11 @@ def build(config: Config) -> DraftWorker:
     weights = section.drafter != "ngram"
     if weights:
         torch.set_num_threads(config.model.threads or max(1, cores() // 2))
-    drafter = create(section, config.model)
-    rehearse(drafter, section.growth.num_draft_tokens)
+    device = device_of(section.device) if weights else CPU
+    # Kernels in Triton are launched on the current one; the worker's thread has it from its stream.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        drafter = create(section, config.model)
+        rehearse(drafter, section.growth.num_draft_tokens)
     # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
     logger("draft").info("drafter ready", drafter=drafter.name, reads_features=drafter.features is not None,
@@ -36,7 +41,7 @@ def build(config: Config) -> DraftWorker:
     return DraftWorker(drafter, digest, LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"),
                        spans=spans_of(config.log, "draft"),
                        made_for=made_for(resolve(section.model)) if section.model and weights else "",
-                       device=device_of(section.device) if weights else CPU)
+                       device=device)
 
 
 def rehearse(drafter: Drafter, nodes: int) -> None:

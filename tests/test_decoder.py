@@ -403,6 +403,8 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
         dtype_of("int3")
     with pytest.raises(ModelError, match="device 'abacus' is not known; write cpu, or cuda"):
         load_model(folder, ModelSection(device="abacus"))
+    with pytest.raises(ModelError, match="device 'meta' cannot be used here"):  # it gives memory, and computes nothing
+        load_model(folder, ModelSection(device="meta"))
     tensors = load_file(folder / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):

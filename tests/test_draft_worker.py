@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
 import pytest
 import torch
 
+from draft_service import assembly
 from draft_service.assembly import build
 from draft_service.worker import DraftWorker
-from slipstream.base.config import Config
+from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.engine.runner import threads
@@ -357,3 +360,27 @@ def test_who_goes_back_to_ngram_need_not_take_the_heads_name_away() -> None:
     worker = build(Config.model_validate({"draft": {"drafter": "ngram", "model": "nowhere"}}))
     hello = worker.peer_up(Listener(), HELLO)
     assert hello.drafter == "ngram" and hello.made_for == ""
+
+
+def test_a_draft_on_another_gpu_is_made_where_that_one_is_current(tiny_folder: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels in Triton are launched there, or not tried."""
+    current, found = [0], list[int]()
+
+    @contextmanager
+    def device(place: torch.device) -> Iterator[None]:
+        current.append(place.index)
+        yield
+        current.pop()
+
+    def made(section: DraftSection, model: ModelSection) -> NgramDrafter:
+        found.append(current[-1])
+        return NgramDrafter(4)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(assembly, "device_of", torch.device)
+    monkeypatch.setattr(assembly, "create", made)
+    for place in ("cuda:1", "cpu"):
+        draft = {"drafter": "standalone", "model": str(tiny_folder), "device": place}
+        build(Config.model_validate({"model": {"path": str(tiny_folder)}, "draft": draft}))
+    assert found == [1, 0] and current == [0]

@@ -160,6 +160,15 @@ def test_why_it_cannot_be_used_is_said(device: str, dtype: torch.dtype, head_dim
     assert reason in missing(shape, dtype, torch.device(device))
 
 
+def test_bfloat16_is_not_tried_on_a_gpu_that_multiplies_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu = torch.device("cuda")
+    for capability, is_told in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
+        assert ("take dtype float16" in missing(config(), torch.bfloat16, gpu)) is is_told
+        assert "float16" not in missing(config(), torch.float16, gpu)
+
+
 def test_torch_serves_where_it_cannot_be() -> None:
     assert isinstance(attention_for(config(), torch.bfloat16, CPU), TorchAttention)
 

@@ -139,6 +139,29 @@ def test_fewer_levels_than_a_graph_has_are_grown_by_it(head: EagleHead) -> None:
     both.close()
 
 
+def test_each_shape_that_is_tried_has_graphs_of_its_own(head: EagleHead) -> None:
+    """As one that was asked for at the start: else what is tuned is not what will be served."""
+    capture = Counted()
+    both = AtOnce(head, 4, 4, capture)
+    for made, (topk, steps) in enumerate([(2, 3), (4, 2), (2, 3), (1, 4), (4, 4)], start=1):
+        for drafter in both.drafters:
+            drafter.reshape(GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=4))
+        both.open(1, 20)
+        both.grow([1], [4])
+        assert capture.replayed == made, (topk, steps)
+        both.close()
+    for drafter in both.drafters:  # of the root's children alone, and of more than there are slots for
+        drafter.reshape(GrowthSection(num_steps=1, topk=4, num_draft_tokens=4))
+    both.open(1, 20)
+    both.grow([1], [4])
+    for drafter in both.drafters:
+        drafter.reshape(GrowthSection(num_steps=4, topk=5, num_draft_tokens=4))
+    both.open(1, 20)
+    both.grow([1], [4])
+    assert capture.replayed == 5 and capture.made == 4
+    both.close()
+
+
 def test_drawn_and_greedy_sessions_grow_at_once_too(head: EagleHead) -> None:
     capture = Counted()
     both = AtOnce(head, 3, 4, capture, drawing=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -11,14 +12,18 @@ import torch
 from bench.gpu.shapes import LLAMA_8B, config_of
 from deploy.values import DraftValues, PodValues, TargetValues
 from slipstream.base.config import DraftSection, ModelSection, TargetSection
-from slipstream.base.errors import ConfigError
+from slipstream.base.errors import ConfigError, ModelError
+from slipstream.drafting import create
 from slipstream.drafting.heads.checkpoint import read_head
+from slipstream.drafting.standalone import StandaloneNetwork
+from slipstream.engine import ranks
 from slipstream.engine.attention import TorchAttention, plan_attention, plan_pages
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, capture_eager
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.orders import Group
 from slipstream.engine.runner import Memory, default_slots, kv_bytes, slot_bytes, step_bytes
 from slipstream.models.folder import resolve, settled_draft
 from slipstream.observe.log import refuse_private
@@ -78,6 +83,24 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
     memory.check(memory.slots(10**9))
     with pytest.raises(ConfigError, match=r"target.slots: 131136 tokens need 19.67 GB .* 10.0 GB that are free"):
         memory.check(131_136)
+
+
+def test_a_model_or_draft_that_does_not_fit_is_refused_in_a_sentence(tiny_folder: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 224.00 MiB. GPU 0 has 23.68 GiB.\nSee ...")
+
+    for place in (Decoder, StandaloneNetwork, ranks):
+        monkeypatch.setattr(place, "sharded_decoder" if place is ranks else "__init__", full)
+    model = ModelSection(path=str(tiny_folder), dtype="float64")
+    section = DraftSection(drafter="standalone", model=str(tiny_folder), dtype="float64")
+    told = "does not fit into the memory of its device: OutOfMemoryError: CUDA out of memory.* 23.68 GiB.$"
+    with pytest.raises(ModelError, match=f"the model {told}"):
+        load_model(tiny_folder, model)
+    with pytest.raises(ModelError, match=told):
+        create(section, model, 600)
+    with pytest.raises(ModelError, match=told):
+        ranks.load_part(ranks.Part(0, 0, str(tiny_folder), model), cast(Group, SimpleNamespace(ranks=1, agreed=bool)))
 
 
 def test_the_report_adds_up() -> None:

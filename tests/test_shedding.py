@@ -267,6 +267,9 @@ class NoLevels:
 
     most_sessions = 8
 
+    def reshape(self, topk: int, levels: int) -> None:
+        pass
+
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         return rows <= 64
 

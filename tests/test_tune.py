@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +27,9 @@ from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.records import Place, Record
 from slipstream.drafting.rounds import Acceptance, Measured, Rounds, Sweep, Tally, largest, shapes, slots_needed, sweep
+from slipstream.engine import loading
+from slipstream.engine.attention import TorchAttention
+from slipstream.engine.graphs import capture_eager
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import settled_draft
@@ -228,6 +231,29 @@ def test_questions_end_within_the_context_of_the_target(tmp_path: Path, tiny_dra
     assert result.exit_code == 0 and max(seen) + 16 < 160 and min(seen) < max(seen), (result.exception, seen)
     result = CliRunner().invoke(app, [*called, "--tokens", "160"])
     assert isinstance(result.exception, ConfigError) and "--tokens" in str(result.exception)
+
+
+def test_what_a_target_captures_is_measured_captured(tiny_folder: Path, tiny_draft_folder: Path, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without its graph takes up to three times as long on a GPU."""
+    captures, asked = list[object](), list[str]()
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        captures.append(run)
+        return capture_eager(run)
+
+    def race(kernels: str, config: object, device: object) -> None:
+        asked.append(kernels)
+
+    monkeypatch.setattr(loading, "FlashInferAttention", TorchAttention)
+    monkeypatch.setattr(loading, "CudaCapture", lambda device: capture)
+    monkeypatch.setattr("slipstream.cli.tuning.race_for", race)
+    called = ["tune", "--target", str(tiny_folder), "--head", str(tiny_draft_folder), "--drafter", "standalone",
+              "--tokens", "16", "--steps", "2", "--topk", "1", "--out", str(tmp_path / "tuned.yaml"),
+              "--set", "model.dtype=float32", "--set", "draft.dtype=float32",
+              "--set", "model.kernels=torch", "--set", "model.threads=1"]
+    result = CliRunner().invoke(app, called)
+    assert result.exit_code == 0 and captures and asked == ["torch"], result.output
 
 
 def test_a_simulated_step_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,9 @@ class Watched:
     alone: list[bool] = field(default_factory=list)  # whether each was told so
     most_sessions: int = 8
 
+    def reshape(self, topk: int, levels: int) -> None:
+        pass
+
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         return self.levels.takes(rows, levels, topk, drawn)
 

@@ -28,8 +28,10 @@ from slipstream.drafting.network import run_network
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.records import ROWS, Record, record, slots_for
 from slipstream.drafting.rounds import Measured, Sweep, largest, shapes, slots_needed, sweep
-from slipstream.engine.loading import load_model
+from slipstream.engine.graphs import GraphedDecoder
+from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.native.decoder import NativeDecoder
+from slipstream.engine.ops.races import race_for
 from slipstream.engine.runner import ModelRunner, cores
 from slipstream.models.folder import resolve, settled_draft
 from slipstream.observe.log import configure
@@ -160,12 +162,18 @@ def _pair(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Seq
     torch.set_num_threads(section.threads or cores())
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)
     draft = config.draft.model_copy(update={"growth": largest(wanted)})
-    runner = ModelRunner(load_model(resolve(section.path), section), slots)
-    if isinstance(runner.model, NativeDecoder):
+    model = graphed(load_model(resolve(section.path), section))  # and what chooses tokens, as in a target
+    spare = model.spare_slots if isinstance(model, GraphedDecoder) else 0
+    runner = ModelRunner(model, slots, spare, race_for(section.kernels, model.config, model.device))
+    if isinstance(model, NativeDecoder):
         torch.set_num_threads(1)  # as in a target: it has threads of its own, and torch's would take their cores
     drafter = create(draft, section, 2 * slots + slots_for(0, 0))
     if not isinstance(drafter, NeuralDrafter):
         raise ConfigError(f"draft.drafter: {drafter.name} has no tree shape to tune; choose a head or a draft model")
+    if isinstance(model, GraphedDecoder):  # before anything counts
+        if drafter.features is not None:
+            runner.keep(drafter.features)
+        model.warm(runner.pool, 1, runner.taps)
     return runner, drafter
 
 

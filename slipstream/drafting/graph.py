@@ -80,17 +80,23 @@ class Shape:
 
 
 class GraphLevels:
-    """A ``neural.Levels`` of one shape of trees, with loops for a few numbers of sessions."""
+    """A ``neural.Levels`` of one shape of trees at a time, with loops for a few numbers of sessions."""
 
     def __init__(self, network: EagleNetwork, attention: PagedAttention, topk: int, levels: int,
                  capture: Capture, sessions: int = SESSIONS[-1]) -> None:
         """levels: beyond the root's children. sessions: that there may be."""
         self._network, self._attention, self._capture = network, attention, capture
-        self._shape = Shape(1, topk, levels)
-        enough = next((count for count in SESSIONS if count >= sessions), SESSIONS[-1])
-        self._shapes = [replace(self._shape, sessions=count) for count in SESSIONS if count <= enough]
+        self._largest, self._sessions = Shape(1, topk, levels), sessions
         self._loops: dict[tuple[Shape, bool], TreeLoop] = {}
-        self._draws = topk <= network.most_drawn
+        self.reshape(topk, levels)
+
+    def reshape(self, topk: int, levels: int) -> None:
+        """See ``neural.Levels``. Loops that were made stay; there are none of more rows or levels than at first."""
+        self._shape, largest = Shape(1, topk, levels), self._largest
+        enough = next((count for count in SESSIONS if count >= self._sessions), SESSIONS[-1])
+        fits = 0 < levels <= largest.levels and topk <= largest.topk
+        self._shapes = [replace(self._shape, sessions=count) for count in SESSIONS if count <= enough and fits]
+        self._draws = topk <= self._network.most_drawn
 
     @property
     def most_sessions(self) -> int:

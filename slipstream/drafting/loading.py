@@ -31,7 +31,7 @@ from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.int8 import check_int8
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, tell_unread
+from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, fitting, tell_unread
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
@@ -45,6 +45,7 @@ REPEATED = (OWN_EMBEDDING, OWN_LM_HEAD)
 QUANTIZED = {"fp8": ("block", "eagle2", "eagle3", "standalone"), "int8": ("eagle3", "standalone")}  # which drafters
 
 
+@fitting("the draft model or head")
 def load(section: DraftSection, target: ModelSection, num_slots: int = 0) -> Drafter:
     """The drafter with weights that ``section`` asks for, which names it; see ``drafting.create``. Raises
     ModelError."""

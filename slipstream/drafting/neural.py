@@ -50,6 +50,10 @@ class Levels(Protocol):
         """Of a call."""
         ...
 
+    def reshape(self, topk: int, levels: int) -> None:
+        """Trees have so many levels beyond the root's children from now on, of so many rows."""
+        ...
+
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         """Whether it grows a tree of so many levels beyond the root's children behind so many pending rows. drawn:
         the noise that they are ranked under."""
@@ -192,8 +196,9 @@ class NeuralDrafter:
         self.max_sessions = max_sessions
         self.network = network
         self.slots = network.slots  # all of them are free when no session is open
-        self._levels = levels
+        self._levels: Levels | None = None
         self.reshape(growth)
+        self._levels = levels  # of this shape
         self._contexts: dict[int, DraftContext] = {}
 
     def reshape(self, growth: GrowthSection) -> None:
@@ -202,6 +207,8 @@ class NeuralDrafter:
             raise ConfigError(f"draft.growth.num_steps: {self.max_context} tokens are too few for trees of depth "
                               f"{growth.num_steps}; raise it or lower draft.growth.num_steps")
         self._growth = growth
+        if self._levels is not None:
+            self._levels.reshape(growth.topk, growth.num_steps - 1)
 
     def open(self, opens: Sequence[Open]) -> list[int]:
         """Begin sessions (again); returns the ids beyond ``max_sessions``. Nothing is computed yet."""

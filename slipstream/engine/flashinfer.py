@@ -48,6 +48,7 @@ from slipstream.observe.log import logger
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 HEAD_DIMS = (64, 128, 256)
+BFLOAT16 = (8, 0)  # of the first GPUs that multiply it
 WORKSPACE_BYTES = 128 << 20
 INT_WORKSPACE_BYTES = 2 << 20  # of a plan, pinned on the host too: 16 bytes a row; FlashInfer refuses what is longer
 
@@ -115,6 +116,8 @@ def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
         return f"it computes in bfloat16 and float16, and this model in {str(dtype).removeprefix('torch.')}"
     if config.head_dim not in HEAD_DIMS:
         return f"its heads have {', '.join(map(str, HEAD_DIMS))} numbers, and this model's {config.head_dim}"
+    if dtype == torch.bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < BFLOAT16:
+        return "this GPU multiplies no bfloat16 itself, and every product of the model is slow so: take dtype float16"
     if importlib.util.find_spec("flashinfer") is None:
         return "it is not installed (extra 'gpu': flashinfer-python)"
     return ""

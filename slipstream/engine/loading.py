@@ -35,6 +35,7 @@ from slipstream.engine.model import (
     Tensors,
     device_of,
     dtype_of,
+    fitting,
     fp8_block,
     load_tensors,
     tell_unread,
@@ -52,6 +53,7 @@ from slipstream.protocol.tree import DraftTree
 CONTEXT, ROWS = 120, 16  # of the trial of exactness: tokens before a random tree, and its rows
 
 
+@fitting("the model")
 def load_model(folder: str | Path, section: ModelSection, compile_layers: bool = False) -> CausalModel:
     """The model in ``folder`` as ``section`` says, ready; where it lies and on how many devices is not its to read.
     compile_layers: see ``compiled``. Raises ModelError."""

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slipstream.base.errors import ModelError
+from slipstream.base.errors import ModelError, in_a_line
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.fp8_blocks import SCALE_INV, Block, block_of, widened
 from slipstream.engine.kv import KVPool
@@ -153,10 +153,19 @@ def device_of(name: str) -> torch.device:
     except RuntimeError as error:
         raise ModelError(f"device '{name}' is not known; write cpu, or cuda for a GPU") from error
     try:
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()  # memory is given by GPUs, too, for which this torch has no kernels
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
     return device
+
+
+@contextmanager
+def fitting(what: str) -> Iterator[None]:
+    """``what`` is loaded inside. Raises ModelError where its device has no memory for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{what} does not fit into the memory of its device: {in_a_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,16 @@ from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.int8 import EMBEDDING, HEAD, Matrix, check_floats, holds_int8, with_embedding
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import graphed
-from slipstream.engine.model import CausalModel, ModelConfig, Tensors, dtype_of, load_tensors, take, tell_unread
+from slipstream.engine.model import (
+    CausalModel,
+    ModelConfig,
+    Tensors,
+    dtype_of,
+    fitting,
+    load_tensors,
+    take,
+    tell_unread,
+)
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
 from slipstream.engine.orders import ForwardOrder, Group, LogitsOrder, Meeting, Order, Pipe, WarmOrder, read, written
@@ -106,6 +115,7 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
     return Part(0, 0, str(folder), section)
 
 
+@fitting("this rank's part of the model")
 def load_part(part: Part, group: Group) -> CausalModel:
     """The model of this rank. Raises ModelError."""
     config = ModelConfig.from_folder(part.folder)

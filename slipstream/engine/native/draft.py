@@ -197,6 +197,9 @@ class NativeDraft:
         normed = self._buffers.normed.index_select(0, batch.logit_rows)
         return self._states.index_select(0, batch.logit_rows), self._head(normed)
 
+    def reshape(self, topk: int, levels: int) -> None:
+        """It grows any."""
+
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         """Any tree of a vocabulary that has so many children for a node, behind few rows; under noise where its race
         knows the vocabulary."""
