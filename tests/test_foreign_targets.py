@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting import create
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.lender import Lender
+from slipstream.engine.loading import load_model
+from slipstream.engine.runner import ModelRunner
+from slipstream.models.folder import read_json
 from slipstream.protocol.requests import Sampling
 from tests.block_folder import speculators_block_config, write_block_folder
 from tests.eagle_folder import eagle2_config, eagle_config, eagle_tensors, write_eagle2_folder, write_eagle_folder
 from tests.pair import drafting, local_link, target
+from tests.sequences import run
 from tests.test_mtp_lossless import requests, tokens_of
 from tests.tiny import VOCAB, write_tiny_model
 
@@ -36,7 +40,10 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": TEXT | MOE, "gemma3_text": TEXT | {"sliding_window": 64},
     "gemma3": {"text_config": TEXT | {"sliding_window": 64, "model_type": "gemma3_text"}, "vision_config": VISION,
-               "mm_tokens_per_image": 4, "image_token_index": 259, "boi_token_index": 253, "eoi_token_index": 254}}
+               "mm_tokens_per_image": 4, "image_token_index": 259, "boi_token_index": 253, "eoi_token_index": 254},
+    "mistral3": {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": VISION | {"head_dim": 8},
+                 "image_token_index": 259, "tie_word_embeddings": False}}
+CLASSES: dict[str, Any] = {"mistral3": AutoModelForMultimodalLM}  # of others AutoModelForCausalLM
 SAMPLINGS = {"greedy": Sampling(), "T1.0": Sampling(temperature=1.0, top_p=0.95, seed=12)}
 
 
@@ -44,13 +51,17 @@ def write_target(folder: Path, family: str) -> Path:
     """A model folder of the family, with random weights."""
     write_tiny_model(folder)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+    model = CLASSES.get(family, AutoModelForCausalLM).from_config(AutoConfig.for_model(family, **FAMILIES[family]))
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if tensor.ndim > 1 and "vision" not in name:
                 tensor.normal_(0, 1.5 * tensor.shape[-1] ** -0.5)
     model.save_pretrained(folder)
     return folder
+
+
+def own_class(folder: Path) -> Any:
+    return CLASSES.get(read_json(folder / "config.json")["model_type"], AutoModelForCausalLM)
 
 
 def write_head(folder: Path, kind: str) -> Path:
@@ -93,9 +104,18 @@ async def test_answers_equal_plain_decoding(tmp_path: Path, folder: Path, kind: 
     assert verified > 24, "nothing was drafted"
 
 
+def test_logits_are_those_of_its_own_class(folder: Path) -> None:
+    """Also where that sees more than text, as Mistral Small 3.1's does."""
+    text = [(7 * i) % 253 for i in range(90)]
+    ours = run(ModelRunner(load_model(folder, ModelSection(dtype="float32", engine="hf")), 128), text)[0]
+    plain = own_class(folder).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        assert (ours - plain(torch.tensor([text])).logits[0]).abs().max() < 1e-4
+
+
 def test_a_head_borrows_what_the_target_s_own_forward_reads(tmp_path: Path, folder: Path) -> None:
     head = read_eagle2_head(write_eagle2_folder(tmp_path, eagle2_config()), folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = own_class(folder).from_pretrained(folder)
     assert torch.equal(head.tensors["embed_tokens.weight"], model.get_input_embeddings().weight)
     assert torch.equal(head.tensors["lm_head.weight"], model.get_output_embeddings().weight)
 
