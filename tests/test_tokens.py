@@ -263,6 +263,8 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     without = TextCodec(write_folder(tmp_path / "base", byte_level(), chat_template=None))
     with pytest.raises(InvalidRequest, match="no chat template"):
         without.chat([{"role": "user", "content": "x"}])
+    (tmp_path / "base" / "chat_template.json").write_text('{"chat_template": "p"}')  # LLaVA's, of its processor
+    assert TextCodec(tmp_path / "base").chat([]) == codec.encode("p")
 
 
 def test_stop_tokens_come_from_the_nearest_file_and_the_tokenizer(tmp_path: Path) -> None:

@@ -313,8 +313,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """The chat template of a model folder (``chat_template.jinja`` or tokenizer_config.json), and the bos_token and its
-    like, which it may name; None if there is none."""
+    """The chat template of a model folder (``chat_template.jinja``, tokenizer_config.json or, of a model that sees,
+    chat_template.json), and the bos_token and its like, which it may name; None if there is none."""
     config = read_json(folder / "tokenizer_config.json", missing_ok=True)
     path = folder / "chat_template.jinja"
     try:
@@ -324,6 +324,8 @@ def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
     if isinstance(source, list):  # several named ones
         variants = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = variants.get("default")
+    if source is None:
+        source = read_json(folder / "chat_template.json", missing_ok=True).get("chat_template")
     if source is None:
         return None
     if not isinstance(source, str):
