@@ -19,6 +19,7 @@ from slipstream.drafting import create
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.lender import Lender
 from slipstream.engine.loading import load_model
+from slipstream.engine.model import SEEING, ModelConfig, load_tensors
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import read_json
 from slipstream.protocol.requests import Sampling
@@ -105,12 +106,34 @@ async def test_answers_equal_plain_decoding(tmp_path: Path, folder: Path, kind: 
 
 
 def test_logits_are_those_of_its_own_class(folder: Path) -> None:
-    """Also where that sees more than text, as Mistral Small 3.1's does."""
-    text = [(7 * i) % 253 for i in range(90)]
-    ours = run(ModelRunner(load_model(folder, ModelSection(dtype="float32", engine="hf")), 128), text)[0]
+    """Also where that sees more than text, as Mistral Small 3.1's does, whose text is a decoder of ours."""
+    text, engines = [(7 * i) % 253 for i in range(90)], ["hf"]
+    if read_json(folder / "config.json")["model_type"] in SEEING:
+        engines.append("decoder")
     plain = own_class(folder).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    with torch.inference_mode():
-        assert (ours - plain(torch.tensor([text])).logits[0]).abs().max() < 1e-4
+    for engine in engines:
+        section = ModelSection.model_validate({"dtype": "float32", "engine": engine})
+        ours = run(ModelRunner(load_model(folder, section), 128), text)[0]
+        with torch.inference_mode():
+            assert (ours - plain(torch.tensor([text])).logits[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_text_of_a_model_that_sees_is_read_by_either_of_its_names(tmp_path: Path, tied: bool) -> None:
+    """As libraries write them; config.json need not say whether the embedding is tied, and may say it wrongly."""
+    folder = write_target(tmp_path, "mistral3")
+    raw, tensors = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
+    assert ModelConfig.from_folder(folder).model_type == "mistral" and len(load_tensors(folder)) < len(tensors)
+    named = {name.replace("language_model.model.", "model.language_model.").replace("language_model.lm", "lm"): tensor
+             for name, tensor in tensors.items() if not (tied and "lm_head" in name)}
+    raw["text_config"].pop("tie_word_embeddings", None)
+    (folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    save_file(named, folder / "model.safetensors")
+    model = load_model(folder, ModelSection(dtype="float32"))
+    head = "embed_tokens" if tied else "lm_head"
+    weight = next(tensor for name, tensor in tensors.items() if head in name)
+    state = torch.randn(1, 48, generator=torch.Generator().manual_seed(0))
+    assert (model.logits(state) - state @ weight.T).abs().max() < 1e-4
 
 
 def test_a_head_borrows_what_the_target_s_own_forward_reads(tmp_path: Path, folder: Path) -> None:
