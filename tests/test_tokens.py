@@ -302,6 +302,15 @@ async def test_tokens_are_chosen_as_the_model_says_where_a_request_says_nothing(
             assert found == [(0.6, 20, 0.95, 1.0), (0.0, 0, 0.95, 1.1)]
 
 
+@pytest.mark.parametrize(("name", "match"), [
+    ("tokenizer.model", r"makes it of tokenizer\.model, .*AutoTokenizer.*save_pretrained"),
+    ("tekken.json", r"tekken\.json is not read: take tokenizer\.json"), ("merges.txt", "its fast tokenizer$")])
+def test_a_folder_without_a_fast_tokenizer_says_where_one_comes_from(tmp_path: Path, name: str, match: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ModelError, match=match):
+        TextCodec(tmp_path)
+
+
 def test_a_default_that_none_can_mean_is_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level())
     for said in ('{"temperature": "cool"}', '{"top_p": 7}'):

@@ -41,6 +41,11 @@ FORMAT = 1  # of a prepared folder; a change means that folders are prepared aga
 RECEIPT = "slipstream.json"
 MADE_FOR = "target_weights"  # in a head's config.json
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+MADE = ("; transformers makes it of {}, once, where sentencepiece and tiktoken are installed, too: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
+SLOW = {**{name: MADE.format(name) for name in ("tokenizer.model", "vocab.json", "spiece.model")},  # other tokenizers
+        "tekken.json": "; Mistral's own tekken.json is not read: take tokenizer.json and the chat template of a "
+                       "conversion of this model"}
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Of a model folder: what its answers depend on. Pickles are read by other engines alone.
 ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -302,7 +307,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder. Raises ModelError."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{path}: missing; a model folder needs its fast tokenizer")
+        others = [hint for name, hint in SLOW.items() if (path.parent / name).is_file()]
+        raise ModelError(f"{path}: missing; a model folder needs its fast tokenizer{''.join(others[:1])}")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises nothing narrower
