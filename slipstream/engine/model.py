@@ -258,7 +258,8 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
         given.must_be("partial_rotary_factor", 1, None)
     theta = rope.real("rope_theta", fields.real("rope_theta", 10000.0))
     kind = nested.get("rope_type", nested.get("type", "default"))
-    if kind in ("default", "dynamic", None):  # a dynamic one stretches positions behind max_position_embeddings alone
+    if kind in ("default", "dynamic", "mrope", None):
+        # A dynamic one stretches positions behind max_position_embeddings alone; those of three axes are one in text.
         return theta, None
     if kind == "linear":
         return theta, RopeScaling(kind, rope.real("factor"))
@@ -267,8 +268,8 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
                                   rope.real("high_freq_factor"), rope.integer(CONTEXT))
     if kind == "yarn" and theta > 1:
         return theta, _yarn(fields, rope)
-    raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, dynamic, linear, llama3 and, "
-                     "with a rope_theta above 1, yarn are)")
+    raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, dynamic, mrope, linear, llama3 "
+                     "and, with a rope_theta above 1, yarn are)")
 
 
 def stretched(factor: float, original: int) -> int:
