@@ -157,6 +157,10 @@ def test_a_target_s_config_may_leave_its_vocabulary_and_its_tie_to_its_tensors(t
     assert torch.equal(lender.embedding(48), embedding) and torch.equal(lender.lm_head(), lm_head)
     save_file({names[0]: embedding}, folder / "model.safetensors")
     assert torch.equal(lender.lm_head(torch.tensor([3, 5])), embedding[[3, 5]])
+    (folder / "config.json").write_text(json.dumps({  # as a library writes both parts, by what each takes for granted
+        "model_type": "mistral3", "tie_word_embeddings": True, "text_config": {
+            "model_type": "mistral", "hidden_size": 48, "num_hidden_layers": 34, "tie_word_embeddings": False}}))
+    assert torch.equal(Lender.of(folder).lm_head(torch.tensor([3, 5])), embedding[[3, 5]])
 
 
 @pytest.mark.parametrize(("rope", "theta"), [
