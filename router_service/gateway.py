@@ -29,7 +29,7 @@ from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
-from router_service.dialects.openai import MAX_ANSWER_SCORES, SEEDS, Asked, Job, Options
+from router_service.dialects.openai import MAX_ANSWER_SCORES, SEEDS, Asked, Body, Job, Options
 from router_service.dialects.problems import written_as
 from router_service.dialects.tools import numbered, told
 from router_service.tenants import Tenant
@@ -128,7 +128,7 @@ class Gateway:
 
     def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
-        options, names = body.options(), body.names()
+        options, names = self._filled(body).options(), body.names()
         messages = [message.given() for message in body.messages]
         called = any(message.role == "tool" or message.tool_calls for message in body.messages)
         if not self.codec.style.takes_tools:
@@ -142,8 +142,14 @@ class Gateway:
 
     def plan_completion(self, body: CompletionBody, begun: Begun | None = None) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
-        return self._checked(Asked("completions", self.named(body.model), body.options(), prompts=body.prompt,
-                                   begun=begun, add_special_tokens=body.add_special_tokens is not False))
+        return self._checked(Asked("completions", self.named(body.model), self._filled(body).options(),
+                                   prompts=body.prompt, begun=begun,
+                                   add_special_tokens=body.add_special_tokens is not False))
+
+    def _filled(self, body: Body) -> Body:
+        """With the model's own words for how tokens are chosen where the request has none."""
+        left = {name: value for name, value in self.codec.defaults.items() if getattr(body, name) is None}
+        return body.model_copy(update=left) if left else body
 
     async def start(self, asked: Asked, tenant: Tenant, trace: str = "") -> Run:
         """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.

@@ -1,5 +1,5 @@
 """``make families``: which causal language models of transformers ``model.engine=hf`` serves; every type of the
-installed version is tried.
+installed version is tried. A type that sees or hears as well (``mistral3``) is tried where it is named.
 
 Each is tried as its configuration class describes it, and once more with what that leaves off: with windows, or as a
 decoder where it is an encoder. Nothing is downloaded; the weights are random (see ``slipstream.engine.trial``).
@@ -28,6 +28,9 @@ OPEN: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    **{kind: {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": parts}}}
+       for kind, parts in (("qwen2_5_vl", [16, 24, 24]), ("qwen2_vl", [16, 24, 24]), ("qwen3_vl", [24, 20, 20]),
+                           ("qwen3_vl_moe", [24, 20, 20]), ("glm4v", [8, 12, 12]))},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 30},

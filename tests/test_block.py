@@ -114,6 +114,42 @@ def test_trees_equal_the_head_written_out(tmp_path: Path, target: Path, layout: 
     of.slots.check([])
 
 
+def sliding(*layers: bool, window: int | None = 64) -> dict[str, Any]:
+    return {"layer_types": [("full_attention", "sliding_attention")[slides] for slides in layers],
+            "sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+
+
+def slid(*layers: bool, kind: str = "dflash", **changes: Any) -> dict[str, Any]:
+    """As speculators trains heads unless it is told otherwise."""
+    config = speculators_block_config(kind, **changes)
+    return config | {"transformer_layer_config": config["transformer_layer_config"] | sliding(*layers)}
+
+
+NESTED = zlab_config()["dflash_config"]
+SLIDING = {
+    "all": slid(True, True), "some": slid(False, True, kind="dspark"),
+    "all, and ahead": slid(True, True, sliding_window_non_causal=True),
+    "some, and ahead": slid(True, False, kind="dspark", sliding_window_non_causal=True),
+    "z-lab": zlab_config(**sliding(True, False)),
+    "z-lab ahead": zlab_config(**sliding(True, True, window=None), is_causal=False,
+                               dflash_config=NESTED | {"swa_window_size": 66})}
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_layers_that_slide_see_a_window_and_none_of_the_block_behind_them(tmp_path: Path, target: Path,
+                                                                          name: str) -> None:
+    config = SLIDING[name]
+    of = drafter(write_block_folder(tmp_path, config), target)
+    straight, tokens, states = written(config, "markov_rank" in config, target), list(range(90)), states_of(89, seed=4)
+    opened(of, 1, tokens, states)
+    children = partial(straight.children, tokens=tokens, states=states, topk=3)
+    assert_same(grow(of), best_paths(children, 3, 4, 12))
+    right = straight.slots(tokens[-1], states)
+    straight.kinds = ["full_attention"] * 2
+    whole = straight.slots(tokens[-1], states)
+    assert min(float((a - b).abs().max()) for a, b in zip(right, whole, strict=True)) > 0.01  # the window shows
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_siblings_have_children_of_their_own(tmp_path: Path, target: Path, kind: str) -> None:
     """And a tree that took the slots' marginals for every parent would be another."""
@@ -195,12 +231,14 @@ def test_sampled_trees_begin_with_what_the_shared_noise_chooses(tmp_path: Path, 
             assert children[0] == int(wanted.argmax()), path  # nodes come best first
 
 
-def test_the_cpu_kernels_are_as_near_to_float64_as_torch_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [{}, sliding(True, True)], ids=["full", "sliding"])
+def test_the_cpu_kernels_are_as_near_to_float64_as_torch_is(tmp_path: Path, layers: dict[str, Any]) -> None:
     """Logits and states of several blocks at once, over contexts that were kept in parts."""
     shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
     lender = write_tiny_model(tmp_path / "target", num_hidden_layers=8, **shape)
     config = speculators_block_config()
-    config |= {"transformer_layer_config": config["transformer_layer_config"] | shape, "target_hidden_size": 64}
+    config |= {"transformer_layer_config": config["transformer_layer_config"] | shape | layers,
+               "target_hidden_size": 64}
     head = read_block_head(write_block_folder(tmp_path / "head", config), lender)
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for name, dtype in (("native", "bfloat16"), ("torch", "bfloat16"), ("exact", "float64")):
@@ -284,15 +322,17 @@ REFUSED = [
     (zlab_config(num_target_layers=9), "num_target_layers: the head was made for 9 layers, the target has 8"),
     (zlab_config(num_hidden_layers=17), "num_hidden_layers: expected 1 to 16, found 17"),
     (zlab_config(vocab_size=300), "vocab_size: the head was made for 300 tokens"),
-    (zlab_config(layer_types=["sliding_attention"] * 2), "layer_types: layers that slide"),
-    (zlab_config(model_type="mistral", sliding_window=64), "sliding_window: layers that slide"),
+    (zlab_config(layer_types=["sliding_attention"] * 2), "sliding_window: expected a number from 64"),
+    (zlab_config(layer_types=["sliding_attention"]), "layer_types: expected full_attention or sliding_attention"),
+    (zlab_config(layer_types=["full_attention", "linear_attention"]), "layer_types: .*linear_attention"),
+    (zlab_config(model_type="mistral", sliding_window=64), "sliding_window: no layer slides by layer_types"),
     (zlab_config(dflash_config={"causal": True, "mask_token_id": 259, "target_layer_ids": [0]}), "causal: .*True"),
     (zlab_config(logit_scale=0.5), "logit_scale: heads with 0.5 are not supported"),
     (zlab_config(final_logit_softcapping=30.0), "final_logit_softcapping: heads with 30.0"),
     (zlab_config(is_neox_style=False), "is_neox_style: heads with False"),
     (zlab_config(add_swa_attention_sink_bias=True), "add_swa_attention_sink_bias: heads with True"),
-    (zlab_config(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"]),
-     "layer_types: layers that slide"),
+    (zlab_config(**sliding(False, True, window=63)), "sliding_window: expected a number from 64 .* found 63"),
+    (slid(True, True, sliding_window_non_causal="no"), "sliding_window_non_causal: expected true or false"),
     (zlab_config(projector_type="domino"), "projector_type: heads with 'domino' are not supported"),
     (zlab_config(markov_rank=8), "sample_from_anchor: it is missing"),
     (deepspec_config(markov_head_type="fir"), "markov_head_type: expected vanilla, gated, rnn, found 'fir'"),

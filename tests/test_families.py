@@ -30,7 +30,8 @@ from tests.sequences import NOTHING, run, run_tree
 from tests.trees import random_tree
 
 ROOT = Path(__file__).parent.parent
-SERVED = ("llama", "gemma3_text", "gpt2", "qwen2_moe", "phimoe", "minicpm3", "cohere2", "deepseek_v3")
+SERVED = ("llama", "gemma3_text", "gpt2", "qwen2_moe", "phimoe", "minicpm3", "cohere2", "deepseek_v3",
+          "mistral3", "qwen2_5_vl", "qwen3_vl", "llava")
 REFUSED = {"falcon_h1": "a prompt in chunks differs", "diffllama": "a prompt in chunks differs",
            "bert": "a prompt differs", "mamba": "attention", "gpt_oss": "s_aux", "zaya": "differs",
            "llama4_text": "raises", "dbrx": "no tiny copy of it runs", "gemma4_text": "heads differ"}

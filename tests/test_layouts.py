@@ -105,6 +105,14 @@ def angelslim(_target: Path) -> Case:
     return Case(config, eagle_tensors(config))
 
 
+def of_a_model_that_sees(_target: Path) -> Case:
+    """SpecForge's and AngelSlim's for Qwen2.5-VL: in text all three of its positions are one."""
+    rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    config = eagle_config(head_dim=8, rope_scaling=rope, rope_theta=1000000, sliding_window=32768,
+                          target_model_type="qwen2_5_vl", use_sliding_window=False, **VLLMS)
+    return Case(config, eagle_tensors(config))
+
+
 def deepspec(_target: Path) -> Case:
     """Qwen3's layer, five states by the outputs of their layers, the whole vocabulary."""
     config = eagle_config(architectures=["Qwen3Eagle3Model"], model_type="qwen3", hidden_size=48, head_dim=12,
@@ -176,7 +184,7 @@ def eagle31(_target: Path) -> Case:
 
 
 EAGLE3 = (authors_eagle3, specforge, angelslim, deepspec, two_states, nested_names, tied_lm_head, absent_lm_head,
-          whole_vocabulary, biases_everywhere, speculators, speculators_norms, eagle31)
+          whole_vocabulary, biases_everywhere, speculators, speculators_norms, eagle31, of_a_model_that_sees)
 
 
 def authors_eagle1(_target: Path) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,8 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     without = TextCodec(write_folder(tmp_path / "base", byte_level(), chat_template=None))
     with pytest.raises(InvalidRequest, match="no chat template"):
         without.chat([{"role": "user", "content": "x"}])
+    (tmp_path / "base" / "chat_template.json").write_text('{"chat_template": "p"}')  # LLaVA's, of its processor
+    assert TextCodec(tmp_path / "base").chat([]) == codec.encode("p")
 
 
 def test_stop_tokens_come_from_the_nearest_file_and_the_tokenizer(tmp_path: Path) -> None:
@@ -280,6 +283,40 @@ def test_stop_tokens_come_from_the_nearest_file_and_the_tokenizer(tmp_path: Path
     (folder / "generation_config.json").write_text('{"eos_token_id": "two"}')
     with pytest.raises(ModelError, match="eos_token_id"):
         TextCodec(folder)
+
+
+async def test_tokens_are_chosen_as_the_model_says_where_a_request_says_nothing(tiny_folder: Path,
+                                                                               tmp_path: Path) -> None:
+    """As in vLLM and SGLang."""
+    folder, target = tmp_path / "cool", EchoTarget()
+    shutil.copytree(tiny_folder, folder)
+    (folder / "generation_config.json").write_text(json.dumps({
+        "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": None}))
+    async with routing(folder, target) as r:
+        for path, prompt in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello"})):
+            found = []
+            for said in ({}, {"temperature": 0, "top_k": -1, "repetition_penalty": 1.1}):
+                assert (await r.post(path, **prompt, **said)).status_code == 200
+                sampling = target.requests[-1].sampling
+                found.append((sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty))
+            assert found == [(0.6, 20, 0.95, 1.0), (0.0, 0, 0.95, 1.1)]
+
+
+@pytest.mark.parametrize(("name", "match"), [
+    ("tokenizer.model", r"makes it of tokenizer\.model, .*AutoTokenizer.*save_pretrained"),
+    ("tekken.json", r"tekken\.json is not read: take tokenizer\.json"), ("merges.txt", "its fast tokenizer$")])
+def test_a_folder_without_a_fast_tokenizer_says_where_one_comes_from(tmp_path: Path, name: str, match: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ModelError, match=match):
+        TextCodec(tmp_path)
+
+
+def test_a_default_that_none_can_mean_is_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level())
+    for said in ('{"temperature": "cool"}', '{"top_p": 7}'):
+        (folder / "generation_config.json").write_text(said)
+        with pytest.raises(ModelError, match=r"generation_config\.json: t(emperature|op_p): "):
+            TextCodec(folder)
 
 
 def test_unknown_decoder_is_refused(tmp_path: Path) -> None:

@@ -609,6 +609,20 @@ def test_two_runs_in_one_folder_do_not_meet(simple_folder: Path, tmp_path: Path)
     assert list(job.work.glob("shard-*")) and not half.exists()
 
 
+def test_a_head_is_made_for_the_text_of_a_model_that_sees(simple_folder: Path, tmp_path: Path) -> None:
+    """As Mistral Small 3.1 is."""
+    target = tmp_path / "seeing"
+    shutil.copytree(simple_folder, target)
+    text = json.loads((simple_folder / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": None}
+    (target / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": text}))
+    save_file({f"language_model.{name}": tensor for name, tensor in load_tensors(simple_folder).items()},
+              target / "model.safetensors", metadata={"format": "pt"})
+    recipe = Recipe(minutes=0, tokens=600, steps=3, batch=8, limits=Limits(max_question=24, max_answer=64),
+                    draft_vocab=160, learning_rate=5e-3, rows_per_step=320, dtype="float32")
+    make_head(Job(target, "seeing", tmp_path / "head", tmp_path / "work", (), recipe), Silent())
+    assert read_head(tmp_path / "head", target).config.num_layers == 1
+
+
 def test_a_target_of_another_family_is_refused_with_those_that_are_trained_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
     result = CliRunner().invoke(app, ["train-head", "--target", str(tmp_path)])

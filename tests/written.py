@@ -151,6 +151,7 @@ class WrittenBlock:
         self.layer_config = {"rope_theta": 10000.0} | dict(config.get("transformer_layer_config", config))
         self.weight = {name: t.double() for name, t in tensors.items() if t.is_floating_point()}
         self.from_anchor, self.size = from_anchor, config["block_size"]
+        self.kinds = self.layer_config["layer_types"]
         self.mask = config.get("mask_token_id", config.get("dflash_config", {}).get("mask_token_id"))
         vocab = self.layer_config["vocab_size"]
         self.ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else torch.arange(vocab))
@@ -169,10 +170,20 @@ class WrittenBlock:
         at = first + len(context)
         xs = [self.embedding[token] for token in [anchor] + [self.mask] * (self.size - 1)]
         for number in range(self.layer_config["num_hidden_layers"]):
-            xs = self.layer(f"layers.{number}", context, xs, first, at)
+            xs = self.layer(f"layers.{number}", context, xs, first, at, self.kinds[number] == "sliding_attention")
         return [self.norm(x, "norm") for x in xs]
 
-    def layer(self, name: str, context: list[Tensor], xs: list[Tensor], first: int, at: int) -> list[Tensor]:
+    def sees(self, slot: int, position: int, at: int, slides: bool) -> bool:
+        """Whether a slot of the block that begins at ``at`` sees what is at a position."""
+        if not slides:
+            return True
+        window = self.config.get("dflash_config", {}).get("swa_window_size") or self.layer_config["sliding_window"]
+        if self.config.get("sliding_window_non_causal") or self.config.get("is_causal") is False:
+            return position >= at - window
+        return at + slot - window < position <= at + slot
+
+    def layer(self, name: str, context: list[Tensor], xs: list[Tensor], first: int, at: int,
+              slides: bool) -> list[Tensor]:
         written = WrittenLayer(self.layer_config, self.weight, name)
 
         def heads(part: str, x: Tensor, position: int) -> Tensor:
@@ -187,11 +198,11 @@ class WrittenBlock:
         keys, values = ([heads(part, x, position) for x, position in seen] for part in "kv")
         outs = []
         for place, (x, read) in enumerate(zip(xs, inputs, strict=True)):
-            mixed = []
+            mixed, own = [], [i for i, (_, position) in enumerate(seen) if self.sees(place, position, at, slides)]
             for number, query in enumerate(heads("q", read, at + place)):
                 group = number // (written.heads // written.kv_heads)
-                shares = (torch.stack([query @ key[group] for key in keys]) / written.size**0.5).softmax(0)
-                mixed.append(sum(p * value[group] for p, value in zip(shares, values, strict=True)))
+                shares = (torch.stack([query @ keys[i][group] for i in own]) / written.size**0.5).softmax(0)
+                mixed.append(sum(p * values[i][group] for p, i in zip(shares, own, strict=True)))
             out = x + written.projected("o", torch.cat(mixed))
             y = written.norm(out, written.of("post_attention_layernorm"))
             outs.append(out + written.mlp("down", torch.nn.functional.silu(written.mlp("gate", y)) *

@@ -1,5 +1,5 @@
-"""What the files of a model folder say about text: what ends an answer, special tokens as plain text, how much a token
-can say.
+"""What the files of a model folder say about text: what ends an answer, how its tokens are chosen unless a request says
+so, special tokens as plain text, how much a token can say.
 
 All of it is read once, when a router starts. Files: tokenizer_config.json, generation_config.json, config.json. It
 knows nothing about requests.
@@ -14,13 +14,15 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from slipstream.base.errors import ModelError
+from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.models.folder import read_json, token_text
+from slipstream.protocol.requests import Sampling
 
 # Steps of a tokenizer that drop no character: a text of n characters has n / ``longest_token`` tokens at least.
 KEEPING = {"Sequence", "Prepend", "Replace", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Digits", "Metaspace", "Split",
            "Punctuation", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}
 FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")  # of a model; vLLM takes min_p without drafts alone
 COMPOSED = 4  # characters that Unicode may write as one
 
 
@@ -46,6 +48,22 @@ def stop_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     text = token_text(read_json(folder / "tokenizer_config.json", missing_ok=True).get("eos_token"))
     token = None if text is None else tokenizer.token_to_id(text)
     return tuple(dict.fromkeys(ids if token is None else [*ids, token]))
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """What generation_config.json says of fields that a request leaves out, as vLLM and SGLang take it. Raises
+    ModelError."""
+    path = folder / "generation_config.json"
+    said = read_json(path, missing_ok=True)
+    found = {name: value for name in DEFAULTS if (value := said.get(name)) is not None}
+    try:
+        for name, value in found.items():
+            if type(value) not in ((int,) if name == "top_k" else (int, float)):
+                raise InvalidRequest(name, f"expected a number, found {value!r}")
+        Sampling(**found | {"top_k": max(found.get("top_k", 0), 0), "top_p": found.get("top_p") or 1.0})
+    except InvalidRequest as error:
+        raise ModelError(f"{path}: {error}") from error
+    return found
 
 
 def longest_token(written: Mapping[str, Any], vocab: Iterable[str]) -> int | None:

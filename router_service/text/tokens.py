@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from router_service.text.deltas import AnswerToken, TextDelta
-from router_service.text.files import literals, longest_token, spelling, stop_token_ids
+from router_service.text.files import literals, longest_token, sampling_defaults, spelling, stop_token_ids
 from router_service.text.marks import Style, marks
 from router_service.text.scanner import StopStrings
 from router_service.text.template import BROKEN, CPU_S, Renderer
@@ -131,8 +131,8 @@ class TextCodec:
     that tell calls and reasoning apart.
     """
 
-    __slots__ = ("_alphabet", "_bytes", "_literals", "_longest", "_template", "_texts", "_tokenizer", "marks",
-                 "specials", "starts_with_space", "stop_token_ids", "style", "vocab_size")
+    __slots__ = ("_alphabet", "_bytes", "_literals", "_longest", "_template", "_texts", "_tokenizer", "defaults",
+                 "marks", "specials", "starts_with_space", "stop_token_ids", "style", "vocab_size")
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ModelError naming the file and field that cannot be used."""
@@ -153,6 +153,7 @@ class TextCodec:
         self.style = Style() if source is None else Style.of(source[0])
         self.marks = marks(self.specials)
         self.stop_token_ids: tuple[int, ...] = stop_token_ids(folder, self._tokenizer)
+        self.defaults: Mapping[str, Any] = sampling_defaults(folder)
 
     def close(self) -> None:
         """No conversation is asked for any more."""

@@ -34,6 +34,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     PreTrainedModel,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -139,8 +140,7 @@ class HFModel:
             _scale_attention(config.get_text_config())
             tried(config)
             check_floats(folder)
-            auto: Any = AutoModelForCausalLM
-            model, found = auto.from_pretrained(
+            model, found = _class_of(config).from_pretrained(
                 folder, config=config, dtype=dtype_of(dtype), local_files_only=True, trust_remote_code=False,
                 use_safetensors=True, output_loading_info=True)
             if found["missing_keys"]:  # transformers goes on with random numbers in their place
@@ -202,10 +202,17 @@ def tried(config: Any) -> None:
 
 def with_random_weights(config: Any) -> PreTrainedModel:
     """A model in float32 as a configuration describes it, which attends as its family's reference does."""
-    auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=torch.float32,
-                                              trust_remote_code=False).eval()
+    model: PreTrainedModel = _class_of(config).from_config(config, attn_implementation="eager", dtype=torch.float32,
+                                                           trust_remote_code=False).eval()
     return model
+
+
+def _class_of(config: Any) -> Any:
+    """What loads a model of text, or one that sees or hears as well, whose text is served."""
+    plain: Any = AutoModelForCausalLM
+    further: Any = AutoModelForMultimodalLM
+    kind = type(config)
+    return further if kind in further._model_mapping and kind not in plain._model_mapping else plain
 
 
 class HFLayers:
@@ -323,7 +330,7 @@ def _measures(text: Any, probe: Probe, where: str, rows: int, hidden: int,
         raise ModelError(f"{where}: attention heads differ between layers: {sorted(set(probe.shapes.values()))}")
     heads, kv_heads, size = probe.shapes[0]
     return ModelConfig(text.model_type, rows, hidden, 0, text.num_hidden_layers, heads, kv_heads, size,
-                       _reach(text), 0.0, 0.0, None, bool(text.tie_word_embeddings), False, False,
+                       _reach(text), 0.0, 0.0, None, bool(getattr(text, "tie_word_embeddings", False)), False, False,
                        False, False, 0, eos_token_ids)
 
 

@@ -44,6 +44,8 @@ class Family:
     absent: Mapping[str, Any]  # what transformers takes for fields that are not there; null is something else
 
 
+SEEING = ("mistral3",)  # types whose text alone is read: Mistral Small 3.1
+SEEN = ("vision_tower.", "multi_modal_projector.")  # what their names begin with that are of no text
 MOST = 1 << 24  # of anything that is counted
 CONTEXT = "original_max_position_embeddings"  # before positions were stretched
 QWEN: Mapping[str, Any] = MappingProxyType({"num_key_value_heads": 32, "max_position_embeddings": 32768})
@@ -105,11 +107,22 @@ class ModelConfig:
     def from_folder(folder: str | Path) -> ModelConfig:
         """Read and check ``config.json`` (and ``generation_config.json`` for end tokens) of ``folder``."""
         path = Path(folder) / "config.json"
-        config = parse_config(read_json(path), str(path), end_tokens(Path(folder)))
+        raw = read_json(path)
+        text = text_of(raw)
+        config = parse_config(text, str(path), end_tokens(Path(folder)))
+        if text is not raw:  # its library writes what it takes by default, whatever there is
+            config = replace(config, tied_embeddings="lm_head.weight" not in map(_of_text, tensor_names(folder)))
         rope = config.rope_scaling
         if rope is None or rope.kind != "yarn":
             return config
         return replace(config, max_context=max(config.max_context, stretched(rope.factor, rope.original_context)))
+
+
+def text_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """What describes a decoder of text in a parsed ``config.json``: all of it, or a part where the model sees as
+    well."""
+    text = raw.get("text_config")
+    return text if raw.get("model_type") in SEEING and isinstance(text, dict) else raw
 
 
 class CausalModel(Protocol):
@@ -254,7 +267,8 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
         given.must_be("partial_rotary_factor", 1, None)
     theta = rope.real("rope_theta", fields.real("rope_theta", 10000.0))
     kind = nested.get("rope_type", nested.get("type", "default"))
-    if kind in ("default", "dynamic", None):  # a dynamic one stretches positions behind max_position_embeddings alone
+    if kind in ("default", "dynamic", "mrope", None):
+        # A dynamic one stretches positions behind max_position_embeddings alone; those of three axes are one in text.
         return theta, None
     if kind == "linear":
         return theta, RopeScaling(kind, rope.real("factor"))
@@ -263,8 +277,8 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
                                   rope.real("high_freq_factor"), rope.integer(CONTEXT))
     if kind == "yarn" and theta > 1:
         return theta, _yarn(fields, rope)
-    raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, dynamic, linear, llama3 and, "
-                     "with a rope_theta above 1, yarn are)")
+    raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, dynamic, mrope, linear, llama3 "
+                     "and, with a rope_theta above 1, yarn are)")
 
 
 def stretched(factor: float, original: int) -> int:
@@ -369,7 +383,16 @@ def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> di
                         if (names is None or name in names) and (name not in tensors or listed.get(name) == path.name)}
     if missing := sorted(listed.keys() - tensors.keys()):
         raise ModelError(f"{Path(folder) / INDEX}: tensor {missing[0]} is in the index but in none of its files")
-    return tensors if block is None else widened(tensors, block)
+    tensors = tensors if block is None else widened(tensors, block)
+    if names is None and read_json(Path(folder) / "config.json", missing_ok=True).get("model_type") in SEEING:
+        return {_of_text(name): tensor for name, tensor in tensors.items()
+                if not name.removeprefix("model.").startswith(SEEN)}
+    return tensors
+
+
+def _of_text(name: str) -> str:
+    """As a model has it that is for text alone."""
+    return name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
 
 
 def fp8_block(folder: str | Path) -> Block | None:

@@ -42,13 +42,13 @@ TABLES: Mapping[str, int] = {
     "zero_expert_num": 2, "experts_per_tok": 2, "experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "n_group": 2,
     "num_expert_group": 2, "topk_group": 1}
 WIDTHS: Mapping[str, int] = {
-    "hidden_size": 64, "d_model": 64, "n_embd": 64, "emb_dim": 64, "embedding_size": 64, "embed_proj_dim": 64,
-    "intermediate_size": 96, "intermediate_size_mlp": 96, "ffn_dim": 96, "ffn_hidden_size": 96, "n_inner": 96,
-    "dff": 96, "dim_ff": 96, "attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "key_value_heads": 2,
-    "kv_heads": 2, "head_dim": 16, "kv_channels": 16, "dim_head": 16, "rotary_dim": 8, "q_lora_rank": 24,
-    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 12,
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
+    "hidden_size": 64, "d_model": 64, "n_embd": 64, "emb_dim": 64, "embed_dim": 64, "embedding_size": 64,
+    "embed_proj_dim": 64, "intermediate_size": 96, "intermediate_size_mlp": 96, "ffn_dim": 96, "ffn_hidden_size": 96,
+    "n_inner": 96, "dff": 96, "dim_ff": 96, "attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
+    "key_value_heads": 2, "kv_heads": 2, "head_dim": 16, "kv_channels": 16, "dim_head": 16, "rotary_dim": 8,
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24,
+    "v_head_dim": 12, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "depth",
           "num_decoder_layers", "num_encoder_layers")
 # So many layers are of a kind of their own.
 FIRST, LAST = ("first_k_dense_replace", "num_dense_layers"), ("num_kv_shared_layers",)
@@ -244,6 +244,10 @@ def _agreeing(small: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
         if name in rope:  # one for each pair that turns
             size = small.get("head_dim") or small["hidden_size"] // small["num_attention_heads"]
             rope[name] = rope[name][: int(size * rope.get("partial_rotary_factor", 1)) // 2]
+    if isinstance(parts := rope.get("mrope_section"), list) and sum(parts) > 0:  # of the pairs, to time, height, width
+        size = small.get("head_dim") or small["hidden_size"] // small["num_attention_heads"]
+        pairs = int(size * rope.get("partial_rotary_factor", 1)) // 2
+        rope["mrope_section"] = [pairs - sum(rest := [pairs * part // sum(parts) for part in parts[1:]]), *rest]
     return small
 
 

@@ -41,6 +41,11 @@ FORMAT = 1  # of a prepared folder; a change means that folders are prepared aga
 RECEIPT = "slipstream.json"
 MADE_FOR = "target_weights"  # in a head's config.json
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+MADE = ("; transformers makes it of {}, once, where sentencepiece and tiktoken are installed, too: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
+SLOW = {**{name: MADE.format(name) for name in ("tokenizer.model", "vocab.json", "spiece.model")},  # other tokenizers
+        "tekken.json": "; Mistral's own tekken.json is not read: take tokenizer.json and the chat template of a "
+                       "conversion of this model"}
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LFS = b"version https://git-lfs.github.com/spec/"  # begins what stands for a file in a clone without Git LFS
 # Of a model folder: what its answers depend on. Pickles are read by other engines alone.
@@ -308,7 +313,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder. Raises ModelError."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{path}: missing; a model folder needs its fast tokenizer")
+        others = [hint for name, hint in SLOW.items() if (path.parent / name).is_file()]
+        raise ModelError(f"{path}: missing; a model folder needs its fast tokenizer{''.join(others[:1])}")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises nothing narrower
@@ -327,8 +333,8 @@ def unread(path: Path, error: Exception) -> str:
 
 
 def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """The chat template of a model folder (``chat_template.jinja`` or tokenizer_config.json), and the bos_token and its
-    like, which it may name; None if there is none."""
+    """The chat template of a model folder (``chat_template.jinja``, tokenizer_config.json or, of a model that sees,
+    chat_template.json), and the bos_token and its like, which it may name; None if there is none."""
     config = read_json(folder / "tokenizer_config.json", missing_ok=True)
     path = folder / "chat_template.jinja"
     try:
@@ -338,6 +344,8 @@ def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
     if isinstance(source, list):  # several named ones
         variants = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = variants.get("default")
+    if source is None:
+        source = read_json(folder / "chat_template.json", missing_ok=True).get("chat_template")
     if source is None:
         return None
     if not isinstance(source, str):

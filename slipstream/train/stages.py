@@ -26,7 +26,7 @@ from slipstream.drafting.heads.block_checkpoint import BlockHead, read_block_hea
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.rounds import Acceptance
 from slipstream.engine.int8 import holds_int8, with_embedding
-from slipstream.engine.model import FAMILY, ModelConfig, device_of, dtype_of, load_tensors
+from slipstream.engine.model import FAMILY, ModelConfig, device_of, dtype_of, load_tensors, text_of
 from slipstream.engine.runner import threads
 from slipstream.models.folder import read_json, weights_hash
 from slipstream.train.block_head import BLOCK, mask_token, warm_block_head
@@ -138,7 +138,7 @@ def _judged(job: Job, prompts: Sequence[Sequence[int]], watcher: Watcher) -> Map
 def _config_of(target: Path) -> ModelConfig:
     """What a head is built from. Raises ConfigError for a model that serves with another engine alone, or that has
     no floating-point weights to begin with, ModelError."""
-    kind = read_json(target / "config.json").get("model_type")
+    kind = text_of(read_json(target / "config.json")).get("model_type")
     if kind not in tuple(FAMILY):  # whatever kind of value it is
         raise ConfigError(f"--target: {target} is of model_type {kind!r}, and heads are trained for "
                           f"{', '.join(FAMILY)}; choose a model of one of these")

@@ -5,7 +5,8 @@ Rules:
    every layer follow straight from ``c_i``, at rotary position i, and are computed once a committed token. So nothing
    of it goes stale, and a token whose state has not come is simply not there.
 2. A block is (newest committed token, mask, mask, …) from the newest token's position on. Its rows see the context
-   before the newest token and the whole block, not causally; their keys and values are gone after the pass.
+   before the newest token and the whole block, not causally; their keys and values are gone after the pass. In layers
+   that slide they see less of the context, and of the block what is before them (unless the head sees ahead there).
 3. ``from_anchor``: slot k predicts the token after its place; else the token at its place, and slot 0 nothing.
 4. Markov and confidence heads: see ``drafting.block``.
 5. ``fc`` runs on the target where rows get shorter by it, as EAGLE-3's does; the wire's dtype is cast here.
@@ -15,7 +16,8 @@ It knows nothing about sessions, trees or files. Source: arXiv 2602.06036 (DFlas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -87,10 +89,11 @@ class BlockNetwork:
             return made
 
         def on_torch() -> Layers:
-            self._torch = TorchBlocks(config, tensors, self._pool, ops)
+            self._torch = TorchBlocks(config, tensors, self._pool, ops, head.sliding)
             return self._torch
 
-        self._layers = native_or(kernels, kind, device, "head", native, on_torch)
+        alike = len(set(head.sliding)) == 1  # the kernels' list has one frame, with one window
+        self._layers = native_or(kernels if alike else "torch", kind, device, "head", native, on_torch)
 
     def linears(self) -> tuple[Linear, ...]:
         """The products of a pass on torch."""
@@ -110,6 +113,14 @@ class BlockNetwork:
 
     def _blocks(self, batch: ForwardBatch, rows: Sequence[int]) -> torch.Tensor:
         """[r, S, H]: states of the blocks' slots after the final norm."""
+        head, size = self._head, self._head.block_size
+        whole, behind = [(1 << size) - 1] * size, [(1 << slot) - 1 for slot in range(1, size + 1)]
+        words = {slides: behind if slides and not head.ahead else whole for slides in set(head.sliding)}
+        begun = {slides: self._begun(batch, rows, seen) for slides, seen in words.items()}
+        return self._layers.forward(begun).view(len(rows), size, -1)
+
+    def _begun(self, batch: ForwardBatch, rows: Sequence[int], words: Sequence[int]) -> ForwardBatch:
+        """The blocks that begin at rows of a batch; words: which slots of its block each slot sees."""
         size, builder, entries = self._head.block_size, BatchBuilder(), batch.listed
         ends = np.searchsorted(np.array(batch.q_indptr), rows, side="right")  # of the segments, counted from 1
         for place, (row, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
@@ -117,9 +128,8 @@ class BlockNetwork:
             position = int(batch.host.positions[row]) + 1
             masks = [self._head.mask_token] * (size - 1)
             builder.add([int(batch.host.tokens[row]), *masks], range(position, position + size),
-                        self._scratch[place].tolist(), entries[batch.kv_indptr[end - 1] : seen],
-                        [(1 << size) - 1] * size, size)
-        return self._layers.forward(builder.build(self.device)).view(len(rows), size, -1)
+                        self._scratch[place].tolist(), entries[batch.kv_indptr[end - 1] : seen], words, size)
+        return builder.build(self.device)
 
 
 class Layers(Protocol):
@@ -129,8 +139,9 @@ class Layers(Protocol):
         """Write keys and values of ``batch.features`` [T, H], which is ``c`` of its rows, at the batch's slots."""
         ...
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Rows of blocks, by their tokens: [T, H] after the final norm."""
+    def forward(self, batches: Mapping[bool, ForwardBatch]) -> torch.Tensor:
+        """Rows of blocks, by their tokens: [T, H] after the final norm. batches: the same rows, as layers see them that
+        slide (True), and others."""
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -142,12 +153,15 @@ class TorchBlocks:
     """The same on torch's operations: the specification."""
 
     __slots__ = ("_attention", "_config", "_context", "_embedding", "_k_norms", "_layers", "_lm_head", "_norms",
-                 "_pool", "_rope")
+                 "_pool", "_rope", "_sliding")
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, pool: KVPool, ops: LayerOps) -> None:
+    def __init__(self, config: ModelConfig, tensors: Tensors, pool: KVPool, ops: LayerOps,
+                 sliding: Sequence[bool]) -> None:
         self._embedding, self._pool = tensors["embed_tokens.weight"], pool
         kind, device, self._lm_head = self._embedding.dtype, self._embedding.device, Linear(tensors["lm_head.weight"])
-        self._rope, self._attention = Rope(config, kind, device), attention_for(config, kind, device)
+        self._rope, self._sliding = Rope(config, kind, device), sliding
+        self._attention = {slides: attention_for(config if slides else replace(config, sliding_window=0), kind, device)
+                           for slides in set(sliding)}
         self._layers = [DecoderLayer(LayerWeights.read(config, tensors, f"layers.{i}", linear), ops)
                         for i in range(config.num_layers)]
         self._norms = norms_behind(self._layers, tensors["norm.weight"])
@@ -173,11 +187,12 @@ class TorchBlocks:
             rotate(keys, *turn)
             self._pool.kv[number].index_copy_(0, batch.slots, torch.stack((keys, values), 1))
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        step, x = Step.of(batch, self._rope, self._attention), F.embedding(batch.tokens, self._embedding)
+    def forward(self, batches: Mapping[bool, ForwardBatch]) -> torch.Tensor:
+        steps = {slides: Step.of(batch, self._rope, self._attention[slides]) for slides, batch in batches.items()}
+        x = F.embedding(next(iter(batches.values())).tokens, self._embedding)
         read = self._layers[0].read(x)
-        for layer, norm, kv in zip(self._layers, self._norms, self._pool.kv, strict=True):
-            x, read = layer(x, read, step, kv, norm)
+        for layer, norm, kv, slides in zip(self._layers, self._norms, self._pool.kv, self._sliding, strict=True):
+            x, read = layer(x, read, steps[slides], kv, norm)
         return read
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

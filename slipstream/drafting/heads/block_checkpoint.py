@@ -16,7 +16,10 @@ Rules (those of every head stand in ``checkpoint``):
    ``norm.weight``; with ``markov_rank`` above 0 ``markov_head.markov_w1`` (rows of the target's vocabulary) and
    ``markov_w2`` (of the draft's), ``gate_proj`` for gated and ``joint_proj`` for rnn heads; ``confidence_head.proj``;
    ``d2t``, ``embed_tokens``, ``lm_head`` where they are there, else the target's.
-5. Layers that slide or that are causal are refused by their field: they would run, and draft badly.
+5. ``layer_types`` says which layers slide, over ``sliding_window`` tokens (``swa_window_size`` of the flat layout). In
+   those a slot sees none of its block behind it, unless ``sliding_window_non_causal`` says so or the flat layout's
+   ``causal`` is false; then the window lies before the block. In others every slot sees all. Heads whose every layer is
+   causal are refused by their field: they would run, and draft badly.
 
 It knows nothing about sessions or forwards. Formats: arXiv 2602.06036, the checkpoints of z-lab/dflash and
 deepseek-ai/DeepSpec, and those of vLLM's speculators library.
@@ -50,6 +53,8 @@ BEHIND = (["Qwen3DSparkModel"], ["DSparkDraftModel"])  # DeepSpec's, SpecForge's
 SPECULATORS = ("dflash", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
 ANCHOR = ("sample_from_anchor", "query_zero_predicts_next")  # one field under two names
+FULL, SLIDING = "full_attention", "sliding_attention"
+CAUSAL = ("causal", "is_causal")
 NEUTRAL = {"projector_type": ("dflash", "dspark"), "input_embedding_scale": (1,), "output_multiplier": (1,),
            "use_swa": (False,), "causal": (False,), "is_causal": (False,), "attention_sink_bias": (False,),
            "add_swa_attention_sink_bias": (False,), "shift_label": (False,), "attention_mode": ("gqa", "mha"),
@@ -70,6 +75,8 @@ class BlockHead:
     markov_rank: int
     confidence: bool
     confidence_with_markov: bool
+    sliding: tuple[bool, ...]  # layers over the last ``config.sliding_window`` tokens
+    ahead: bool  # whether slots of those see what is behind them in their block
     tensors: Mapping[str, torch.Tensor]  # names of rule 4
     vocabulary: torch.Tensor  # int64 [V'] target ids of the draft's
 
@@ -83,7 +90,7 @@ def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
     published, target = _published(folder), Lender.of(target_folder)
     config = layer_config(published, target, MAX_LAYERS)
-    _check_layers(published, config)
+    sliding = _sliding(published, config)
     if not published.speculators:
         layers = published.integer("num_target_layers", target.num_layers)
         published.must_fit("num_target_layers", layers, target.num_layers, " layers")
@@ -95,10 +102,13 @@ def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
     from_anchor, flat = _from_anchor(published, bool(markov)), not published.speculators
     field = "target_layer_ids" if flat else "aux_hidden_state_layer_ids"
     taps = published.taps(field, published.raw.get(field), flat, target.num_layers)
-    head = BlockHead(config, target.hidden_size, taps,
-                     published.integer("block_size", low=1 if from_anchor else 2, high=MAX_NODES),
+    block = published.integer("block_size", low=1 if from_anchor else 2, high=MAX_NODES)
+    ahead = _ahead(published)
+    if any(sliding):
+        config = replace(config, sliding_window=_window(published) + (block if ahead else 0))
+    head = BlockHead(config, target.hidden_size, taps, block,
                      published.integer("mask_token_id", low=0, high=config.vocab_size - 1), from_anchor, markov, rank,
-                     confidence, with_markov, {}, torch.zeros(0, dtype=torch.int64))
+                     confidence, with_markov, sliding, ahead, {}, torch.zeros(0, dtype=torch.int64))
     tensors = read_tensors(folder)
     draft_vocab = draft_size(published, tensors, config)
     tensors, vocabulary = completed(folder, tensors, _shapes(head, tensors, draft_vocab), draft_vocab, config, target)
@@ -122,12 +132,27 @@ def _published(folder: str | Path) -> Published:
     return flat
 
 
-def _check_layers(published: Published, config: ModelConfig) -> None:
+def _sliding(published: Published, config: ModelConfig) -> tuple[bool, ...]:
+    """Rule 5. Of a longer list the first ones count."""
     kinds = published.raw.get("layer_types")
-    full = kinds is None or (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds))
-    if not full or config.sliding_window:
-        raise ModelError(f"{published.where}: {'sliding_window' if full else 'layer_types'}: layers that slide are not "
-                         "supported; use a head whose layers are all full_attention")
+    own = ([FULL] * config.num_layers if kinds is None else kinds[: config.num_layers] if isinstance(kinds, list)
+           else [])
+    if len(own) < config.num_layers or not all(kind in (FULL, SLIDING) for kind in own):
+        raise ModelError(f"{published.where}: layer_types: expected {FULL} or {SLIDING} for each layer of the head, "
+                         f"found {kinds!r}")
+    if config.sliding_window and SLIDING not in own:
+        raise ModelError(f"{published.where}: sliding_window: no layer slides by layer_types; take one of them out")
+    return tuple(kind == SLIDING for kind in own)
+
+
+def _ahead(published: Published) -> bool:
+    said = published.speculators == "" and any(published.raw.get(name) is False for name in CAUSAL)
+    return published.flag("sliding_window_non_causal", said)
+
+
+def _window(published: Published) -> int:
+    own = "swa_window_size"
+    return published.integer(own if published.raw.get(own) is not None else "sliding_window", low=MAX_NODES)
 
 
 def _markov(published: Published) -> tuple[str, int]:

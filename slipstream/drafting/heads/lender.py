@@ -44,6 +44,8 @@ class Lender:
         text = raw.get("text_config")
         fields = Fields(str(path), raw | text if isinstance(text, dict) else raw)
         tied = None if fields.raw.get("tie_word_embeddings") is None else fields.flag("tie_word_embeddings")
+        if raw.get("tie_word_embeddings") not in (None, tied):  # libraries write defaults of either part
+            tied = None
         vocab = fields.raw.get("vocab_size")
         return Lender(Path(folder), len(_embedding(folder, tied)) if vocab is None else fields.integer("vocab_size"),
                       fields.integer("hidden_size"), fields.integer("num_hidden_layers", high=1024), _rope(fields),

@@ -9,6 +9,8 @@ It knows nothing about sessions, slots' owners, markov heads or files. Dimension
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from slipstream.engine.batch import ForwardBatch
@@ -57,8 +59,9 @@ class NativeBlocks:
         self._context.run(frame)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """bfloat16 [T, H] after the final norm."""
+    def forward(self, batches: Mapping[bool, ForwardBatch]) -> torch.Tensor:
+        """bfloat16 [T, H] after the final norm. batches: one, whether its layers slide or not."""
+        (batch,) = batches.values()
         frame = self._frame(batch)
         self._pass.run(frame)
         return self._buffers.normed[: batch.num_rows].clone()
@@ -73,7 +76,7 @@ class NativeBlocks:
         self._table.reach(1 + int(batch.host.positions.max()))
         if batch.num_rows > len(self._buffers.stream):
             self._hold(2 * batch.num_rows)
-        return BatchFrame.of(batch, self._pool, self._table.cos, self._table.sin)
+        return BatchFrame.of(batch, self._pool, self._table.cos, self._table.sin, self._config.sliding_window)
 
     def _hold(self, rows: int) -> None:
         config = self._config
