@@ -35,9 +35,15 @@ def issue(folder: Path, name: str, names: str = "IP:127.0.0.1,DNS:localhost", da
     ``days``: it ended so long ago."""
     run(folder, f"req {KEY} -keyout {name}.key -out {name}.csr -subj /CN={name}")
     (folder / "ext").write_text(f"subjectAltName={names}\n" if names else "basicConstraints=CA:FALSE\n")
-    run(folder, f"x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days {days} -extfile ext "
+    run(folder, f"x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial {lasting(days)} -extfile ext "
                 f"-out {name}.pem")
     return TlsFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem")
+
+
+def lasting(days: float) -> str:
+    """openssl's words for it. Releases that know dates take no negative days."""
+    dated = days < 0 and "-not_after" in run(Path(), "x509 -help")
+    return "-not_before 20200101000000Z -not_after 20200102000000Z" if dated else f"-days {days}"
 
 
 def replace_files(old: TlsFiles, new: TlsFiles) -> None:
@@ -48,5 +54,7 @@ def replace_files(old: TlsFiles, new: TlsFiles) -> None:
         fresh.rename(place)
 
 
-def run(folder: Path, arguments: str) -> None:
-    subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
+def run(folder: Path, arguments: str) -> str:
+    """What it wrote."""
+    done = subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout + done.stderr

@@ -271,6 +271,7 @@ async def test_lanes_hold_one_text_each_whatever_clients_do() -> None:
     most = 8  # of such texts
     large = MAX_TEXTS // most
     waiting = [asyncio.create_task(lanes.run(large, lambda: work("later"))) for _ in range(most - 1)]
+    await asyncio.sleep(0)
     assert await lanes.run(LONG_TEXT, lambda: work("short")) == "short", "it does not wait for long ones"
     with pytest.raises(CapacityError, match="long prompts") as caught:
         await lanes.run(large + 1, lambda: work("too many"))

@@ -455,7 +455,7 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not the name of a file"):
         load_tensors(folder)
     where.write_text(json.dumps({"weight_map": {"x": "x" * 5000}}))
-    with pytest.raises(ModelError, match=r"not readable as safetensors: .*too long"):
+    with pytest.raises(ModelError, match=r"not readable as safetensors: .*too long|no such file"):
         load_tensors(folder)
 
 

@@ -5,7 +5,9 @@ What is heavy (torch, gRPC, the services) is imported by the command that needs 
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from io import TextIOWrapper
 from os.path import abspath
 from pathlib import Path
@@ -401,9 +403,15 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal without UTF-8 lacks is a sign, no end
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what Python finds out when it ends has no sentence
     except (SlipstreamError, OSError) as error:
         complain(error)
+        with suppress(OSError, AttributeError, ValueError):  # what is left cannot be written, and Python would try
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
