@@ -33,14 +33,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from router_service.text.deltas import AnswerToken, TextDelta
-from router_service.text.files import literals, longest_token, spelling, stop_token_ids
+from router_service.text.files import literals, longest_token, spelling
 from router_service.text.marks import Style, marks
 from router_service.text.scanner import StopStrings
 from router_service.text.template import BROKEN, CPU_S, Renderer
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child
 from slipstream.base.turns import Turns
-from slipstream.models.folder import load_tokenizer, template_source
+from slipstream.models.folder import end_tokens, load_tokenizer, template_source
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Finish, Piece, PromptScores, Request, State, TokenLogprob
 
@@ -152,7 +152,7 @@ class TextCodec:
         self._template = None if source is None else ChatTemplate(*source, self.specials.values())
         self.style = Style() if source is None else Style.of(source[0])
         self.marks = marks(self.specials)
-        self.stop_token_ids: tuple[int, ...] = stop_token_ids(folder, self._tokenizer)
+        self.stop_token_ids: tuple[int, ...] = end_tokens(folder)
 
     def close(self) -> None:
         """No conversation is asked for any more."""

@@ -39,6 +39,7 @@ from slipstream.base.errors import ConfigError, ModelError
 
 FORMAT = 1  # of a prepared folder; a change means that folders are prepared again
 RECEIPT = "slipstream.json"
+MAX_TOKENS = 1 << 24  # of any vocabulary
 MADE_FOR = "target_weights"  # in a head's config.json
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -273,6 +274,24 @@ def known_tokens(folder: Path) -> int:
     if not (folder / "tokenizer.json").is_file():
         return 0
     return 1 + max(load_tokenizer(folder).get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """The ids that end an answer: from generation_config.json, else config.json; and the eos_token of
+    tokenizer_config.json: whoever teaches a base model to chat often names the end of a turn there alone. Raises
+    ModelError."""
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(folder / name, missing_ok=True).get("eos_token_id")
+        named = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(i) is int and 0 <= i < MAX_TOKENS for i in named):
+            raise ModelError(f"{folder / name}: eos_token_id: expected token ids, found {found!r}")
+        ids = ids or named
+    text = token_text(read_json(folder / "tokenizer_config.json", missing_ok=True).get("eos_token"))
+    if text is None or not (folder / "tokenizer.json").is_file():
+        return tuple(dict.fromkeys(ids))
+    token = load_tokenizer(folder).token_to_id(text)
+    return tuple(dict.fromkeys(ids if token is None else [*ids, token]))
 
 
 def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
