@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router_service.text.template import MAX_RENDERED
-from router_service.text.tokens import ChatTemplate, Turn
+from router_service.text.tokens import ChatTemplate, TextCodec, Turn
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child
+from tests.tiny import with_template
 
 CPU_S = 0.25
 USER: Any = [{"role": "user", "content": "x"}]
@@ -350,3 +352,16 @@ def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
                                          "<tool_response>\ny\n</tool_response>]"]
     finally:
         template.close()
+
+
+def test_a_template_that_writes_no_tools_takes_none(tiny_folder: Path, tmp_path: Path) -> None:
+    """As SmolLM3's first, which knows them as xml_tools and speaks of <tools>: a model that was given some heard of
+    none."""
+    plain = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+    for i, (source, takes) in enumerate((("{% for t in xml_tools or [] %}<tools>{{ t }}</tools>{% endfor %}", False), (
+            "{% for t in tools or [] %}<tools>{{ t }}</tools>{% endfor %}", True))):
+        codec = TextCodec(with_template(source + plain, tiny_folder, tmp_path / str(i)))
+        try:
+            assert codec.style.takes_tools == takes
+        finally:
+            codec.close()

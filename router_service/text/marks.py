@@ -45,9 +45,9 @@ class Style:
     takes_tools: bool = False
 
     @staticmethod
-    def of(template: str) -> Style:
-        """Of a chat template's source."""
-        takes_tools = GIVEN_TOOLS.search(template) is not None
+    def of(template: str, toolless: bool = False) -> Style:
+        """Of a chat template's source; ``toolless``: it writes nothing of tools that it is given."""
+        takes_tools = not toolless and GIVEN_TOOLS.search(template) is not None
         openers = tuple(mark for mark in OPENERS if mark in template)
         if takes_tools and not openers:
             openers = (LLAMA,)

@@ -73,6 +73,7 @@ class Renderer:
         self.forgets: list[str] = []  # whose last message leaves out the system's words, which are the user's then
         self.callless = False  # whether calls are given as the assistant's words
         self.resultless = False  # whether results of tools are given as the user's words
+        self.toolless = False  # whether it writes nothing of the tools that it is given
         self._marks = tuple(mark for mark in ("<tool_call>", "<|tool_call|>") if mark in source)
 
     def written(self, *roles: str) -> list[str]:
@@ -354,6 +355,9 @@ def trial(renderer: Renderer) -> None:
         renderer.in_parts = renderer.told(talk) == text and renderer.told((*CALLED, RESULT), TOOLS) != ""
     renderer.systemless = renderer.written("system", "user") == ["user"]
     renderer.one_system = any(renderer.written(*roles).count("system") == 1 for roles in LATER)
+    asked = [{"role": role, "content": "Hello"} for role in TRIALS[1]]
+    offered, bare = renderer.told(asked, TOOLS), renderer.told(asked)
+    renderer.toolless = offered != "" and offered.count("weather") == bare.count("weather")
     called = renderer.told(CALLED, TOOLS)
     renderer.callless = called != "" and "Hello calls" not in called and "theircall" not in called
     whole = renderer.told((*CALLED, RESULT), TOOLS)
@@ -378,7 +382,7 @@ def main() -> None:
             if renderer is None:
                 renderer = Renderer(**asked)
                 trial(renderer)
-                reply: Any = {}
+                reply: Any = {"toolless": renderer.toolless}
             else:
                 reply = {"parts": renderer.render(*asked)}
             written = json.dumps(reply)
