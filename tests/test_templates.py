@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router_service.text.template import MAX_RENDERED
+from router_service.text.template import MAX_RENDERED, TOOLS
 from router_service.text.tokens import ChatTemplate, TextCodec, Turn
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child
@@ -365,3 +366,29 @@ def test_a_template_that_writes_no_tools_takes_none(tiny_folder: Path, tmp_path:
             assert codec.style.takes_tools == takes
         finally:
             codec.close()
+
+
+def test_a_template_for_tools_is_taken_where_there_are_tools(tiny_folder: Path, tmp_path: Path) -> None:
+    """As Hermes 2 Pro and 3 have one beside the default, and transformers chooses it: their tools were told to them in
+    words that they were not taught."""
+    plain = "\n  {% for m in messages %}\n[{{ m.role }}: {{ m.content }}]\n  {% endfor %}\n"
+    for i, (call, wanted) in enumerate((("<tool_call>", "\n  weather <tool_call>"), ("Action:", ""))):
+        named = {"default": plain, "tool_use": "\n  {{ tools | map(attribute='function.name') | join }} " + call
+                 + plain.replace("}}]", "}}{{ m.tool_calls[0].id if m.tool_calls }}]"), "rag": "x"}
+        listed, saved = (with_template(plain, tiny_folder, tmp_path / f"{i}{form}") for form in ("listed", "saved"))
+        (listed / "chat_template.jinja").unlink()
+        config = json.loads((listed / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+        (listed / "tokenizer_config.json").write_text(json.dumps(config))
+        (saved / "additional_chat_templates").mkdir()
+        (saved / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+        for folder in (listed, saved):
+            codec = TextCodec(folder)
+            try:
+                assert codec.style.takes_tools == (i == 0)
+                assert codec.text(codec.chat(USER)) == "\n[user: x]\n"
+                assert codec.text(codec.chat(USER, Turn(names=TOOLS))) == f"{wanted}\n[user: x]\n"
+                if i == 0:
+                    assert codec.text(codec.chat([calls_of("c0")])) == "\n   <tool_call>\n[assistant: ec0]\n"
+            finally:
+                codec.close()

@@ -350,19 +350,31 @@ def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
     like, which it may name; None if there is none."""
     config = read_json(folder / "tokenizer_config.json", missing_ok=True)
     path = folder / "chat_template.jinja"
+    other = folder / "additional_chat_templates" / "tool_use.jinja"
     try:
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        with_tools = other.read_text(encoding="utf-8") if path.is_file() and other.is_file() else None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
     if isinstance(source, list):  # several named ones
         variants = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = variants.get("default")
+        source, with_tools = variants.get("default"), variants.get("tool_use")
     if source is None:
         return None
     if not isinstance(source, str):
         raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template: expected text")
     named = {name: text for name in NAMED_TOKENS if (text := token_text(config.get(name))) is not None}
-    return source, named
+    return _by_tools(source, with_tools), named
+
+
+def _by_tools(source: str, with_tools: object) -> str:
+    """One template of two, the second for whoever brings tools, as transformers chooses, or calls, which the first may
+    not write: Hermes' has one. Others' have calls written in forms that nothing here reads."""
+    if not isinstance(with_tools, str) or "<tool_call>" not in with_tools:
+        return source
+    both = (template.removesuffix("\n") for template in (with_tools, source))  # as jinja2 takes each
+    return ("{%+ if tools or messages | selectattr('tool_calls') | list +%}{% set tools = tools or [] +%}"
+            + "{%+ else +%}".join(both) + "{%+ endif %}")
 
 
 def token_text(entry: object) -> str | None:
