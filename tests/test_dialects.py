@@ -192,7 +192,7 @@ async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None
                 del item["id"]
                 item.pop("call_id", None)
         assert told["output"] == whole["output"] and told["usage"] == whole["usage"]
-        short = (await r.post(RESPONSES, input="hello", max_output_tokens=3)).json()
+        short = (await r.post(RESPONSES, input="hello", max_output_tokens=3, truncation="auto")).json()
         assert (short["status"], short["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         for most, statuses in ((62, ["completed", "incomplete"]), (75, ["completed", "completed"])):
             whole, events = await both(r, RESPONSES, input="hello", tools=[FUNCTION], max_output_tokens=most)
