@@ -223,7 +223,7 @@ async def test_messages_are_bound_to_a_schema(tiny_folder: Path) -> None:
 @pytest.mark.parametrize(("path", "fields", "named"), [
     (RESPONSES, {"text": {"verbosity": "low", "format": None}}, "text.verbosity"),
     (RESPONSES, {"reasoning": {"effort": "low", "summary": "auto", "max": 1}}, "reasoning.max"),
-    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}}, "thinking.display"),
     (MESSAGES, {"output_config": {"effort": "low", "task_budget": {}}}, "output_config.task_budget"),
     (MESSAGES, {"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
 ])
