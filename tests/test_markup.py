@@ -90,6 +90,10 @@ SAID: dict[str, tuple[Style, str, Told]] = {
         HERMES, f'One. <tool_call>{{"name": "weather", "arguments": {JSON}}}</tool_call>\n'
                 '<tool_call>{"name": "now"}</tool_call> Two.\n', ("", "One. \n Two.\n", [PARIS, NOW])),
     "blanks before reasoning": (HERMES, "Hm.\n<think>So?</think>\nYes.\n", ("So?", "Hm.\nYes.\n", [])),
+    "a call in reasoning that never ends": (
+        HERMES, '<think>Hm.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', ("Hm.", "", [NOW])),
+    "a call in reasoning": (HERMES, '<think>As <tool_call>{"name": "now"}</tool_call> has it.</think>So.', (
+        'As <tool_call>{"name": "now"}</tool_call> has it.', "So.", [])),
     "no JSON": (HERMES, "So: <tool_call>weather, please</tool_call>", ("", "So: weather, please", [])),
 }
 

@@ -104,10 +104,11 @@ class Markup:
         self._thoughts = style.thoughts
         openers = style.openers if tools and not either else ()
         begins = ("<function=",) if "<tool_call>" in openers else ()
+        self._openers = (*openers, *begins)
         # What closes nothing is no text either.
         self._stray = () if not tools else (*(("</tool_call>", "</function>") if begins else ()), *(
             mark for s in SECTIONS if s.begin in openers for mark in (s.call, s.arguments, s.end_call, s.end)))
-        self._marks = Words((*openers, *begins, *self._stray, *(style.thoughts[:1] if style.thoughts else ())))
+        self._marks = Words((*self._openers, *self._stray, *(style.thoughts[:1] if style.thoughts else ())))
         self._blank: list[str] = []  # of the content, held until more comes: it is none before a call or reasoning
         self._gap: list[str] = []  # blanks around calls: between two pieces of content they are some
         self._begun = self._thought = False  # whether there was content since the latest call, or reasoning
@@ -169,7 +170,7 @@ class Markup:
             self._parts.add("text", "".join(self._blank))
 
     def _reasoning(self, mark: str) -> Step:
-        """What follows ``mark``. No call is looked for in it."""
+        """What follows ``mark``. A call in it is one where the reasoning never ends: some models forget to end it."""
         assert self._thoughts is not None
         if self._mixed:
             self._content(mark)
@@ -189,7 +190,13 @@ class Markup:
             elif begun:
                 held.append(text)
 
-        yield from self._text.until(Words(self._thoughts[1:]), tell)
+        mark = yield from self._text.until(Words((*self._thoughts[1:], *self._openers)), tell)
+        if mark in self._openers:
+            text, ended = yield from self._text.before(Words(self._thoughts[1:]))
+            if ended or self._text.cut:
+                tell(mark + text)
+            else:
+                self._text.rest = mark + text
         self._thinks = False
 
     def _content(self, text: str) -> None:
