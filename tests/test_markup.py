@@ -80,6 +80,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
                                f"{D.end_call}{D.end}", ("", "So:", [PARIS, NOW])),
     "deepseek, forgetful": (DEEPSEEK, f"{D.begin}{D.call}weather{D.arguments}{JSON}{D.end}So.", ("", "So.", [PARIS])),
     "kimi": (KIMI, f"{K.begin}{K.call}functions.weather:0{K.arguments}{JSON}{K.end_call}{K.end}", ("", "", [PARIS])),
+    "kimi, no arguments": (KIMI, f"{K.begin}{K.call}functions.now:0{K.arguments}{K.end_call}{K.call}functions.weather:1"
+                           f"{K.arguments}{JSON}{K.end_call}{K.end}", ("", "", [NOW, PARIS])),
     "kimi, no name": (KIMI, f"So: {K.begin}{K.call}functions.{K.arguments}{JSON}{K.end_call}{K.end}",
                       ("", f"So: functions.{JSON}", [])),
     "llama": (BARE, f'{LLAMA}{{"type": "function", "name": "weather", "parameters": {JSON}}}', ("", "", [PARIS])),

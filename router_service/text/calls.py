@@ -183,9 +183,9 @@ class Calls:
             if not mark:
                 raise NoCall
             between, mark = yield from self._text.before(Words(("{", marks.end_call)))
-            if mark != "{":
+            if mark != "{" and (not mark or between.strip()):
                 raise NoCall
-            self._text.rest = "{" + self._text.rest
+            self._text.rest = ("{" if mark == "{" else "{}" + mark) + self._text.rest  # some write no arguments
             name = between.partition("\n")[0] if "```" in between else head
             yield from self._arguments(re.sub(r"^functions\.|:\d+\s*$", "", name.strip()).strip())
             _, mark = yield from self._text.before(Words((marks.end_call, marks.end)))
