@@ -40,6 +40,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "hermes, an empty text": (HERMES, '<tool_call>{"name": "now", "arguments": ""}</tool_call>', ("", "", [NOW])),
     "smollm": (HERMES, f'<tool_call>[{{"name": "weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
                        "</tool_call>", ("", "", [PARIS, NOW])),
+    "two in one": (HERMES, f'<tool_call>{{"name": "weather", "arguments": {JSON}}}\n{{"name": "now"}}\n</tool_call>So.',
+                   ("", "So.", [PARIS, NOW])),
     "two": (HERMES, "<think>\nHm.\n</think>\n\n" + f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n'
             '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', ("Hm.", "", [PARIS, NOW])),
     "marks in a text": (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call> \\"{\\\\"}}'

@@ -194,7 +194,7 @@ class Calls:
                 return
 
     def _objects(self, known: bool = False) -> Step:
-        """One call as JSON, or a list of them. ``known``: it has to be of a tool that there is."""
+        """Calls as JSON, or a list of them. ``known``: they have to be of tools that there are."""
         listed = self._text.rest[0] == "["
         if listed:
             self._text.eat(1)
@@ -209,7 +209,9 @@ class Calls:
                 raise NoCall
             yield from self._object(known)
             if not (listed or known):
-                return
+                yield from self._text.skip()
+                if self._text.rest[:1] != "{":
+                    return
             self._text.taken = []
 
     def _object(self, known: bool, ordered: bool = False) -> Step:
