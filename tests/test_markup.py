@@ -40,6 +40,9 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "hermes, an empty text": (HERMES, '<tool_call>{"name": "now", "arguments": ""}</tool_call>', ("", "", [NOW])),
     "smollm": (HERMES, f'<tool_call>[{{"name": "weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
                        "</tool_call>", ("", "", [PARIS, NOW])),
+    "ends of lines in a text": (
+        HERMES, '<tool_call>\n{"name": "weather",\n "arguments":\n{"city": "Pa\nr\tis\\n", "days":\n2}}\n</tool_call>',
+        ("", "", [("weather", {"city": "Pa\nr\tis\n", "days": 2})])),
     "two in one": (HERMES, f'<tool_call>{{"name": "weather", "arguments": {JSON}}}\n{{"name": "now"}}\n</tool_call>So.',
                    ("", "So.", [PARIS, NOW])),
     "two": (HERMES, "<think>\nHm.\n</think>\n\n" + f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n'
