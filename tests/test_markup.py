@@ -13,13 +13,14 @@ import orjson
 import pytest
 
 from router_service.text.calls import MAX_REOPENED
-from router_service.text.marks import BARE, LLAMA, MARKS, SECTIONS, THOUGHTS, Style, marks
+from router_service.text.marks import BARE, LLAMA, MARKS, MINIMAX, SECTIONS, SEED, THOUGHTS, Style, marks
 from router_service.text.markup import Markup, Named
 
 CITY: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = {"weather": CITY, "now": {}}
 HERMES = Style(thoughts=THOUGHTS[0])
 MISTRAL = Style(("[TOOL_CALLS]",), THOUGHTS[1])
+SEED_OSS, MINIMAX_M2 = Style((SEED,), THOUGHTS[2]), Style((MINIMAX,), THOUGHTS[0])
 DEEPSEEK, KIMI = (Style((section.begin,), THOUGHTS[0]) for section in SECTIONS)
 PARIS: tuple[str, Any] = ("weather", {"city": "Paris", "days": 2})
 NOW: tuple[str, Any] = ("now", {})
@@ -76,6 +77,18 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "glm": (HERMES, "<think>Hm.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
             "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call><tool_call>now</tool_call>",
             ("Hm.", "", [PARIS, NOW])),
+    "seed": (SEED_OSS, f"<seed:think>Hm.</seed:think>So.\n{SEED}\n<function=weather>\n"
+             f"<parameter=city>Paris</parameter>\n<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n{SEED}\n<function=now>\n</function>\n"
+             "</seed:tool_call>", ("Hm.", "So.", [PARIS, NOW])),
+    "minimax": (MINIMAX_M2, f'<think>\nHm.\n</think>\n\nSo.\n{MINIMAX}\n<invoke name="weather">\n'
+                '<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
+                '<invoke name="now">\n</invoke>\n'
+                "</minimax:tool_call>", ("Hm.", "So.", [PARIS, NOW])),
+    "minimax, marks in a text": (
+        MINIMAX_M2, f'{MINIMAX}\n<invoke name="weather">\n<parameter name="city">A </parameter> and </invoke>!\n'
+        '</parameter></invoke></minimax:tool_call>Yes.', ("", "Yes.", [
+            ("weather", {"city": "A </parameter> and </invoke>!\n"})])),
+    "minimax, no call": (MINIMAX_M2, f"So: {MINIMAX}weather, please", ("", "So: weather, please", [])),
     "mistral, a list": (MISTRAL, f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}]', ("", "", [PARIS])),
     "mistral": (MISTRAL, f"[THINK]Hm.[/THINK]So:[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]"
                          "{}", ("Hm.", "So:", [PARIS, NOW])),
@@ -164,12 +177,13 @@ def test_many_blanks_between_marks_are_told_alike_however_they_are_cut(blanks: i
 
 
 def test_nothing_that_a_model_writes_is_an_error() -> None:
-    words = [*MARKS, "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
+    words = [*MARKS, '<invoke name="', '<parameter name="', "</invoke>", '">',
+             "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
              "<arg_value>", "</arg_value>", "weather", "now", "name", "arguments", *'{}[]",:\\> \n', "x",
              '{"name": "now"', '"arguments": {', "12", "null", "```json\n"]
     chance = random.Random(11)
     for _ in range(1500):
-        style = chance.choice([HERMES, MISTRAL, DEEPSEEK, KIMI, BARE])
+        style = chance.choice([HERMES, MISTRAL, DEEPSEEK, KIMI, BARE, SEED_OSS, MINIMAX_M2])
         thinking = chance.random() < 0.2
         text = "".join(chance.choices(words, k=chance.randrange(25)))
         tools = chance.choice([TOOLS, {}])

@@ -29,9 +29,11 @@ KIMI = Section("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_ca
 SECTIONS = (
     Section("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
             "<｜tool▁calls▁end｜>"), KIMI)
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-OPENERS = ("<tool_call>", "[TOOL_CALLS]", LLAMA, *(section.begin for section in SECTIONS))
-MARKS = (*OPENERS, "</tool_call>", "[ARGS]", "[CALL_ID]", *(mark for pair in THOUGHTS for mark in pair),
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+HERMES, SEED, MINIMAX = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
+CLOSERS = {opener: f"</{opener[1:]}" for opener in (HERMES, SEED, MINIMAX)}
+OPENERS = (*CLOSERS, "[TOOL_CALLS]", LLAMA, *(section.begin for section in SECTIONS))
+MARKS = (*OPENERS, *CLOSERS.values(), "[ARGS]", "[CALL_ID]", *(mark for pair in THOUGHTS for mark in pair),
          *(mark for s in SECTIONS for mark in (s.call, s.arguments, s.end_call, s.end)))
 
 

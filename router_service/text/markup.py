@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from router_service.text.calls import Call, Calls, is_object
 from router_service.text.deltas import TextDelta
-from router_service.text.marks import SECTIONS, Style
+from router_service.text.marks import CLOSERS, SECTIONS, Style
 from router_service.text.scanner import NoCall, Scanner, Step, Words
 
 SaidKind = Literal["reasoning", "text"]
@@ -106,7 +106,8 @@ class Markup:
         begins = ("<function=",) if "<tool_call>" in openers else ()
         self._openers = (*openers, *begins)
         # What closes nothing is no text either.
-        self._stray = () if not tools else (*(("</tool_call>", "</function>") if begins else ()), *(
+        closers = [CLOSERS[opener] for opener in openers if opener in CLOSERS]
+        self._stray = () if not tools else (*closers, *(("</function>", "</invoke>") if closers else ()), *(
             mark for s in SECTIONS if s.begin in openers for mark in (s.call, s.arguments, s.end_call, s.end)))
         self._marks = Words((*self._openers, *self._stray, *(style.thoughts[:1] if style.thoughts else ())))
         self._blank: list[str] = []  # of the content, held until more comes: it is none before a call or reasoning
