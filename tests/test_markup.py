@@ -13,7 +13,20 @@ import orjson
 import pytest
 
 from router_service.text.calls import MAX_REOPENED
-from router_service.text.marks import BARE, LLAMA, MARKS, MINIMAX, SECTIONS, SEED, THOUGHTS, Style, marks
+from router_service.text.marks import (
+    ANALYSIS,
+    BARE,
+    HEADERS,
+    LLAMA,
+    MARKS,
+    MINIMAX,
+    OF_CHANNELS,
+    SECTIONS,
+    SEED,
+    THOUGHTS,
+    Style,
+    marks,
+)
 from router_service.text.markup import Markup, Named
 
 CITY: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -21,6 +34,7 @@ TOOLS = {"weather": CITY, "now": {}}
 HERMES = Style(thoughts=THOUGHTS[0])
 MISTRAL = Style(("[TOOL_CALLS]",), THOUGHTS[1])
 SEED_OSS, MINIMAX_M2 = Style((SEED,), THOUGHTS[2]), Style((MINIMAX,), THOUGHTS[0])
+GPT_OSS = Style(HEADERS, ANALYSIS, True)
 DEEPSEEK, KIMI = (Style((section.begin,), THOUGHTS[0]) for section in SECTIONS)
 PARIS: tuple[str, Any] = ("weather", {"city": "Paris", "days": 2})
 NOW: tuple[str, Any] = ("now", {})
@@ -89,6 +103,15 @@ SAID: dict[str, tuple[Style, str, Told]] = {
         '</parameter></invoke></minimax:tool_call>Yes.', ("", "Yes.", [
             ("weather", {"city": "A </parameter> and </invoke>!\n"})])),
     "minimax, no call": (MINIMAX_M2, f"So: {MINIMAX}weather, please", ("", "So: weather, please", [])),
+    "gpt-oss": (GPT_OSS, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.\n",
+                ("Hm.", "So.\n", [])),
+    "gpt-oss, calls": (
+        GPT_OSS, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>So.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + JSON + "<|call|>"
+        "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}", ("Hm.", "So.", [PARIS, NOW])),
+    "gpt-oss, a call at once": (
+        GPT_OSS, " to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}", ("", "", [NOW])),
+    "gpt-oss, no header": (GPT_OSS, " So to say.\n", ("", " So to say.\n", [])),
     "mistral, a list": (MISTRAL, f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}]', ("", "", [PARIS])),
     "mistral": (MISTRAL, f"[THINK]Hm.[/THINK]So:[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]"
                          "{}", ("Hm.", "So:", [PARIS, NOW])),
@@ -177,13 +200,13 @@ def test_many_blanks_between_marks_are_told_alike_however_they_are_cut(blanks: i
 
 
 def test_nothing_that_a_model_writes_is_an_error() -> None:
-    words = [*MARKS, '<invoke name="', '<parameter name="', "</invoke>", '">',
-             "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
+    words = [*MARKS, *OF_CHANNELS, "analysis", "final", " to=functions.", '<invoke name="', '<parameter name="',
+             "</invoke>", '">', "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
              "<arg_value>", "</arg_value>", "weather", "now", "name", "arguments", *'{}[]",:\\> \n', "x",
              '{"name": "now"', '"arguments": {', "12", "null", "```json\n"]
     chance = random.Random(11)
     for _ in range(1500):
-        style = chance.choice([HERMES, MISTRAL, DEEPSEEK, KIMI, BARE, SEED_OSS, MINIMAX_M2])
+        style = chance.choice([HERMES, MISTRAL, DEEPSEEK, KIMI, BARE, SEED_OSS, MINIMAX_M2, GPT_OSS])
         thinking = chance.random() < 0.2
         text = "".join(chance.choices(words, k=chance.randrange(25)))
         tools = chance.choice([TOOLS, {}])
@@ -341,4 +364,6 @@ def test_the_style_is_read_off_the_template() -> None:
     assert Style.of("{% if tools %}<tool_call>{% endif %}</think>") == Style(("<tool_call>",), THOUGHTS[0], True)
     assert Style.of("{% for t in tools %}[TOOL_CALLS]").openers == ("[TOOL_CALLS]",)
     assert Style.of("{{ tools | tojson }} ipython").bare
-    assert marks({1: "<tool_call>", 2: "<|im_end|>"}) == {1}
+    assert marks({1: "<tool_call>", 2: "<|im_end|>", 3: "<|end|>"}, HERMES) == {1}
+    oss = Style.of("{% if tools %}{% endif %}<|channel|>analysis<|message|> <|end|>")
+    assert oss == GPT_OSS and marks({1: "<|channel|>", 2: "<|im_end|>", 3: "<|end|>"}, oss) == {1, 3}

@@ -1,9 +1,9 @@
 """Calls of tools, as each family writes them: read piece by piece, and told as soon as they are known.
 
 Arguments come out as the model wrote them where it wrote JSON, else as JSON made of names and values, each typed by
-the tool's schema. Seven forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, SmolLM), ``<function=`` in it (Qwen's
+the tool's schema. Eight forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, SmolLM), ``<function=`` in it (Qwen's
 coders, Seed), ``<arg_key>`` in it (GLM), ``<invoke name=`` (MiniMax), ``[TOOL_CALLS]`` (Mistral), sections of calls
-(DeepSeek, Kimi), bare JSON (Llama 3).
+(DeepSeek, Kimi), headers that name a function (GPT-OSS), bare JSON (Llama 3).
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class Calls:
     def read_bare(self) -> Step:
         """JSON that nothing began, of tools that there are. Raises NoCall."""
         yield from self._objects(known=True)
+
+    def read_of(self, name: str) -> Step:
+        """Arguments of a call of ``name``, which its header said. Raises NoCall."""
+        yield from self._arguments(name)
 
     def read_bound(self) -> Step:
         """One call as a grammar has it written: its name, then its arguments. Raises NoCall at the first character of

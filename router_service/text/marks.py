@@ -32,6 +32,9 @@ SECTIONS = (
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 HERMES, SEED, MINIMAX = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
 CLOSERS = {opener: f"</{opener[1:]}" for opener in (HERMES, SEED, MINIMAX)}
+HEADERS, HEADED = ("<|start|>", "<|channel|>"), "<|message|>"  # GPT-OSS': each text has a header before it
+ANALYSIS = (f"<|channel|>analysis{HEADED}", "<|end|>")
+OF_CHANNELS = (*HEADERS, HEADED, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 OPENERS = (*CLOSERS, "[TOOL_CALLS]", LLAMA, *(section.begin for section in SECTIONS))
 MARKS = (*OPENERS, *CLOSERS.values(), "[ARGS]", "[CALL_ID]", *(mark for pair in THOUGHTS for mark in pair),
          *(mark for s in SECTIONS for mark in (s.call, s.arguments, s.end_call, s.end)))
@@ -50,11 +53,18 @@ class Style:
     def of(template: str, toolless: bool = False) -> Style:
         """Of a chat template's source; ``toolless``: it writes nothing of tools that it is given."""
         takes_tools = not toolless and GIVEN_TOOLS.search(template) is not None
+        if ANALYSIS[0] in template:
+            return Style(HEADERS if takes_tools else ("<tool_call>",), ANALYSIS, takes_tools)
         openers = tuple(mark for mark in OPENERS if mark in template)
         if takes_tools and not openers:
             openers = (LLAMA,)
         thoughts = next((pair for pair in THOUGHTS if pair[1] in template), None)
         return Style(openers if takes_tools else ("<tool_call>",), thoughts, takes_tools)
+
+    @property
+    def channels(self) -> bool:
+        """Whether a header before each text says whether it is reasoning, a call or the answer."""
+        return self.thoughts == ANALYSIS
 
     @property
     def bare(self) -> bool:
@@ -70,6 +80,7 @@ class Style:
 BARE = Style((LLAMA,))
 
 
-def marks(specials: Mapping[int, str]) -> frozenset[int]:
+def marks(specials: Mapping[int, str], style: Style) -> frozenset[int]:
     """Which special tokens are marks."""
-    return frozenset(token for token, text in specials.items() if text in MARKS)
+    known = (*MARKS, *(OF_CHANNELS if style.channels else ()))
+    return frozenset(token for token, text in specials.items() if text in known)

@@ -12,6 +12,7 @@ It knows nothing about requests or how answers are written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,9 +20,10 @@ from typing import Any, Literal
 
 from router_service.text.calls import Call, Calls, is_object
 from router_service.text.deltas import TextDelta
-from router_service.text.marks import CLOSERS, SECTIONS, Style
+from router_service.text.marks import CLOSERS, HEADED, HEADERS, OF_CHANNELS, SECTIONS, Style
 from router_service.text.scanner import NoCall, Scanner, Step, Words
 
+TO = "to=functions."  # begins a function's name in a header
 SaidKind = Literal["reasoning", "text"]
 
 
@@ -104,12 +106,16 @@ class Markup:
         self._thoughts = style.thoughts
         openers = style.openers if tools and not either else ()
         begins = ("<function=",) if "<tool_call>" in openers else ()
-        self._openers = (*openers, *begins)
+        self._openers = HEADERS if style.channels else (*openers, *begins)
+        self._headed = style.channels
         # What closes nothing is no text either.
         closers = [CLOSERS[opener] for opener in openers if opener in CLOSERS]
         self._stray = () if not tools else (*closers, *(("</function>", "</invoke>") if closers else ()), *(
             mark for s in SECTIONS if s.begin in openers for mark in (s.call, s.arguments, s.end_call, s.end)))
-        self._marks = Words((*self._openers, *self._stray, *(style.thoughts[:1] if style.thoughts else ())))
+        if style.channels:
+            self._stray = tuple(mark for mark in OF_CHANNELS if mark not in HEADERS)
+        begun = style.thoughts[:1] if style.thoughts and not style.channels else ()
+        self._marks = Words((*self._openers, *self._stray, *begun))
         self._blank: list[str] = []  # of the content, held until more comes: it is none before a call or reasoning
         self._gap: list[str] = []  # blanks around calls: between two pieces of content they are some
         self._begun = self._thought = False  # whether there was content since the latest call, or reasoning
@@ -159,12 +165,18 @@ class Markup:
             yield
         if self._bare:
             yield from self._maybe_bare()
+        if self._headed:
+            self._blank.append((yield from self._text.skip()))
+            if (yield from self._text.starts(TO)):
+                yield from self._header()
         while not (self._text.over and not self._text.rest):
             mark = yield from self._text.until(self._marks, self._content)
             if not mark:
                 break
             if self._thoughts is not None and mark == self._thoughts[0]:
                 yield from self._reasoning(mark)
+            elif self._headed and mark in HEADERS:
+                yield from self._header()
             elif mark not in self._stray:
                 yield from self._maybe_call(self._calls.read(mark))
         if self._blank and (self._begun or not (self.num_calls or self._thought)):
@@ -199,6 +211,15 @@ class Markup:
             else:
                 self._text.rest = mark + text
         self._thinks = False
+
+    def _header(self) -> Step:
+        """What a header says of the text behind it, and that text unless it is content."""
+        header, mark = yield from self._text.before(Words((HEADED,)))
+        _, called, to = header.partition(TO)
+        if mark and called and self._tools:
+            yield from self._maybe_call(self._calls.read_of(re.split(r"[\s<]", to)[0]))
+        elif mark and "analysis" in header:
+            yield from self._reasoning("")
 
     def _content(self, text: str) -> None:
         if self._bound:  # the beginning of a call that was cut off

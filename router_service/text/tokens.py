@@ -153,7 +153,7 @@ class TextCodec:
         source = template_source(folder)
         self._template = None if source is None else ChatTemplate(*source, self.specials.values())
         self.style = Style.of("" if source is None else source[0], self._template is None or self._template.toolless)
-        self.marks = marks(self.specials)
+        self.marks = marks(self.specials, self.style)
         self.stop_token_ids: tuple[int, ...] = end_tokens(folder)
 
     def close(self) -> None:
