@@ -341,6 +341,20 @@ def test_a_call_is_the_assistants_words_where_a_template_writes_none(asks: str, 
             template.close()
 
 
+def test_calls_are_said_one_by_one_where_a_template_writes_the_first_alone() -> None:
+    """As GPT-OSS', which names a result by the latest call: its model read every result as that of the first."""
+    source = ("{% for m in messages %}[{{ m.role }}: {{ m.content }}{% if m.tool_calls %}"
+              "{{ m.tool_calls[0].function.name ~ m.tool_calls[0].function.arguments }}{% endif %}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": "user", "content": "c"}, calls_of("c0", "c1"), *(
+            {"role": "tool", "tool_call_id": id_, "content": word} for id_, word in (("c1", "y"), ("c0", "x")))]
+        assert template.render(said) == [
+            "[user: c][assistant: ef0{'a': 'é'}][tool: x][assistant: f1{'a': 'é'}][tool: y]"]
+    finally:
+        template.close()
+
+
 def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
     """Granite 3.0's and older ones of Mistral's know them by other roles: an agent's model never read one."""
     source = ("{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}: {{ m.content }}"
