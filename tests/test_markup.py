@@ -16,6 +16,7 @@ from router_service.text.calls import MAX_REOPENED
 from router_service.text.marks import (
     ANALYSIS,
     BARE,
+    GRANITE,
     HEADERS,
     LLAMA,
     MARKS,
@@ -125,6 +126,9 @@ SAID: dict[str, tuple[Style, str, Told]] = {
                            f"{K.arguments}{JSON}{K.end_call}{K.end}", ("", "", [NOW, PARIS])),
     "kimi, no name": (KIMI, f"So: {K.begin}{K.call}functions.{K.arguments}{JSON}{K.end_call}{K.end}",
                       ("", f"So: functions.{JSON}", [])),
+    "granite": (Style((GRANITE,)), f'So: {GRANITE}[{{"name": "weather", "arguments": {JSON}}}, {{"name": "now"}}]',
+                ("", "So:", [PARIS, NOW])),
+    "granite, bare": (Style((GRANITE,)), '[{"name": "now", "arguments": {}}]', ("", "", [NOW])),
     "llama": (BARE, f'{LLAMA}{{"type": "function", "name": "weather", "parameters": {JSON}}}', ("", "", [PARIS])),
     "llama, bare": (BARE, f'\n{{"name": "weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}',
                     ("", "", [PARIS, NOW])),
@@ -364,6 +368,8 @@ def test_the_style_is_read_off_the_template() -> None:
     assert Style.of("{% if tools %}<tool_call>{% endif %}</think>") == Style(("<tool_call>",), THOUGHTS[0], True)
     assert Style.of("{% for t in tools %}[TOOL_CALLS]").openers == ("[TOOL_CALLS]",)
     assert Style.of("{{ tools | tojson }} ipython").bare
-    assert marks({1: "<tool_call>", 2: "<|im_end|>", 3: "<|end|>"}, HERMES) == {1}
+    assert marks({1: "<tool_call>", 2: "<|im_end|>", 3: "<|end|>", 4: GRANITE}, HERMES) == {1}
+    granite = Style.of("{% if tools %}<|tool_call|>{% endif %}")
+    assert granite == Style((GRANITE,), takes_tools=True) and marks({1: GRANITE}, granite) == {1}
     oss = Style.of("{% if tools %}{% endif %}<|channel|>analysis<|message|> <|end|>")
     assert oss == GPT_OSS and marks({1: "<|channel|>", 2: "<|im_end|>", 3: "<|end|>"}, oss) == {1, 3}

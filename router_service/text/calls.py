@@ -1,7 +1,7 @@
 """Calls of tools, as each family writes them: read piece by piece, and told as soon as they are known.
 
 Arguments come out as the model wrote them where it wrote JSON, else as JSON made of names and values, each typed by
-the tool's schema. Eight forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, SmolLM), ``<function=`` in it (Qwen's
+the tool's schema. Eight forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, Granite), ``<function=`` in it (Qwen's
 coders, Seed), ``<arg_key>`` in it (GLM), ``<invoke name=`` (MiniMax), ``[TOOL_CALLS]`` (Mistral), sections of calls
 (DeepSeek, Kimi), headers that name a function (GPT-OSS), bare JSON (Llama 3).
 """

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LLAMA = "<|python_tag|>"
+LLAMA, GRANITE = "<|python_tag|>", "<|tool_call|>"
 GIVEN_TOOLS = re.compile(r"""(?<!['".])\btools\b(?!['"])""")  # by this name, not by a message's: Phi 4's has them there
 
 
@@ -35,7 +35,7 @@ CLOSERS = {opener: f"</{opener[1:]}" for opener in (HERMES, SEED, MINIMAX)}
 HEADERS, HEADED = ("<|start|>", "<|channel|>"), "<|message|>"  # GPT-OSS': each text has a header before it
 ANALYSIS = (f"<|channel|>analysis{HEADED}", "<|end|>")
 OF_CHANNELS = (*HEADERS, HEADED, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
-OPENERS = (*CLOSERS, "[TOOL_CALLS]", LLAMA, *(section.begin for section in SECTIONS))
+OPENERS = (*CLOSERS, "[TOOL_CALLS]", LLAMA, GRANITE, *(section.begin for section in SECTIONS))
 MARKS = (*OPENERS, *CLOSERS.values(), "[ARGS]", "[CALL_ID]", *(mark for pair in THOUGHTS for mark in pair),
          *(mark for s in SECTIONS for mark in (s.call, s.arguments, s.end_call, s.end)))
 
@@ -69,7 +69,7 @@ class Style:
     @property
     def bare(self) -> bool:
         """Whether a text that begins with JSON may be a call."""
-        return LLAMA in self.openers
+        return LLAMA in self.openers or GRANITE in self.openers
 
     @property
     def calls_by_id(self) -> bool:
@@ -82,5 +82,6 @@ BARE = Style((LLAMA,))
 
 def marks(specials: Mapping[int, str], style: Style) -> frozenset[int]:
     """Which special tokens are marks."""
-    known = (*MARKS, *(OF_CHANNELS if style.channels else ()))
+    known = {*MARKS, *(OF_CHANNELS if style.channels else ())}
+    known -= {GRANITE} - set(style.openers)  # Phi 4 mini has it, too
     return frozenset(token for token, text in specials.items() if text in known)
