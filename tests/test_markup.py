@@ -132,6 +132,11 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "llama": (BARE, f'{LLAMA}{{"type": "function", "name": "weather", "parameters": {JSON}}}', ("", "", [PARIS])),
     "llama, bare": (BARE, f'\n{{"name": "weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}',
                     ("", "", [PARIS, NOW])),
+    "llama, behind words": (
+        BARE, f'Let me see.\n\n{{"type": "function", "name": "weather", "parameters": {JSON}}}\n{{"name": "now"}}',
+        ("", "Let me see.", [PARIS, NOW])),
+    "llama, other JSON behind words": (BARE, 'So: {"name": "Bob"}, {"name": "now", "x": [1}', (
+        "", 'So: {"name": "Bob"}, {"name": "now", "x": [1}', [])),
     "llama, no tool of ours": (BARE, '{"name": "Bob", "parameters": 1}', ("", '{"name": "Bob", "parameters": 1}', [])),
     "words around calls": (
         HERMES, f'One. <tool_call>{{"name": "weather", "arguments": {JSON}}}</tool_call>\n'
@@ -207,6 +212,7 @@ def test_nothing_that_a_model_writes_is_an_error() -> None:
     words = [*MARKS, *OF_CHANNELS, "analysis", "final", " to=functions.", '<invoke name="', '<parameter name="',
              "</invoke>", '">', "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
              "<arg_value>", "</arg_value>", "weather", "now", "name", "arguments", *'{}[]",:\\> \n', "x",
+             '{"type": "function"',
              '{"name": "now"', '"arguments": {', "12", "null", "```json\n"]
     chance = random.Random(11)
     for _ in range(1500):

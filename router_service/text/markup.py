@@ -24,6 +24,7 @@ from router_service.text.marks import CLOSERS, HEADED, HEADERS, OF_CHANNELS, SEC
 from router_service.text.scanner import NoCall, Scanner, Step, Words
 
 TO = "to=functions."  # begins a function's name in a header
+BARE_BEGINS = ('{"name":', '{"type": "function"', '{"type":"function"')  # of calls behind words
 SaidKind = Literal["reasoning", "text"]
 
 
@@ -115,7 +116,7 @@ class Markup:
         if style.channels:
             self._stray = tuple(mark for mark in OF_CHANNELS if mark not in HEADERS)
         begun = style.thoughts[:1] if style.thoughts and not style.channels else ()
-        self._marks = Words((*self._openers, *self._stray, *begun))
+        self._marks = Words((*self._openers, *self._stray, *begun, *(BARE_BEGINS if self._bare and not either else ())))
         self._blank: list[str] = []  # of the content, held until more comes: it is none before a call or reasoning
         self._gap: list[str] = []  # blanks around calls: between two pieces of content they are some
         self._begun = self._thought = False  # whether there was content since the latest call, or reasoning
@@ -177,6 +178,9 @@ class Markup:
                 yield from self._reasoning(mark)
             elif self._headed and mark in HEADERS:
                 yield from self._header()
+            elif mark in BARE_BEGINS:
+                self._text.rest = mark + self._text.rest
+                yield from self._maybe_call(self._calls.read_bare())
             elif mark not in self._stray:
                 yield from self._maybe_call(self._calls.read(mark))
         if self._blank and (self._begun or not (self.num_calls or self._thought)):
@@ -235,7 +239,7 @@ class Markup:
         self._parts.add("text", shown)
 
     def _maybe_bare(self) -> Step:
-        """Llama 3 writes a call as the whole of its answer."""
+        """Llama 3 writes a call as the whole of its answer, as a rule."""
         blank = yield from self._text.skip()
         if self._text.rest[:1] in ("{", "[") and self._text.rest:
             yield from self._maybe_call(self._calls.read_bound() if self._either else self._calls.read_bare(), blank)
