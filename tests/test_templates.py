@@ -355,6 +355,20 @@ def test_calls_are_said_one_by_one_where_a_template_writes_the_first_alone() -> 
         template.close()
 
 
+def test_reasoning_before_a_call_is_said_as_a_template_calls_it() -> None:
+    """GPT-OSS' calls it thinking: between its calls the model did not know what it had thought."""
+    source = ("{% for message in messages %}[{% if message.thinking and message.content %}{{ raise_exception('both') }}"
+              "{% endif %}{{ message.thinking or message.content }}{% for c in message.tool_calls or [] %}"
+              "{{ c.function.arguments.city or c.id }}{% endfor %}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [USER[0], {**calls_of("c0"), "content": "", "reasoning_content": "Hm."}, {
+            "role": "tool", "content": "y"}, {**calls_of("c1"), "reasoning_content": "Hm."}]
+        assert template.render(said) == ["[x][Hm.c0][y][ec1]"]
+    finally:
+        template.close()
+
+
 def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
     """Granite 3.0's and older ones of Mistral's know them by other roles: an agent's model never read one."""
     source = ("{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}: {{ m.content }}"

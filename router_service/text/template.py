@@ -77,6 +77,7 @@ class Renderer:
         self.callless = False  # whether calls are given as the assistant's words
         self.resultless = False  # whether results of tools are given as the user's words
         self.toolless = False  # whether it writes nothing of the tools that it is given
+        self._thinking = "message.thinking" in source and "reasoning_content" not in source
         self._marks = tuple(mark for mark in ("<tool_call>", "<|tool_call|>") if mark in source)
 
     def written(self, *roles: str) -> list[str]:
@@ -140,6 +141,9 @@ class Renderer:
             messages = by_users(messages)
         elif any(message.get("role") in self.forgets for message in messages[-1:]):
             messages = by_last_user(messages)
+        if self._thinking:  # as GPT-OSS' calls it, which takes none beside words
+            messages = [{**message, "thinking": message["reasoning_content"]} if message.get("reasoning_content")
+                        and not message["content"] else message for message in messages]
         if self.in_parts:
             messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
