@@ -146,6 +146,13 @@ SAID: dict[str, tuple[Style, str, Told]] = {
         HERMES, '<think>Hm.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', ("Hm.", "", [NOW])),
     "a call in reasoning": (HERMES, '<think>As <tool_call>{"name": "now"}</tool_call> has it.</think>So.', (
         'As <tool_call>{"name": "now"}</tool_call> has it.', "So.", [])),
+    "glm, a tool that there is not": (
+        HERMES, "<tool_call>rain\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        ("", "", [("rain", {"days": 2})])),
+    "qwen's coders, a tool that there is not": (
+        HERMES, "<tool_call>\n<function=rain>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+        ("", "", [("rain", {"days": 2})])),
+    "qwen's coders, a word": (HERMES, "It is <function=rain> there.", ("", "It is rain there.", [])),
     "no JSON": (HERMES, "So: <tool_call>weather, please</tool_call>", ("", "So: weather, please", [])),
 }
 

@@ -28,7 +28,7 @@ CALL_ID = 9  # characters: Mistral's templates take no other number
 MAX_REOPENED = 8
 PYTHON_LENGTH, PYTHON_BRACKETS = 8192, 128  # of a value that is read as Python: some 10 ms, and no deeper than it nests
 ARGUMENTS = ("arguments", "parameters")
-INVOKE = '<invoke name="'
+INVOKE, NAME = '<invoke name="', re.compile(r"[\w.:-]{1,128}")
 Referred = dict[str, set[str]]  # types of parts of a schema, by how it refers to them
 NONE = ("", "null", '""')  # how a model writes that there are no arguments
 # From Python 3.12 on its parser tells stderr of each odd escape or number in a text: thousands of lines for one value.
@@ -68,7 +68,7 @@ class Calls:
         if opener == "[TOOL_CALLS]":
             yield from self._mistral()
         elif opener == "<function=":
-            yield from self._function()
+            yield from self._function(CLOSERS[HERMES], known=True)
         elif section := next((section for section in SECTIONS if section.begin == opener), None):
             yield from self._section(section)
         elif opener == MINIMAX:
@@ -103,8 +103,9 @@ class Calls:
         else:
             yield from self._pairs(Words(("<arg_key>", closer)), "<arg_key>", "</arg_key>", "</arg_value>", closer)
 
-    def _function(self, closer: str = CLOSERS[HERMES]) -> Step:
-        yield from self._pairs(Words((">", "</function>")), "<parameter=", ">", "</parameter>", "</function>", "\n")
+    def _function(self, closer: str, known: bool = False) -> Step:
+        yield from self._pairs(Words((">", "</function>")), "<parameter=", ">", "</parameter>", "</function>", "\n",
+                               known)
         yield from self._text.close(closer)
 
     def _invoked(self) -> Step:
@@ -121,15 +122,17 @@ class Calls:
         yield from self._text.close(CLOSERS[MINIMAX])
 
     def _pairs(self, after_name: Words, key_mark: str, key_end: str, value_end: str, end: str,
-               around: str = "") -> Step:
-        """A name, and arguments between marks; ``around``: what stands around a value and is none of it."""
+               around: str = "", known: bool = False) -> Step:
+        """A name, and arguments between marks; ``around``: what stands around a value and is none of it; ``known``: it
+        has to be of a tool that there is, as one without arguments has to, too."""
         name, mark = yield from self._text.before(after_name)
         name = name.strip()
-        if name not in self._tools:
+        if name not in self._tools and (known or mark not in (key_mark, key_end) or not NAME.fullmatch(name)):
             raise NoCall
-        types = self._tools[name].get("properties") if isinstance(self._tools[name], dict) else None
+        schema = self._tools.get(name)
+        types = schema.get("properties") if isinstance(schema, dict) else None
         if name not in self._referred:
-            self._referred[name] = _referred_by(self._tools[name])
+            self._referred[name] = _referred_by(schema)
         index = self._begin(name, "{")
         first = True
         keys, ends = Words((key_mark, end, *CLOSERS.values())), Words((key_end,))
@@ -147,8 +150,8 @@ class Calls:
                 return
             value = value.removeprefix(around).removesuffix(around)
             text = ("" if first else ", ") + f"{json.dumps(key.strip(), ensure_ascii=False)}: "
-            schema = types.get(key.strip()) if isinstance(types, dict) else None
-            self._more(index, text + _typed(value, _kinds(schema, self._referred[name])))
+            part = types.get(key.strip()) if isinstance(types, dict) else None
+            self._more(index, text + _typed(value, _kinds(part, self._referred[name])))
             first = False
             mark = mark.removeprefix(around)
             if mark == value_end:
