@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import CapacityError, ModelError
 from slipstream.drafting.heads.lender import Lender
@@ -300,9 +301,14 @@ def test_a_full_pool_says_so(tiny_folder: Path) -> None:
         run(ModelRunner(load_model(tiny_folder, ModelSection(dtype="float32")), 8), TEXT)
 
 
-def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+def test_end_tokens_are_those_that_end_a_router_s_answers(tmp_path: Path) -> None:
+    """The tokenizer's, too: train-head and tune took text behind the end of a turn for the answer."""
     folder = write_tiny_model(tmp_path, eos_token_id=[7, 9])
-    assert ModelConfig.from_folder(folder).eos_token_ids == (7, 9, EOS)
+    for said, wanted in (({"eos_token_id": [3, 5]}, (3, 5, EOS)), ({}, (7, 9, EOS))):
+        (folder / "generation_config.json").write_text(json.dumps(said))
+        assert ModelConfig.from_folder(folder).eos_token_ids == TextCodec(folder).stop_token_ids == wanted
+    (folder / "tokenizer.json").unlink()
+    assert ModelConfig.from_folder(folder).eos_token_ids == (7, 9)
 
 
 @pytest.mark.parametrize("ids", [-1, [5, 10**30], [True], ["7"], {"id": 7}, 1 << 24])
@@ -426,12 +432,14 @@ def test_a_model_of_pickles_is_told_how_to_be_converted(tmp_path: Path) -> None:
 
 def test_a_clone_without_git_lfs_is_told_what_it_lacks(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
-    for name in ("model.safetensors", "tokenizer.json"):
-        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (folder / "model.safetensors").write_text(pointer)
     with pytest.raises(ModelError, match=r"model\.safetensors: .*run 'git lfs pull' in "):
         load_model(folder, ModelSection())
-    with pytest.raises(ModelError, match=r"tokenizer\.json: .*run 'git lfs pull' in "):
-        load_tokenizer(folder)
+    (folder / "tokenizer.json").write_text(pointer)
+    for read in (load_tokenizer, ModelConfig.from_folder):
+        with pytest.raises(ModelError, match=r"tokenizer\.json: .*run 'git lfs pull' in "):
+            read(folder)
 
 
 def test_shards_are_read_by_their_index(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None
                 del item["id"]
                 item.pop("call_id", None)
         assert told["output"] == whole["output"] and told["usage"] == whole["usage"]
-        short = (await r.post(RESPONSES, input="hello", max_output_tokens=3)).json()
+        short = (await r.post(RESPONSES, input="hello", max_output_tokens=3, truncation="auto")).json()
         assert (short["status"], short["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         for most, statuses in ((62, ["completed", "incomplete"]), (75, ["completed", "completed"])):
             whole, events = await both(r, RESPONSES, input="hello", tools=[FUNCTION], max_output_tokens=most)
@@ -223,7 +223,7 @@ async def test_messages_are_bound_to_a_schema(tiny_folder: Path) -> None:
 @pytest.mark.parametrize(("path", "fields", "named"), [
     (RESPONSES, {"text": {"verbosity": "low", "format": None}}, "text.verbosity"),
     (RESPONSES, {"reasoning": {"effort": "low", "summary": "auto", "max": 1}}, "reasoning.max"),
-    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}}, "thinking.display"),
     (MESSAGES, {"output_config": {"effort": "low", "task_budget": {}}}, "output_config.task_budget"),
     (MESSAGES, {"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
 ])

@@ -13,13 +13,29 @@ import orjson
 import pytest
 
 from router_service.text.calls import MAX_REOPENED
-from router_service.text.marks import BARE, LLAMA, MARKS, SECTIONS, THOUGHTS, Style, marks
+from router_service.text.marks import (
+    ANALYSIS,
+    BARE,
+    GRANITE,
+    HEADERS,
+    LLAMA,
+    MARKS,
+    MINIMAX,
+    OF_CHANNELS,
+    SECTIONS,
+    SEED,
+    THOUGHTS,
+    Style,
+    marks,
+)
 from router_service.text.markup import Markup, Named
 
 CITY: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = {"weather": CITY, "now": {}}
 HERMES = Style(thoughts=THOUGHTS[0])
 MISTRAL = Style(("[TOOL_CALLS]",), THOUGHTS[1])
+SEED_OSS, MINIMAX_M2 = Style((SEED,), THOUGHTS[2]), Style((MINIMAX,), THOUGHTS[0])
+GPT_OSS = Style(HEADERS, ANALYSIS, True)
 DEEPSEEK, KIMI = (Style((section.begin,), THOUGHTS[0]) for section in SECTIONS)
 PARIS: tuple[str, Any] = ("weather", {"city": "Paris", "days": 2})
 NOW: tuple[str, Any] = ("now", {})
@@ -40,6 +56,11 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "hermes, an empty text": (HERMES, '<tool_call>{"name": "now", "arguments": ""}</tool_call>', ("", "", [NOW])),
     "smollm": (HERMES, f'<tool_call>[{{"name": "weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
                        "</tool_call>", ("", "", [PARIS, NOW])),
+    "ends of lines in a text": (
+        HERMES, '<tool_call>\n{"name": "weather",\n "arguments":\n{"city": "Pa\nr\tis\\n", "days":\n2}}\n</tool_call>',
+        ("", "", [("weather", {"city": "Pa\nr\tis\n", "days": 2})])),
+    "two in one": (HERMES, f'<tool_call>{{"name": "weather", "arguments": {JSON}}}\n{{"name": "now"}}\n</tool_call>So.',
+                   ("", "So.", [PARIS, NOW])),
     "two": (HERMES, "<think>\nHm.\n</think>\n\n" + f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n'
             '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', ("Hm.", "", [PARIS, NOW])),
     "marks in a text": (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call> \\"{\\\\"}}'
@@ -71,6 +92,27 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "glm": (HERMES, "<think>Hm.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
             "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call><tool_call>now</tool_call>",
             ("Hm.", "", [PARIS, NOW])),
+    "seed": (SEED_OSS, f"<seed:think>Hm.</seed:think>So.\n{SEED}\n<function=weather>\n"
+             f"<parameter=city>Paris</parameter>\n<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n{SEED}\n<function=now>\n</function>\n"
+             "</seed:tool_call>", ("Hm.", "So.", [PARIS, NOW])),
+    "minimax": (MINIMAX_M2, f'<think>\nHm.\n</think>\n\nSo.\n{MINIMAX}\n<invoke name="weather">\n'
+                '<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
+                '<invoke name="now">\n</invoke>\n'
+                "</minimax:tool_call>", ("Hm.", "So.", [PARIS, NOW])),
+    "minimax, marks in a text": (
+        MINIMAX_M2, f'{MINIMAX}\n<invoke name="weather">\n<parameter name="city">A </parameter> and </invoke>!\n'
+        '</parameter></invoke></minimax:tool_call>Yes.', ("", "Yes.", [
+            ("weather", {"city": "A </parameter> and </invoke>!\n"})])),
+    "minimax, no call": (MINIMAX_M2, f"So: {MINIMAX}weather, please", ("", "So: weather, please", [])),
+    "gpt-oss": (GPT_OSS, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.\n",
+                ("Hm.", "So.\n", [])),
+    "gpt-oss, calls": (
+        GPT_OSS, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>So.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + JSON + "<|call|>"
+        "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}", ("Hm.", "So.", [PARIS, NOW])),
+    "gpt-oss, a call at once": (
+        GPT_OSS, " to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}", ("", "", [NOW])),
+    "gpt-oss, no header": (GPT_OSS, " So to say.\n", ("", " So to say.\n", [])),
     "mistral, a list": (MISTRAL, f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}]', ("", "", [PARIS])),
     "mistral": (MISTRAL, f"[THINK]Hm.[/THINK]So:[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]"
                          "{}", ("Hm.", "So:", [PARIS, NOW])),
@@ -80,16 +122,37 @@ SAID: dict[str, tuple[Style, str, Told]] = {
                                f"{D.end_call}{D.end}", ("", "So:", [PARIS, NOW])),
     "deepseek, forgetful": (DEEPSEEK, f"{D.begin}{D.call}weather{D.arguments}{JSON}{D.end}So.", ("", "So.", [PARIS])),
     "kimi": (KIMI, f"{K.begin}{K.call}functions.weather:0{K.arguments}{JSON}{K.end_call}{K.end}", ("", "", [PARIS])),
+    "kimi, no arguments": (KIMI, f"{K.begin}{K.call}functions.now:0{K.arguments}{K.end_call}{K.call}functions.weather:1"
+                           f"{K.arguments}{JSON}{K.end_call}{K.end}", ("", "", [NOW, PARIS])),
     "kimi, no name": (KIMI, f"So: {K.begin}{K.call}functions.{K.arguments}{JSON}{K.end_call}{K.end}",
                       ("", f"So: functions.{JSON}", [])),
+    "granite": (Style((GRANITE,)), f'So: {GRANITE}[{{"name": "weather", "arguments": {JSON}}}, {{"name": "now"}}]',
+                ("", "So:", [PARIS, NOW])),
+    "granite, bare": (Style((GRANITE,)), '[{"name": "now", "arguments": {}}]', ("", "", [NOW])),
     "llama": (BARE, f'{LLAMA}{{"type": "function", "name": "weather", "parameters": {JSON}}}', ("", "", [PARIS])),
     "llama, bare": (BARE, f'\n{{"name": "weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}',
                     ("", "", [PARIS, NOW])),
+    "llama, behind words": (
+        BARE, f'Let me see.\n\n{{"type": "function", "name": "weather", "parameters": {JSON}}}\n{{"name": "now"}}',
+        ("", "Let me see.", [PARIS, NOW])),
+    "llama, other JSON behind words": (BARE, 'So: {"name": "Bob"}, {"name": "now", "x": [1}', (
+        "", 'So: {"name": "Bob"}, {"name": "now", "x": [1}', [])),
     "llama, no tool of ours": (BARE, '{"name": "Bob", "parameters": 1}', ("", '{"name": "Bob", "parameters": 1}', [])),
     "words around calls": (
         HERMES, f'One. <tool_call>{{"name": "weather", "arguments": {JSON}}}</tool_call>\n'
                 '<tool_call>{"name": "now"}</tool_call> Two.\n', ("", "One. \n Two.\n", [PARIS, NOW])),
     "blanks before reasoning": (HERMES, "Hm.\n<think>So?</think>\nYes.\n", ("So?", "Hm.\nYes.\n", [])),
+    "a call in reasoning that never ends": (
+        HERMES, '<think>Hm.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', ("Hm.", "", [NOW])),
+    "a call in reasoning": (HERMES, '<think>As <tool_call>{"name": "now"}</tool_call> has it.</think>So.', (
+        'As <tool_call>{"name": "now"}</tool_call> has it.', "So.", [])),
+    "glm, a tool that there is not": (
+        HERMES, "<tool_call>rain\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        ("", "", [("rain", {"days": 2})])),
+    "qwen's coders, a tool that there is not": (
+        HERMES, "<tool_call>\n<function=rain>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+        ("", "", [("rain", {"days": 2})])),
+    "qwen's coders, a word": (HERMES, "It is <function=rain> there.", ("", "It is rain there.", [])),
     "no JSON": (HERMES, "So: <tool_call>weather, please</tool_call>", ("", "So: weather, please", [])),
 }
 
@@ -153,12 +216,14 @@ def test_many_blanks_between_marks_are_told_alike_however_they_are_cut(blanks: i
 
 
 def test_nothing_that_a_model_writes_is_an_error() -> None:
-    words = [*MARKS, "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
+    words = [*MARKS, *OF_CHANNELS, "analysis", "final", " to=functions.", '<invoke name="', '<parameter name="',
+             "</invoke>", '">', "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
              "<arg_value>", "</arg_value>", "weather", "now", "name", "arguments", *'{}[]",:\\> \n', "x",
+             '{"type": "function"',
              '{"name": "now"', '"arguments": {', "12", "null", "```json\n"]
     chance = random.Random(11)
     for _ in range(1500):
-        style = chance.choice([HERMES, MISTRAL, DEEPSEEK, KIMI, BARE])
+        style = chance.choice([HERMES, MISTRAL, DEEPSEEK, KIMI, BARE, SEED_OSS, MINIMAX_M2, GPT_OSS])
         thinking = chance.random() < 0.2
         text = "".join(chance.choices(words, k=chance.randrange(25)))
         tools = chance.choice([TOOLS, {}])
@@ -316,4 +381,8 @@ def test_the_style_is_read_off_the_template() -> None:
     assert Style.of("{% if tools %}<tool_call>{% endif %}</think>") == Style(("<tool_call>",), THOUGHTS[0], True)
     assert Style.of("{% for t in tools %}[TOOL_CALLS]").openers == ("[TOOL_CALLS]",)
     assert Style.of("{{ tools | tojson }} ipython").bare
-    assert marks({1: "<tool_call>", 2: "<|im_end|>"}) == {1}
+    assert marks({1: "<tool_call>", 2: "<|im_end|>", 3: "<|end|>", 4: GRANITE}, HERMES) == {1}
+    granite = Style.of("{% if tools %}<|tool_call|>{% endif %}")
+    assert granite == Style((GRANITE,), takes_tools=True) and marks({1: GRANITE}, granite) == {1}
+    oss = Style.of("{% if tools %}{% endif %}<|channel|>analysis<|message|> <|end|>")
+    assert oss == GPT_OSS and marks({1: "<|channel|>", 2: "<|im_end|>", 3: "<|end|>"}, oss) == {1, 3}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router_service.text.template import MAX_RENDERED
-from router_service.text.tokens import ChatTemplate, Turn
+from router_service.text.template import MAX_RENDERED, TOOLS
+from router_service.text.tokens import ChatTemplate, TextCodec, Turn
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child
+from tests.tiny import with_template
 
 CPU_S = 0.25
 USER: Any = [{"role": "user", "content": "x"}]
@@ -338,6 +341,34 @@ def test_a_call_is_the_assistants_words_where_a_template_writes_none(asks: str, 
             template.close()
 
 
+def test_calls_are_said_one_by_one_where_a_template_writes_the_first_alone() -> None:
+    """As GPT-OSS', which names a result by the latest call: its model read every result as that of the first."""
+    source = ("{% for m in messages %}[{{ m.role }}: {{ m.content }}{% if m.tool_calls %}"
+              "{{ m.tool_calls[0].function.name ~ m.tool_calls[0].function.arguments }}{% endif %}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [{"role": "user", "content": "c"}, calls_of("c0", "c1"), *(
+            {"role": "tool", "tool_call_id": id_, "content": word} for id_, word in (("c1", "y"), ("c0", "x")))]
+        assert template.render(said) == [
+            "[user: c][assistant: ef0{'a': 'é'}][tool: x][assistant: f1{'a': 'é'}][tool: y]"]
+    finally:
+        template.close()
+
+
+def test_reasoning_before_a_call_is_said_as_a_template_calls_it() -> None:
+    """GPT-OSS' calls it thinking: between its calls the model did not know what it had thought."""
+    source = ("{% for message in messages %}[{% if message.thinking and message.content %}{{ raise_exception('both') }}"
+              "{% endif %}{{ message.thinking or message.content }}{% for c in message.tool_calls or [] %}"
+              "{{ c.function.arguments.city or c.id }}{% endfor %}]{% endfor %}")
+    template = ChatTemplate(source, {}, [])
+    try:
+        said: Any = [USER[0], {**calls_of("c0"), "content": "", "reasoning_content": "Hm."}, {
+            "role": "tool", "content": "y"}, {**calls_of("c1"), "reasoning_content": "Hm."}]
+        assert template.render(said) == ["[x][Hm.c0][y][ec1]"]
+    finally:
+        template.close()
+
+
 def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
     """Granite 3.0's and older ones of Mistral's know them by other roles: an agent's model never read one."""
     source = ("{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}: {{ m.content }}"
@@ -350,3 +381,42 @@ def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
                                          "<tool_response>\ny\n</tool_response>]"]
     finally:
         template.close()
+
+
+def test_a_template_that_writes_no_tools_takes_none(tiny_folder: Path, tmp_path: Path) -> None:
+    """As SmolLM3's first, which knows them as xml_tools and speaks of <tools>: a model that was given some heard of
+    none."""
+    plain = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+    for i, (source, takes) in enumerate((("{% for t in xml_tools or [] %}<tools>{{ t }}</tools>{% endfor %}", False), (
+            "{% for t in tools or [] %}<tools>{{ t }}</tools>{% endfor %}", True))):
+        codec = TextCodec(with_template(source + plain, tiny_folder, tmp_path / str(i)))
+        try:
+            assert codec.style.takes_tools == takes
+        finally:
+            codec.close()
+
+
+def test_a_template_for_tools_is_taken_where_there_are_tools(tiny_folder: Path, tmp_path: Path) -> None:
+    """As Hermes 2 Pro and 3 have one beside the default, and transformers chooses it: their tools were told to them in
+    words that they were not taught."""
+    plain = "\n  {% for m in messages %}\n[{{ m.role }}: {{ m.content }}]\n  {% endfor %}\n"
+    for i, (call, wanted) in enumerate((("<tool_call>", "\n  weather <tool_call>"), ("Action:", ""))):
+        named = {"default": plain, "tool_use": "\n  {{ tools | map(attribute='function.name') | join }} " + call
+                 + plain.replace("}}]", "}}{{ m.tool_calls[0].id if m.tool_calls }}]"), "rag": "x"}
+        listed, saved = (with_template(plain, tiny_folder, tmp_path / f"{i}{form}") for form in ("listed", "saved"))
+        (listed / "chat_template.jinja").unlink()
+        config = json.loads((listed / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+        (listed / "tokenizer_config.json").write_text(json.dumps(config))
+        (saved / "additional_chat_templates").mkdir()
+        (saved / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+        for folder in (listed, saved):
+            codec = TextCodec(folder)
+            try:
+                assert codec.style.takes_tools == (i == 0)
+                assert codec.text(codec.chat(USER)) == "\n[user: x]\n"
+                assert codec.text(codec.chat(USER, Turn(names=TOOLS))) == f"{wanted}\n[user: x]\n"
+                if i == 0:
+                    assert codec.text(codec.chat([calls_of("c0")])) == "\n   <tool_call>\n[assistant: ec0]\n"
+            finally:
+                codec.close()

@@ -343,8 +343,8 @@ async def test_a_function_needs_a_name_alone(tmp_path: Path, tiny_folder: Path) 
 async def test_kimis_models_read_calls_by_ids_of_their_own_form(tmp_path: Path, tiny_folder: Path) -> None:
     """Their templates write no name but that within an id. Behind other ids they forgot how to call."""
     folder = with_template(
-        "{# tools <|tool_calls_section_begin|> #}{% for m in messages %}[{% for c in m.tool_calls or [] %}{{ c.id }};"
-        "{% endfor %}{{ m.tool_call_id }}]{% endfor %}",
+        "{# <|tool_calls_section_begin|> #}{{ tools if tools }}{% for m in messages %}["
+        "{% for c in m.tool_calls or [] %}{{ c.id }};{% endfor %}{{ m.tool_call_id }}]{% endfor %}",
         tiny_folder, tmp_path / "kimi")
     calls = [{"id": id_, "type": "function", "function": {"name": name, "arguments": "{}"}}
              for id_, name in (("a", "now"), ("functions.now:7", "weather"))]

@@ -21,7 +21,6 @@ import numpy as np
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.openai import parse, read_body
-from router_service.text.files import stop_token_ids
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection, load
 from slipstream.base.errors import (
@@ -240,7 +239,7 @@ def model_folder(data: bytes) -> None:
             elif (folder() / name).is_file():
                 file.symlink_to(folder() / name)
         load_model(made, ModelSection(path=made, dtype="float64", kernels="torch"))
-        stop_token_ids(Path(made), load_tokenizer(Path(made)))
+        load_tokenizer(Path(made))
         template_source(Path(made))
 
 

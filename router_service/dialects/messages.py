@@ -7,7 +7,7 @@ Rules:
 3. Turns of one role are one. An answer continues the last where that is the assistant's.
 4. What the system says between turns is part of the user's turn before it, marked as Claude Code marks such words:
    many templates take a system's message at the beginning alone. That agent sends one with every request.
-5. A model thinks where it is asked to; its template may begin reasoning all the same.
+5. A model thinks where it is asked to, for as long as it likes; its template may begin reasoning all the same.
 6. Tools are functions; of blocks only text, calls, their results and thinking are known. A chat has no mark for a
    result that is an error: its text says so.
 
@@ -80,7 +80,7 @@ def chat_of(raw: Json) -> Json:
     known = {*ALIKE, *INERT, "system", "messages", "stop_sequences", "tools", "tool_choice", "thinking",
              "output_config", "output_format"}
     chat |= unseen | others(raw, known, chat) | parts_left("output_config", config, ("format", "effort")) | parts_left(
-        "thinking", thinking, ("type",))
+        "thinking", thinking, ("type", "budget_tokens"))
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         chat = {"continue_final_message": True, "add_generation_prompt": False} | chat
     given = chat.get("chat_template_kwargs") or {}

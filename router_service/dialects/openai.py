@@ -137,7 +137,7 @@ class Options:
         its first character on, only calls that it forces or lets through are."""
         if self.grammar is not None:
             return self.parsed and self.calls_bound
-        reasons = style.thoughts is not None and not self.mixed
+        reasons = style.thoughts is not None and (style.channels or not self.mixed)
         return self.parsed and (reasons or self.use is not None)
 
     @property

@@ -35,7 +35,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({
     **dict.fromkeys(("previous_response_id", "conversation", "prompt"), Refused((), _KEPT)),
     "messages": Refused((), "send them as input"),
     "background": Refused((False,), "leave it out and stream the answer"), "top_logprobs": Refused((0,), _LOGPROBS),
-    "truncation": Refused(("disabled",), "shorten the input"),
+    "truncation": Refused(("disabled", "auto"), "shorten the input"),  # one that fits needs none
     "max_tool_calls": Refused((), "leave it out: whoever asks runs the tools"),
     "context_management": Refused((), "shorten the input")})
 INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",

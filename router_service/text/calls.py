@@ -1,8 +1,9 @@
 """Calls of tools, as each family writes them: read piece by piece, and told as soon as they are known.
 
 Arguments come out as the model wrote them where it wrote JSON, else as JSON made of names and values, each typed by
-the tool's schema. Six forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, SmolLM), ``<function=`` in it (Qwen's
-coders), ``<arg_key>`` in it (GLM), ``[TOOL_CALLS]`` (Mistral), sections of calls (DeepSeek, Kimi), bare JSON (Llama 3).
+the tool's schema. Eight forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, Granite), ``<function=`` in it (Qwen's
+coders, Seed), ``<arg_key>`` in it (GLM), ``<invoke name=`` (MiniMax), ``[TOOL_CALLS]`` (Mistral), sections of calls
+(DeepSeek, Kimi), headers that name a function (GPT-OSS), bare JSON (Llama 3).
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import Any
 
 import orjson
 
-from router_service.text.marks import SECTIONS, Section
+from router_service.text.marks import CLOSERS, HERMES, MINIMAX, SECTIONS, Section
 from router_service.text.scanner import NoCall, Scanner, Step, Words
 
 CALL_ID = 9  # characters: Mistral's templates take no other number
 MAX_REOPENED = 8
 PYTHON_LENGTH, PYTHON_BRACKETS = 8192, 128  # of a value that is read as Python: some 10 ms, and no deeper than it nests
 ARGUMENTS = ("arguments", "parameters")
+INVOKE, NAME = '<invoke name="', re.compile(r"[\w.:-]{1,128}")
 Referred = dict[str, set[str]]  # types of parts of a schema, by how it refers to them
 NONE = ("", "null", '""')  # how a model writes that there are no arguments
 # From Python 3.12 on its parser tells stderr of each odd escape or number in a text: thousands of lines for one value.
@@ -66,15 +68,21 @@ class Calls:
         if opener == "[TOOL_CALLS]":
             yield from self._mistral()
         elif opener == "<function=":
-            yield from self._function()
+            yield from self._function(CLOSERS[HERMES], known=True)
         elif section := next((section for section in SECTIONS if section.begin == opener), None):
             yield from self._section(section)
+        elif opener == MINIMAX:
+            yield from self._invoked()
         else:
-            yield from self._tool_call()
+            yield from self._tool_call(CLOSERS.get(opener, CLOSERS[HERMES]))
 
     def read_bare(self) -> Step:
         """JSON that nothing began, of tools that there are. Raises NoCall."""
         yield from self._objects(known=True)
+
+    def read_of(self, name: str) -> Step:
+        """Arguments of a call of ``name``, which its header said. Raises NoCall."""
+        yield from self._arguments(name)
 
     def read_bound(self) -> Step:
         """One call as a grammar has it written: its name, then its arguments. Raises NoCall at the first character of
@@ -83,52 +91,67 @@ class Calls:
             raise NoCall
         yield from self._object(known=True, ordered=True)
 
-    def _tool_call(self) -> Step:
+    def _tool_call(self, closer: str) -> Step:
         yield from self._text.skip()
         if (yield from self._text.starts("<function=")):
             self._text.eat(10)
-            yield from self._function()
-        elif self._text.rest[:1] in ("{", "["):
-            yield from self._objects()
-        else:
-            yield from self._pairs(Words(("<arg_key>", "</tool_call>")), "<arg_key>", "</arg_key>", "</arg_value>",
-                                   "</tool_call>")
+            yield from self._function(closer)
             return
-        yield from self._text.close("</tool_call>")
+        if self._text.rest[:1] in ("{", "["):
+            yield from self._objects()
+            yield from self._text.close(closer)
+        else:
+            yield from self._pairs(Words(("<arg_key>", closer)), "<arg_key>", "</arg_key>", "</arg_value>", closer)
 
-    def _function(self) -> Step:
-        yield from self._pairs(Words((">", "</function>")), "<parameter=", ">", "</parameter>", "</function>", "\n")
-        yield from self._text.close("</tool_call>")
+    def _function(self, closer: str, known: bool = False) -> Step:
+        yield from self._pairs(Words((">", "</function>")), "<parameter=", ">", "</parameter>", "</function>", "\n",
+                               known)
+        yield from self._text.close(closer)
+
+    def _invoked(self) -> Step:
+        """One call or several, as MiniMax's models write them."""
+        begun = self.count
+        yield from self._text.skip()
+        while (yield from self._text.starts(INVOKE)):
+            self._text.eat(len(INVOKE))
+            yield from self._pairs(Words(('">', "</invoke>")), '<parameter name="', '">', "</parameter>", "</invoke>")
+            self._text.taken = []
+            yield from self._text.skip()
+        if self.count == begun:
+            raise NoCall
+        yield from self._text.close(CLOSERS[MINIMAX])
 
     def _pairs(self, after_name: Words, key_mark: str, key_end: str, value_end: str, end: str,
-               around: str = "") -> Step:
-        """A name, and arguments between marks; ``around``: what stands around a value and is none of it."""
+               around: str = "", known: bool = False) -> Step:
+        """A name, and arguments between marks; ``around``: what stands around a value and is none of it; ``known``: it
+        has to be of a tool that there is, as one without arguments has to, too."""
         name, mark = yield from self._text.before(after_name)
         name = name.strip()
-        if name not in self._tools:
+        if name not in self._tools and (known or mark not in (key_mark, key_end) or not NAME.fullmatch(name)):
             raise NoCall
-        types = self._tools[name].get("properties") if isinstance(self._tools[name], dict) else None
+        schema = self._tools.get(name)
+        types = schema.get("properties") if isinstance(schema, dict) else None
         if name not in self._referred:
-            self._referred[name] = _referred_by(self._tools[name])
+            self._referred[name] = _referred_by(schema)
         index = self._begin(name, "{")
         first = True
-        keys, ends = Words((key_mark, end, "</tool_call>")), Words((key_end,))
+        keys, ends = Words((key_mark, end, *CLOSERS.values())), Words((key_end,))
         # Some forget to close a value, and some values speak of marks.
-        behind = {value_end: keys, around + end: Words(("<tool_call>", "<function=", "</tool_call>")),
+        behind = {value_end: keys, around + end: Words((*CLOSERS, "<function=", INVOKE, *CLOSERS.values())),
                   **({around + key_mark: None} if around else {})}
-        if mark == ">":
+        if mark == key_end:
             _, mark = yield from self._text.before(keys)
         while mark == key_mark:
             key, _ = yield from self._text.before(ends)
             if key_mark == "<arg_key>":
                 yield from self._text.before(Words(("<arg_value>",)))
-            value, mark = yield from self._value(behind, Words((value_end, end, "</tool_call>")), end)
+            value, mark = yield from self._value(behind, Words((value_end, end, *CLOSERS.values())), end)
             if not mark:
                 return
             value = value.removeprefix(around).removesuffix(around)
             text = ("" if first else ", ") + f"{json.dumps(key.strip(), ensure_ascii=False)}: "
-            schema = types.get(key.strip()) if isinstance(types, dict) else None
-            self._more(index, text + _typed(value, _kinds(schema, self._referred[name])))
+            part = types.get(key.strip()) if isinstance(types, dict) else None
+            self._more(index, text + _typed(value, _kinds(part, self._referred[name])))
             first = False
             mark = mark.removeprefix(around)
             if mark == value_end:
@@ -183,9 +206,9 @@ class Calls:
             if not mark:
                 raise NoCall
             between, mark = yield from self._text.before(Words(("{", marks.end_call)))
-            if mark != "{":
+            if mark != "{" and (not mark or between.strip()):
                 raise NoCall
-            self._text.rest = "{" + self._text.rest
+            self._text.rest = ("{" if mark == "{" else "{}" + mark) + self._text.rest  # some write no arguments
             name = between.partition("\n")[0] if "```" in between else head
             yield from self._arguments(re.sub(r"^functions\.|:\d+\s*$", "", name.strip()).strip())
             _, mark = yield from self._text.before(Words((marks.end_call, marks.end)))
@@ -194,7 +217,7 @@ class Calls:
                 return
 
     def _objects(self, known: bool = False) -> Step:
-        """One call as JSON, or a list of them. ``known``: it has to be of a tool that there is."""
+        """Calls as JSON, or a list of them. ``known``: they have to be of tools that there are."""
         listed = self._text.rest[0] == "["
         if listed:
             self._text.eat(1)
@@ -209,7 +232,9 @@ class Calls:
                 raise NoCall
             yield from self._object(known)
             if not (listed or known):
-                return
+                yield from self._text.skip()
+                if self._text.rest[:1] != "{":
+                    return
             self._text.taken = []
 
     def _object(self, known: bool, ordered: bool = False) -> Step:

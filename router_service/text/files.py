@@ -1,8 +1,7 @@
-"""What the files of a model folder say about text: what ends an answer, how its tokens are chosen unless a request says
-so, special tokens as plain text, how much a token can say.
+"""What the files of a model folder say about text: how tokens are chosen unless a request says so, special tokens as
+plain text, how much a token can say.
 
-All of it is read once, when a router starts. Files: tokenizer_config.json, generation_config.json, config.json. It
-knows nothing about requests.
+All of it is read once, when a router starts. It knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from slipstream.base.errors import InvalidRequest, ModelError
-from slipstream.models.folder import read_json, token_text
+from slipstream.models.folder import read_json
 from slipstream.protocol.requests import Sampling
 
 # Steps of a tokenizer that drop no character: a text of n characters has n / ``longest_token`` tokens at least.
@@ -32,22 +31,6 @@ def literals(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[in
     literals = {text: list(tokenizer.encode(text, add_special_tokens=False).ids) for text in specials}
     tokenizer.encode_special_tokens = False
     return literals
-
-
-def stop_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """From generation_config.json, else config.json; and the eos_token of tokenizer_config.json: whoever teaches a base
-    model to chat often names the end of a turn there alone."""
-    ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        found = read_json(folder / name, missing_ok=True).get("eos_token_id")
-        ids = found if isinstance(found, list) else [] if found is None else [found]
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise ModelError(f"{folder / name}: eos_token_id: expected token ids, found {found!r}")
-        if ids:
-            break
-    text = token_text(read_json(folder / "tokenizer_config.json", missing_ok=True).get("eos_token"))
-    token = None if text is None else tokenizer.token_to_id(text)
-    return tuple(dict.fromkeys(ids if token is None else [*ids, token]))
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:

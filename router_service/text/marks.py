@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LLAMA = "<|python_tag|>"
+LLAMA, GRANITE = "<|python_tag|>", "<|tool_call|>"
 GIVEN_TOOLS = re.compile(r"""(?<!['".])\btools\b(?!['"])""")  # by this name, not by a message's: Phi 4's has them there
 
 
@@ -29,9 +29,14 @@ KIMI = Section("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_ca
 SECTIONS = (
     Section("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
             "<｜tool▁calls▁end｜>"), KIMI)
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-OPENERS = ("<tool_call>", "[TOOL_CALLS]", LLAMA, *(section.begin for section in SECTIONS))
-MARKS = (*OPENERS, "</tool_call>", "[ARGS]", "[CALL_ID]", *(mark for pair in THOUGHTS for mark in pair),
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+HERMES, SEED, MINIMAX = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
+CLOSERS = {opener: f"</{opener[1:]}" for opener in (HERMES, SEED, MINIMAX)}
+HEADERS, HEADED = ("<|start|>", "<|channel|>"), "<|message|>"  # GPT-OSS': each text has a header before it
+ANALYSIS = (f"<|channel|>analysis{HEADED}", "<|end|>")
+OF_CHANNELS = (*HEADERS, HEADED, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+OPENERS = (*CLOSERS, "[TOOL_CALLS]", LLAMA, GRANITE, *(section.begin for section in SECTIONS))
+MARKS = (*OPENERS, *CLOSERS.values(), "[ARGS]", "[CALL_ID]", *(mark for pair in THOUGHTS for mark in pair),
          *(mark for s in SECTIONS for mark in (s.call, s.arguments, s.end_call, s.end)))
 
 
@@ -45,9 +50,11 @@ class Style:
     takes_tools: bool = False
 
     @staticmethod
-    def of(template: str) -> Style:
-        """Of a chat template's source."""
-        takes_tools = GIVEN_TOOLS.search(template) is not None
+    def of(template: str, toolless: bool = False) -> Style:
+        """Of a chat template's source; ``toolless``: it writes nothing of tools that it is given."""
+        takes_tools = not toolless and GIVEN_TOOLS.search(template) is not None
+        if ANALYSIS[0] in template:
+            return Style(HEADERS if takes_tools else ("<tool_call>",), ANALYSIS, takes_tools)
         openers = tuple(mark for mark in OPENERS if mark in template)
         if takes_tools and not openers:
             openers = (LLAMA,)
@@ -55,9 +62,14 @@ class Style:
         return Style(openers if takes_tools else ("<tool_call>",), thoughts, takes_tools)
 
     @property
+    def channels(self) -> bool:
+        """Whether a header before each text says whether it is reasoning, a call or the answer."""
+        return self.thoughts == ANALYSIS
+
+    @property
     def bare(self) -> bool:
         """Whether a text that begins with JSON may be a call."""
-        return LLAMA in self.openers
+        return LLAMA in self.openers or GRANITE in self.openers
 
     @property
     def calls_by_id(self) -> bool:
@@ -68,6 +80,8 @@ class Style:
 BARE = Style((LLAMA,))
 
 
-def marks(specials: Mapping[int, str]) -> frozenset[int]:
+def marks(specials: Mapping[int, str], style: Style) -> frozenset[int]:
     """Which special tokens are marks."""
-    return frozenset(token for token, text in specials.items() if text in MARKS)
+    known = {*MARKS, *(OF_CHANNELS if style.channels else ())}
+    known -= {GRANITE} - set(style.openers)  # Phi 4 mini has it, too
+    return frozenset(token for token, text in specials.items() if text in known)

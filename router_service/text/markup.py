@@ -12,6 +12,7 @@ It knows nothing about requests or how answers are written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,9 +20,11 @@ from typing import Any, Literal
 
 from router_service.text.calls import Call, Calls, is_object
 from router_service.text.deltas import TextDelta
-from router_service.text.marks import SECTIONS, Style
+from router_service.text.marks import CLOSERS, HEADED, HEADERS, OF_CHANNELS, SECTIONS, Style
 from router_service.text.scanner import NoCall, Scanner, Step, Words
 
+TO = "to=functions."  # begins a function's name in a header
+BARE_BEGINS = ('{"name":', '{"type": "function"', '{"type":"function"')  # of calls behind words
 SaidKind = Literal["reasoning", "text"]
 
 
@@ -104,10 +107,16 @@ class Markup:
         self._thoughts = style.thoughts
         openers = style.openers if tools and not either else ()
         begins = ("<function=",) if "<tool_call>" in openers else ()
+        self._openers = HEADERS if style.channels else (*openers, *begins)
+        self._headed = style.channels
         # What closes nothing is no text either.
-        self._stray = () if not tools else (*(("</tool_call>", "</function>") if begins else ()), *(
+        closers = [CLOSERS[opener] for opener in openers if opener in CLOSERS]
+        self._stray = () if not tools else (*closers, *(("</function>", "</invoke>") if closers else ()), *(
             mark for s in SECTIONS if s.begin in openers for mark in (s.call, s.arguments, s.end_call, s.end)))
-        self._marks = Words((*openers, *begins, *self._stray, *(style.thoughts[:1] if style.thoughts else ())))
+        if style.channels:
+            self._stray = tuple(mark for mark in OF_CHANNELS if mark not in HEADERS)
+        begun = style.thoughts[:1] if style.thoughts and not style.channels else ()
+        self._marks = Words((*self._openers, *self._stray, *begun, *(BARE_BEGINS if self._bare and not either else ())))
         self._blank: list[str] = []  # of the content, held until more comes: it is none before a call or reasoning
         self._gap: list[str] = []  # blanks around calls: between two pieces of content they are some
         self._begun = self._thought = False  # whether there was content since the latest call, or reasoning
@@ -157,19 +166,28 @@ class Markup:
             yield
         if self._bare:
             yield from self._maybe_bare()
+        if self._headed:
+            self._blank.append((yield from self._text.skip()))
+            if (yield from self._text.starts(TO)):
+                yield from self._header()
         while not (self._text.over and not self._text.rest):
             mark = yield from self._text.until(self._marks, self._content)
             if not mark:
                 break
             if self._thoughts is not None and mark == self._thoughts[0]:
                 yield from self._reasoning(mark)
+            elif self._headed and mark in HEADERS:
+                yield from self._header()
+            elif mark in BARE_BEGINS:
+                self._text.rest = mark + self._text.rest
+                yield from self._maybe_call(self._calls.read_bare())
             elif mark not in self._stray:
                 yield from self._maybe_call(self._calls.read(mark))
         if self._blank and (self._begun or not (self.num_calls or self._thought)):
             self._parts.add("text", "".join(self._blank))
 
     def _reasoning(self, mark: str) -> Step:
-        """What follows ``mark``. No call is looked for in it."""
+        """What follows ``mark``. A call in it is one where the reasoning never ends: some models forget to end it."""
         assert self._thoughts is not None
         if self._mixed:
             self._content(mark)
@@ -189,8 +207,23 @@ class Markup:
             elif begun:
                 held.append(text)
 
-        yield from self._text.until(Words(self._thoughts[1:]), tell)
+        mark = yield from self._text.until(Words((*self._thoughts[1:], *self._openers)), tell)
+        if mark in self._openers:
+            text, ended = yield from self._text.before(Words(self._thoughts[1:]))
+            if ended or self._text.cut:
+                tell(mark + text)
+            else:
+                self._text.rest = mark + text
         self._thinks = False
+
+    def _header(self) -> Step:
+        """What a header says of the text behind it, and that text unless it is content."""
+        header, mark = yield from self._text.before(Words((HEADED,)))
+        _, called, to = header.partition(TO)
+        if mark and called and self._tools:
+            yield from self._maybe_call(self._calls.read_of(re.split(r"[\s<]", to)[0]))
+        elif mark and "analysis" in header:
+            yield from self._reasoning("")
 
     def _content(self, text: str) -> None:
         if self._bound:  # the beginning of a call that was cut off
@@ -206,7 +239,7 @@ class Markup:
         self._parts.add("text", shown)
 
     def _maybe_bare(self) -> Step:
-        """Llama 3 writes a call as the whole of its answer."""
+        """Llama 3 writes a call as the whole of its answer, as a rule."""
         blank = yield from self._text.skip()
         if self._text.rest[:1] in ("{", "[") and self._text.rest:
             yield from self._maybe_call(self._calls.read_bound() if self._either else self._calls.read_bare(), blank)

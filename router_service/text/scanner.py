@@ -11,13 +11,14 @@ It knows nothing about tokens, families or calls.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 Step = Generator[None, None, Any]
 MAX_BLANKS = 256  # between marks
-JSON_CHAR, SIMPLE_END = re.compile(r'["\\{}\[\]]'), re.compile(r"[,:}\]\s]")
+JSON_CHAR, SIMPLE_END = re.compile(r'["\\{}\[\]\x00-\x1f]'), re.compile(r"[,:}\]\s]")
 
 
 class Words:
@@ -124,8 +125,10 @@ class Scanner:
         return text, mark
 
     def value(self, tell: Callable[[str], None] | None = None) -> Step:
-        """The JSON value that comes next, as it is written; ``tell`` hears of it piece by piece."""
+        """The JSON value that comes next, as it is written, but for the ends of lines in its texts, which JSON does not
+        take; ``tell`` hears of it piece by piece."""
         depth, quoted, pieces = 0, False, list[str]()
+        tell = tell or pieces.append
         if not self.rest:
             raise NoCall
         simple = self.rest[0] not in '"{['
@@ -147,13 +150,14 @@ class Scanner:
                 elif char == '"':
                     quoted = not quoted
                     done = not quoted and depth == 0
-                elif not quoted:
+                elif quoted and char < " ":
+                    tell(self.eat(at - 1) + json.dumps(char)[1:-1])
+                    self.eat(1)
+                    at = 0
+                elif not quoted and char >= " ":
                     depth += 1 if char in "{[" else -1
                     done = depth == 0
-            piece = self.eat(at)
-            if tell is None:
-                pieces.append(piece)
-            elif piece:
+            if piece := self.eat(at):
                 tell(piece)
             if done:
                 return "".join(pieces)

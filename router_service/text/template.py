@@ -11,7 +11,8 @@ Rules:
    is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own. One that
    writes nothing of a text, as those of models that read images, too, is given lists of parts; one that writes nothing
    of what the system says, or says later, or before results of tools, is given that as the user's, as is one that
-   writes no results of tools; one that writes no calls, as the assistant's words.
+   writes no results of tools; one that writes no calls, as the assistant's words; one that writes the first alone of
+   several calls, each in a message of its own.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
@@ -52,6 +53,7 @@ TOOLS = {"tools": [{"type": "function", "function": {"name": "weather", "descrip
     "type": "object", "properties": {"city": {"type": "string"}}}}}]}
 CALLED = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [
     {"id": "theircall", "type": "function", "function": {"name": "weather", "arguments": {"city": "Hello calls"}}}]})
+OTHER = {"id": "otherscall", "type": "function", "function": {"name": "weather", "arguments": {"city": "otherscall"}}}
 RESULT = {"role": "tool", "tool_call_id": "theircall", "name": "weather", "content": "Hello results"}
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 END = "\uf8fe\uf8ff"  # behind a message that goes on; two more such characters
@@ -71,8 +73,11 @@ class Renderer:
         self.systemless = False  # whether the system's are given as the user's
         self.one_system = False  # whether those that the system says later are
         self.forgets: list[str] = []  # whose last message leaves out the system's words, which are the user's then
+        self.one_call = False  # whether it writes the first alone of several calls at once
         self.callless = False  # whether calls are given as the assistant's words
         self.resultless = False  # whether results of tools are given as the user's words
+        self.toolless = False  # whether it writes nothing of the tools that it is given
+        self._thinking = "message.thinking" in source and "reasoning_content" not in source
         self._marks = tuple(mark for mark in ("<tool_call>", "<|tool_call|>") if mark in source)
 
     def written(self, *roles: str) -> list[str]:
@@ -110,6 +115,8 @@ class Renderer:
         refusal = Problem(REFUSED, "")
         if self.one_system and any(message.get("role") == "system" for message in messages[1:]):
             messages = joined(messages)
+        if self.one_call:
+            messages = one_by_one(messages)
         if self.callless:
             messages = in_words(messages, self._marks)
         if self.resultless and any(message.get("role") == "tool" for message in messages):
@@ -134,6 +141,9 @@ class Renderer:
             messages = by_users(messages)
         elif any(message.get("role") in self.forgets for message in messages[-1:]):
             messages = by_last_user(messages)
+        if self._thinking:  # as GPT-OSS' calls it, which takes none beside words
+            messages = [{**message, "thinking": message["reasoning_content"]} if message.get("reasoning_content")
+                        and not message["content"] else message for message in messages]
         if self.in_parts:
             messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
@@ -354,8 +364,14 @@ def trial(renderer: Renderer) -> None:
         renderer.in_parts = renderer.told(talk) == text and renderer.told((*CALLED, RESULT), TOOLS) != ""
     renderer.systemless = renderer.written("system", "user") == ["user"]
     renderer.one_system = any(renderer.written(*roles).count("system") == 1 for roles in LATER)
+    asked = [{"role": role, "content": "Hello"} for role in TRIALS[1]]
+    offered, bare = renderer.told(asked, TOOLS), renderer.told(asked)
+    renderer.toolless = offered != "" and offered.count("weather") == bare.count("weather")
     called = renderer.told(CALLED, TOOLS)
     renderer.callless = called != "" and "Hello calls" not in called and "theircall" not in called
+    several = (CALLED[0], {**CALLED[1], "tool_calls": [*CALLED[1]["tool_calls"], OTHER]})
+    renderer.one_call = "Hello" in called and "otherscall" not in renderer.told(several, TOOLS) and (
+        "otherscall" in renderer.told(one_by_one(several), TOOLS))
     whole = renderer.told((*CALLED, RESULT), TOOLS)
     named = whole.count("theircall") > called.count("theircall")
     renderer.resultless = whole != "" and "Hello results" not in whole and not named
@@ -378,7 +394,7 @@ def main() -> None:
             if renderer is None:
                 renderer = Renderer(**asked)
                 trial(renderer)
-                reply: Any = {}
+                reply: Any = {"toolless": renderer.toolless}
             else:
                 reply = {"parts": renderer.render(*asked)}
             written = json.dumps(reply)

@@ -33,14 +33,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from router_service.text.deltas import AnswerToken, TextDelta
-from router_service.text.files import literals, longest_token, sampling_defaults, spelling, stop_token_ids
+from router_service.text.files import literals, longest_token, sampling_defaults, spelling
 from router_service.text.marks import Style, marks
 from router_service.text.scanner import StopStrings
 from router_service.text.template import BROKEN, CPU_S, Renderer
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child
 from slipstream.base.turns import Turns
-from slipstream.models.folder import load_tokenizer, template_source
+from slipstream.models.folder import end_tokens, load_tokenizer, template_source
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Finish, Piece, PromptScores, Request, State, TokenLogprob
 
@@ -69,7 +69,7 @@ ASSISTANT = Turn()
 class ChatTemplate:
     """The template of one model. Threads may share it; they render one after the other."""
 
-    __slots__ = ("_cpu_s", "_lock", "_opening", "process")
+    __slots__ = ("_cpu_s", "_lock", "_opening", "process", "toolless")
 
     def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str], cpu_s: float = CPU_S) -> None:
         """``named`` are the template's bos_token and its like, ``specials`` the texts of all special tokens.
@@ -79,6 +79,7 @@ class ChatTemplate:
         self._cpu_s = cpu_s
         self._opening = {"source": source, "named": dict(named), "specials": list(specials), "cpu_s": cpu_s}
         self._lock = threading.Lock()
+        self.toolless = False  # whether it writes nothing of the tools that it is given
         self.process = self._started()  # another one where it has ended
 
     def render(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT) -> list[str]:
@@ -120,6 +121,7 @@ class ChatTemplate:
             raise ModelError(f"chat_template: {late if process.out_of_time else 'ends its process'}")
         if "problem" in reply:
             raise ModelError(f"chat_template: {reply['words']}")
+        self.toolless = reply["toolless"]
         return process
 
 
@@ -150,9 +152,9 @@ class TextCodec:
         self._texts: dict[int, str | None] = {}  # what ``whole_text`` said
         source = template_source(folder)
         self._template = None if source is None else ChatTemplate(*source, self.specials.values())
-        self.style = Style() if source is None else Style.of(source[0])
-        self.marks = marks(self.specials)
-        self.stop_token_ids: tuple[int, ...] = stop_token_ids(folder, self._tokenizer)
+        self.style = Style.of("" if source is None else source[0], self._template is None or self._template.toolless)
+        self.marks = marks(self.specials, self.style)
+        self.stop_token_ids: tuple[int, ...] = end_tokens(folder)
         self.defaults: Mapping[str, Any] = sampling_defaults(folder)
 
     def close(self) -> None:

@@ -50,13 +50,12 @@ from slipstream.engine.model import (
     Tensors,
     device_of,
     dtype_of,
-    end_tokens,
     stretched,
     take,
     tell_unread,
 )
 from slipstream.engine.trial import check, check_layers
-from slipstream.models.folder import read_json
+from slipstream.models.folder import end_tokens, read_json
 from slipstream.observe.log import logger
 from slipstream.protocol.tree import MAX_NODES
 

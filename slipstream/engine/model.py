@@ -28,7 +28,7 @@ from slipstream.base.errors import ModelError, in_a_line
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.fp8_blocks import SCALE_INV, Block, block_of, widened
 from slipstream.engine.kv import KVPool
-from slipstream.models.folder import read_json, unread
+from slipstream.models.folder import end_tokens, read_json, unread
 from slipstream.observe.log import logger
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -311,19 +311,6 @@ def _window(fields: Fields, model_type: str) -> int:
     if model_type != "mistral" or fields.raw.get("sliding_window") is None:
         return 0
     return fields.integer("sliding_window", low=64)
-
-
-def end_tokens(folder: Path) -> tuple[int, ...]:
-    """The ids that end an answer, ascending, of both files that may name them. Raises ModelError."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = folder / name
-        value = read_json(path, missing_ok=True).get("eos_token_id")
-        values = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(v) is int and 0 <= v < 1 << 24 for v in values):
-            raise ModelError(f"{path}: eos_token_id: expected token ids, found {value!r}")
-        ids.update(values)
-    return tuple(sorted(ids))
 
 
 Tensors = Mapping[str, torch.Tensor]

@@ -39,6 +39,7 @@ from slipstream.base.errors import ConfigError, ModelError
 
 FORMAT = 1  # of a prepared folder; a change means that folders are prepared again
 RECEIPT = "slipstream.json"
+MAX_TOKENS = 1 << 24  # of any vocabulary
 MADE_FOR = "target_weights"  # in a head's config.json
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 MADE = ("; transformers makes it of {}, once, where sentencepiece and tiktoken are installed, too: "
@@ -280,6 +281,24 @@ def known_tokens(folder: Path) -> int:
     return 1 + max(load_tokenizer(folder).get_vocab(with_added_tokens=True).values(), default=-1)
 
 
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """The ids that end an answer: from generation_config.json, else config.json; and the eos_token of
+    tokenizer_config.json: whoever teaches a base model to chat often names the end of a turn there alone. Raises
+    ModelError."""
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(folder / name, missing_ok=True).get("eos_token_id")
+        named = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(i) is int and 0 <= i < MAX_TOKENS for i in named):
+            raise ModelError(f"{folder / name}: eos_token_id: expected token ids, found {found!r}")
+        ids = ids or named
+    text = token_text(read_json(folder / "tokenizer_config.json", missing_ok=True).get("eos_token"))
+    if text is None or not (folder / "tokenizer.json").is_file():
+        return tuple(dict.fromkeys(ids))
+    token = load_tokenizer(folder).token_to_id(text)
+    return tuple(dict.fromkeys(ids if token is None else [*ids, token]))
+
+
 def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
     """SHA-256 over what an answer depends on in a model folder: its configuration, and every file of weights, whole; or
     over the files of other ``patterns``.
@@ -337,13 +356,15 @@ def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
     chat_template.json), and the bos_token and its like, which it may name; None if there is none."""
     config = read_json(folder / "tokenizer_config.json", missing_ok=True)
     path = folder / "chat_template.jinja"
+    other = folder / "additional_chat_templates" / "tool_use.jinja"
     try:
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        with_tools = other.read_text(encoding="utf-8") if path.is_file() and other.is_file() else None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
     if isinstance(source, list):  # several named ones
         variants = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = variants.get("default")
+        source, with_tools = variants.get("default"), variants.get("tool_use")
     if source is None:
         source = read_json(folder / "chat_template.json", missing_ok=True).get("chat_template")
     if source is None:
@@ -351,7 +372,17 @@ def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
     if not isinstance(source, str):
         raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template: expected text")
     named = {name: text for name in NAMED_TOKENS if (text := token_text(config.get(name))) is not None}
-    return source, named
+    return _by_tools(source, with_tools), named
+
+
+def _by_tools(source: str, with_tools: object) -> str:
+    """One template of two, the second for whoever brings tools, as transformers chooses, or calls, which the first may
+    not write: Hermes' has one. Others' have calls written in forms that nothing here reads."""
+    if not isinstance(with_tools, str) or "<tool_call>" not in with_tools:
+        return source
+    both = (template.removesuffix("\n") for template in (with_tools, source))  # as jinja2 takes each
+    return ("{%+ if tools or messages | selectattr('tool_calls') | list +%}{% set tools = tools or [] +%}"
+            + "{%+ else +%}".join(both) + "{%+ endif %}")
 
 
 def token_text(entry: object) -> str | None:
