@@ -157,15 +157,15 @@ def eagle(joint: bool) -> EagleHead:
 
 
 def blocks() -> BlockHead:
-    config, rank, join = replace(CONFIG, num_layers=2, qk_norm=True), 16, "markov_head.joint_proj"
+    config, rank, join = replace(CONFIG, num_layers=2, qk_norm=True, sliding_window=8), 16, "markov_head.joint_proj"
     layers = layer_shapes(config, "layers.0") | layer_shapes(config, "layers.1")
     own = {"fc.weight": (HIDDEN, 3 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,),
            "embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (64, HIDDEN), **layers,
            "markov_head.markov_w1.weight": (VOCAB, rank), "markov_head.markov_w2.weight": (64, rank),
            f"{join}.weight": (3 * rank, 2 * rank + HIDDEN), f"{join}.bias": (3 * rank,),
            "confidence_head.proj.weight": (1, HIDDEN + rank)}
-    return BlockHead(config, HIDDEN, (1, 2, 3), 5, 7, False, "rnn", rank, True, True, empty(own),
-                     torch.arange(0, 128, 2))
+    return BlockHead(config, HIDDEN, (1, 2, 3), 5, 7, False, "rnn", rank, True, True, (False, True), False,
+                     empty(own), torch.arange(0, 128, 2))
 
 
 def mtp(vocabulary: torch.Tensor | None) -> MtpNetwork:

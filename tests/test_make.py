@@ -31,6 +31,6 @@ def test_an_environment_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not here")
 def test_a_benchmark_without_questions_says_so_before_anything_is_made(tmp_path: Path) -> None:
     """Environment, model and machine code take minutes."""
-    done = subprocess.run(["make", "-n", "-f", MAKEFILE, "bench"], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=60)
+    done = subprocess.run(["make", "-n", "--no-print-directory", "-f", MAKEFILE, "bench"], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "") and "give PROMPTS=folder" in done.stderr
