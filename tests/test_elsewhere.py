@@ -157,7 +157,7 @@ def eagle(joint: bool) -> EagleHead:
 
 
 def blocks() -> BlockHead:
-    config, rank, join = replace(CONFIG, num_layers=2, qk_norm=True, sliding_window=8), 16, "markov_head.joint_proj"
+    config, rank, join = replace(CONFIG, num_layers=2, qk_norm=True, sliding_window=4096), 16, "markov_head.joint_proj"
     layers = layer_shapes(config, "layers.0") | layer_shapes(config, "layers.1")
     own = {"fc.weight": (HIDDEN, 3 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,),
            "embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (64, HIDDEN), **layers,
