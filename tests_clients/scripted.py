@@ -28,7 +28,9 @@ MARKS: Mapping[str, str] = MappingProxyType({
     "glm": "<tool_call> <think> </think>", "mistral": "[TOOL_CALLS] [THINK] [/THINK]", "llama": "<|python_tag|>",
     "deepseek": "<｜tool▁calls▁begin｜> <think> </think>", "kimi": "<|tool_calls_section_begin|> <think> </think>",
 })
-TEMPLATE = "{# tools %s #}{{ messages[-1].content }}{{ eos_token }}{{ '<think>\\n' if thinking }}"
+BEHIND_TOOLS = "\x1e"  # a template that writes none is taken for one that knows none
+TEMPLATE = ("{# %s #}{{ (tools | tojson ~ '" + BEHIND_TOOLS + "') if tools }}{{ messages[-1].content }}{{ eos_token }}"
+            "{{ '<think>\\n' if thinking }}")
 
 
 def _call(name: str, **arguments: object) -> str:
@@ -63,6 +65,7 @@ class ScriptedTarget(EchoTarget):
 
     def submit(self, request: Request) -> EchoAnswer:
         asked = bytes(token for token in request.tokens if token < 256).decode().removesuffix("<think>\n")
+        asked = asked.partition(BEHIND_TOOLS)[2] or asked
         newest = asked.rpartition("\n")[2]  # a user's several messages are one: codex tells where it runs in the first
         answering = copy(self)
         answering.says = next((answer for begun, answer in ANSWERS.items()
