@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -154,14 +155,11 @@ def test_messages_are_joined_where_a_template_takes_no_others() -> None:
               "'system') %}{{ raise_exception('roles') }}{% endif %}{% endfor %}")
     for source, wanted in ((strict + free, "[system: a\nb][user: c\nd][assistant: e\nf][user: g]"), (free, (
             "[system: a][system: b][user: c][user: d][assistant: e][assistant: f][system: g]"))):
-        template = ChatTemplate(source, {}, [])
-        try:
+        with closing(ChatTemplate(source, {}, [])) as template:
             assert template.render(said) == [wanted], "as they are, where that can be"
             if source is not free:
                 with pytest.raises(InvalidRequest, match="roles"):
                     template.render(said[2:4])
-        finally:
-            template.close()
 
 
 def test_what_the_system_says_is_the_users_where_a_template_has_no_system() -> None:
@@ -171,14 +169,11 @@ def test_what_the_system_says_is_the_users_where_a_template_has_no_system() -> N
         ("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"))]
     source = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
               "{{ raise_exception('roles') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
-    template = ChatTemplate(source, {}, [])
-    try:
+    with closing(ChatTemplate(source, {}, [])) as template:
         assert template.render(said) == ["[user: a\nb][assistant: c][user: d]"]
         assert template.render(said[:1]) == ["[user: a]"]
         with pytest.raises(InvalidRequest, match="roles"):
             template.render([*said[1:3], {"role": "tool", "content": "e"}])
-    finally:
-        template.close()
 
 
 def test_the_user_says_nothing_where_the_assistant_begins() -> None:
@@ -186,15 +181,12 @@ def test_the_user_says_nothing_where_the_assistant_begins() -> None:
     source = ("{% for m in messages | selectattr('role', 'ne', 'system') %}{% if (m.role == 'user') != "
               "(loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}{% endfor %}"
               "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
-    template = ChatTemplate(source, {}, [])
-    try:
+    with closing(ChatTemplate(source, {}, [])) as template:
         said: Any = [{"role": role, "content": word} for role, word in (
             ("system", "a"), ("assistant", "b"), ("user", "c"))]
         assert template.render(said) == ["[user: a][assistant: b][user: c]"]
         assert template.render(said[1:]) == ["[user: ][assistant: b][user: c]"]
         assert template.render(said[1:2], Turn(False, True)) == ["[user: ][assistant: b"]
-    finally:
-        template.close()
 
 
 def test_what_a_template_leaves_out_of_the_system_is_the_users() -> None:
@@ -220,15 +212,12 @@ def test_what_a_template_leaves_out_of_the_system_is_the_users() -> None:
 def test_what_a_template_leaves_out_of_the_system_s_later_words_is_a_user_s(source: str) -> None:
     """SmolLM3's, Qwen3-VL's and GPT-OSS' write the first message alone, Command R's and Vicuna's none at the end: what
     an agent says in mid-conversation came to nobody."""
-    template = ChatTemplate(source, {}, [])
-    try:
+    with closing(ChatTemplate(source, {}, [])) as template:
         said: Any = [{"role": role, "content": word} for role, word in (
             ("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", "e"))]
         assert template.render(said) == ["[system: a\nb][user: c][assistant: d][user: e]"]
         assert template.render([said[0], *said[2:4], said[2], said[2]]) == [
             "[system: a][user: c][assistant: d][user: c][user: c]"]
-    finally:
-        template.close()
 
 
 def test_a_text_is_a_part_where_a_template_writes_parts_alone() -> None:
@@ -236,13 +225,10 @@ def test_a_text_is_a_part_where_a_template_writes_parts_alone() -> None:
     source = ("{% for m in messages %}{{ m.role }}:{% if m.content[0].type == 'image' %}<image>{% endif %}"
               "{% for part in m.content %}{% if part['type'] == 'text' %} {{ part['text'] }}{% endif %}{% endfor %};"
               "{% endfor %}")
-    template = ChatTemplate(source, {}, ["<s>"])
-    try:
+    with closing(ChatTemplate(source, {}, ["<s>"])) as template:
         said: Any = [{"role": "user", "content": "Why<s>?"}, {"role": "assistant", "content": "So"}]
         assert template.render(said) == ["user: Why", "<s>", "?;assistant: So;"]
         assert template.render(said, Turn(False, True)) == ["user: Why", "<s>", "?;assistant: So"]
-    finally:
-        template.close()
 
 
 def test_calls_without_words_are_said_to_a_template_that_looks_at_the_first_part() -> None:
@@ -250,13 +236,10 @@ def test_calls_without_words_are_said_to_a_template_that_looks_at_the_first_part
     source = ("{% for m in messages %}[{{ m.role }}: {% if m.tool_calls and m.content[0].thinking %}{% endif %}{% if "
               "m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
               "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endfor %}")
-    template = ChatTemplate(source, {}, [])
-    try:
+    with closing(ChatTemplate(source, {}, [])) as template:
         said: Any = [{"role": "user", "content": "c"}, {**calls_of("c0"), "content": ""}, {
             "role": "tool", "tool_call_id": "c0", "content": "y"}]
         assert template.render(said) == ["[user: c][assistant: c0][tool: y]"]
-    finally:
-        template.close()
 
 
 # In the words of their templates, which speak of a call and its results alone.
@@ -296,11 +279,8 @@ def test_calls_and_results_are_said_as_a_template_takes_them(source: str, wanted
                  {"role": "tool", "tool_call_id": "aB3456789", "content": "y"},
                  {"role": "tool", "tool_call_id": "call_abcdef", "content": "x"},
                  {"role": "user", "content": "d"}, {"role": "assistant", "content": "g"}]
-    template = ChatTemplate(source + WRITES, {}, [])
-    try:
+    with closing(ChatTemplate(source + WRITES, {}, [])) as template:
         assert template.render(said) == [wanted]
-    finally:
-        template.close()
 
 
 def test_what_the_system_says_is_the_users_where_a_template_forgets_it_behind_results() -> None:
@@ -309,8 +289,7 @@ def test_what_the_system_says_is_the_users_where_a_template_forgets_it_behind_re
     source = ("{% for m in messages if m.role != 'system' %}[{{ m.role }}: {% if loop.last and m.role == 'user' and "
               "messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }}"
               "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endfor %}")
-    template = ChatTemplate(source, {}, [])
-    try:
+    with closing(ChatTemplate(source, {}, [])) as template:
         said: Any = [{"role": role, "content": word} for role, word in (
             ("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"))]
         assert template.render(said) == ["[user: b][assistant: c][user: a\n\nd]"]
@@ -318,8 +297,6 @@ def test_what_the_system_says_is_the_users_where_a_template_forgets_it_behind_re
         assert template.render(called) == ["[user: b][assistant: c][user: a\n\nd][assistant: ec0][tool: x]"]
         assert template.render(called[1:]) == ["[user: b][assistant: c][user: d][assistant: ec0][tool: x]"]
         assert template.render(said[:3], Turn(False, True)) == ["[user: a\n\nb][assistant: c"]
-    finally:
-        template.close()
 
 
 @pytest.mark.parametrize(("asks", "wanted"), [
@@ -334,25 +311,19 @@ def test_a_call_is_the_assistants_words_where_a_template_writes_none(asks: str, 
     source = asks + "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
     for written, told in ((source, f"[user: c]{wanted}[tool: y]"), (
             source + "{% if tools %}{{ messages | tojson }}{% endif %}", "[user: c][assistant: e][tool: y]")):
-        template = ChatTemplate(written, {}, [])
-        try:
+        with closing(ChatTemplate(written, {}, [])) as template:
             assert template.render(said) == [told]
-        finally:
-            template.close()
 
 
 def test_calls_are_said_one_by_one_where_a_template_writes_the_first_alone() -> None:
     """As GPT-OSS', which names a result by the latest call: its model read every result as that of the first."""
     source = ("{% for m in messages %}[{{ m.role }}: {{ m.content }}{% if m.tool_calls %}"
               "{{ m.tool_calls[0].function.name ~ m.tool_calls[0].function.arguments }}{% endif %}]{% endfor %}")
-    template = ChatTemplate(source, {}, [])
-    try:
+    with closing(ChatTemplate(source, {}, [])) as template:
         said: Any = [{"role": "user", "content": "c"}, calls_of("c0", "c1"), *(
             {"role": "tool", "tool_call_id": id_, "content": word} for id_, word in (("c1", "y"), ("c0", "x")))]
         assert template.render(said) == [
             "[user: c][assistant: ef0{'a': 'é'}][tool: x][assistant: f1{'a': 'é'}][tool: y]"]
-    finally:
-        template.close()
 
 
 def test_reasoning_before_a_call_is_said_as_a_template_calls_it() -> None:
@@ -360,27 +331,21 @@ def test_reasoning_before_a_call_is_said_as_a_template_calls_it() -> None:
     source = ("{% for message in messages %}[{% if message.thinking and message.content %}{{ raise_exception('both') }}"
               "{% endif %}{{ message.thinking or message.content }}{% for c in message.tool_calls or [] %}"
               "{{ c.function.arguments.city or c.id }}{% endfor %}]{% endfor %}")
-    template = ChatTemplate(source, {}, [])
-    try:
+    with closing(ChatTemplate(source, {}, [])) as template:
         said: Any = [USER[0], {**calls_of("c0"), "content": "", "reasoning_content": "Hm."}, {
             "role": "tool", "content": "y"}, {**calls_of("c1"), "reasoning_content": "Hm."}]
         assert template.render(said) == ["[x][Hm.c0][y][ec1]"]
-    finally:
-        template.close()
 
 
 def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
     """Granite 3.0's and older ones of Mistral's know them by other roles: an agent's model never read one."""
     source = ("{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}: {{ m.content }}"
               "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endif %}{% endfor %}")
-    template = ChatTemplate(source, {}, [])
-    try:
+    with closing(ChatTemplate(source, {}, [])) as template:
         said: Any = [{"role": "user", "content": "c"}, calls_of("c0", "c1"), *(
             {"role": "tool", "tool_call_id": id_, "content": word} for id_, word in (("c0", "x"), ("c1", "y")))]
         assert template.render(said) == ["[user: c][assistant: ec0c1][user: <tool_response>\nx\n</tool_response>\n"
                                          "<tool_response>\ny\n</tool_response>]"]
-    finally:
-        template.close()
 
 
 def test_a_template_that_writes_no_tools_takes_none(tiny_folder: Path, tmp_path: Path) -> None:
