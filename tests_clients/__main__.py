@@ -61,13 +61,13 @@ async def run(clients: Sequence[Client], rooms: Mapping[str, Path]) -> list[Outc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", type=Path, required=True, help="what `make conformance` installed")
-    parser.add_argument("--vllm", type=Path, default=Path(), help="what `make vllm` installed")
+    parser.add_argument("--vllm", type=Path, help="what `make vllm` installed")
     parser.add_argument("--only", nargs="+", choices=[client.name for client in CLIENTS], help="these clients")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE}")
     arguments = parser.parse_args()
     chosen = [client for client in CLIENTS if not arguments.only or client.name in arguments.only]
     rooms = {name: arguments.packages / name for name in ("clients", "older", "loads", "node")} | {
-        "vllm": arguments.vllm}
+        "vllm": arguments.vllm or arguments.packages / "vllm"}
     LOGS.mkdir(parents=True, exist_ok=True)
     try:
         outcomes = asyncio.run(run(chosen, rooms))
