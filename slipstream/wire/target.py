@@ -17,8 +17,8 @@ The caller's end, a Backend that is a target elsewhere:
 4. Leaving an answer frees it there; what still comes for it is dropped.
 5. A call that ended takes its answers with it; the next answer begins a new call.
 6. One that drains is left for another that stands behind the same name by now; its answers stay. Where there are some,
-   the other is of its identity. One that cannot be reached is left for whoever stands there: gRPC looks a name up again
-   after half a minute, and after two where it had no address for long.
+   the other is of its identity. One that cannot be reached is left for whoever stands there: a channel of gRPC's looks
+   up a name without an address ever more rarely, at last every two minutes.
 
 It knows nothing about engines or text. Format: ``GenerateMany`` in ``proto/slipstream/v1/target.proto``.
 """
