@@ -353,7 +353,7 @@ async def test_requests_over_grpc_that_are_here_count_until_they_are_answered() 
 
 
 async def test_many_requests_over_grpc_at_once_take_turns() -> None:
-    async with grpc_door(Lists(), 100) as (client, _):
+    async with grpc_door(Lists(), 100, slow_s=60.0) as (client, _):
         assert await asyncio.gather(*(client.models() for _ in range(200))) == [["tiny"]] * 200
 
 
