@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from router_service.text.template import MAX_RENDERED, TOOLS
+from router_service.text.omissions import TOOLS
+from router_service.text.template import MAX_RENDERED
 from router_service.text.tokens import ChatTemplate, TextCodec, Turn
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child

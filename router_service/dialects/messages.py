@@ -29,7 +29,7 @@ from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.calls import loaded
 from router_service.text.deltas import TextDelta
-from router_service.text.template import turns_of
+from router_service.text.readings import turns_of
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS, Usage
 

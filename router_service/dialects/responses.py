@@ -23,7 +23,7 @@ from router_service.dialects.fields import Refused, object_of, others, parts_lef
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
-from router_service.text.template import turns_of
+from router_service.text.readings import turns_of
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS, Usage
 

@@ -22,7 +22,7 @@ from typing import Any
 import orjson
 
 from router_service.dialects.formats import made
-from router_service.text.template import turns_of
+from router_service.text.readings import turns_of
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
