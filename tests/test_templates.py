@@ -284,6 +284,16 @@ def test_calls_and_results_are_said_as_a_template_takes_them(source: str, wanted
         assert template.render(said) == [wanted]
 
 
+def test_what_a_template_refuses_for_two_reasons_is_said_in_both_other_ways() -> None:
+    """A chat that the assistant begins with a greeting and that holds calls of another model: Mistral's templates want
+    a user first and short ids, and with either alone the conversation ended with 400."""
+    said: Any = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "c"}, calls_of("call_abcdef"),
+                 {"role": "tool", "tool_call_id": "call_abcdef", "content": "x"}, {"role": "assistant", "content": "g"}]
+    with closing(ChatTemplate(MISTRALS + WRITES, {}, [])) as template:
+        assert template.render(said) == ["[user: ][assistant: a][user: c][assistant: e f0=1711e7978]"
+                                         "[tool: x of 1711e7978][assistant: g]"]
+
+
 def test_what_the_system_says_is_the_users_where_a_template_forgets_it_behind_results() -> None:
     """As Mistral Nemo's, which writes it where the user's message is the last: between its calls an agent's model had
     no instructions."""

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
+from itertools import chain, combinations
 from typing import Any
 
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -18,11 +19,15 @@ Rewriting = Callable[[Messages], Messages]
 
 
 def readings(messages: Messages) -> Iterator[Messages]:
-    """``messages``, then what else may be said in their place, for who refused those before."""
+    """``messages``, then what else may be said in their place, for who refused those before: turns, and turns in one
+    other way, or several at once."""
     said = [messages]
     yield messages
-    turns = joined(messages)
-    for reading in (turns, answered(turns), one_by_one(turns), as_text(turns), by_users(turns), greeted(turns)):
+    ways = (answered, one_by_one, as_text, by_users, greeted)
+    for chosen in chain.from_iterable(combinations(ways, count) for count in range(len(ways) + 1)):
+        reading: Messages = joined(messages)
+        for way in chosen:
+            reading = way(reading)
         if reading not in said:
             said.append(reading)
             yield reading
