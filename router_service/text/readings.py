@@ -23,7 +23,7 @@ def readings(messages: Messages) -> Iterator[Messages]:
     other way, or several at once."""
     said = [messages]
     yield messages
-    ways = (answered, one_by_one, as_text, by_users, greeted)
+    ways = (answered, one_by_one, as_text, greeted)
     for chosen in chain.from_iterable(combinations(ways, count) for count in range(len(ways) + 1)):
         reading: Messages = joined(messages)
         for way in chosen:
@@ -134,7 +134,8 @@ def by_last_user(turns: Messages, where_last: Sequence[str]) -> Messages:
 
 
 def greeted(turns: Messages) -> Messages:
-    """As Gemma's and Mistral's templates have it: a user is first, who says nothing where the assistant began."""
+    """As Gemma's and Mistral's templates have it: no system, and a user is first, who says nothing where the
+    assistant began."""
     begun = by_users(turns)
     return [{"role": "user", "content": ""}, *begun] if begun[0]["role"] == "assistant" else begun
 
