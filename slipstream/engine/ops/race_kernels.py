@@ -199,7 +199,7 @@ def part_masses(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl
     for place in range(most):
         own = tl.load(source + tl.load(tokens + row * most + place))
         above, depth = values > own, (own.to(tl.float64) - highest) / heat
-        is_close = above & (depths - depth <= SAME_NEAR * (1 + tl.abs(depth)))
+        is_close = above & (depths - depth <= (1 + tl.abs(depth)) * SAME_NEAR)
         tl.store(counts + first + place, tl.sum(above.to(tl.int64) + CLOSE * is_close.to(tl.int64), 0))
         tl.store(masses + first + place, tl.sum(tl.where(above, shares, 0.0), 0))
     tl.store(masses + first + most, tl.sum(shares, 0))
@@ -241,8 +241,8 @@ def first_survivor(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens:
     depth = (own - greatest(sums, row, PARTS, PARTS_BLOCK)) / float_at(asked, row, 2)
     mass, deepest = top_p * whole, float_at(asked, row, 5)
     survives = (count < limit) & (above < mass) & (depth >= deepest)
-    unsure |= tl.abs(above - mass) <= MASS_NEAR * whole
-    unsure |= tl.abs(depth - deepest) <= DEPTH_NEAR * (1 + tl.abs(depth))
+    unsure |= tl.abs(above - mass) <= whole * MASS_NEAR
+    unsure |= tl.abs(depth - deepest) <= (1 + tl.abs(depth)) * DEPTH_NEAR
     unsure &= (limit < WIDTH) | (mass < float("inf")) | (deepest > -float("inf"))  # whoever stands beside a free row
     place = tl.min(tl.where(there & (survives | unsure), lane, MOST), 0)
     here = lane == place
