@@ -157,6 +157,13 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert str(caught.value) == f"cannot read {tmp_path / 'none.yaml'}: No such file or directory"
 
 
+@pytest.mark.parametrize("key", ["draft.token_map", "router.api_keys_file", "wire.tls.folder", "log.trace"])
+def test_a_file_may_stand_in_ones_home(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model's folder may: a shell leaves the ~ in NAME=~/FILE as it is."""
+    monkeypatch.setenv("HOME", "/home/she")
+    assert ": /home/she/file  #" in config_yaml(load(None, [f"{key}=~/file"]))
+
+
 def test_an_ipv6_address_loses_its_brackets() -> None:
     assert host_port("[::1]:80") == ("::1", 80) and host_port("localhost:0") == ("localhost", 0)
 

@@ -12,6 +12,7 @@ It knows nothing about how a value is used.
 from __future__ import annotations
 
 import difflib
+import os.path
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from slipstream.base.address import dialled, listening
@@ -29,6 +30,7 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch"]
 Quantize = Literal["none", "fp8", "int8"]
 Listen = Annotated[str, BeforeValidator(listening)]  # host:port
+File = Annotated[str, AfterValidator(os.path.expanduser)]  # a file or folder; "" is none
 Peers = Annotated[tuple[str, ...], BeforeValidator(dialled)]  # host:port or kubernetes:///SERVICE.NAMESPACE:PORT
 
 
@@ -117,7 +119,7 @@ class DraftSection(Section):
         "auto", description="auto: the head that is shipped for this model, else ngram")
     model: str = Field("", description="draft model or head: a name or a folder; not for ngram; empty for an MTP "
                        "head inside the target's own folder")
-    token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, "
+    token_map: File = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, "
                            "block, ngram")
     compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     quantize: Literal["auto", "none", "fp8", "int8"] = Field(
@@ -179,8 +181,8 @@ class RouterSection(Section):
     targets: Peers = Field(("127.0.0.1:8051",), min_length=1,
                            description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
     model_name: str = Field("", description="the name clients use; empty: the target's own")
-    api_keys_file: str = Field("", description="one key a line, then whose it is, as in name=alice; read again when it "
-                               "changes; empty: no keys")
+    api_keys_file: File = Field("", description="one key a line, then whose it is, as in name=alice; read again when "
+                                "it changes; empty: no keys")
     max_in_flight: int = Field(128, ge=1, description="answers that run at the same time; twice as many may wait")
     max_wait_s: float = Field(30.0, gt=0, description="a request that would wait longer for its turn is refused at "
                               "once, with 429 and a time to come back")
@@ -193,9 +195,9 @@ class TlsSection(Section):
     """Mutual TLS between the services. A server shows the name that is dialled, pods of a kubernetes:/// address
     SERVICE.NAMESPACE.svc."""
 
-    folder: str = Field("", description="with three PEM files: tls.crt and tls.key, what this service shows, as server "
-                                        "and as client, and ca.crt, who must have signed what the others show; empty: "
-                                        "plain text")
+    folder: File = Field("", description="with three PEM files: tls.crt and tls.key, what this service shows, as "
+                              "server and as client, and ca.crt, who must have signed what the others show; "
+                              "empty: plain text")
     allowed_names: tuple[str, ...] = Field((), description="names (DNS, URI) that clients must show one of; empty: "
                                                            "whoever the authority signed")
 
@@ -215,7 +217,7 @@ class WireSection(Section):
 
 class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
-    trace: str = Field("", description="file for a trace of rounds (Chrome's format), written at the end; empty: none")
+    trace: File = Field("", description="file for a trace of rounds (Chrome's format), written at the end; empty: none")
     spans: str = Field("", pattern=r"^(https?://\S+)?$", description="an OpenTelemetry collector (OTLP over gRPC) that "
                        "gets spans of requests, as in http://collector:4317; empty: none")
 

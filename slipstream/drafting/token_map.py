@@ -27,7 +27,7 @@ CONVERSION = "read it there and write the ids as a JSON list, json.dump(ids.toli
 
 def load_token_map(path: str | Path, vocab_size: int, at_least: int = 1) -> torch.Tensor:
     """The ids of a map, int64 [K], ascending. at_least: children of a node. Raises ModelError naming what is wrong."""
-    path = Path(path).expanduser()
+    path = Path(path)
     where = f"draft.token_map: {path}"
     if path.suffix in (".pt", ".pth", ".bin", ".pkl"):
         raise ModelError(f"{where} is a pickle, which can run code when it is read, so it never is; convert it once "
