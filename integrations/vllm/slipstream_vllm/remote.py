@@ -13,13 +13,15 @@ It knows nothing of vLLM's batch: an adapter reads that.
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from slipstream.base.errors import ConfigError
 from slipstream.following.chains import Chains
-from slipstream.following.rounds import ToldStep, encode
+from slipstream.following.rounds import SOCKET, ToldStep, encode
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
@@ -53,7 +55,7 @@ class RemoteDrafter:
         taps = Taps(options.layers, text.num_hidden_layers)
         self.states = States(taps, int(options.features_gb * (1 << 30))) if options.layers else None
         self.chains = Chains(options.section(speculative.num_speculative_tokens), metrics, states=self.states,
-                             tell=Teller(options.rounds).tell if options.rounds is not None else None)
+                             tell=listener())
         self._links = Links(options, hello, self.chains.following, metrics, taps.check, self.speaks)
 
     @property
@@ -82,6 +84,13 @@ def speaks(parallel: Any) -> bool:
                           "drafts would part; use mp or ray")
     last = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
     return bool(parallel.rank == parallel.world_size - last)
+
+
+def listener() -> Callable[[ToldStep], None] | None:
+    """Who hears of each step; None: nobody. What vLLM compiles it keeps by its arguments, and a socket is another one
+    at each start, so it is no option."""
+    path = os.environ.get(SOCKET)
+    return Teller(path).tell if path else None
 
 
 class Teller:
