@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slipstream_sglang import KNOWN, adapter_fits
+from slipstream_sglang import KNOWN, adapter_0_5_23, adapter_fits
 from slipstream_sglang.adapter_0_5_23 import NAME, NODES, adapt
 from slipstream_sglang.trees import laid_out
 
@@ -21,10 +21,11 @@ from bench.fleet import free_port
 from draft_service.worker import DraftWorker
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
+from slipstream.models.folder import tokenizer_hash
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, Open, TargetHello
 from slipstream.protocol.tree import DraftTree
 from tests.pair import local_link_to
-from tests.sglang_stub import Batch, CustomSpecAlgo, Request, installed, relayed
+from tests.sglang_stub import Arguments, Batch, CustomSpecAlgo, Request, installed, relayed
 from tests.test_following import Heard, plain
 from tests.tiny import write_tiny_model
 
@@ -44,19 +45,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-def arguments(folder: Path, given: object = None, **changes: Any) -> SimpleNamespace:
+def arguments(folder: Path, given: object = None, **changes: Any) -> Arguments:
     """SGLang's arguments, as far as they are read or settled."""
     file = folder / "slipstream.json"
     file.write_text(json.dumps(given or {"drafts": ["127.0.0.1:1"], "prompt_lookup": False, "always": True,
                                         "deadline_s": 30.0}))  # nothing that is counted hangs on the machine's pace
-    return SimpleNamespace(**{
+    return Arguments({"tokenizer_path": str(folder)}, **{
         "speculative_adaptive_config": str(file), "speculative_num_draft_tokens": None, "speculative_num_steps": None,
         "speculative_ngram_max_bfs_breadth": 10, "speculative_eagle_topk": None, "disable_overlap_schedule": True,
         "enable_mixed_chunk": True, "max_running_requests": None, "page_size": None, "attention_backend": "fa3",
-        "tp_size": 1, "pp_size": 1, "dp_size": 1, "model_path": str(folder), "tokenizer_path": str(folder), **changes})
+        "tp_size": 1, "pp_size": 1, "dp_size": 1, "model_path": str(folder), "tokenizer_path": None, **changes})
 
 
-def worker_of(known: dict[str, CustomSpecAlgo], given: SimpleNamespace) -> Any:
+def worker_of(known: dict[str, CustomSpecAlgo], given: Arguments) -> Any:
     """As SGLang's scheduler comes by it."""
     algorithm = known[NAME]
     assert algorithm.validate_server_args is not None
@@ -134,6 +135,15 @@ def test_it_has_a_page_of_metrics(known: dict[str, CustomSpecAlgo], folder: Path
     with urllib.request.urlopen(f"http://{page}/metrics", timeout=60) as reply:
         assert b"slipstream_drafts_connected" in reply.read()
     worker.links.page.close()
+
+
+def test_drafts_are_told_the_tokenizer_that_sglang_takes(known: dict[str, CustomSpecAlgo], folder: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its path stands nowhere where ``--tokenizer-path`` is left out: SGLang declares that it is the model's."""
+    hellos = list[TargetHello]()
+    monkeypatch.setattr(adapter_0_5_23, "Links", lambda options, hello, *_: hellos.append(hello))
+    worker_of(known, arguments(folder))
+    assert [hello.tokenizer_hash for hello in hellos] == [tokenizer_hash(folder)]
 
 
 def test_without_a_draft_each_step_gives_a_token(known: dict[str, CustomSpecAlgo], folder: Path) -> None:
