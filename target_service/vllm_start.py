@@ -85,6 +85,9 @@ def arguments(config: Config, folder: Path, name: str, known: Sequence[str]) -> 
     if (mode := given.get("logprobs_mode", RAW)) != RAW:
         raise ConfigError(f"target.engine.vllm.logprobs_mode: {str(mode)[:64]} is not what requests ask for: leave it "
                           "out")
+    if given.get("stream_interval", 1) != 1:
+        raise ConfigError("target.engine.vllm.stream_interval: tokens are told step by step, with what the step gave: "
+                          "leave it out")
     if not isinstance(grammars, Mapping):
         raise ConfigError("target.engine.vllm.structured_outputs_config: must be a table, as {backend: guidance}")
     return {**ours, **_drafting(config, given), **given,

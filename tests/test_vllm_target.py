@@ -49,7 +49,8 @@ IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 PROMPT = tuple(SAID)
 ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs", "max_model_len", "quantization",
              "tensor_parallel_size", "structured_outputs_config", "speculative_config", "additional_config",
-             "worker_extension_cls", "per_request_spec_decode_metrics", "gpu_memory_utilization", "logprobs_mode"]
+             "worker_extension_cls", "per_request_spec_decode_metrics", "gpu_memory_utilization", "logprobs_mode",
+             "stream_interval"]
 DRAFT = ("127.0.0.1:8052", True, "ngram", "")
 PLAIN = {"folder": "", "allowed_names": []}
 
@@ -864,6 +865,7 @@ def test_settings_become_vllms_arguments() -> None:
     (("target.engine={vllm: {additional_config: {slipstream: [2]}}}",), "additional_config: must be a table"),
     (("target.engine={vllm: {speculative_config: {}}}",), "target.drafts"),
     (("target.engine={vllm: {logprobs_mode: raw_logits}}",), "logprobs_mode: raw_logits is not"),
+    (("target.engine={vllm: {stream_interval: 8}}",), "stream_interval: tokens are told step by step"),
 ])
 def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
