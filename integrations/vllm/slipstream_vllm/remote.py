@@ -44,11 +44,11 @@ class RemoteDrafter:
         self.speaks = speaks(vllm_config.parallel_config)  # with drafts; other ranks of the engine propose nothing
         self.keyed = options.keyed  # wanted; an adapter puts it in place
         self.chooser: Any = None  # the adapter's
-        text = model.hf_text_config
-        hello = TargetHello(PROTOCOL_VERSION, 0, str(model.model), model.get_vocab_size(),
+        text, name = model.hf_text_config, str(model.served_model_name)  # as vLLM's own metrics call it
+        hello = TargetHello(PROTOCOL_VERSION, 0, name, model.get_vocab_size(),
                             digest_of(str(model.tokenizer), getattr(model, "tokenizer_revision", None)),
                             text.hidden_size, text.num_hidden_layers, model.max_model_len)
-        self.metrics = metrics = TargetMetrics(str(model.model))
+        self.metrics = metrics = TargetMetrics(name)
         # Only here: who imports this package needs no torch.
         from slipstream_vllm.features import States, Taps
 
