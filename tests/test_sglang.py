@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 import urllib.request
 from array import array
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import slipstream_sglang
 from slipstream_sglang import KNOWN, adapter_0_5_23, adapter_fits
 from slipstream_sglang.adapter_0_5_23 import NAME, NODES, adapt
 from slipstream_sglang.trees import laid_out
@@ -29,6 +31,7 @@ from tests.sglang_stub import Arguments, Batch, CustomSpecAlgo, Request, install
 from tests.test_following import Heard, plain
 from tests.tiny import write_tiny_model
 
+ROOT = Path(__file__).parent.parent
 PROMPT = list(b"one two three one two three")
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", 4, 2, 4096)
 
@@ -233,6 +236,15 @@ def test_what_cannot_be_is_refused_by_name(known: dict[str, CustomSpecAlgo], fol
                                            words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         worker_of(known, arguments(folder, **changes))
+
+
+def test_what_installs_it_has_all_that_it_needs_of_ours() -> None:
+    """No index has it."""
+    said = (slipstream_sglang.__doc__ or "").split("pip install ")[1].split("#")[0].split()
+    project = tomllib.loads((ROOT / "integrations" / "sglang" / "pyproject.toml").read_text("utf-8"))["project"]
+    ours = {name.split("==")[0] for name in project["dependencies"]} | {project["name"]}
+    found = {tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"]["name"] for folder in said}
+    assert found == ours
 
 
 def test_other_versions_are_refused_by_name() -> None:
