@@ -110,6 +110,12 @@ def _drafting(config: Config, given: dict[str, Any]) -> dict[str, Any]:
                "prompt_lookup": target.prompt_lookup, "always": policy.always,
                "tls": config.wire.tls.model_dump(mode="json"), "kubeconfig": config.wire.kubeconfig,
                **own}
+    from slipstream_vllm.options import Options
+
+    try:  # vLLM's processes would say it, and the service no more than that they have ended
+        Options.of(options)
+    except ConfigError as error:
+        raise ConfigError(f"target.engine.vllm.additional_config.{error}") from error
     return {"speculative_config": {"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
                                    "num_speculative_tokens": policy.max_nodes},
             "additional_config": {**more, "slipstream": options},

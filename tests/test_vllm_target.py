@@ -863,6 +863,9 @@ def test_settings_become_vllms_arguments() -> None:
     (("target.engine={vllm: {structured_outputs_config: x}}",), "structured_outputs_config: must be a table"),
     (("target.engine={vllm: {additional_config: '{}'}}",), "additional_config: must be a table"),  # as vLLM's flag is
     (("target.engine={vllm: {additional_config: {slipstream: [2]}}}",), "additional_config: must be a table"),
+    (("target.engine={vllm: {additional_config: {slipstream: {layer: [2]}}}}",),
+     r"target\.engine\.vllm\.additional_config\.slipstream\.layer: not known; use one of .*layers"),
+    (("target.engine={vllm: {additional_config: {slipstream: {features_gb: many}}}}",), "slipstream.features_gb"),
     (("target.engine={vllm: {speculative_config: {}}}",), "target.drafts"),
     (("target.engine={vllm: {logprobs_mode: raw_logits}}",), "logprobs_mode: raw_logits is not"),
     (("target.engine={vllm: {stream_interval: 8}}",), "stream_interval: tokens are told step by step"),
