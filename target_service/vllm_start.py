@@ -13,6 +13,7 @@ It knows nothing about answers.
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from typing import Any
 
 from slipstream.base.config import Config, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, Unavailable
+from slipstream.following.rounds import SOCKET
 from slipstream.grammar.trial import AGAIN_S, Trial, Trials
 from slipstream.models.folder import called, resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
@@ -55,9 +57,9 @@ OURS_ALONE = {  # settings that vLLM has no use for -> what to do instead
 }
 
 
-def arguments(config: Config, folder: Path, name: str, known: Sequence[str], rounds: Path) -> dict[str, Any]:
-    """Of vLLM's engine, whose names are ``known``. ``rounds``: the socket that its workers tell of their steps. Raises
-    ConfigError naming the key."""
+def arguments(config: Config, folder: Path, name: str, known: Sequence[str]) -> dict[str, Any]:
+    """Of vLLM's engine, whose names are ``known``. They are the same at each start: vLLM keeps what it compiles by
+    them. Raises ConfigError naming the key."""
     model, target, given = config.model, config.target, dict(config.target.vllm or {})
     for setting, instead in OURS_ALONE.items():
         section, field = setting.split(".")
@@ -83,13 +85,16 @@ def arguments(config: Config, folder: Path, name: str, known: Sequence[str], rou
     if (mode := given.get("logprobs_mode", RAW)) != RAW:
         raise ConfigError(f"target.engine.vllm.logprobs_mode: {str(mode)[:64]} is not what requests ask for: leave it "
                           "out")
+    if given.get("stream_interval", 1) != 1:
+        raise ConfigError("target.engine.vllm.stream_interval: tokens are told step by step, with what the step gave: "
+                          "leave it out")
     if not isinstance(grammars, Mapping):
         raise ConfigError("target.engine.vllm.structured_outputs_config: must be a table, as {backend: guidance}")
-    return {**ours, **_drafting(config, given, rounds), **given,
+    return {**ours, **_drafting(config, given), **given,
             "structured_outputs_config": {"backend": "guidance", **grammars}}
 
 
-def _drafting(config: Config, given: dict[str, Any], rounds: Path) -> dict[str, Any]:
+def _drafting(config: Config, given: dict[str, Any]) -> dict[str, Any]:
     """Arguments that put our proposer beside vLLM's model; none where nobody drafts."""
     target, policy = config.target, config.target.policy
     if not drafts(config):
@@ -102,9 +107,15 @@ def _drafting(config: Config, given: dict[str, Any], rounds: Path) -> dict[str, 
     if not isinstance(more, Mapping) or not isinstance(own := more.get("slipstream", {}), Mapping):
         raise ConfigError("target.engine.vllm.additional_config: must be a table, as {slipstream: {layers: [2]}}")
     options = {"drafts": list(target.drafts), "deadline_s": policy.deadline_max_s,
-               "prompt_lookup": target.prompt_lookup, "always": policy.always, "rounds": str(rounds),
+               "prompt_lookup": target.prompt_lookup, "always": policy.always,
                "tls": config.wire.tls.model_dump(mode="json"), "kubeconfig": config.wire.kubeconfig,
                **own}
+    from slipstream_vllm.options import Options
+
+    try:  # vLLM's processes would say it, and the service no more than that they have ended
+        Options.of(options)
+    except ConfigError as error:
+        raise ConfigError(f"target.engine.vllm.additional_config.{error}") from error
     return {"speculative_config": {"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
                                    "num_speculative_tokens": policy.max_nodes},
             "additional_config": {**more, "slipstream": options},
@@ -128,12 +139,12 @@ def vllm_version() -> str:
     return version
 
 
-def _args(config: Config, folder: Path, name: str, rounds: Path) -> Any:
+def _args(config: Config, folder: Path, name: str) -> Any:
     """As ``arguments``, for vLLM."""
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    wanted = arguments(config, folder, name, [field.name for field in fields(AsyncEngineArgs)], rounds)
+    wanted = arguments(config, folder, name, [field.name for field in fields(AsyncEngineArgs)])
     grammars = StructuredOutputsConfig(**wanted.pop("structured_outputs_config"))
     return AsyncEngineArgs(**wanted, structured_outputs_config=grammars)
 
@@ -163,7 +174,8 @@ def start(config: Config) -> Running:
         def log_engine_initialized(self) -> None: ...
 
     try:
-        engine = AsyncLLM.from_engine_args(_args(config, folder, name, rounds.path), stat_loggers=[Filled])
+        os.environ[SOCKET] = str(rounds.path)  # for its processes
+        engine = AsyncLLM.from_engine_args(_args(config, folder, name), stat_loggers=[Filled])
     except Exception as error:
         rounds.close()
         if isinstance(error, ConfigError):
@@ -246,8 +258,7 @@ class Node:
         self._version = vllm_version()
         folder = resolve(config.model.path)
         # Nobody on this machine serves the answers, so nobody is told of a step.
-        self._args = _args(config, folder, config.router.model_name or called(folder),
-                           Path(tempfile.gettempdir()) / "nobody")
+        self._args = _args(config, folder, config.router.model_name or called(folder))
         self._executor: Any = None
         self._ended = False
 

@@ -81,6 +81,26 @@ class Request:
         return SimpleNamespace(max_new_tokens=self.max_new_tokens)
 
 
+class Arguments(SimpleNamespace):
+    """``ServerArgs``: what was written. What SGLang makes of the rest is declared beside it."""
+
+    def __init__(self, declared: dict[str, Any], **written: Any) -> None:
+        super().__init__(**written, _resolved_overrides=[("the pipeline", declared)])
+
+
+class Resolving:
+    """What ``resolving_view`` gives: what was declared last, else what was written."""
+
+    def __init__(self, server_args: Any) -> None:
+        self._server_args = server_args
+
+    def __getattr__(self, name: str) -> Any:
+        for _, declared in reversed(self._server_args._resolved_overrides):
+            if name in declared:
+                return declared[name]
+        return getattr(self._server_args, name)
+
+
 class Batch:
     """``ScheduleBatch`` of a decode step. ``spec_info`` is what the step before handed on."""
 
@@ -137,11 +157,11 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[dict[str, CustomSpecAlgo]]:
     """SGLang's modules. Gives what is registered."""
     SpeculativeAlgorithm.known = {}
     rooms = {"ngram_worker": {"NGRAMWorker": NGRAMWorker}, "spec_info": {"SpeculativeAlgorithm": SpeculativeAlgorithm},
-             "spec_registry": {"CustomSpecAlgo": CustomSpecAlgo}}
-    for name in ("sglang", "sglang.srt", "sglang.srt.speculative"):
+             "spec_registry": {"CustomSpecAlgo": CustomSpecAlgo}, "overrides": {"resolving_view": Resolving}}
+    for name in ("sglang", "sglang.srt", "sglang.srt.speculative", "sglang.srt.arg_groups"):
         patch.setitem(sys.modules, name, ModuleType(name))
     for name, content in rooms.items():
-        module = ModuleType(f"sglang.srt.speculative.{name}")
+        module = ModuleType(f"sglang.srt.{'arg_groups' if name == 'overrides' else 'speculative'}.{name}")
         for key, value in content.items():
             setattr(module, key, value)
         patch.setitem(sys.modules, module.__name__, module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 import urllib.request
 from array import array
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from slipstream_sglang import KNOWN, adapter_fits
+import slipstream_sglang
+from slipstream_sglang import KNOWN, adapter_0_5_23, adapter_fits
 from slipstream_sglang.adapter_0_5_23 import NAME, NODES, adapt
 from slipstream_sglang.trees import laid_out
 
@@ -20,13 +23,15 @@ from bench.fleet import free_port
 from draft_service.worker import DraftWorker
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
+from slipstream.models.folder import tokenizer_hash
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, Open, TargetHello
 from slipstream.protocol.tree import DraftTree
 from tests.pair import local_link_to
-from tests.sglang_stub import Batch, CustomSpecAlgo, Request, installed, relayed
+from tests.sglang_stub import Arguments, Batch, CustomSpecAlgo, Request, installed, relayed
 from tests.test_following import Heard, plain
 from tests.tiny import write_tiny_model
 
+ROOT = Path(__file__).parent.parent
 PROMPT = list(b"one two three one two three")
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", 4, 2, 4096)
 
@@ -43,19 +48,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-def arguments(folder: Path, given: object = None, **changes: Any) -> SimpleNamespace:
+def arguments(folder: Path, given: object = None, **changes: Any) -> Arguments:
     """SGLang's arguments, as far as they are read or settled."""
     file = folder / "slipstream.json"
     file.write_text(json.dumps(given or {"drafts": ["127.0.0.1:1"], "prompt_lookup": False, "always": True,
                                         "deadline_s": 30.0}))  # nothing that is counted hangs on the machine's pace
-    return SimpleNamespace(**{
+    return Arguments({"tokenizer_path": str(folder)}, **{
         "speculative_adaptive_config": str(file), "speculative_num_draft_tokens": None, "speculative_num_steps": None,
         "speculative_ngram_max_bfs_breadth": 10, "speculative_eagle_topk": None, "disable_overlap_schedule": True,
         "enable_mixed_chunk": True, "max_running_requests": None, "page_size": None, "attention_backend": "fa3",
-        "tp_size": 1, "pp_size": 1, "dp_size": 1, "model_path": str(folder), "tokenizer_path": str(folder), **changes})
+        "tp_size": 1, "pp_size": 1, "dp_size": 1, "model_path": str(folder), "tokenizer_path": None, **changes})
 
 
-def worker_of(known: dict[str, CustomSpecAlgo], given: SimpleNamespace) -> Any:
+def worker_of(known: dict[str, CustomSpecAlgo], given: Arguments) -> Any:
     """As SGLang's scheduler comes by it."""
     algorithm = known[NAME]
     assert algorithm.validate_server_args is not None
@@ -135,6 +140,15 @@ def test_it_has_a_page_of_metrics(known: dict[str, CustomSpecAlgo], folder: Path
     worker.links.page.close()
 
 
+def test_drafts_are_told_the_tokenizer_that_sglang_takes(known: dict[str, CustomSpecAlgo], folder: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its path stands nowhere where ``--tokenizer-path`` is left out: SGLang declares that it is the model's."""
+    hellos = list[TargetHello]()
+    monkeypatch.setattr(adapter_0_5_23, "Links", lambda options, hello, *_: hellos.append(hello))
+    worker_of(known, arguments(folder))
+    assert [hello.tokenizer_hash for hello in hellos] == [tokenizer_hash(folder)]
+
+
 def test_without_a_draft_each_step_gives_a_token(known: dict[str, CustomSpecAlgo], folder: Path) -> None:
     worker, requests = worker_of(known, arguments(folder)), two()
     assert worker.draft_token_num == NODES and play(worker, requests, 5) == 0
@@ -188,11 +202,20 @@ def test_what_stands_for_pictures_is_told_as_a_token_of_the_model(known: dict[st
 def test_a_tree_is_laid_out_as_masks() -> None:
     tree = DraftTree(5, [7, 1, 2, 3], [-1, 0, 0, 1], [0, 1, 2, 3], [0.0] * 4)
     tokens, mask = laid_out([7, 9], [tree, None], 5)
-    assert tokens.tolist() == [7, 1, 2, 3, 0, 9, 0, 0, 0, 0]
+    assert tokens.tolist() == [7, 1, 2, 3, 0, 9, 0, 1, 2, 3]
     assert mask.reshape(2, 5, 5)[0].astype(int).tolist() == [
         [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 0, 0, 1]]
     stale, _ = laid_out([8], [tree], 5)
-    assert stale.tolist() == [8, 0, 0, 0, 0]
+    assert stale.tolist() == [8, 0, 1, 2, 3]
+
+
+def test_a_sampled_token_comes_as_often_as_the_model_says() -> None:
+    """SGLang adds up the chances of siblings: one that two of them carry would come twice as often."""
+    tree = DraftTree(5, [7, 0, 2, 1], [-1, 0, 0, 1], [0, 1, 2, 3], [0.0] * 4)
+    tokens, mask = laid_out([7, 9], [tree, None], 8)
+    for one, ancestors in zip(tokens.reshape(2, 8), mask.reshape(2, 8, 8), strict=True):
+        below = [(int(np.flatnonzero(ancestors[node, :node])[-1]), int(one[node])) for node in range(1, 8)]
+        assert len(set(below)) == 7, below
 
 
 def test_the_algorithm_is_one_of_the_n_gram_kind(known: dict[str, CustomSpecAlgo], folder: Path) -> None:
@@ -213,6 +236,15 @@ def test_what_cannot_be_is_refused_by_name(known: dict[str, CustomSpecAlgo], fol
                                            words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         worker_of(known, arguments(folder, **changes))
+
+
+def test_what_installs_it_has_all_that_it_needs_of_ours() -> None:
+    """No index has it."""
+    said = (slipstream_sglang.__doc__ or "").split("pip install ")[1].split("#")[0].split()
+    project = tomllib.loads((ROOT / "integrations" / "sglang" / "pyproject.toml").read_text("utf-8"))["project"]
+    ours = {name.split("==")[0] for name in project["dependencies"]} | {project["name"]}
+    found = {tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"]["name"] for folder in said}
+    assert found == ours
 
 
 def test_other_versions_are_refused_by_name() -> None:

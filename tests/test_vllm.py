@@ -52,7 +52,7 @@ class Runner:
     """As much of ``GPUModelRunner`` as the adapter reads, with an engine that ``chosen`` speaks for."""
 
     def __init__(self, requests: Sequence[str], max_tokens: int, temperature: float = 0.0, device: str = "cpu") -> None:
-        self.max_model_len, self.device = 4096, SimpleNamespace(type=device)
+        self.max_model_len, self.device, self.most = 4096, SimpleNamespace(type=device), 4
         self.requests = {request: SimpleNamespace(sampling_params=SimpleNamespace(
             max_tokens=max_tokens, temperature=temperature, extra_args=None, min_tokens=0))
             for request in requests}
@@ -84,7 +84,7 @@ class Runner:
         spoken = {request: chain for request, chain in zip(self.input_batch.req_ids, chains, strict=True) if chain}
         total = len(chains) + sum(map(len, chains))
         return SimpleNamespace(finished_req_ids=set(finished), scheduled_spec_decode_tokens=spoken,
-                               total_num_scheduled_tokens=total), sampled
+                               total_num_scheduled_tokens=total, num_spec_tokens_to_schedule=self.most), sampled
 
 
 @contextmanager
@@ -151,6 +151,21 @@ def test_the_token_behind_draft_tokens_is_one_of_the_least_or_none_of_them_is(le
     assert all(count >= least or count + chain < least for count, chain in behind)
     assert any(chain for count, chain in behind if count < least) == (least > 1)
     assert any(chain == 4 for count, chain in behind if count >= least)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_schedule_of_vllm_by_the_size_of_a_batch_is_kept_to(most: int) -> None:
+    """``num_speculative_tokens_per_batch_size``, as its own drafts are told it with each step."""
+    runner, chains = Runner(["a", "b"], 400), fresh()
+    with drafted(chains):
+        assert play(runner, chains, 10) > 0
+        runner.most, proposed = most, list[list[int]]([[], []])
+        for _ in range(10):
+            output, sampled = runner.step(proposed)
+            proposed = chains.step(rows_of(runner, output, sampled), (), output.total_num_scheduled_tokens)
+            assert {len(chain) for chain in proposed} <= {0, most}
+        runner.most = 4
+        assert play(runner, chains, 20) > 10
 
 
 def test_a_request_that_was_computed_anew_is_followed_again() -> None:

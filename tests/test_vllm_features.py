@@ -104,7 +104,8 @@ class Runner:
         batch.block_table = [SimpleNamespace(block_size=BLOCK, get_numpy_array=lambda: table)]
         total = {request: count + len(chains.get(request, ())) for request, count in scheduled.items()}
         output = SimpleNamespace(finished_req_ids=set(), scheduled_spec_decode_tokens=dict(chains),
-                                 num_scheduled_tokens=total, total_num_scheduled_tokens=sum(total.values()))
+                                 num_scheduled_tokens=total, total_num_scheduled_tokens=sum(total.values()),
+                                 num_spec_tokens_to_schedule=4)
         # Padding behind the rows, as captured graphs have it.
         given = {layer: torch.tensor([*states, [-1.0, -1.0]]) for layer, states in taps.items()}
         return output, sampled, [given[0], given[2]], given[3]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from slipstream_vllm.remote import speaks
+from slipstream_vllm import remote
+from slipstream_vllm.remote import RemoteDrafter, speaks
 
 from slipstream.base.errors import ConfigError
+from slipstream.protocol.messages import TargetHello
 
 
 def parallel(rank: int, tensor: int = 1, stages: int = 1, prefill: int = 1, backend: str = "mp") -> Any:
@@ -22,6 +25,22 @@ def parallel(rank: int, tensor: int = 1, stages: int = 1, prefill: int = 1, back
 def test_the_rank_whose_proposals_vllm_takes_speaks(tensor: int, stages: int, prefill: int, speaker: int) -> None:
     ranks = range(tensor * stages * prefill)
     assert [rank for rank in ranks if speaks(parallel(rank, tensor, stages, prefill))] == [speaker]
+
+
+def test_a_model_has_the_name_under_which_vllm_serves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In metrics, beside vLLM's own, and in the logs of drafts."""
+    hellos = list[TargetHello]()
+    monkeypatch.setattr(remote, "adapt", lambda: None)
+    monkeypatch.setattr(remote, "Links", lambda options, hello, *_: hellos.append(hello))
+    model = SimpleNamespace(model=str(tmp_path), served_model_name="llama", tokenizer=str(tmp_path), max_model_len=64,
+                            hf_text_config=SimpleNamespace(hidden_size=4, num_hidden_layers=2),
+                            get_vocab_size=lambda: 260)
+    drafter = RemoteDrafter(SimpleNamespace(
+        model_config=model, speculative_config=SimpleNamespace(num_speculative_tokens=4),
+        additional_config={"slipstream": {"drafts": ["draft:8052"]}}, parallel_config=parallel(0)))
+    assert [hello.model_id for hello in hellos] == ["llama"]
+    page = drafter.metrics.registry.page("")[1].decode()
+    assert 'slipstream_drafts_connected{model="llama",service="target"}' in page
 
 
 def test_ranks_that_schedule_for_themselves_are_refused() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from slipstream_vllm.options import Options
-from slipstream_vllm.remote import RemoteDrafter, Teller
+from slipstream_vllm.remote import RemoteDrafter, Teller, listener
 from slipstream_vllm.worker import Drafted
 
 from slipstream.base.config import Config, TargetSection, load
@@ -26,7 +26,7 @@ from slipstream.base.errors import CapacityError, ConfigError, Draining, Invalid
 from slipstream.base.offload import Child
 from slipstream.following.chains import Chains
 from slipstream.following.following import Inbox
-from slipstream.following.rounds import Told, ToldStep, decode
+from slipstream.following.rounds import SOCKET, Told, ToldStep, decode
 from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans, Value
@@ -49,7 +49,8 @@ IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 PROMPT = tuple(SAID)
 ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs", "max_model_len", "quantization",
              "tensor_parallel_size", "structured_outputs_config", "speculative_config", "additional_config",
-             "worker_extension_cls", "per_request_spec_decode_metrics", "gpu_memory_utilization", "logprobs_mode"]
+             "worker_extension_cls", "per_request_spec_decode_metrics", "gpu_memory_utilization", "logprobs_mode",
+             "stream_interval"]
 DRAFT = ("127.0.0.1:8052", True, "ngram", "")
 PLAIN = {"folder": "", "allowed_names": []}
 
@@ -363,13 +364,15 @@ def chosen_all(runner: Runner) -> bool:
     return all(text[len(PROMPT) :] == plain(len(text) - len(PROMPT)) for text in runner.texts.values())
 
 
-def test_workers_tell_of_each_step_and_need_nobody_who_listens(tmp_path: Path) -> None:
+def test_workers_tell_of_each_step_and_need_nobody_who_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listener() is None
     path = tmp_path / "rounds"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
         ear.bind(str(path))
         ear.setblocking(False)
         runner = Runner(["a", "b"], 400)
-        chains = Chains(OPTIONS.section(4), TargetMetrics("function"), tell=Teller(str(path)).tell)
+        monkeypatch.setenv(SOCKET, str(path))  # by the target that has it
+        chains = Chains(OPTIONS.section(4), TargetMetrics("function"), tell=listener())
         with following(chains):
             accepted = play(runner, chains, 10)  # the system keeps ten until somebody reads
             steps = list[ToldStep]()
@@ -832,7 +835,7 @@ def test_settings_become_vllms_arguments() -> None:
     given = arguments(settings("target.max_sessions=8", "target.policy.max_nodes=4", "target.max_context=1024",
                                "model.tensor_parallel=2", "target.engine={vllm: {gpu_memory_utilization: 0.8, "
                                "additional_config: {slipstream: {layers: [2]}, other: 1}}}"),
-                      Path("/models/m"), "m", ARGUMENTS, Path("/r"))
+                      Path("/models/m"), "m", ARGUMENTS)
     assert given == {
         "model": "/models/m", "served_model_name": "m", "dtype": "bfloat16", "max_num_seqs": 8, "max_model_len": 1024,
         "tensor_parallel_size": 2, "gpu_memory_utilization": 0.8,
@@ -841,14 +844,14 @@ def test_settings_become_vllms_arguments() -> None:
         "speculative_config": {"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
                                "num_speculative_tokens": 4},
         "additional_config": {"slipstream": {"drafts": ["127.0.0.1:8052"], "deadline_s": 0.25, "prompt_lookup": True,
-                                             "always": False, "rounds": "/r", "layers": [2], "kubeconfig": "",
-                                             "tls": PLAIN}, "other": 1},
+                                             "always": False, "layers": [2], "kubeconfig": "", "tls": PLAIN},
+                              "other": 1},
     }
     secured = settings("log.spans=http://collector:4317", "wire.tls.folder=a", "wire.tls.allowed_names=[router]")
-    followed = Options.of(arguments(secured, Path("/m"), "m", ARGUMENTS, Path("/r"))["additional_config"]["slipstream"])
-    assert followed.rounds == "/r" and followed.tls == secured.wire.tls, "what we write, a worker reads"
+    followed = Options.of(arguments(secured, Path("/m"), "m", ARGUMENTS)["additional_config"]["slipstream"])
+    assert followed.tls == secured.wire.tls, "what we write, a worker reads"
     for plainly in ("target.drafts=[]", "target.policy.max_nodes=0"):
-        assert "speculative_config" not in arguments(settings(plainly), Path("/m"), "m", ARGUMENTS, Path("/r"))
+        assert "speculative_config" not in arguments(settings(plainly), Path("/m"), "m", ARGUMENTS)
 
 
 @pytest.mark.parametrize(("overrides", "words"), [
@@ -860,12 +863,16 @@ def test_settings_become_vllms_arguments() -> None:
     (("target.engine={vllm: {structured_outputs_config: x}}",), "structured_outputs_config: must be a table"),
     (("target.engine={vllm: {additional_config: '{}'}}",), "additional_config: must be a table"),  # as vLLM's flag is
     (("target.engine={vllm: {additional_config: {slipstream: [2]}}}",), "additional_config: must be a table"),
+    (("target.engine={vllm: {additional_config: {slipstream: {layer: [2]}}}}",),
+     r"target\.engine\.vllm\.additional_config\.slipstream\.layer: not known; use one of .*layers"),
+    (("target.engine={vllm: {additional_config: {slipstream: {features_gb: many}}}}",), "slipstream.features_gb"),
     (("target.engine={vllm: {speculative_config: {}}}",), "target.drafts"),
     (("target.engine={vllm: {logprobs_mode: raw_logits}}",), "logprobs_mode: raw_logits is not"),
+    (("target.engine={vllm: {stream_interval: 8}}",), "stream_interval: tokens are told step by step"),
 ])
 def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        arguments(settings(*overrides), Path("/m"), "m", ARGUMENTS, Path("/r"))
+        arguments(settings(*overrides), Path("/m"), "m", ARGUMENTS)
 
 
 @pytest.mark.parametrize("wrong", ["sglang", "{vllm: 3}", "{sglang: {}}", "3"])

@@ -84,7 +84,7 @@ class SleepingRunner:
             batch.num_tokens_no_spec[place] += len(new)
         verified = {name: list(chain) for name, chain in zip(batch.req_ids, chains, strict=True) if chain}
         return SimpleNamespace(finished_req_ids=set[str](), scheduled_spec_decode_tokens=verified,
-                               total_num_scheduled_tokens=rows), sampled
+                               total_num_scheduled_tokens=rows, num_spec_tokens_to_schedule=CHAIN), sampled
 
     def _accepted(self, place: int, chain: Sequence[int]) -> list[int]:
         length = int(self.input_batch.num_tokens_no_spec[place])

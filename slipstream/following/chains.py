@@ -213,7 +213,7 @@ class Chains:
         self.following.flush()
         self._say(step)
         waits_s = self._clock()
-        drafted = [one for one in asked if one is not None]
+        drafted = [one for row, one in zip(rows, asked, strict=True) if one is not None and row.most != 0]
         self.following.wait(drafted, max(0.0, now_s + self._deadline_s - waits_s))
         taken_s = self._clock()
         chains = [self._chain(row, one) if one is not None else [] for row, one in zip(rows, asked, strict=True)]

@@ -16,6 +16,7 @@ from typing import get_args
 from slipstream.protocol.requests import State
 
 STATES = get_args(State)
+SOCKET = "SLIPSTREAM_ROUNDS"  # of the environment: the datagram socket of this machine that is told, if one is
 LONGEST_S = 3600.0  # that a step may have taken
 
 

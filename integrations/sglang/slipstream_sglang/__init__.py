@@ -1,6 +1,6 @@
 """Slipstream drafts for SGLang: its own engine asks a draft service for the trees that it verifies.
 
-    pip install . ./integrations/sglang   # in a checkout: it is on no public index
+    pip install . ./integrations/vllm ./integrations/sglang   # in a checkout: they are on no public index
     python -m sglang.launch_server --model-path MODEL --speculative-algorithm SLIPSTREAM \
         --speculative-num-draft-tokens 12 --speculative-adaptive-config slipstream.json   # {"drafts": ["draft:8052"]}
 

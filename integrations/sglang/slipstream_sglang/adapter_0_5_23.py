@@ -31,6 +31,7 @@ NODES = 12  # of a tree, root included, where --speculative-num-draft-tokens doe
 
 def adapt() -> None:
     """Register the algorithm; once a process."""
+    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.speculative.ngram_worker import NGRAMWorker
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -48,13 +49,14 @@ def adapt() -> None:
     class RemoteWorker(NGRAMWorker):  # type: ignore[misc]
         def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
-            options, shape = options_of(server_args), target_worker.model_config
-            metrics = TargetMetrics(str(server_args.model_path))
+            given = resolving_view(server_args)  # the record has what was written alone
+            options, shape = options_of(given), target_worker.model_config
+            metrics = TargetMetrics(str(given.model_path))
             chains = Chains(options.section(self.draft_token_num - 1), metrics)
             self.limit = shape.context_len
-            branches = server_args.speculative_ngram_max_bfs_breadth > 1
+            branches = given.speculative_ngram_max_bfs_breadth > 1
             self.trees = Trees(chains, self.draft_token_num, shape.vocab_size, branches)
-            self.links = Links(options, hello_of(server_args, shape), chains.following, metrics)
+            self.links = Links(options, hello_of(given, shape), chains.following, metrics)
 
         def _prepare_draft_tokens(self, batch: Any) -> tuple[Tokens, Mask]:
             return self.trees.drafted(asked_of(self, batch))
@@ -75,7 +77,7 @@ def adapt() -> None:
 
 
 def hello_of(server_args: Any, shape: Any) -> TargetHello:
-    """``shape``: SGLang's configuration of the model."""
+    """``server_args``: as resolved; ``shape``: SGLang's configuration of the model."""
     text = shape.hf_text_config
     return TargetHello(PROTOCOL_VERSION, 0, str(server_args.model_path), shape.vocab_size,
                        digest_of(str(server_args.tokenizer_path), getattr(server_args, "revision", None)),
@@ -110,8 +112,6 @@ def options_of(server_args: Any) -> Options:
     options = Options.of(given)
     if isinstance(given, Mapping) and (given.get("layers") or given.get("features_gb")):
         raise ConfigError("slipstream.layers: states are not taken out of SGLang; drafters that read none fit")
-    if options.rounds is not None:
-        raise ConfigError("slipstream.rounds: it is for a target of Slipstream, which SGLang is not")
     return options
 
 

@@ -2,8 +2,9 @@
 
 Rules:
 1. Each request has ``nodes`` nodes. The first is its newest token; those that nobody proposed stand behind the others
-   as children of it with the token 0, as SGLang's own n-gram drafts have them. The engine verifies each node: one that
-   nobody meant costs what is paid anyway, and changes no token.
+   as children of it, each with a token of its own: SGLang takes a sampled token as often as all siblings that carry it
+   together, so twice the same one would come twice as often. The engine verifies each node: one that nobody meant costs
+   what is paid anyway, and changes no token.
 2. What drafts do never raises here (``following.chains``, rule 1): without them a request is its newest token.
 3. What stands in a prompt for a picture may be no token of the model's: drafts would refuse it, and the engine would
    end if it had to verify one, so it is told as the token 0.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -102,9 +104,13 @@ def laid_out(roots: Sequence[int], trees: Sequence[DraftTree | None], nodes: int
     mask[:, :, 0] = mask[:, range(nodes), range(nodes)] = True
     tokens[:, 0] = roots
     for place, tree in enumerate(trees):
-        if tree is None or tree.tokens[0] != roots[place]:
-            continue
-        tokens[place, : len(tree)] = tree.tokens
-        for node in range(1, len(tree)):
-            mask[place, node] |= mask[place, tree.parents[node]]
+        known, children = 1, set[int]()
+        if tree is not None and tree.tokens[0] == roots[place]:
+            known = len(tree)
+            tokens[place, :known] = tree.tokens
+            children = {token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == 0}
+            for node in range(1, known):
+                mask[place, node] |= mask[place, tree.parents[node]]
+        others = (token for token in range(2 * nodes) if token not in children)
+        tokens[place, known:] = list(islice(others, nodes - known))
     return tokens.reshape(-1), mask.reshape(-1)

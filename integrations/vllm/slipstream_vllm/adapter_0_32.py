@@ -220,6 +220,7 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
     behind draft tokens as if these were not there, so that token stands among the ``min_tokens``, too."""
     batch, verified, keyed = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens, keyed_of(runner)
     count, requests, longest = len(batch.req_ids), runner.requests, runner.max_model_len
+    scheduled = scheduler_output.num_spec_tokens_to_schedule  # fewer in large batches, if vLLM is told so
     right = runner.device.type != "cpu"  # as vLLM verifies drafts of sampled requests
     able, texts = right or keyed is not None, batch.token_ids_cpu
     facts = zip(batch.req_ids, sampled, batch.num_tokens_no_spec[:count].tolist(),
@@ -230,7 +231,7 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
         tokens = partial(text_of, texts, place, length, batch.vocab_size)
         drafted = len(verified[request]) if request in verified else 0
         if asked is None:
-            rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right))
+            rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right, most=scheduled))
             continue
         most, extra, least = asked.max_tokens, asked.extra_args, prompt + asked.min_tokens - length
         rows.append(Row(request, length, tuple(new), drafted, prompt,
@@ -238,7 +239,7 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
                         able or asked.temperature == 0.0,
                         GREEDY if keyed is None else keyed.known.of(request, asked)[0],
                         extra.get(SWITCH) if extra else None, None, extra.get(HEADER) if extra else None,
-                        least - 1 if least > 0 else None))
+                        min(scheduled, least - 1) if least > 0 else scheduled))
     return rows
 
 

@@ -29,7 +29,6 @@ class Options:
     layers: tuple[int, ...] = ()  # whose states drafts may read, as ``FeatureSpec.layers``
     features_gb: Annotated[float, Field(gt=0, le=1 << 20)] = 1.0  # of such states, kept beside the engine's KV
     keyed: bool = True  # see ``sampling``
-    rounds: str | None = None  # a datagram socket of this machine that is told of each step; a target's
     metrics_listen: Listen | None = None  # a page of our metrics, of this process; None: no page
     tls: TlsSection = TlsSection()  # with drafts, as wire.tls; none: plain text
     kubeconfig: str = ""  # as wire.kubeconfig

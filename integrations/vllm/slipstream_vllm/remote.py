@@ -13,13 +13,15 @@ It knows nothing of vLLM's batch: an adapter reads that.
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from slipstream.base.errors import ConfigError
 from slipstream.following.chains import Chains
-from slipstream.following.rounds import ToldStep, encode
+from slipstream.following.rounds import SOCKET, ToldStep, encode
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
@@ -42,18 +44,18 @@ class RemoteDrafter:
         self.speaks = speaks(vllm_config.parallel_config)  # with drafts; other ranks of the engine propose nothing
         self.keyed = options.keyed  # wanted; an adapter puts it in place
         self.chooser: Any = None  # the adapter's
-        text = model.hf_text_config
-        hello = TargetHello(PROTOCOL_VERSION, 0, str(model.model), model.get_vocab_size(),
+        text, name = model.hf_text_config, str(model.served_model_name)  # as vLLM's own metrics call it
+        hello = TargetHello(PROTOCOL_VERSION, 0, name, model.get_vocab_size(),
                             digest_of(str(model.tokenizer), getattr(model, "tokenizer_revision", None)),
                             text.hidden_size, text.num_hidden_layers, model.max_model_len)
-        self.metrics = metrics = TargetMetrics(str(model.model))
+        self.metrics = metrics = TargetMetrics(name)
         # Only here: who imports this package needs no torch.
         from slipstream_vllm.features import States, Taps
 
         taps = Taps(options.layers, text.num_hidden_layers)
         self.states = States(taps, int(options.features_gb * (1 << 30))) if options.layers else None
         self.chains = Chains(options.section(speculative.num_speculative_tokens), metrics, states=self.states,
-                             tell=Teller(options.rounds).tell if options.rounds is not None else None)
+                             tell=listener())
         self._links = Links(options, hello, self.chains.following, metrics, taps.check, self.speaks)
 
     @property
@@ -82,6 +84,13 @@ def speaks(parallel: Any) -> bool:
                           "drafts would part; use mp or ray")
     last = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
     return bool(parallel.rank == parallel.world_size - last)
+
+
+def listener() -> Callable[[ToldStep], None] | None:
+    """Who hears of each step; None: nobody. What vLLM compiles it keeps by its arguments, and a socket is another one
+    at each start, so it is no option."""
+    path = os.environ.get(SOCKET)
+    return Teller(path).tell if path else None
 
 
 class Teller:
