@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 import orjson
 import pytest
+from rich.console import Console
 
 from bench.fleet import free_port
 from draft_service.__main__ import host
@@ -31,6 +32,7 @@ from router_service.__main__ import serve as serve_router
 from router_service.balance import Balancer, Targets
 from slipstream.base.config import Config
 from slipstream.base.errors import ConfigError, Draining
+from slipstream.cli.host import launched
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Drop, Open
@@ -141,6 +143,21 @@ def test_the_first_process_of_a_container_ends_while_it_is_loading(tmp_path: Pat
         (first,) = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text().split()
         os.kill(int(first), signal.SIGTERM)
         assert outside.wait() == 128 + signal.SIGTERM
+
+
+def test_a_launch_that_is_to_outlive_its_terminal_does(tmp_path: Path) -> None:
+    """``nohup slipstream serve &`` drained and ended as its terminal was closed."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    twice = Config.model_validate({"router": {"grpc_listen": "127.0.0.1:8000"}})
+    try:
+        for said, then in ((signal.SIG_IGN, signal.SIG_IGN), (signal.SIG_DFL, signal.default_int_handler)):
+            signal.signal(signal.SIGHUP, said)
+            with pytest.raises(ConfigError), launched(twice, tmp_path, Console(quiet=True)):
+                pass
+            assert signal.getsignal(signal.SIGHUP) == then
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("taken_port", ["listen", "metrics_listen"])
