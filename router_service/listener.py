@@ -76,7 +76,8 @@ def _listening(listen: str, stall_s: float) -> socket.socket:
     host, port = host_port(listen)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024)
+        listener = socket.create_server((host, port), family=family, backlog=1024,
+                                        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6())
     except OSError as error:
         raise ConfigError(f"router.listen: cannot listen on {listen} ({error}); is the port taken?") from error
     # Connections inherit it. asyncio sets it only on sockets that name their protocol, which these do not, and without

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import resource
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -177,6 +178,25 @@ async def answer(reader: asyncio.StreamReader) -> int:
         back = b"retry-after: 12" if status == 429 else b"retry-after: 1\r"
         assert json.loads(body)["error"]["message"] and back in head and b"connection: close" in head
     return status
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+async def test_all_interfaces_are_those_of_both_kinds(host: str) -> None:
+    """As gRPC takes the same address, and as it is in pods that have addresses of both."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    app = Slow()
+    app.go.set()
+    listener = HttpListener(app, RouterSection(listen="[::]:0"), WireSection(insecure_allow_plaintext=True),
+                            RouterMetrics("tiny"))
+    await listener.start()
+    reader, writer = await asyncio.open_connection(host, listener.port)
+    writer.write(GET)
+    assert await answer(reader) == 200
+    writer.close()
+    await listener.close()
 
 
 async def test_the_oldest_that_is_idle_goes_and_the_newest_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

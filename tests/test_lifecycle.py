@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 import orjson
 import pytest
+from rich.console import Console
 
 from bench.fleet import free_port
 from draft_service.__main__ import host
@@ -31,6 +32,9 @@ from router_service.__main__ import serve as serve_router
 from router_service.balance import Balancer, Targets
 from slipstream.base.config import Config
 from slipstream.base.errors import ConfigError, Draining
+from slipstream.cli.host import launched
+from slipstream.cli.process import Launch
+from slipstream.grammar.trial import Trial
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Drop, Open
@@ -141,6 +145,70 @@ def test_the_first_process_of_a_container_ends_while_it_is_loading(tmp_path: Pat
         (first,) = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text().split()
         os.kill(int(first), signal.SIGTERM)
         assert outside.wait() == 128 + signal.SIGTERM
+
+
+DRAINING = """
+import asyncio
+from slipstream.base.config import Config
+from slipstream.cli.process import run
+
+async def serve(config, stop, ready):
+    ready()
+    print("here", flush=True)
+    await stop.wait()
+    print("told", flush=True)
+    await asyncio.sleep(0.5)
+
+run(Config(), serve, True)
+"""
+
+
+def test_a_launch_whose_services_are_told_as_well_lets_them_drain(tmp_path: Path) -> None:
+    """systemd sends its signal to all processes of a unit: the launch's own was their second, and cut all answers."""
+    launch = Launch(Config(), tmp_path)
+    for service in launch.services:
+        service.process = subprocess.Popen([sys.executable, "-c", DRAINING], stdin=subprocess.PIPE,
+                                           stdout=subprocess.PIPE)
+        service.ready = True
+    try:
+        for word, number in ((b"here", signal.SIGTERM), (b"told", None)):
+            for service in launch.services:
+                assert service.process is not None and service.process.stdout is not None
+                assert service.process.stdout.readline().strip() == word
+                if number is not None:
+                    service.process.send_signal(number)
+        launch.drain(lambda _: None)
+        assert [service.exit_code for service in launch.services] == [0] * 3
+    finally:
+        launch.kill()
+
+
+def test_processes_beside_a_service_leave_signals_to_it(tiny_folder: Path) -> None:
+    """A terminal and systemd send them to all."""
+    trial = Trial(tiny_folder)
+    trial.wait()
+    child = trial.child
+    assert child is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(child.pid, number)
+    trial.check(Grammar("regex", "a"))
+    assert trial.child is child
+    trial.close()
+
+
+def test_a_launch_that_is_to_outlive_its_terminal_does(tmp_path: Path) -> None:
+    """``nohup slipstream serve &`` drained and ended as its terminal was closed."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    twice = Config.model_validate({"router": {"grpc_listen": "127.0.0.1:8000"}})
+    try:
+        for said, then in ((signal.SIG_IGN, signal.SIG_IGN), (signal.SIG_DFL, signal.default_int_handler)):
+            signal.signal(signal.SIGHUP, said)
+            with pytest.raises(ConfigError), launched(twice, tmp_path, Console(quiet=True)):
+                pass
+            assert signal.getsignal(signal.SIGHUP) == then
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("taken_port", ["listen", "metrics_listen"])

@@ -177,16 +177,19 @@ def test_the_server_takes_get_alone() -> None:
     assert whole("GET /metrics?format=prometheus HTTP/1.1\r\n", registry, lambda: True).startswith(b"HTTP/1.1 200 ")
 
 
-def test_the_server_listens_on_ipv6() -> None:
+@pytest.mark.parametrize(("listen", "hosts"), [("[::1]:0", ["[::1]"]), ("[::]:0", ["[::1]", "127.0.0.1"])])
+def test_the_server_listens_on_ipv6(listen: str, hosts: list[str]) -> None:
+    """All interfaces are those of IPv4, too, as gRPC takes the same address."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    server = MetricsServer("[::1]:0", DraftMetrics("tiny").registry, lambda: True)
+    server = MetricsServer(listen, DraftMetrics("tiny").registry, lambda: True)
     server.start()
     try:
-        with urllib.request.urlopen(f"http://[::1]:{server.port}/live") as response:
-            assert response.status == 200
+        for host in hosts:
+            with urllib.request.urlopen(f"http://{host}:{server.port}/live") as response:
+                assert response.status == 200
     finally:
         server.close()
 

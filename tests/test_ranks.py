@@ -279,6 +279,7 @@ async def test_a_service_that_loses_a_rank_in_mid_answer_says_so_and_ends(folder
 async def test_a_service_of_two_ranks_stops_as_any_other(folder: Path, tmp_path: Path) -> None:
     async with Served(folder, tmp_path / "log") as served:
         rank = served.rank()
+        rank.terminate()  # systemd tells all processes of a unit, and rank 0 drains
         pieces = [piece async for piece in served.client.submit(Request("r", tuple(TEXT), Sampling(), 8))]
         assert sum(len(piece.tokens) for piece in pieces) == 8
         served.process.signal(signal.SIGTERM)

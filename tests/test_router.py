@@ -485,6 +485,8 @@ async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:
                                       (b"[" * 2000, 400, "invalid_json"), (b'{"model": "\xff"}', 400, "invalid_json")):
             response = await r.http.post(CHAT, content=content)
             assert (response.status_code, response.json()["error"]["code"]) == (status, code), content[:20]
+        marked = await r.http.post(CHAT, content=b"\xef\xbb\xbf" + json.dumps({"messages": HELLO}).encode())
+        assert marked.status_code == 200, "as curl sends a file that PowerShell wrote"
         body = gzip.compress(json.dumps({"messages": HELLO}).encode())
         packed = await r.http.post(CHAT, content=body, headers={"content-encoding": "gzip"})
         assert packed.status_code == 400 and "is encoded as 'gzip'" in packed.text, "that it is no JSON helps nobody"

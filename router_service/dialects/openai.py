@@ -23,6 +23,7 @@ from __future__ import annotations
 import difflib
 import re
 import secrets
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -368,7 +369,7 @@ def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[st
 
 def read_body(data: bytes | bytearray) -> Json:
     """The object that a request is. Raises InvalidRequest."""
-    raw = read_json("body", data)
+    raw = read_json("body", data.removeprefix(BOM_UTF8))  # which editors and shells of Windows write before a text
     if not isinstance(raw, dict):
         raise InvalidRequest("body", "must be a JSON object")
     return raw

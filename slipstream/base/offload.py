@@ -75,9 +75,10 @@ def _end(popen: subprocess.Popen[bytes], pipes: threading.Lock) -> None:
 
 
 def bounded(memory: int) -> None:
-    """Inside of the process: it maps at most so many bytes, dies without a core, and leaves a terminal's interrupt to
-    whoever started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Inside of the process: it maps at most so many bytes, dies without a core, and leaves signals that a terminal or
+    systemd sends to all to whoever started it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
         with suppress(ValueError, OSError):  # not every system has all of them
             resource.setrlimit(limit, (most, most))

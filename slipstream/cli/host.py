@@ -2,7 +2,7 @@
 
 Rules:
 1. Nothing is asked: it works without a terminal, and with input closed.
-2. Ctrl-C (or SIGTERM, or a closed terminal) drains; a second one ends everything at once.
+2. Ctrl-C (or SIGTERM, or a closed terminal, but under nohup) drains; a second one ends everything at once.
 3. A head that was made for another target is told of before anyone asks: the target judges it by very short answers,
    as the first rounds of an answer are drafted whatever the policy will think of it. A drafter that is soon right is
    through with a few of them; an n-gram drafter has nothing to be judged by.
@@ -71,7 +71,8 @@ def launched(config: Config, logs: Path | None, console: Console) -> Iterator[La
     folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="slipstream-"))
     launch = Launch(config, folder)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # also where a shell started us with SIGINT ignored
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup says
+            signal.signal(number, signal.default_int_handler)  # also where a shell started us with SIGINT ignored
     try:
         _start(launch, console)
     except BaseException as error:

@@ -275,7 +275,10 @@ class Launch:
             if service.process is None or service.exit_code is not None:
                 continue
             report(f"draining the {service.name}")
-            service.process.send_signal(signal.SIGTERM)
+            if service.ready and service.process.stdin is not None:
+                service.process.stdin.close()  # a signal would be the second where systemd has told all
+            else:
+                service.process.send_signal(signal.SIGTERM)
             try:
                 service.process.wait(patience_s)
             except subprocess.TimeoutExpired:

@@ -11,8 +11,9 @@ It knows nothing about where folders come from (see ``slipstream.models``), sess
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,8 @@ from slipstream.protocol.identity import Identity
 from slipstream.protocol.tree import DraftTree
 
 CONTEXT, ROWS = 120, 16  # of the trial of exactness: tokens before a random tree, and its rows
+ROOT = Path(__file__).parents[1]
+CHOOSING, SOURCES = ("choosing", "engine", "grammar"), (".cpp", ".h", ".py")
 
 
 @fitting("the model")
@@ -94,15 +97,24 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
 
 def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Identity:
     """Of a model that was loaded as ``section`` says from files of the hash ``weights``. Kernels that round alike bear
-    one name: those of one kind, for one kind of device, of one release of ours and torch's."""
+    one name: those of one kind, for one kind of device, of one release of torch and one commit of ours."""
     if model.device.type == "cuda":
         found = torch.cuda.get_device_properties(model.device)  # products and attention are split by processors
         device = f"cuda {found.major}.{found.minor} of {found.multi_processor_count}"
     else:
         device = f"{model.device.type} {torch.backends.cpu.get_cpu_capability()}"
     return Identity(weights, str(model.dtype).removeprefix("torch."), section.quantize,
-                    f"slipstream {__version__}, torch {torch.__version__}, {section.engine}, {model.kernels}, "
-                    f"{device}, ranks {section.tensor_parallel}")
+                    f"slipstream {__version__} {code_digest(ROOT)}, torch {torch.__version__}, {section.engine}, "
+                    f"{model.kernels}, {device}, ranks {section.tensor_parallel}")
+
+
+@cache
+def code_digest(root: Path) -> str:
+    """Of what computes and chooses tokens there: two commits of one release may do it otherwise."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in CHOOSING for path in (root / folder).rglob("*") if path.suffix in SOURCES):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def graphed(model: CausalModel, agreed: Callable[[bool], bool] = bool) -> CausalModel:

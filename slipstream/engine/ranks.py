@@ -25,6 +25,7 @@ It knows nothing about sessions. Format of a part: JSON, for the other ranks.
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -387,6 +388,7 @@ def main() -> None:
         except SlipstreamError as error:
             pipe.send(str(error).encode())
             return
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to all: rank 0 drains, and needs its ranks
         pipe.send(READY)
         while True:
             follower.obey(read(pipe.receive(), part.place))

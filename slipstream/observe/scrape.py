@@ -45,7 +45,8 @@ class MetricsServer:
         self._guests: Guests[asyncio.StreamWriter] = Guests(MOST, MOST_EACH, lambda writer, _: writer.transport.abort())
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, backlog=2 * MOST)
+            self._socket = socket.create_server((host, port), family=family, backlog=2 * MOST,
+                                                dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6())
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"metrics_listen {listen}: {error}; choose another port") from error
         self.port: int = self._socket.getsockname()[1]
