@@ -121,10 +121,35 @@ def test_files_that_services_need_are_read(tiny_folder: Path, tmp_path: Path) ->
         assert check.status == "fail" and str(folder) in check.found and key in check.advice
     laid(issue(authority(tmp_path / "signed"), "a"), folder)
     assert of("certificates", "wire.tls.folder", folder) == Check("certificates", "ok", str(folder))
+    laid(issue(authority(tmp_path / "old"), "a", days=-1), ended := tmp_path / "ended")
+    check = of("certificates", "wire.tls.folder", ended)
+    assert check.status == "fail" and "has ended" in check.found, "every peer refuses it"
     (keys := tmp_path / "keys").write_text("abc name=alice\n")
     assert of("API keys", "router.api_keys_file", keys) == Check("API keys", "ok", str(keys))
     keys.write_text("abc colour=red\n")
     assert "line 1" in of("API keys", "router.api_keys_file", keys).found
+
+
+def test_what_no_service_begins_with_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    """All was well with the doctor."""
+    def of(*settings: str) -> list[tuple[str, str, str]]:
+        listed = checks(load(None, (f"model.path={tiny_folder}", "draft.drafter=ngram", *settings)))
+        assert all(check.advice for check in listed if check.status != "ok")
+        return [(check.name, check.status, check.found) for check in listed
+                if check.name in ("plain text", "discovery", "trace")]
+
+    assert of() == []
+    for key in ("draft.listen", "target.listen", "router.listen", "router.grpc_listen"):
+        ((name, status, said),) = of(f"{key}=0.0.0.0:0")
+        assert (name, status) == ("plain text", "fail") and said.startswith(f"{key}: 0.0.0.0:0 reaches beyond")
+        assert of(f"{key}=0.0.0.0:0", "wire.insecure_allow_plaintext=true") == []
+    assert of("target.metrics_listen=0.0.0.0:0") == [], "anybody may read it"
+    for key in ("target.drafts", "router.targets"):
+        ((name, status, said),) = of(f"{key}=['kubernetes:///draft.llm:50052']", f"wire.kubeconfig={tmp_path}/none")
+        assert (name, status) == ("discovery", "warn") and "need a cluster" in said
+    ((name, status, said),) = of(f"log.trace={tmp_path}/nowhere/trace.json")
+    assert (name, status) == ("trace", "fail") and "nowhere" in said
+    assert of(f"log.trace={tmp_path}/trace.json") == [] and not (tmp_path / "trace.json").exists()
 
 
 def test_a_target_alone_has_no_pair_to_check(tiny_folder: Path, tmp_path: Path) -> None:

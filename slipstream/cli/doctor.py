@@ -9,16 +9,19 @@ It belongs to the command line, not to a service, and imports torch only inside 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from slipstream.base.address import service_address
 from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.cli.process import given_twice, places, refused
@@ -49,7 +52,7 @@ def checks(config: Config) -> list[Check]:
     """All of them, in the order in which a newcomer meets the problems."""
     found = list[Check]()
     for part in (_python, _grpc, _torch, _vllm, _flashinfer, _compiler, _kernels, _memory, _disk, _model, _pairing,
-                 _files, _ports, _exactness):
+                 _files, _beginning, _ports, _exactness):
         try:
             found.extend(part(config))
         except Exception as error:  # a broken installation breaks in its own ways; the other checks still help
@@ -243,11 +246,18 @@ def _tried(draft: DraftSection, model: ModelSection) -> Check:
 def _files(config: Config) -> Iterator[Check]:
     """What services read besides, where it is set."""
     from router_service.tenants import ApiKeys
-    from slipstream.wire.tls import server_credentials, tls_files
+    from slipstream.wire.tls import ends_at, server_credentials, tls_files
 
     tls, keys = tls_files(config.wire.tls), config.router.api_keys_file
+
+    def taken() -> None:
+        if tls is not None:
+            server_credentials(tls)
+            if ends_at(tls.certificate.read_bytes()) <= time.time():
+                raise ConfigError(f"{tls.certificate} has ended: every peer refuses it")
+
     for name, setting, place, read in (
-            ("certificates", "wire.tls.folder", config.wire.tls.folder, lambda: tls and server_credentials(tls)),
+            ("certificates", "wire.tls.folder", config.wire.tls.folder, taken),
             ("API keys", "router.api_keys_file", keys, lambda: ApiKeys(Path(keys)))):
         if not place:
             continue
@@ -257,6 +267,49 @@ def _files(config: Config) -> Iterator[Check]:
             yield Check(name, "fail", str(error), f"correct {setting}, or what is there")
         else:
             yield Check(name, "ok", place)
+
+
+def _beginning(config: Config) -> Iterator[Check]:
+    """What services refuse to begin with, besides."""
+    from slipstream.wire.server import bind_guard
+
+    for key, address in places(config).items():
+        section, public = key.partition(".")[0], key if key.startswith("router.") else ""
+        if key.endswith("metrics_listen") or (config.wire.tls.folder and not public):
+            continue
+        try:
+            bind_guard(address, config.wire, public=public)
+        except ConfigError as error:
+            told, _, advice = str(error).partition("; ")
+            yield Check("plain text", "fail", told if public else f"{section}.{told}", advice)
+    services = [key for key, addresses in (("target.drafts", config.target.drafts),
+                                           ("router.targets", config.router.targets))
+                if any(map(service_address, addresses))]
+    if services and (problem := asyncio.run(_no_cluster(config.wire.kubeconfig))):
+        yield Check("discovery", "warn", problem, f"no service that reads {' or '.join(services)} runs here: correct "
+                    "that, or do what is said")
+    if config.log.spans:
+        try:
+            importlib.import_module("slipstream.observe.otel")
+        except ImportError as error:
+            yield Check("spans", "fail", f"log.spans is set, and {error.name} is not installed",
+                        "run: pip install 'slipstream[otel]'")
+    file = Path(config.log.trace)
+    if config.log.trace and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        yield Check("trace", "fail", f"{file} cannot be written", "correct log.trace")
+
+
+async def _no_cluster(kubeconfig: str) -> str:
+    """Why there is none; "" where there is one. It is not asked."""
+    try:
+        from slipstream.wire.cluster import api_server
+    except ImportError:
+        return "the Kubernetes client is not installed: pip install 'slipstream[kubernetes]'"
+    try:
+        await (await api_server(kubeconfig)).aclose()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _exactness(config: Config) -> Iterator[Check]:
