@@ -22,7 +22,7 @@ from router_service.dialects.openai import Asked
 from router_service.front import GatewayFront
 from router_service.tenants import ANYONE, ApiKeys
 from router_service.text.tokens import LONG_TEXT
-from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
+from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, Unavailable
 from slipstream.protocol.chat import ChatOptions, Message
 from tests.echo import EchoTarget
 from tests.loop import eventually
@@ -141,6 +141,16 @@ async def test_a_broken_stream_is_logged_under_the_request_s_id(tiny_folder: Pat
     said = capsys.readouterr()
     line = next(line for line in (said.out + said.err).splitlines() if "stream broken" in line)
     assert "mine-7" in line and events(answer.text)[0]["id"].removeprefix("chatcmpl-") in line
+
+
+async def test_an_error_of_ours_is_logged_under_the_request_s_id_with_its_place(
+        tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with routing(tiny_folder, EchoTarget(fail_after=0, error=ModelError("no such tensor"))) as r:
+        answer = await r.http.post(CHAT, json={"model": "tiny", "messages": HELLO}, headers={"x-request-id": "mine-8"})
+    assert answer.status_code == 500
+    said = capsys.readouterr()
+    line = next(line for line in (said.out + said.err).splitlines() if "request failed" in line)
+    assert "mine-8" in line and "ModelError" in line and "balance.py" in line
 
 
 async def test_targets_that_fail(tiny_folder: Path) -> None:
