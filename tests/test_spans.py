@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from bench.fleet import free_port, joined
 from draft_service.__main__ import serve as serve_draft
@@ -205,3 +206,42 @@ async def test_a_request_is_followed_from_its_arrival(tiny_folder: Path) -> None
     assert let_in.start_time is not None and let_in.start_time <= let_in_ns and let_in.status.is_unset
     assert turned_away.parent is not None and f"{turned_away.parent.span_id:016x}" == PARENT
     assert turned_away.status.status_code.name == "ERROR"
+
+
+def test_a_collector_that_takes_nothing_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Each service said so twice a batch, every eight seconds, as long as it was away."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="the extra otel is not installed")
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as wire
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+        TraceServiceServicer,
+        add_TraceServiceServicer_to_server,
+    )
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    from slipstream.observe.otel import Exporter, Recorder
+
+    takes = [False, False, True, True, False, False]
+
+    class Collector(TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            if not takes.pop(0):
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not today")
+            return wire.ExportTraceServiceResponse()
+
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    add_TraceServiceServicer_to_server(Collector(), server)
+    exporter = Exporter(f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    server.start()
+    try:
+        with capture_logs() as lines:
+            while takes:
+                Recorder(provider).begin("one").end()
+    finally:
+        exporter.shutdown()
+        server.stop(None)
+    assert [(line["log_level"], line["event"].split(";")[0]) for line in lines] == [
+        ("warning", "spans are not taken"), ("info", "spans are taken again"), ("warning", "spans are not taken")]
+    assert "not today" in lines[0]["problem"] and not caplog.records, caplog.records
