@@ -526,9 +526,9 @@ class Run:
             return
         (now_s, number, num_tokens), self._came = self._came, None
         before_s = self._commits_s.get(number)
-        if before_s is None:
+        if not self._commits_s:  # its others may wait for their turn
             self._gateway.metrics.first_token(now_s - self._arrived_s, self.mode)
-        else:
+        elif before_s is not None:
             self._gateway.metrics.commit(now_s - before_s, num_tokens, self.mode)
         self._commits_s[number] = now_s
 

@@ -153,6 +153,15 @@ async def test_an_error_of_ours_is_logged_under_the_request_s_id_with_its_place(
     assert "mine-8" in line and "ModelError" in line and "balance.py" in line
 
 
+async def test_answers_of_one_request_that_wait_for_their_turn_are_no_slow_first_tokens(tiny_folder: Path) -> None:
+    """Of a list of prompts the last ones begin minutes after their arrival, and somebody was woken for it."""
+    async with routing(tiny_folder, EchoTarget(), max_in_flight=1) as r:
+        assert (await r.post(COMPLETIONS, prompt="hello", n=8)).status_code == 200
+        page = await r.metrics()
+    (count,) = re.findall(r"^slipstream_time_to_first_token_seconds_count{.*} (\S+)$", page, re.MULTILINE)
+    assert float(count) == 1
+
+
 async def test_targets_that_fail(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget(fail_after=0, error=Unavailable("gone"))) as r:
         refused = await r.post(CHAT, messages=HELLO, stream=True)
