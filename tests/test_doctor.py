@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 import subprocess
@@ -107,6 +108,20 @@ def test_what_a_container_has_used_is_not_free(tiny_folder: Path, monkeypatch: p
     monkeypatch.setattr("slipstream.engine.runner.limited_memory", lambda: (1 << 30, 1 << 32))
     (memory,) = found("memory", Config.model_validate({"model": {"path": str(tiny_folder)}}))
     assert (memory.status, memory.found) == ("warn", "1.0 of 4.0 GiB are free") and "target.slots" in memory.advice
+
+
+def test_memory_is_compared_with_what_the_model_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GiB were enough for any model, and the start of one with 8 billion weights was killed by the system."""
+    monkeypatch.setattr("slipstream.engine.runner.limited_memory", lambda: (4 << 30, 1 << 40))
+    head = json.dumps({"w": {"dtype": "F32", "shape": [2 << 30], "data_offsets": [0, 8 << 30]}}).encode()
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "model.safetensors").open("wb") as file:  # mostly a hole, which takes no disk
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + (8 << 30))
+    for setting, status, said in (("dtype=bfloat16", "warn", "needs about 5 GiB"), ("quantize=int8", "ok", ""),
+                                  ("dtype=float32", "warn", "needs about 9 GiB")):
+        (check,) = found("memory", load(None, (f"model.path={tmp_path}", "draft.drafter=ngram", f"model.{setting}")))
+        assert check.status == status and said in check.advice
 
 
 def test_files_that_services_need_are_read(tiny_folder: Path, tmp_path: Path) -> None:

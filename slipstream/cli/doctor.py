@@ -17,6 +17,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,7 +34,7 @@ Status = Literal["ok", "warn", "fail"]
 
 MIN_TORCH = (2, 11)
 GIB = 1 << 30
-NEEDED_MEMORY = 2 * GIB  # the default model in bfloat16, its KV slots, three processes
+NEEDED_MEMORY = 2 * GIB  # at least: the default model in bfloat16, its KV slots, three processes
 CHECK_TOKENS = 32  # of each answer of the pairing check
 NEEDED_DISK = GIB  # the default model's folder, with room to write it
 
@@ -157,18 +158,34 @@ def _kernels(_: Config) -> Iterator[Check]:
         yield Check("CPU kernels", "warn", "none: bfloat16 on a CPU takes twice as long", str(error))
 
 
-def _memory(_: Config) -> Iterator[Check]:
+def _memory(config: Config) -> Iterator[Check]:
     import torch
 
     from slipstream.engine.runner import free_memory
 
     free, total = free_memory(torch.device("cpu"))
-    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
-    if free < NEEDED_MEMORY:
-        yield Check("memory", "warn", found, f"the default model needs about {NEEDED_MEMORY / GIB:.0f} GiB; close "
-                    "programs or lower target.slots")
+    found, needed = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free", max(NEEDED_MEMORY, _weights(config) + GIB)
+    if free < needed:
+        yield Check("memory", "warn", found, f"{config.model.path} needs about {needed / GIB:.0f} GiB; close "
+                    "programs, lower target.slots or take a smaller model")
     else:
         yield Check("memory", "ok", found)
+
+
+def _weights(config: Config) -> int:
+    """Bytes that the model's take in this machine's memory; 0 for those that lie elsewhere, or cannot be read."""
+    from slipstream.engine.model import dtype_of, fp8_block, load_tensors
+
+    model = config.model
+    if model.device != "cpu" or config.target.vllm is not None:
+        return 0
+    size = 1 if model.quantize == "int8" else dtype_of(model.dtype).itemsize
+    with suppress(SlipstreamError):
+        folder = resolve(model.path)
+        if fp8_block(folder) is None:  # else it would be made, not mapped
+            return sum(tensor.numel() * (size if tensor.is_floating_point() else tensor.itemsize)
+                       for tensor in load_tensors(folder).values())
+    return 0
 
 
 def _disk(_: Config) -> Iterator[Check]:
