@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,16 @@ def test_memory_is_compared_with_what_the_model_takes(tmp_path: Path, monkeypatc
                                   ("dtype=float32", "warn", "needs about 9 GiB")):
         (check,) = found("memory", load(None, (f"model.path={tmp_path}", "draft.drafter=ngram", f"model.{setting}")))
         assert check.status == status and said in check.advice
+
+
+def test_a_model_that_is_there_needs_no_room_for_another(tiny_folder: Path, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod reads its model from a volume, and its root cannot be written: each was told to prepare it elsewhere."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    (disk,) = found("disk", load(None, (f"model.path={tiny_folder}",)))
+    assert disk.status == "ok"
+    (disk,) = found("disk", load(None, (f"model.path={tmp_path}/nowhere",)))
+    assert (disk.status, bool(disk.advice)) == ("warn", True)
 
 
 def test_files_that_services_need_are_read(tiny_folder: Path, tmp_path: Path) -> None:

@@ -188,11 +188,15 @@ def _weights(config: Config) -> int:
     return 0
 
 
-def _disk(_: Config) -> Iterator[Check]:
+def _disk(config: Config) -> Iterator[Check]:
     root = default_root()
     place = next(path for path in (root, *root.parents) if path.exists())
     free = shutil.disk_usage(place).free
     found = f"{free / GIB:.1f} GiB free for {root}"
+    with suppress(ModelError):
+        resolve(config.model.path)
+        yield Check("disk", "ok", f"{found}; the model is there")
+        return
     if free < NEEDED_DISK:
         yield Check("disk", "warn", found, f"a prepared model needs {NEEDED_DISK / GIB:.0f} GiB there")
     elif not os.access(place, os.W_OK):
