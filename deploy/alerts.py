@@ -68,7 +68,7 @@ ALERTS = (
           "5m", "warning",
           "No draft is connected to any target", "Answers are right and complete, but decoded plainly."),
     Alert("SlipstreamFallbackSustained",
-          f'min by ({WHERE}) (slipstream_mode{{scope="pool",mode="plain"}}) == 1 '
+          f'max by ({WHERE}) (slipstream_mode{{scope="pool",mode="speculate"}}) == 0 '
           f"and sum by ({WHERE}) (slipstream_drafts_connected) > 0 "
           f'and sum by ({WHERE}) (rate(slipstream_generation_tokens_total{{service="router"}}[5m])) > 0', "15m",
           "warning", "Drafts are connected but do not pay", "All routers have gone without drafts for a quarter of an "

@@ -31,6 +31,7 @@ import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache, partial
+from os.path import basename
 from typing import Any, TypeVar
 
 import orjson
@@ -109,7 +110,7 @@ class Surface:
         try:
             response = await self._page(scope["method"], path)(request)
         except SlipstreamError as error:
-            response = self._refused(path, error)
+            response = self._refused(request, error)
         except ClientDisconnect:
             response = Response(status_code=499)
         except Exception as error:  # the gate answers it
@@ -207,12 +208,14 @@ class Surface:
         response.headers["allow"] = _methods(path)["allow"]
         return response
 
-    def _refused(self, path: str, error: SlipstreamError) -> Response:
+    def _refused(self, request: Request, error: SlipstreamError) -> Response:
+        path = request.scope["path"]
         if path in ENDPOINTS:
             self._gateway.failed(ENDPOINTS[path], error)
         problem = problem_of(error)
         if problem.status == 500:
-            self._log.error("request failed", error=type(error).__name__)
+            self._log.error("request failed", request_id=request.scope[REQUEST_ID], error=type(error).__name__,
+                            at=_places(error))
         return problem_response(problem, path)
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, Unknown]:
@@ -519,4 +522,5 @@ def _key(headers: dict[Any, Any]) -> str:
 
 
 def _places(error: BaseException) -> list[str]:
-    return [f"{frame.name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-6:]]
+    return [f"{basename(frame.filename)}:{frame.lineno} {frame.name}"
+            for frame in traceback.extract_tb(error.__traceback__)[-6:]]

@@ -448,7 +448,7 @@ class Balancer:
                     if isinstance(error, Unavailable) else error)
         if isinstance(error, InvalidRequest) and error.field != "answered":  # which a target says that cannot go on
             return error
-        self._log.warning("answer lost", target=target.name, problem=str(error))
+        self._log.warning("answer lost", answer_id=request.request_id, target=target.name, problem=str(error))
         try:
             self.pick(request, tried)
         except ModelChanged as changed:

@@ -47,7 +47,7 @@ from slipstream.base.errors import (
 )
 from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.observe.spans import Spans, well_formed
+from slipstream.observe.spans import Span, Spans, well_formed
 from slipstream.protocol.chat import Begun, Usage
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, TargetInfo
@@ -176,6 +176,8 @@ class Gateway:
     async def _made(self, asked: Asked, tenant: Tenant, trace: str) -> Run:
         """Once there is room for it."""
         arrived_s = time.monotonic()
+        span = None if self.spans is None else self.spans.begin(
+            "router.request", well_formed(trace), endpoint=asked.endpoint, answers=asked.num_answers)
         limit = Limit(_too_long, self._section.request_timeout_s)
         try:
             with limit:
@@ -187,12 +189,14 @@ class Gateway:
                     job = await self.lanes.run(asked.size, partial(self._job, asked), tenant.id, not asked.messages)
                     place.account.spend(job.num_asked)
                     self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
-                    return Run(self, job, place, arrived_s, limit, trace)
+                    return Run(self, job, place, arrived_s, limit, span)
                 except BaseException:
                     self.admission.leave(place)
                     raise
-        except BaseException:
+        except BaseException as error:
             limit.close()
+            if span is not None:
+                span.end(failed=int(isinstance(error, SlipstreamError)))
             raise
 
     async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
@@ -398,8 +402,9 @@ class Run:
     """The answers of one admitted job: iterate for (answer number, delta) as they come. Raises what an answer raises,
     and DeadlineExceeded."""
 
-    def __init__(self, gateway: Gateway, job: Job, place: Place, arrived_s: float, limit: Limit, trace: str) -> None:
-        """limit: on all of it; who closes the run closes it."""
+    def __init__(self, gateway: Gateway, job: Job, place: Place, arrived_s: float, limit: Limit,
+                 span: Span | None) -> None:
+        """limit: on all of it; who closes the run closes it, and ends the span."""
         self.id = secrets.token_hex(16)
         self.created = int(time.time())
         self.job = job
@@ -413,8 +418,7 @@ class Run:
         self._closing: asyncio.Future[None] | None = None
         self._failed = False
         self._limit = limit
-        self._span = None if gateway.spans is None else gateway.spans.begin(
-            "router.request", well_formed(trace), endpoint=job.endpoint, answers=job.num_answers)
+        self._span = span
         self.completions: list[Completion] = []  # those that have begun, in their order
         begun = self._begun("" if self._span is None else self._span.parent)
         self._many = None
@@ -522,9 +526,9 @@ class Run:
             return
         (now_s, number, num_tokens), self._came = self._came, None
         before_s = self._commits_s.get(number)
-        if before_s is None:
+        if not self._commits_s:  # its others may wait for their turn
             self._gateway.metrics.first_token(now_s - self._arrived_s, self.mode)
-        else:
+        elif before_s is not None:
             self._gateway.metrics.commit(now_s - before_s, num_tokens, self.mode)
         self._commits_s[number] = now_s
 

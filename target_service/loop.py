@@ -327,8 +327,9 @@ class TargetWorker:
                 raise
             if not computes(self._runner.model.device):  # nor here
                 raise Unavailable(f"the device is lost, the service has to start again: {in_a_line(error)}") from error
-            self._log.exception("step failed", rows=rows)
-            for one in dict.fromkeys(one for one, _ in [*prefill, *trees]):  # a prompt that ends is in both
+            lost = dict.fromkeys(one for one, _ in [*prefill, *trees])  # a prompt that ends is in both
+            self._log.exception("step failed", rows=rows, answer_ids=[one.request.request_id for one in lost])
+            for one in lost:
                 self._fail(one, error)
             return None
         step = Step(began_s, self._clock() - began_s, rows, len(trees), nodes, bool(prefill))
@@ -392,7 +393,7 @@ class TargetWorker:
         try:
             one = Sequence.begin(number, request, sink, arrived_s, self.following, self._spans, rule)
         except Exception as error:  # its reader hears of it, and nobody else
-            self._log.exception("request not begun", session=number)
+            self._log.exception("request not begun", session=number, answer_id=request.request_id)
             self._metrics.request("failed")
             self._dispatch([(sink, error)])
             self._num_over += 1
@@ -406,15 +407,15 @@ class TargetWorker:
 
     def _fail(self, one: Sequence, error: Exception, outcome: str = "failed") -> None:
         self._telling.failed(one, error, outcome)
-        self._end(one)
+        self._end(one, failed=outcome == "failed")
 
-    def _end(self, one: Sequence) -> None:
+    def _end(self, one: Sequence, failed: bool = False) -> None:
         """It is over: its drafter is told, and what the prefix cache has not of its KV goes there."""
         self.following.close(one.followed)
         self._queues.remove(one)
         self._kv.release(one)  # nothing, of one that waits
         if one.span is not None:
-            one.span.end(tokens=one.followed.side.num_output)
+            one.span.end(tokens=one.followed.side.num_output, failed=int(failed))
         self._num_over += 1
 
     def hand_back(self) -> None:

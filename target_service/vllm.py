@@ -196,7 +196,7 @@ class VllmAnswer:
             self._params = made() if request.grammar is None else None  # which is read when it was tried
         except Exception:
             if self._span is not None:
-                self._span.end(tokens=0)
+                self._span.end(tokens=0, failed=1)
             raise
         self._metrics, self._gone = metrics, over
         self._allowed = request.speculate
@@ -229,7 +229,7 @@ class VllmAnswer:
             return
         self._over = True
         if self._span is not None:
-            self._span.end(tokens=self._tokens)
+            self._span.end(tokens=self._tokens, failed=int(self._outcome in ("failed", "refused")))
         self._metrics.request(self._outcome)
         self._gone(self)
         known, self._known = self._known, ""

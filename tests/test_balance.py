@@ -286,6 +286,7 @@ async def test_what_was_lost_is_logged_and_a_client_hears_no_address(capsys: pyt
     said = capsys.readouterr()
     line = next(line for line in (said.out + said.err).splitlines() if "answer lost" in line)
     assert "10.0.0.1:50051: gone" in line
+    assert f"answer_id={request().request_id} " in line, "the target's log has that id, too"
 
 
 async def test_a_silent_target_loses_what_waits_for_its_first_piece() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +111,30 @@ def test_what_a_container_has_used_is_not_free(tiny_folder: Path, monkeypatch: p
     assert (memory.status, memory.found) == ("warn", "1.0 of 4.0 GiB are free") and "target.slots" in memory.advice
 
 
+def test_memory_is_compared_with_what_the_model_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GiB were enough for any model, and the start of one with 8 billion weights was killed by the system."""
+    monkeypatch.setattr("slipstream.engine.runner.limited_memory", lambda: (4 << 30, 1 << 40))
+    head = json.dumps({"w": {"dtype": "F32", "shape": [2 << 30], "data_offsets": [0, 8 << 30]}}).encode()
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "model.safetensors").open("wb") as file:  # mostly a hole, which takes no disk
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + (8 << 30))
+    for setting, status, said in (("dtype=bfloat16", "warn", "needs about 5 GiB"), ("quantize=int8", "ok", ""),
+                                  ("dtype=float32", "warn", "needs about 9 GiB")):
+        (check,) = found("memory", load(None, (f"model.path={tmp_path}", "draft.drafter=ngram", f"model.{setting}")))
+        assert check.status == status and said in check.advice
+
+
+def test_a_model_that_is_there_needs_no_room_for_another(tiny_folder: Path, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod reads its model from a volume, and its root cannot be written: each was told to prepare it elsewhere."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    (disk,) = found("disk", load(None, (f"model.path={tiny_folder}",)))
+    assert disk.status == "ok"
+    (disk,) = found("disk", load(None, (f"model.path={tmp_path}/nowhere",)))
+    assert (disk.status, bool(disk.advice)) == ("warn", True)
+
+
 def test_files_that_services_need_are_read(tiny_folder: Path, tmp_path: Path) -> None:
     """All was well with the doctor, and no service began."""
     def of(name: str, key: str, place: Path) -> Check:
@@ -121,10 +147,35 @@ def test_files_that_services_need_are_read(tiny_folder: Path, tmp_path: Path) ->
         assert check.status == "fail" and str(folder) in check.found and key in check.advice
     laid(issue(authority(tmp_path / "signed"), "a"), folder)
     assert of("certificates", "wire.tls.folder", folder) == Check("certificates", "ok", str(folder))
+    laid(issue(authority(tmp_path / "old"), "a", days=-1), ended := tmp_path / "ended")
+    check = of("certificates", "wire.tls.folder", ended)
+    assert check.status == "fail" and "has ended" in check.found, "every peer refuses it"
     (keys := tmp_path / "keys").write_text("abc name=alice\n")
     assert of("API keys", "router.api_keys_file", keys) == Check("API keys", "ok", str(keys))
     keys.write_text("abc colour=red\n")
     assert "line 1" in of("API keys", "router.api_keys_file", keys).found
+
+
+def test_what_no_service_begins_with_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    """All was well with the doctor."""
+    def of(*settings: str) -> list[tuple[str, str, str]]:
+        listed = checks(load(None, (f"model.path={tiny_folder}", "draft.drafter=ngram", *settings)))
+        assert all(check.advice for check in listed if check.status != "ok")
+        return [(check.name, check.status, check.found) for check in listed
+                if check.name in ("plain text", "discovery", "trace")]
+
+    assert of() == []
+    for key in ("draft.listen", "target.listen", "router.listen", "router.grpc_listen"):
+        ((name, status, said),) = of(f"{key}=0.0.0.0:0")
+        assert (name, status) == ("plain text", "fail") and said.startswith(f"{key}: 0.0.0.0:0 reaches beyond")
+        assert of(f"{key}=0.0.0.0:0", "wire.insecure_allow_plaintext=true") == []
+    assert of("target.metrics_listen=0.0.0.0:0") == [], "anybody may read it"
+    for key in ("target.drafts", "router.targets"):
+        ((name, status, said),) = of(f"{key}=['kubernetes:///draft.llm:50052']", f"wire.kubeconfig={tmp_path}/none")
+        assert (name, status) == ("discovery", "warn") and "need a cluster" in said
+    ((name, status, said),) = of(f"log.trace={tmp_path}/nowhere/trace.json")
+    assert (name, status) == ("trace", "fail") and "nowhere" in said
+    assert of(f"log.trace={tmp_path}/trace.json") == [] and not (tmp_path / "trace.json").exists()
 
 
 def test_a_target_alone_has_no_pair_to_check(tiny_folder: Path, tmp_path: Path) -> None:

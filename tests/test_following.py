@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -427,3 +428,23 @@ def test_it_needs_neither_torch_nor_grpc() -> None:
             "print([name for name in ('torch', 'grpc', 'transformers', 'google.protobuf') if name in sys.modules])")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_draft_that_nobody_asked_for_is_neither_missing_nor_late(shared: bool) -> None:
+    """Where rows are dear drafts do not pay: rounds without them were told as the drafter's fault."""
+    metrics = TargetMetrics("function")
+    target = Following(TargetSection(drafts=(), prompt_lookup=False, shared_cores=shared),
+                       StepCosts({1: STEP_S, 2: 50 * STEP_S, 64: 100 * STEP_S}), metrics)
+
+    def outcomes() -> dict[str, float]:
+        page = metrics.registry.page("")[1].decode()
+        return {outcome: float(times) for outcome, times in re.findall(r'rounds_total{.*outcome="(\w+)".*} (\S+)', page)
+                if float(times)}
+
+    with drafted(target):
+        answer(target, [target.open(1, PROMPT, len(PROMPT), Sampling(), 4096)], 40, by_tree)
+        assert set(outcomes()) == {"plain"}
+    target.inbox.drain()
+    answer(target, [target.open(2, PROMPT, len(PROMPT), Sampling(), 4096)], 40, by_tree)
+    assert outcomes()["draft_missing"] > 0, "nobody is there"

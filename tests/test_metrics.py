@@ -204,3 +204,14 @@ def test_tenants_have_series_of_their_own_up_to_a_number() -> None:
     assert len(lines) == MOST_TENANTS + len(REFUSALS), "what nobody has met is there at 0"
     assert any('tenant="others"' in line and line.endswith(f" {MOST_TENANTS}.0") for line in lines)
     assert any('tenant="t0"' in line and line.endswith(" 2.0") for line in lines)
+
+
+def test_a_quantile_tells_a_long_prompts_step_from_the_longest() -> None:
+    """On one core each chunk of the default model's prompts was above the last bucket, and p95 said 1 s."""
+    metrics = TargetMetrics("tiny")
+    metrics.step(rows=8192, draft_wait_s=0.0, verify_s=1.5, host_s=0.1)
+    metrics.step(rows=512, draft_wait_s=0.0, verify_s=40.0, host_s=0.1)
+    page = metrics.registry.page("")[1].decode()
+    for name, label in (("step_seconds", '.*phase="verify"'), ("step_rows", "")):
+        counts = [float(count) for count in re.findall(rf"_{name}_bucket\{{le=\"[^+].*{label}.*\}} (\S+)", page)]
+        assert counts[-1] == 2 and 1 in counts, f"{name}: all that is long is one bucket"

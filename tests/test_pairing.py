@@ -14,7 +14,9 @@ import pytest
 from scipy import stats
 from structlog.testing import capture_logs
 
+from bench.fleet import free_port
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection
+from slipstream.cli import colocated
 from slipstream.cli.doctor import checks
 from slipstream.cli.host import DRAFT_S, RIGHT_ENOUGH, draft_missing, pairing_problem
 from slipstream.drafting import Drafter, create
@@ -27,6 +29,7 @@ from slipstream.wire.target import TargetServicer
 from target_service.service import TargetService
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.pair import STUBBORN, WIRE, drafting, grpc_link, local_link, target
+from tests.scraped import scraped
 
 IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 TEXT = b"one two three one two three one two three one"
@@ -144,6 +147,25 @@ async def test_a_launch_waits_for_a_draft_until_the_target_says_why_not(
         took_s = monotonic() - began_s
         await server.drain(0.1)
     assert took_s < DRAFT_S / 2 and (took_s >= patience_s) == told.endswith("yet")
+
+
+async def test_one_process_tells_of_its_pair_as_several_do(tiny_folder: Path) -> None:
+    """No draft was expected there, so SlipstreamDraftDown could not fire; and the draft saw no target."""
+    target_page, draft_page = free_port(), free_port()
+    config = Config.model_validate({
+        "model": {"path": str(tiny_folder), "dtype": "float32"},
+        "draft": {"drafter": "ngram", "metrics_listen": f"127.0.0.1:{draft_page}"},
+        "target": {"slots": 2048, "metrics_listen": f"127.0.0.1:{target_page}"},
+        "router": {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}})
+    stop, up = asyncio.Event(), asyncio.Event()
+    serving = asyncio.create_task(colocated.serve(config, stop, up.set))
+    try:
+        await asyncio.wait([serving, asyncio.create_task(up.wait())], return_when=asyncio.FIRST_COMPLETED)
+        assert await scraped(target_page, "drafts_expected") == 1
+        assert await scraped(draft_page, "targets_connected") == 1
+    finally:
+        stop.set()
+        await serving
 
 
 @pytest.mark.parametrize("kind", ["head", "good", "misfit"])

@@ -22,7 +22,7 @@ from router_service.dialects.openai import Asked
 from router_service.front import GatewayFront
 from router_service.tenants import ANYONE, ApiKeys
 from router_service.text.tokens import LONG_TEXT
-from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
+from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, Unavailable
 from slipstream.protocol.chat import ChatOptions, Message
 from tests.echo import EchoTarget
 from tests.loop import eventually
@@ -141,6 +141,25 @@ async def test_a_broken_stream_is_logged_under_the_request_s_id(tiny_folder: Pat
     said = capsys.readouterr()
     line = next(line for line in (said.out + said.err).splitlines() if "stream broken" in line)
     assert "mine-7" in line and events(answer.text)[0]["id"].removeprefix("chatcmpl-") in line
+
+
+async def test_an_error_of_ours_is_logged_under_the_request_s_id_with_its_place(
+        tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with routing(tiny_folder, EchoTarget(fail_after=0, error=ModelError("no such tensor"))) as r:
+        answer = await r.http.post(CHAT, json={"model": "tiny", "messages": HELLO}, headers={"x-request-id": "mine-8"})
+    assert answer.status_code == 500
+    said = capsys.readouterr()
+    line = next(line for line in (said.out + said.err).splitlines() if "request failed" in line)
+    assert "mine-8" in line and "ModelError" in line and "balance.py" in line
+
+
+async def test_answers_of_one_request_that_wait_for_their_turn_are_no_slow_first_tokens(tiny_folder: Path) -> None:
+    """Of a list of prompts the last ones begin minutes after their arrival, and somebody was woken for it."""
+    async with routing(tiny_folder, EchoTarget(), max_in_flight=1) as r:
+        assert (await r.post(COMPLETIONS, prompt="hello", n=8)).status_code == 200
+        page = await r.metrics()
+    (count,) = re.findall(r"^slipstream_time_to_first_token_seconds_count{.*} (\S+)$", page, re.MULTILINE)
+    assert float(count) == 1
 
 
 async def test_targets_that_fail(tiny_folder: Path) -> None:

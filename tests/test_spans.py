@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent import futures
 from contextlib import aclosing, asynccontextmanager
@@ -15,10 +16,12 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from bench.fleet import free_port, joined
 from draft_service.__main__ import serve as serve_draft
 from router_service.__main__ import serve as serve_router
+from router_service.tenants import ANYONE
 from slipstream.base.config import Config, LogSection
 from slipstream.base.errors import InvalidRequest
 from slipstream.client import AsyncClient
@@ -173,3 +176,72 @@ async def test_a_request_that_fails_is_marked_where_traces_are_searched(tiny_fol
         with pytest.raises(InvalidRequest):
             [delta async for delta in client.chat("hello")]
     assert [span.status.status_code.name for span in kept.get_finished_spans()] == ["UNSET", "ERROR", "ERROR", "ERROR"]
+
+
+async def test_a_request_is_followed_from_its_arrival(tiny_folder: Path) -> None:
+    """The wait for its turn was missing, and one that is refused had no span at all."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="the extra otel is not installed")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from slipstream.observe.otel import Recorder
+
+    provider, kept = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    async with routing(tiny_folder, EchoTarget(), max_in_flight=1) as r:
+        gateway = r.service.gateway
+        gateway.spans, admission = Recorder(provider), gateway.admission
+        place = await admission.enter(ANYONE, 1)
+        waits = asyncio.create_task(r.post(CHAT, messages=HELLO))
+        while not admission.queued:
+            await asyncio.sleep(0.01)
+        let_in_ns = time.time_ns()
+        admission.leave(place)
+        assert (await waits).status_code == 200
+        gateway.drain()
+        refused = await r.http.post(CHAT, json={"messages": HELLO}, headers={"traceparent": SHOWN})
+        assert refused.status_code == 503
+    let_in, turned_away = kept.get_finished_spans()
+    assert let_in.start_time is not None and let_in.start_time <= let_in_ns and let_in.status.is_unset
+    assert turned_away.parent is not None and f"{turned_away.parent.span_id:016x}" == PARENT
+    assert turned_away.status.status_code.name == "ERROR"
+
+
+def test_a_collector_that_takes_nothing_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Each service said so twice a batch, every eight seconds, as long as it was away."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="the extra otel is not installed")
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as wire
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+        TraceServiceServicer,
+        add_TraceServiceServicer_to_server,
+    )
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    from slipstream.observe.otel import Exporter, Recorder
+
+    takes = [False, False, True, True, False, False]
+
+    class Collector(TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            if not takes.pop(0):
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not today")
+            return wire.ExportTraceServiceResponse()
+
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    add_TraceServiceServicer_to_server(Collector(), server)
+    exporter = Exporter(f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    server.start()
+    try:
+        with capture_logs() as lines:
+            while takes:
+                Recorder(provider).begin("one").end()
+    finally:
+        exporter.shutdown()
+        server.stop(None)
+    assert [(line["log_level"], line["event"].split(";")[0]) for line in lines] == [
+        ("warning", "spans are not taken"), ("info", "spans are taken again"), ("warning", "spans are not taken")]
+    assert "not today" in lines[0]["problem"] and not caplog.records, caplog.records

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.base.config import ModelSection, PolicySection, TargetSection
@@ -23,6 +24,7 @@ from slipstream.engine.hf import HFModel
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner, threads
 from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.spans import Spans, Value
 from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Growth, Open
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
@@ -65,9 +67,11 @@ def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> N
 
 
 def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMetrics | None = None,
-                 tokens: int = 3, clock: Callable[[], float] = time.monotonic) -> TargetWorker:
+                 tokens: int = 3, clock: Callable[[], float] = time.monotonic,
+                 spans: Spans | None = None) -> TargetWorker:
     worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512), TargetSection(slots=512),
-                          StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), hand_over, clock)
+                          StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), hand_over, clock,
+                          spans=spans)
     worker.ask(1, Request("one", (1, 2, 3), Sampling(), tokens), told.append)
     return worker
 
@@ -149,6 +153,47 @@ def test_pieces_that_wait_for_the_next_step_are_not_lost_with_the_thread(tiny_fo
     worker.start()
     worker.stop()
     assert [len(piece.tokens) for piece in told if isinstance(piece, Piece)] == [1, 1, 1]
+
+
+@dataclass
+class Noted:
+    """Spans that remember how they ended."""
+
+    parent: str = ""
+    ended: list[dict[str, Value]] = field(default_factory=list)
+
+    def begin(self, name: str, parent: str = "", **values: Value) -> Noted:
+        return self
+
+    def event(self, name: str, **values: Value) -> None: ...
+
+    def end(self, **values: Value) -> None:
+        self.ended.append(values)
+
+
+def test_a_step_that_fails_says_whose_it_was(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the log by the id that the router has, too, and in the answer's span, which said that all was well."""
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    told, spans = list[Piece | Exception](), Noted()
+    worker = plain_worker(tiny_folder, told, spans=spans)
+    monkeypatch.setattr("target_service.loop.run_step", fail)
+    with capture_logs() as lines:
+        while not told:
+            worker.poll()
+    (line,) = [line for line in lines if line["event"] == "step failed"]
+    assert line["answer_ids"] == ["one"]
+    assert spans.ended == [{"tokens": 0, "failed": 1}]
+    monkeypatch.undo()
+    worker = plain_worker(tiny_folder, told, spans=spans)
+    worker.poll()
+    worker.hand_back()
+    worker = plain_worker(tiny_folder, told, spans=spans)
+    worker.poll()
+    worker.cancel(1)
+    worker.poll()
+    assert [values["failed"] for values in spans.ended[1:]] == [0, 0], "it goes on elsewhere, or nobody wants it"
 
 
 def test_an_answer_that_is_handed_back_has_all_its_pieces_before(tiny_folder: Path) -> None:

@@ -306,13 +306,14 @@ async def test_a_trace_goes_through_vllm_to_its_workers_and_rounds_are_told_in_i
     engine, spans = FakeEngine(tells=True), Noted()
     async with served(engine, spans=spans) as service:
         await taken(service.submit(replace(request(), trace="from-outside")))
-    assert spans.begun == [("target.answer", "from-outside")] and spans.ended == [{"tokens": 12}]
+    assert spans.begun == [("target.answer", "from-outside")] and spans.ended == [{"tokens": 12, "failed": 0}]
     assert engine.asked[0]["extra_args"] == {HEADER: spans.parent}
     assert {(told["drafted"], told["accepted"]) for told in spans.rounds} >= {(4, 2), (4, 1), (0, 0)}
     async with served(engine, spans=spans) as service:
         with pytest.raises(InvalidRequest):
             service.submit(request(temperature=3.0))
     assert len(spans.begun) == len(spans.ended) == 2, "what is refused has no span that stays open"
+    assert spans.ended[1]["failed"] == 1
     async with served(engine) as service:
         await taken(service.submit(request()))
     assert "extra_args" not in engine.asked[1], "nobody follows"

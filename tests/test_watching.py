@@ -65,10 +65,11 @@ CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
     "SlipstreamDraftDown": (
         {"slipstream_drafts_connected{%s}": "0x40", "slipstream_drafts_expected{%s}": "2x40"}, 7,  # there never was one
         {"slipstream_drafts_connected{%s}": "1x5 0x30", "slipstream_drafts_expected{%s}": "2x4 0x30"}),  # taken away
-    "SlipstreamFallbackSustained": (
-        {'slipstream_mode{scope="pool",mode="plain",%s}': "1x40", "slipstream_drafts_connected{%s}": "1x40",
+    "SlipstreamFallbackSustained": (  # be they told what is committed all the same, as in shadow
+        {'slipstream_mode{scope="pool",mode="speculate",%s}': "0x40", 'slipstream_mode{scope="pool",mode="plain",%s}':
+         "0x40", "slipstream_drafts_connected{%s}": "1x40",
          'slipstream_generation_tokens_total{service="router",%s}': "0+100x40"}, 18,
-        {'slipstream_mode{scope="pool",mode="plain",%s}': "1x40", "slipstream_drafts_connected{%s}": "1x40",
+        {'slipstream_mode{scope="pool",mode="speculate",%s}': "0x40", "slipstream_drafts_connected{%s}": "1x40",
          'slipstream_generation_tokens_total{service="router",%s}': "7x40"}),  # nobody asks
     "SlipstreamModeFlapping": ({'slipstream_mode_transitions_total{scope="pool",%s}': "0+2x40"}, 13,
                                {'slipstream_mode_transitions_total{scope="session",%s}': "0+9x40",

@@ -9,16 +9,20 @@ It belongs to the command line, not to a service, and imports torch only inside 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from slipstream.base.address import service_address
 from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.cli.process import given_twice, places, refused
@@ -30,7 +34,7 @@ Status = Literal["ok", "warn", "fail"]
 
 MIN_TORCH = (2, 11)
 GIB = 1 << 30
-NEEDED_MEMORY = 2 * GIB  # the default model in bfloat16, its KV slots, three processes
+NEEDED_MEMORY = 2 * GIB  # at least: the default model in bfloat16, its KV slots, three processes
 CHECK_TOKENS = 32  # of each answer of the pairing check
 NEEDED_DISK = GIB  # the default model's folder, with room to write it
 
@@ -49,7 +53,7 @@ def checks(config: Config) -> list[Check]:
     """All of them, in the order in which a newcomer meets the problems."""
     found = list[Check]()
     for part in (_python, _grpc, _torch, _vllm, _flashinfer, _compiler, _kernels, _memory, _disk, _model, _pairing,
-                 _files, _ports, _exactness):
+                 _files, _beginning, _ports, _exactness):
         try:
             found.extend(part(config))
         except Exception as error:  # a broken installation breaks in its own ways; the other checks still help
@@ -154,25 +158,45 @@ def _kernels(_: Config) -> Iterator[Check]:
         yield Check("CPU kernels", "warn", "none: bfloat16 on a CPU takes twice as long", str(error))
 
 
-def _memory(_: Config) -> Iterator[Check]:
+def _memory(config: Config) -> Iterator[Check]:
     import torch
 
     from slipstream.engine.runner import free_memory
 
     free, total = free_memory(torch.device("cpu"))
-    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
-    if free < NEEDED_MEMORY:
-        yield Check("memory", "warn", found, f"the default model needs about {NEEDED_MEMORY / GIB:.0f} GiB; close "
-                    "programs or lower target.slots")
+    found, needed = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free", max(NEEDED_MEMORY, _weights(config) + GIB)
+    if free < needed:
+        yield Check("memory", "warn", found, f"{config.model.path} needs about {needed / GIB:.0f} GiB; close "
+                    "programs, lower target.slots or take a smaller model")
     else:
         yield Check("memory", "ok", found)
 
 
-def _disk(_: Config) -> Iterator[Check]:
+def _weights(config: Config) -> int:
+    """Bytes that the model's take in this machine's memory; 0 for those that lie elsewhere, or cannot be read."""
+    from slipstream.engine.model import dtype_of, fp8_block, load_tensors
+
+    model = config.model
+    if model.device != "cpu" or config.target.vllm is not None:
+        return 0
+    size = 1 if model.quantize == "int8" else dtype_of(model.dtype).itemsize
+    with suppress(SlipstreamError):
+        folder = resolve(model.path)
+        if fp8_block(folder) is None:  # else it would be made, not mapped
+            return sum(tensor.numel() * (size if tensor.is_floating_point() else tensor.itemsize)
+                       for tensor in load_tensors(folder).values())
+    return 0
+
+
+def _disk(config: Config) -> Iterator[Check]:
     root = default_root()
     place = next(path for path in (root, *root.parents) if path.exists())
     free = shutil.disk_usage(place).free
     found = f"{free / GIB:.1f} GiB free for {root}"
+    with suppress(ModelError):
+        resolve(config.model.path)
+        yield Check("disk", "ok", f"{found}; the model is there")
+        return
     if free < NEEDED_DISK:
         yield Check("disk", "warn", found, f"a prepared model needs {NEEDED_DISK / GIB:.0f} GiB there")
     elif not os.access(place, os.W_OK):
@@ -243,11 +267,18 @@ def _tried(draft: DraftSection, model: ModelSection) -> Check:
 def _files(config: Config) -> Iterator[Check]:
     """What services read besides, where it is set."""
     from router_service.tenants import ApiKeys
-    from slipstream.wire.tls import server_credentials, tls_files
+    from slipstream.wire.tls import ends_at, server_credentials, tls_files
 
     tls, keys = tls_files(config.wire.tls), config.router.api_keys_file
+
+    def taken() -> None:
+        if tls is not None:
+            server_credentials(tls)
+            if ends_at(tls.certificate.read_bytes()) <= time.time():
+                raise ConfigError(f"{tls.certificate} has ended: every peer refuses it")
+
     for name, setting, place, read in (
-            ("certificates", "wire.tls.folder", config.wire.tls.folder, lambda: tls and server_credentials(tls)),
+            ("certificates", "wire.tls.folder", config.wire.tls.folder, taken),
             ("API keys", "router.api_keys_file", keys, lambda: ApiKeys(Path(keys)))):
         if not place:
             continue
@@ -257,6 +288,49 @@ def _files(config: Config) -> Iterator[Check]:
             yield Check(name, "fail", str(error), f"correct {setting}, or what is there")
         else:
             yield Check(name, "ok", place)
+
+
+def _beginning(config: Config) -> Iterator[Check]:
+    """What services refuse to begin with, besides."""
+    from slipstream.wire.server import bind_guard
+
+    for key, address in places(config).items():
+        section, public = key.partition(".")[0], key if key.startswith("router.") else ""
+        if key.endswith("metrics_listen") or (config.wire.tls.folder and not public):
+            continue
+        try:
+            bind_guard(address, config.wire, public=public)
+        except ConfigError as error:
+            told, _, advice = str(error).partition("; ")
+            yield Check("plain text", "fail", told if public else f"{section}.{told}", advice)
+    services = [key for key, addresses in (("target.drafts", config.target.drafts),
+                                           ("router.targets", config.router.targets))
+                if any(map(service_address, addresses))]
+    if services and (problem := asyncio.run(_no_cluster(config.wire.kubeconfig))):
+        yield Check("discovery", "warn", problem, f"no service that reads {' or '.join(services)} runs here: correct "
+                    "that, or do what is said")
+    if config.log.spans:
+        try:
+            importlib.import_module("slipstream.observe.otel")
+        except ImportError as error:
+            yield Check("spans", "fail", f"log.spans is set, and {error.name} is not installed",
+                        "run: pip install 'slipstream[otel]'")
+    file = Path(config.log.trace)
+    if config.log.trace and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        yield Check("trace", "fail", f"{file} cannot be written", "correct log.trace")
+
+
+async def _no_cluster(kubeconfig: str) -> str:
+    """Why there is none; "" where there is one. It is not asked."""
+    try:
+        from slipstream.wire.cluster import api_server
+    except ImportError:
+        return "the Kubernetes client is not installed: pip install 'slipstream[kubernetes]'"
+    try:
+        await (await api_server(kubeconfig)).aclose()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _exactness(config: Config) -> Iterator[Check]:

@@ -427,7 +427,8 @@ class Followed:
     def _outcome(self, drafted: int, reading: bool) -> str:
         if drafted:
             return LOOKED_UP if self.decision.lookup else "used"
-        if self.policy.mode is PLAIN or reading:
+        unasked = not self.decision.want and (self.link is not None or self._shared.pool.has_room)
+        if self.policy.mode is PLAIN or reading or unasked:
             return "plain"
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
 

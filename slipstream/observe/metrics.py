@@ -190,7 +190,8 @@ class ModeMetrics:
         self._transitions.of(self._scope, before, after, reason).inc()
 
 
-STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0,
+                50.0)  # prompts of 8 billion weights on a CPU take the last ones
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
                  0.5, 1.0, 2.5)
 FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -198,6 +199,7 @@ FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.
 LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 WAIT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 REQUEST_SECONDS = tuple(0.05 * 2**i for i in range(14))
+ROWS = tuple(2**i for i in range(15))
 NODES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = tuple(range(17))
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -386,7 +388,7 @@ class TargetMetrics:
         self._prompt = registry.counter("answer_prompt_tokens_total", "Prompt tokens.")
         self._cached = registry.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
         self._step = registry.histogram("step_seconds", "One step by phase.", STEP_SECONDS, "phase")
-        self._rows = registry.histogram("step_rows", "Rows of one forward.", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
+        self._rows = registry.histogram("step_rows", "Rows of one forward.", ROWS)
         self._rounds = registry.counter("rounds_total", "Decode rounds by what became of the draft.",
                                         "outcome").begin(*zip(OUTCOMES))
         self._drafts = registry.counter("drafts_total", "Rounds that verified at least one draft token.")
