@@ -164,6 +164,7 @@ def test_a_namespace_is_the_same_for_all_routers_and_follows_from_no_name(tmp_pa
 
 
 @pytest.mark.parametrize(("line", "problem"), [
+    ("name=hush weight=2", "line 2: has no key"),  # as where a variable for it was empty
     ("hush-key hush-word", "line 2: after the key come fields"),
     ("hush-key hush=word", "line 2: after the key come fields"),
     ("hush-key name=a name=b", "line 2: after the key come fields"),
