@@ -7,8 +7,9 @@ import gc
 import json
 import re
 import threading
+import tracemalloc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -384,6 +385,34 @@ def test_amounts_are_refused_by_name(kind: Any, extra: dict[str, Any], field: st
     with pytest.raises(InvalidRequest) as caught:
         parse(kind, {"model": "m", **extra})
     assert caught.value.field == field
+
+
+def test_ids_that_wait_take_no_more_than_they_came_in() -> None:
+    """As objects those of fifty bodies took a gigabyte, which is all that a router has."""
+    ids = [300 + i % 600 for i in range(100_000)]
+    over_http = json.dumps({"prompt": [ids[:50_000], ids[50_000:]]}).replace(" ", "")
+    over_grpc = inference_pb2.CompleteRequest(prompt_tokens=ids).SerializeToString()
+    readers: tuple[Callable[[], Any], ...] = (lambda: parse(CompletionBody, json.loads(over_http)),
+                                              lambda: decode_complete(over_grpc))
+    for reader in readers:
+        reader()
+        tracemalloc.start()
+        kept = reader()
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert kept and taken < 1.2 * 4 * len(ids), taken
+
+
+async def test_of_a_response_s_body_only_what_counts_is_kept_while_it_is_answered(tiny_folder: Path) -> None:
+    echo = EchoTarget(stall_after=1)
+    body = (b'{"model":"tiny","input":"x","user":[["of no", "use"]],"tools":[{"type":"function","name":"f",'
+            b'"parameters":{},"other":[["of no", "use"]]}]}')
+    async with routing(tiny_folder, echo) as r:
+        asked = asyncio.ensure_future(r.http.post("/v1/responses", content=body))
+        await eventually(lambda: len(echo.running) == 1)
+        assert not [one for one in gc.get_objects() if type(one) is list and one == ["of no", "use"]]
+        asked.cancel()
 
 
 async def test_lists_and_objects_of_a_body_are_counted_before_it_is_read(tiny_folder: Path) -> None:

@@ -5,6 +5,7 @@ Format: the OpenAI API. It knows nothing about models, routes or the network.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,11 +41,19 @@ class CompletionBody(Generation):
             at_most("prompt", len(value), "prompts")
         if kinds != {str} and (kinds != {list} or not all(set(map(type, prompt)) <= {int} for prompt in value)):
             raise InvalidRequest("prompt", "must be a string, token ids, or a list of either")
-        return value
+        return value if kinds == {str} else list(map(_packed, value))
 
     def options(self) -> Options:
         most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return replace(self.wanted(most, self.logprobs), echo=bool(self.echo))
+
+
+def _packed(prompt: Sequence[int]) -> Sequence[int]:
+    """Ids in four bytes each: as objects they take ten times those of a body, and many may wait."""
+    try:
+        return array("i", prompt)
+    except OverflowError:
+        raise InvalidRequest("prompt", "a token id is outside of any vocabulary") from None
 
 
 class TextReply:
