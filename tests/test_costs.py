@@ -15,17 +15,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from router_service.dialects.chat import ChatBody, ChatReply
-from router_service.dialects.completions import CompletionBody
+from router_service.dialects.completions import CompletionBody, TextReply
 from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, MESSAGE, Asked, Job, Options, parse
 from router_service.dialects.tools import ToolUse
 from router_service.tenants import Tenant
-from router_service.text.deltas import TextDelta
+from router_service.text.deltas import AnswerToken, TextDelta
 from router_service.text.files import longest_token
 from router_service.text.marks import Style
 from router_service.text.tokens import ASSISTANT, BRIEF_TEXT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
@@ -42,7 +43,7 @@ from slipstream.protocol.chat import (
     Message,
     Usage,
 )
-from slipstream.protocol.requests import Sampling
+from slipstream.protocol.requests import Sampling, TokenLogprob
 from slipstream.v1 import inference_pb2
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
 from tests.echo import CONTEXT, EchoTarget
@@ -413,6 +414,23 @@ async def test_of_a_response_s_body_only_what_counts_is_kept_while_it_is_answere
         await eventually(lambda: len(echo.running) == 1)
         assert not [one for one in gc.get_objects() if type(one) is list and one == ["of no", "use"]]
         asked.cancel()
+
+
+@pytest.mark.parametrize("kind", [ChatReply, TextReply])
+def test_scores_of_a_long_answer_are_written_in_parts(kind: type[ChatReply | TextReply]) -> None:
+    """A million of them as objects took half a gigabyte, and everybody else waited while those were written."""
+    codec: Any = SimpleNamespace(style=Style(), token_text=str, token_bytes=lambda token: str(token).encode())
+    job = Job("chat", "tiny", ((1,),), (4000,), Options(Sampling(), top_logprobs=20), 1000)
+    tokens = [AnswerToken(i % 1000, "x", False, TokenLogprob(-1.5, tuple((k, -k / 7) for k in range(300, 320))))
+              for i in range(4000)]
+    answers = [[TextDelta("x", (token,), "length" if i == 3999 else "") for i, token in enumerate(tokens)]]
+    tracemalloc.start()
+    told = orjson.dumps(kind("a", 0, job, codec, "").whole(answers, Usage(1, 4000)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 * len(told), (most, len(told))
+    scored = json.loads(told)["choices"][0]["logprobs"]
+    assert len(scored["content"] if kind is ChatReply else scored["top_logprobs"]) == 4000
 
 
 async def test_lists_and_objects_of_a_body_are_counted_before_it_is_read(tiny_folder: Path) -> None:
