@@ -2,6 +2,7 @@
 
 Rules:
 1. First come, first served within a tenant: a request for several answers is not overtaken by its own while it waits.
+   It has no more places than its tenant's share while others wait, too, and keeps none empty for more.
    Between tenants a place goes to who has least for its weight, so that a tenant's share is its own however much others
    ask for, and nobody's while nobody wants it.
 2. Waiting is bounded. Who would wait longer than ``max_wait_s``, at the pace at which places were given back lately, is
@@ -105,7 +106,7 @@ class Turn:
     __slots__ = ("answers", "future", "number")
 
     def __init__(self, number: int, answers: int) -> None:
-        self.number, self.answers = number, answers
+        self.number, self.answers = number, answers  # once it is let in: that may run at once
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -199,8 +200,9 @@ class Admission:
                 return
 
     async def enter(self, tenant: Tenant, answers: int) -> Place:
-        """Wait for room for so many answers, or for half of the places, if they are more than may run: they take turns
-        then, and others go on beside them. Raises CapacityError or Draining."""
+        """Wait for room for so many answers, or for half of the places, if they are more than may run, or for the
+        tenant's share, if others wait, too: they take turns then, and others go on beside them. Raises CapacityError
+        or Draining."""
         if self.closed:
             raise _leaving()
         most = min(self._max_in_flight, tenant.requests or self._max_in_flight)
@@ -214,10 +216,11 @@ class Admission:
             wait_s = self.wait_s(account, answers)
             if wait_s > self._max_wait_s or (wait_s > 0 and not self._may_wait(account, answers)):
                 raise self._refusal(account, "queue", wait_s)
-            await self._turn(account, Turn(next(self._numbers), answers))
+            turn = Turn(next(self._numbers), answers)
+            await self._turn(account, turn)
         finally:
             self._forget_idle(account)
-        return Place(account, answers, self._clock())
+        return Place(account, turn.answers, self._clock())
 
     def leave(self, place: Place) -> None:
         """Who held ``place`` leaves, once."""
@@ -317,14 +320,23 @@ class Admission:
 
     def _let_in(self) -> None:
         while self.in_flight < self._max_in_flight and (account := self._next()) is not None:
-            if self.in_flight + account.waiting[0].answers > self._max_in_flight:
+            places = min(account.waiting[0].answers, self._share(account))
+            if self.in_flight + places > self._max_in_flight:
                 break
             turn = account.waiting.popleft()
             self._count(account, -turn.answers)
+            turn.answers = places
             if not turn.future.done():
                 self._take(account, turn)
                 turn.future.set_result(None)
         self._metrics.load(self.in_flight, self.queued)
+
+    def _share(self, account: Account) -> int:
+        """Places that one of its requests may have: its part of all of them while others wait, too, one at least."""
+        if len(self._queues) == 1 or account.waiting[0].answers == 1:
+            return self._max_in_flight
+        weights = sum(other.tenant.weight for other in self._queues.values())
+        return max(1, int(self._max_in_flight * account.tenant.weight / weights))
 
     def _next(self) -> Account | None:
         """Whose turn it is: of those who may have more, who has least for its weight; then who has waited longest."""

@@ -138,7 +138,8 @@ class Surface:
         return await self._translated(request, messages.chat_of, messages.NAMES, messages.MessagesReply)
 
     async def responses(self, request: Request) -> Response:
-        return await self._translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply)
+        return await self._translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply,
+                                      responses.told_again)
 
     async def count_tokens(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
@@ -269,12 +270,13 @@ class Surface:
             raise
 
     async def _translated(self, request: Request, chat_of: Callable[[dict[str, Any]], dict[str, Any]],
-                          names: Mapping[str, str],
-                          reply_to: Callable[[Told], Narrative]) -> Response:
+                          names: Mapping[str, str], reply_to: Callable[[Told], Narrative],
+                          told_again: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}) -> Response:
         """An answer of a dialect that is a translation onto chat."""
         raw, unknown = await self._json(request)
         with written_as(names):
             body = parse(ChatBody, chat_of(raw), unknown)
+            raw = told_again(raw)
             asked = self._gateway.plan_chat(body)
         if asked.num_answers > 1:
             raise InvalidRequest("n", "must be 1")

@@ -21,8 +21,9 @@ Rules:
 7. Connections are not requests. Of connections there is room for twice the requests and more, half of it for one
    address; beyond that whoever has kept the server waiting longest goes, be it without a request, in a head or in a
    body. A request that is here whole is never broken off. Beyond ``requests`` that are, others are refused with 429,
-   but those for a probe. The bodies of all that are not answered have ``MOST_BODIES`` bytes; beyond those, the one that
-   has been coming for longest goes.
+   but those for a probe. The bodies of all that are not answered have ``MOST_BODIES`` bytes; beyond those, of those
+   with more than a connection's share the one that has been coming for longest goes: large ones that wait keep nobody
+   out who says little.
 
 Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events. It knows nothing about routes.
 """
@@ -97,7 +98,8 @@ class Room:
         self._metrics = metrics
         self._back_s = back_s
         self._bodies: dict[Connection, int] = {}  # bytes that came, of requests that are not answered
-        self._coming: dict[Connection, None] = {}  # those of them that are not whole, the oldest first
+        self._coming: dict[Connection, None] = {}  # those beyond their share that are not whole, the oldest first
+        self._share = MOST_BODIES // most
         self._num_bytes = 0
         metrics.connections(lambda: self.guests.num_idle, lambda: self.guests.num_at_work)
 
@@ -112,7 +114,7 @@ class Room:
         """More of a body; ``alone``: no request before it waits for its answer on this connection."""
         self._bodies[connection] = self._bodies.get(connection, 0) + num_bytes
         self._num_bytes += num_bytes
-        if alone:
+        if alone and self._bodies[connection] > self._share:
             self._coming[connection] = None
         while self._num_bytes > MOST_BODIES and self._coming:
             oldest = next(iter(self._coming))

@@ -50,7 +50,7 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Span, Spans, well_formed
 from slipstream.protocol.chat import Begun, Usage
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, TargetInfo
+from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, WITHIN, Request, TargetInfo
 
 MAX_N = 128  # answers that one request may ask for to each of its prompts
 MAX_ANSWERS = 1024  # to all of its prompts
@@ -370,7 +370,8 @@ def _salted(namespace: str, salt: str) -> str:
     """A namespace within ``namespace`` for those who name the same ``salt``."""
     if not salt:
         return namespace
-    return blake2b(salt.encode("utf-8", "surrogatepass"), key=namespace.encode()[:64], digest_size=16).hexdigest()
+    salted = blake2b(salt.encode("utf-8", "surrogatepass"), key=namespace.encode()[:64], digest_size=15).hexdigest()
+    return f"{namespace}{WITHIN}{salted}"
 
 
 def _too_long() -> DeadlineExceeded:

@@ -118,6 +118,8 @@ def _lines(text: str) -> Iterable[Line]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
+        if words[0].partition("=")[0] in Grant.model_fields and "=" in words[0]:  # else it would open the door itself
+            raise ValueError(f"line {number}: has no key, which stands before its fields")
         pairs = [word.partition("=") for word in words[1:]]
         given = {field: value for field, _, value in pairs}
         if len(given) < len(pairs) or not given.keys() <= Grant.model_fields.keys():

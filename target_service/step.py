@@ -1,7 +1,7 @@
 """One step of the target: what it does, which is a pure function of plain facts, and doing it on the device.
 
 Rules of a schedule:
-1. First come, first served: answers are admitted, prefilled and kept in order of arrival, where namespaces take turns:
+1. First come, first served: answers are admitted, prefilled and kept in order of arrival, where owners take turns:
    the first of each, then the second of each. The oldest always advances, so nobody starves; when slots run out, the
    last in that order is put back and computed again later.
 2. Rows go first to answers that decode, one each, then to prompts, chunk by chunk, so long prompts do not stop running
@@ -250,12 +250,12 @@ class Queues:
 
 
 def in_turn(ones: abc.Iterable[Sequence], have: Counter[str]) -> list[Sequence]:
-    """``ones``, in order of arrival, by how many of its namespace stand before each. ``have``: those that are elsewhere
+    """``ones``, in order of arrival, by how many of its owner stand before each. ``have``: those that are elsewhere
     already; counts ``ones`` too."""
     turns = list[int]()
     for one in ones:
-        turns.append(have[one.request.namespace])
-        have[one.request.namespace] += 1
+        turns.append(have[one.request.owner])
+        have[one.request.owner] += 1
     if len(have) < 2:
         return list(ones)
     return [one for _, one in sorted(zip(turns, ones, strict=True), key=itemgetter(0))]

@@ -34,6 +34,7 @@ class Office:
     refusals: dict[str, list[float]] = field(default_factory=dict)  # when each is told to come back
     running: Counter[str] = field(default_factory=Counter)
     most: Counter[str] = field(default_factory=Counter)  # that ran at once
+    held_s: Counter[str] = field(default_factory=Counter)  # places, and for how long
     ended: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -48,6 +49,8 @@ class Office:
             self.refusals.setdefault(name, []).append(error.retry_after_s)
             return
         self.waits.setdefault(name, []).append(self.now() - came_s)
+        answers = place.answers
+        self.held_s[name] += answers * answer_s
         self.running[name] += answers
         self.most[name] = max(self.most[name], self.running[name])
         assert self.running.total() <= self.places
@@ -124,6 +127,26 @@ def test_shares_are_of_places_and_by_weight_however_long_the_answers() -> None:
     # Three quarters of the places for answers that take four times as long: 6 and 8 a second of 8 and 32.
     a, b = (len(office.totals[name]) / 300.0 for name in "ab")
     assert 5.4 < a < 6.6 and 7.2 < b < 8.8, (a, b)
+
+
+@pytest.mark.parametrize("answers", [1, PLACES // 2, PLACES, 8 * PLACES])
+def test_who_asks_for_many_answers_at_once_gets_its_share_and_empties_no_places(answers: int) -> None:
+    """Requests for half of the places had half of them, of eight tenants; those for all kept them empty meanwhile."""
+    async def crowd() -> Office:
+        office = Office(max_wait_s=30.0)
+
+        async def busy(tenant: Tenant, count: int) -> None:
+            while office.now() < 200.0:
+                await office.ask(tenant, ANSWER_S, count)
+                await asyncio.sleep(0.01)
+
+        modest = (busy(Tenant(str(i), str(i)), 1) for i in range(7) for _ in range(4))
+        await asyncio.gather(*(busy(A, answers) for _ in range(4)), *modest)
+        return office
+
+    held = counted(crowd()).held_s
+    assert sum(held.values()) >= 0.95 * 200.0 * PLACES
+    assert min(held.values()) >= 0.9 * 200.0 * PLACES / 8, held
 
 
 def test_a_quota_of_answers_at_once_lets_further_ones_wait_and_nobody_else() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -240,7 +241,7 @@ def test_requests_and_texts_come_back() -> None:
     assert decode_complete(encode_complete("m", "hi", more)) == ("m", "hi", more)
     prompt = Delta(prompt=(PromptToken(1, "a"), PromptToken(2, "b", -0.5, 1, ((2, "b", -0.5), (7, "x", -2.0)))))
     assert decode_delta(encode_delta(prompt)) == prompt
-    assert decode_complete(encode_complete("m", (3, 0, 7), more)) == ("m", (3, 0, 7), more)
+    assert decode_complete(encode_complete("m", (3, 0, 7), more)) == ("m", array("i", (3, 0, 7)), more)
     both = inference_pb2.CompleteRequest(prompt="hi", prompt_tokens=[3])
     with pytest.raises(InvalidRequest, match="prompt"):
         decode_complete(both.SerializeToString())

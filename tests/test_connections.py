@@ -258,6 +258,20 @@ async def test_bodies_have_so_many_bytes_together_and_the_oldest_that_is_not_who
             assert await answer(reader) == 200
 
 
+async def test_who_says_little_is_heard_beside_large_bodies_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MOST_BODIES", 2500)
+    app = Slow()
+    async with door(monkeypatch, app) as found:
+        large = [await found.knock(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 1200\r\n\r\n" + bytes(1200))
+                 for _ in range(2)]
+        for _ in large:
+            await app.asked.acquire()
+        little, _ = await found.knock(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 110\r\n\r\n" + bytes(110))
+        await app.asked.acquire()
+        app.go.set()
+        assert [await answer(reader) for reader in (little, *(reader for reader, _ in large))] == [200] * 3
+
+
 async def test_a_request_that_is_here_whole_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     app = Slow()
     async with door(monkeypatch, app) as found:

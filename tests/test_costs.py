@@ -7,24 +7,26 @@ import gc
 import json
 import re
 import threading
+import tracemalloc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from router_service.dialects.chat import ChatBody, ChatReply
-from router_service.dialects.completions import CompletionBody
+from router_service.dialects.completions import CompletionBody, TextReply
 from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, MESSAGE, Asked, Job, Options, parse
 from router_service.dialects.tools import ToolUse
 from router_service.tenants import Tenant
-from router_service.text.deltas import TextDelta
+from router_service.text.deltas import AnswerToken, TextDelta
 from router_service.text.files import longest_token
 from router_service.text.marks import Style
 from router_service.text.tokens import ASSISTANT, BRIEF_TEXT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
@@ -41,7 +43,7 @@ from slipstream.protocol.chat import (
     Message,
     Usage,
 )
-from slipstream.protocol.requests import Sampling
+from slipstream.protocol.requests import Sampling, TokenLogprob
 from slipstream.v1 import inference_pb2
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
 from tests.echo import CONTEXT, EchoTarget
@@ -384,6 +386,51 @@ def test_amounts_are_refused_by_name(kind: Any, extra: dict[str, Any], field: st
     with pytest.raises(InvalidRequest) as caught:
         parse(kind, {"model": "m", **extra})
     assert caught.value.field == field
+
+
+def test_ids_that_wait_take_no_more_than_they_came_in() -> None:
+    """As objects those of fifty bodies took a gigabyte, which is all that a router has."""
+    ids = [300 + i % 600 for i in range(100_000)]
+    over_http = json.dumps({"prompt": [ids[:50_000], ids[50_000:]]}).replace(" ", "")
+    over_grpc = inference_pb2.CompleteRequest(prompt_tokens=ids).SerializeToString()
+    readers: tuple[Callable[[], Any], ...] = (lambda: parse(CompletionBody, json.loads(over_http)),
+                                              lambda: decode_complete(over_grpc))
+    for reader in readers:
+        reader()
+        tracemalloc.start()
+        kept = reader()
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert kept and taken < 1.2 * 4 * len(ids), taken
+
+
+async def test_of_a_response_s_body_only_what_counts_is_kept_while_it_is_answered(tiny_folder: Path) -> None:
+    echo = EchoTarget(stall_after=1)
+    body = (b'{"model":"tiny","input":"x","user":[["of no", "use"]],"tools":[{"type":"function","name":"f",'
+            b'"parameters":{},"other":[["of no", "use"]]}]}')
+    async with routing(tiny_folder, echo) as r:
+        asked = asyncio.ensure_future(r.http.post("/v1/responses", content=body))
+        await eventually(lambda: len(echo.running) == 1)
+        assert not [one for one in gc.get_objects() if type(one) is list and one == ["of no", "use"]]
+        asked.cancel()
+
+
+@pytest.mark.parametrize("kind", [ChatReply, TextReply])
+def test_scores_of_a_long_answer_are_written_in_parts(kind: type[ChatReply | TextReply]) -> None:
+    """A million of them as objects took half a gigabyte, and everybody else waited while those were written."""
+    codec: Any = SimpleNamespace(style=Style(), token_text=str, token_bytes=lambda token: str(token).encode())
+    job = Job("chat", "tiny", ((1,),), (4000,), Options(Sampling(), top_logprobs=20), 1000)
+    tokens = [AnswerToken(i % 1000, "x", False, TokenLogprob(-1.5, tuple((k, -k / 7) for k in range(300, 320))))
+              for i in range(4000)]
+    answers = [[TextDelta("x", (token,), "length" if i == 3999 else "") for i, token in enumerate(tokens)]]
+    tracemalloc.start()
+    told = orjson.dumps(kind("a", 0, job, codec, "").whole(answers, Usage(1, 4000)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 * len(told), (most, len(told))
+    scored = json.loads(told)["choices"][0]["logprobs"]
+    assert len(scored["content"] if kind is ChatReply else scored["top_logprobs"]) == 4000
 
 
 async def test_lists_and_objects_of_a_body_are_counted_before_it_is_read(tiny_folder: Path) -> None:

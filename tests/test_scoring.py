@@ -398,7 +398,7 @@ def test_scores_that_are_written_in_parts_are_those_of_one(count: int, folders: 
                           tuple(value for row in top[first:end] for _, value in row))
              for first, end in itertools.pairwise(ends)]
     prompts = Prompts(codec, codec.token_text, [tokens], 1, ("".join(map(chr, tokens)),), 1, 2)
-    after = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{}], "text_offset": [count]}
+    after: Any = {"tokens": [["a"]], "token_logprobs": [[-1.0]], "top_logprobs": [[{}]], "text_offset": [[count]]}
     texts = [codec.token_text(token) for token in tokens]
     assert orjson.loads(orjson.dumps(prompts.columns(0, parts, after))) == {
         "tokens": [*texts, "a"], "token_logprobs": [None, *own[1:], -1.0],

@@ -164,6 +164,7 @@ def test_a_namespace_is_the_same_for_all_routers_and_follows_from_no_name(tmp_pa
 
 
 @pytest.mark.parametrize(("line", "problem"), [
+    ("name=hush weight=2", "line 2: has no key"),  # as where a variable for it was empty
     ("hush-key hush-word", "line 2: after the key come fields"),
     ("hush-key hush=word", "line 2: after the key come fields"),
     ("hush-key name=a name=b", "line 2: after the key come fields"),
@@ -302,9 +303,21 @@ async def test_a_target_without_room_is_told_with_a_time_and_counted(tiny_folder
         assert 'reason="target",service="router",tenant="anyone"' in await r.metrics()
 
 
+async def test_who_salts_what_is_kept_is_one_all_the_same(tiny_folder: Path, tmp_path: Path) -> None:
+    keys, echo = written(tmp_path, "first name=alice", "second name=bob"), EchoTarget()
+    async with routing(tiny_folder, echo, api_keys_file=str(keys)) as r:
+        for key, salt in (("first", ""), ("first", "a"), ("first", "b"), ("second", "a")):
+            await r.http.post(COMPLETIONS, headers={"authorization": f"Bearer {key}"},
+                              json={"prompt": "w", "max_tokens": 1, "cache_salt": salt})
+    alice, *salted, bob = echo.requests
+    assert len({request.namespace for request in echo.requests}) == 4
+    assert {request.owner for request in salted} == {alice.owner} != {bob.owner}
+
+
+@pytest.mark.parametrize("namespaces", [["a"] * 12, [f"a-{number}" for number in range(12)]], ids=["one", "salted"])
 @pytest.mark.parametrize(("slots", "settings"), [(2048, {"max_sessions": 2}), (160, {})])
 async def test_in_a_target_too_who_asks_for_much_does_not_stand_before_others(
-        tiny_folder: Path, slots: int, settings: dict[str, Any]) -> None:
+        tiny_folder: Path, slots: int, settings: dict[str, Any], namespaces: list[str]) -> None:
     over: list[str] = []
     async with target(tiny_folder, slots=slots, prefix_cache=False, **settings) as rig:
         async def ask(number: int, namespace: str) -> None:
@@ -312,6 +325,6 @@ async def test_in_a_target_too_who_asks_for_much_does_not_stand_before_others(
             await rig.answer(Request(f"{number}", tokens, Sampling(), 6, namespace=namespace))
             over.append(namespace)
 
-        await asyncio.gather(*(ask(number, "a") for number in range(12)), ask(50, "b"))
+        await asyncio.gather(*map(ask, range(12), namespaces), ask(50, "b"))
         await rig.check()
     assert over.index("b") <= 3, f"in turn, so no later than the second turn of two: {over}"

@@ -34,7 +34,7 @@ from router_service.dialects.openai import (
     unknown_of,
     usage_told,
 )
-from router_service.dialects.prompts import LOWEST
+from router_service.dialects.prompts import AT_ONCE, LOWEST, parts_of, written
 from router_service.dialects.tools import Json, ToolUse, use_of
 from router_service.text.calls import Call, call_id
 from router_service.text.deltas import AnswerToken, TextDelta
@@ -43,7 +43,7 @@ from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest
 from slipstream.models.folder import NAMED_TOKENS
 from slipstream.protocol.chat import MAX_CALLS, MAX_ITEMS, Usage
-from slipstream.protocol.requests import MAX_TOP_LOGPROBS
+from slipstream.protocol.requests import MAX_TOP_LOGPROBS, TokenLogprob
 
 MAX_NAMES = 64  # for the chat template
 MAX_NAMED = 64 << 10  # bytes of JSON of all that they name
@@ -293,12 +293,13 @@ class ChatReply:
     def _logprobs_of(self, tokens: Sequence[AnswerToken]) -> Json | None:
         if not self._logprobs:
             return None
-        content = []
-        for token in tokens:
-            if token.logprob is not None:
-                top = [self._entry(t, logprob) for t, logprob in token.logprob.top]
-                content.append({**self._entry(token.id, token.logprob.logprob), "top_logprobs": top})
+        entries = ([self._scored_token(token.id, token.logprob) for token in part if token.logprob is not None]
+                   for part in parts_of(tokens))
+        content = written(entries) if len(tokens) > AT_ONCE else next(entries, [])
         return {"content": content, "refusal": None}
+
+    def _scored_token(self, token: int, scored: TokenLogprob) -> Json:
+        return {**self._entry(token, scored.logprob), "top_logprobs": [self._entry(*one) for one in scored.top]}
 
     def _entry(self, token: int, logprob: float) -> Json:
         return {"token": self._name(token), "logprob": max(logprob, LOWEST),

@@ -5,20 +5,21 @@ Format: the OpenAI API. It knows nothing about models, routes or the network.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pydantic import Field, SkipValidation, field_validator
 
 from router_service.dialects.openai import Generation, Job, Options, Whole, at_most, usage_told
-from router_service.dialects.prompts import LOWEST, alternatives
+from router_service.dialects.prompts import AT_ONCE, LOWEST, alternatives, parts_of, written
 from router_service.dialects.tools import Json
 from router_service.text.deltas import AnswerToken, TextDelta
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import Usage
-from slipstream.protocol.requests import MAX_TOP_LOGPROBS
+from slipstream.protocol.requests import MAX_TOP_LOGPROBS, TokenLogprob
 
 COMPLETION_MAX_TOKENS = 16  # what the OpenAI API gives to a completion that names no limit
 
@@ -40,11 +41,19 @@ class CompletionBody(Generation):
             at_most("prompt", len(value), "prompts")
         if kinds != {str} and (kinds != {list} or not all(set(map(type, prompt)) <= {int} for prompt in value)):
             raise InvalidRequest("prompt", "must be a string, token ids, or a list of either")
-        return value
+        return value if kinds == {str} else list(map(_packed, value))
 
     def options(self) -> Options:
         most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return replace(self.wanted(most, self.logprobs), echo=bool(self.echo))
+
+
+def _packed(prompt: Sequence[int]) -> Sequence[int]:
+    """Ids in four bytes each: as objects they take ten times those of a body, and many may wait."""
+    try:
+        return array("i", prompt)
+    except OverflowError:
+        raise InvalidRequest("prompt", "a token id is outside of any vocabulary") from None
 
 
 class TextReply:
@@ -80,9 +89,14 @@ class TextReply:
         began = number in self._lengths
         scored = None if began else self._scored
         shown = "" if scored is None else scored.text(number)
-        logprobs = self._logprobs_of(tokens, self._lengths.get(number, len(shown))) if self._logprobs else None
-        if logprobs is not None and scored is not None and scored.echoed is not None:
-            logprobs = scored.columns(number, deltas[0].prompt, logprobs)
+        logprobs: Json | None = None
+        if self._logprobs:
+            columns = self._columns(tokens, self._lengths.get(number, len(shown)))
+            if scored is not None and scored.echoed is not None:
+                logprobs = scored.columns(number, deltas[0].prompt, columns)
+            else:
+                few = len(tokens) <= AT_ONCE
+                logprobs = {name: next(iter(parts), []) if few else written(parts) for name, parts in columns.items()}
         text = shown + "".join(delta.text for delta in deltas)
         self._lengths[number] = self._lengths.get(number, 0) + len(text)
         choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
@@ -94,14 +108,16 @@ class TextReply:
                 choice["prompt_token_ids"] = list(self._job.prompts[number // self._job.options.n])
         return choice
 
-    def _logprobs_of(self, tokens: Sequence[AnswerToken], offset: int) -> Json:
-        columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    def _columns(self, tokens: Sequence[AnswerToken], offset: int) -> dict[str, Iterator[list[Any]]]:
+        """OpenAI's ``logprobs``, in parts."""
+        rows = list[tuple[int, int, TokenLogprob]]()
         for token in tokens:
             if token.logprob is not None:
-                columns["tokens"].append(self._name(token.id))
-                columns["token_logprobs"].append(max(token.logprob.logprob, LOWEST))
-                columns["top_logprobs"].append(alternatives(self._name, (token.id, token.logprob.logprob),
-                                                            token.logprob.top))
-                columns["text_offset"].append(offset)
+                rows.append((offset, token.id, token.logprob))
             offset += len(token.text)
-        return columns
+        name = self._name
+        return {"tokens": ([name(token) for _, token, _ in part] for part in parts_of(rows)),
+                "token_logprobs": ([max(own.logprob, LOWEST) for _, _, own in part] for part in parts_of(rows)),
+                "top_logprobs": ([alternatives(name, (token, own.logprob), own.top) for _, token, own in part]
+                                 for part in parts_of(rows)),
+                "text_offset": ([offset for offset, _, _ in part] for part in parts_of(rows))}

@@ -5,18 +5,18 @@ Rules:
 2. An echoed text is what the client wrote, where its tokens spell that. Offsets count from its beginning; a token that
    the tokenizer put before it stands at 0.
 3. Of tokens that spell alike, the likeliest is told.
-4. Scores are written ``AT_ONCE`` tokens at a time: a hundred thousand objects that are there together keep the
-   interpreter from everybody else while they are written, and while it looks for garbage.
+4. Scores, also of answers, are written ``AT_ONCE`` tokens at a time: a hundred thousand objects that are there
+   together keep the interpreter from everybody else while they are written, and while it looks for garbage.
 
 It knows nothing about models, routes or the network. Many tokens take long: whoever asks does it beside an event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -25,6 +25,7 @@ from router_service.text.tokens import Detokenizer, TextCodec
 from slipstream.protocol.chat import PromptToken
 from slipstream.protocol.requests import PromptScores
 
+Made = TypeVar("Made")
 Row = tuple[int, float, int, Sequence[tuple[int, float]]]  # token, natural log, rank, alternatives
 AT_ONCE = 512
 LOWEST = -9999.0  # the API's way to say "never"; JSON has no infinity
@@ -48,21 +49,22 @@ class Prompts:
         """What stands before the text of answer ``number``."""
         return self.texts[number // self.n] if self.texts else ""
 
-    def columns(self, number: int, scores: Sequence[PromptScores], answer: Json) -> dict[str, orjson.Fragment]:
-        """OpenAI's ``logprobs``, so far, before those of the ``answer``."""
+    def columns(self, number: int, scores: Sequence[PromptScores],
+                answer: Mapping[str, Iterable[list[Any]]]) -> dict[str, orjson.Fragment]:
+        """OpenAI's ``logprobs``, so far, before those of the ``answer``, which are in parts."""
         rows, none = self._rows(number, scores, self.echoed), [[None]]
         told: dict[str, Iterable[list[Any]]] = {
-            "tokens": ([self.name(token) for token in part] for part in _parts(self._tokens(number))),
+            "tokens": ([self.name(token) for token in part] for part in parts_of(self._tokens(number))),
             "token_logprobs": chain(none, ([max(value, LOWEST) for _, value, _, _ in part] for part in rows())),
             "top_logprobs": chain(none, ([alternatives(self.name, (token, value), top)
                                           for token, value, _, top in part] for part in rows())),
             "text_offset": self._offsets(number)}
-        return {name: _written(chain(parts, [answer[name]])) for name, parts in told.items()}
+        return {name: written(chain(parts, answer[name])) for name, parts in told.items()}
 
     def entries(self, number: int, scores: Sequence[PromptScores]) -> orjson.Fragment:
         """vLLM's ``prompt_logprobs``."""
         rows = self._rows(number, scores, self.told)
-        return _written(chain([[None]], ([self._entry(*row) for row in part] for part in rows())))
+        return written(chain([[None]], ([self._entry(*row) for row in part] for part in rows())))
 
     def scored(self, scores: Sequence[PromptScores]) -> Iterator[tuple[PromptToken, ...]]:
         """The only prompt, as the public gRPC service tells it; nothing where it is not scored."""
@@ -105,7 +107,7 @@ class Prompts:
             offsets.append(length)
             length += len(detokenizer.push(token))
         before = length + len(detokenizer.flush()) - len(self.text(number))
-        return ([max(0, offset - before) for offset in part] for part in _parts(offsets))
+        return ([max(0, offset - before) for offset in part] for part in parts_of(offsets))
 
 
 def alternatives(name: Callable[[int], str], own: tuple[int, float], top: Sequence[tuple[int, float]]) -> Json:
@@ -116,10 +118,10 @@ def alternatives(name: Callable[[int], str], own: tuple[int, float], top: Sequen
     return told
 
 
-def _parts(values: Sequence[int]) -> Iterator[Sequence[int]]:
+def parts_of(values: Sequence[Made]) -> Iterator[Sequence[Made]]:
     return (values[first : first + AT_ONCE] for first in range(0, len(values), AT_ONCE))
 
 
-def _written(parts: Iterable[list[Any]]) -> orjson.Fragment:
+def written(parts: Iterable[list[Any]]) -> orjson.Fragment:
     """One list of all of them, which are made one by one."""
     return orjson.Fragment(b"[%b]" % b",".join([orjson.dumps(part)[1:-1] for part in parts if part]))

@@ -42,6 +42,7 @@ INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt
          "safety_identifier", "stream_options", "client_metadata")
 UNSEALED = "unsealed:"  # begins a thought's encrypted content: that of others tells nothing here
 CALL = "call_"  # begins the ids of calls
+TOOL = ("type", "name", "description", "parameters", "strict")  # what is told again of one
 MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
 # The chat's fields that are called otherwise here.
 NAMES = MappingProxyType({"tool_choice.allowed_tools": "tool_choice",
@@ -135,15 +136,23 @@ def _tools(tools: Any, choice: Any) -> Json:
     return {"tools": made, **({"tool_choice": choice} if choice is not None else {}), **theirs}
 
 
-def _told_again(asked: Mapping[str, Any]) -> Json:
-    """Of what was asked, what counted."""
+def told_again(asked: Mapping[str, Any]) -> Json:
+    """Of what was asked, what counted, and nothing else: all of a body takes much memory while it waits. Of what this
+    gave it gives the same."""
     choice, tools = asked.get("tool_choice") or "auto", asked.get("tools") or []
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice["tools"] if isinstance(choice.get("tools"), list) else []
+        choice = {"type": "allowed_tools", "mode": choice.get("mode"), "tools": [
+            {"type": "function", "name": tool.get("name")} for tool in allowed
+            if isinstance(tool, dict) and tool.get("type") == "function"]}
+    elif isinstance(choice, dict):
+        choice = {"type": "function", "name": choice.get("name")}
+    functions = [tool for tool in tools if tool.get("type") == "function"]
     return {"instructions": asked.get("instructions"),
-            "tools": [tool for tool in tools if tool.get("type") == "function"],
+            "tools": [{name: tool[name] for name in TOOL if name in tool} for tool in functions],
             "metadata": asked.get("metadata") or {},
             "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
-            "tool_choice": choice if not isinstance(choice, dict) or choice.get("type") == "allowed_tools" else {
-                "type": "function", "name": choice.get("name")},
+            "tool_choice": choice,
             **{name: asked.get(name) for name in ("temperature", "top_p", "max_output_tokens")}}
 
 
@@ -154,7 +163,7 @@ class ResponsesReply:
         self._head: Json = {
             "id": f"resp_{told.answer_id}", "object": "response", "created_at": told.created, "model": told.model,
             "error": None, "incomplete_details": None, "store": False,
-            **_told_again(told.asked)}
+            **told_again(told.asked)}
         self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
         self._sent = 0
 

@@ -177,7 +177,7 @@ class Grammars(Trials):
         sampling = request.sampling
         ends = Ends(sampling.stop_token_ids, sampling.min_tokens)
         answered = request.tokens[len(request.tokens) - request.answered :]
-        return self.after(request.grammar, request.namespace,
+        return self.after(request.grammar, request.owner,
                           partial(self._vocabulary.compile, request.grammar, ends, answered))
 
 

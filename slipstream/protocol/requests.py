@@ -36,6 +36,7 @@ MAX_ALLOWED = 1024  # token ids
 MAX_BIASES, MAX_ENDS = 300, 64  # tokens whose logits are moved, and that end an answer
 MAX_BAD_WORDS, MAX_BAD_WORD = 512, 32  # runs of tokens, and tokens of one
 MAX_WAITING = 256  # that wait for room at a target: a router with another one does better than to queue there
+WITHIN = "-"  # in a namespace, between its owner's tag and that of a part
 MAX_SCORES = 1 << 18  # entries, so many as ``Request.num_scores`` counts
 
 
@@ -97,7 +98,7 @@ class Request:
     it. They count into ``max_tokens``, and the answer goes on as if it had never stopped.
 
     ``namespace``: only answers of one namespace share what is cached of their prompts. A tag that tells nothing of its
-    owner; "" is shared by all who have none.
+    owner; "" is shared by all who have none. What stands before ``WITHIN`` says whose it is: an owner may have many.
 
     ``prompt_logprobs``: the prompt's tokens are scored, as ``top_logprobs`` has it. ``logprobs_mode`` is of the
     answer's tokens; the prompt's are always raw. ``allowed_token_ids``: the answer has no others; () has any.
@@ -126,6 +127,11 @@ class Request:
         """What a target must know how to honour to answer it."""
         return needs_of(self.grammar, self.prompt_logprobs, self.logprobs_mode, self.allowed_token_ids, self.bad_words,
                         self.max_tokens)
+
+    @property
+    def owner(self) -> str:
+        """Who takes turns with others."""
+        return self.namespace.partition(WITHIN)[0]
 
     @property
     def num_scores(self) -> int:

@@ -16,6 +16,7 @@ It knows nothing about tokenizers, models or balancing. Format: ``proto/slipstre
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence, Sized
 from contextlib import aclosing
 from dataclasses import fields
@@ -120,14 +121,14 @@ def encode_complete(model: str, prompt: str | Sequence[int], options: ChatOption
     return request.SerializeToString(deterministic=True)
 
 
-def decode_complete(data: bytes) -> tuple[str, str | tuple[int, ...], ChatOptions]:
-    """Raises InvalidRequest."""
+def decode_complete(data: bytes) -> tuple[str, str | Sequence[int], ChatOptions]:
+    """Ids are packed: as objects they take twenty times the bytes that they came in. Raises InvalidRequest."""
     wire = inference_pb2.CompleteRequest()
     _parse_request(wire, data)
     if wire.prompt and wire.prompt_tokens:
         raise InvalidRequest("prompt", "is given as a text and as token ids; send one of them")
     _at_most("prompt", wire.prompt_tokens, MAX_PROMPT_IDS)
-    return wire.model, tuple(wire.prompt_tokens) or wire.prompt, _options_of(wire.options)
+    return wire.model, array("i", wire.prompt_tokens) or wire.prompt, _options_of(wire.options)
 
 
 def _parse_request(wire: inference_pb2.ChatRequest | inference_pb2.CompleteRequest, data: bytes) -> None:
