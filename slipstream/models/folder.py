@@ -209,7 +209,8 @@ def prepare(name: str, dest: Path | None = None, known: Mapping[str, KnownModel]
     A bar is drawn on standard error. Needs the ``engine`` extra. Raises ModelError.
     """
     if name not in known:
-        raise ModelError(f"cannot prepare '{name}'; known: {', '.join(known)}")
+        raise ModelError(f"{resolve(name)}: a model's folder is served as it is, as model.path; with --dtype a further "
+                         f"one is made of it, and without it of these: {', '.join(known)}")
     model = known[name]
     folder = dest if dest is not None else default_root() / name
     if is_prepared(folder):
