@@ -737,6 +737,21 @@ def test_the_turns_are_those_that_the_router_writes(tmp_path: Path) -> None:
         read_turns(folder)
 
 
+@pytest.mark.parametrize("begun", ["<|im_start|>assistant\\n<think>\\n", "<|im_start|>assistant"])
+def test_an_answer_begins_where_the_router_has_it_begin(tmp_path: Path, begun: str) -> None:
+    """Templates of models that think (QwQ, R1's children, Qwen3 Thinking) begin the thought, but write none where an
+    answer is history: without its beginning some do not think, so that a head learnt what is never served."""
+    folder = write_tiny_model(tmp_path / "target")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = CHAT_TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}", "{{ '" + begun + "' }}")
+    assert template != CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    turns, codec = read_turns(folder), TextCodec(folder)
+    asked = codec.chat([{"role": "user", "content": "why"}])
+    codec.close()
+    assert turns.encode(turns.opening + "why" + turns.to_answer) == asked
+
+
 def test_a_template_may_write_nothing_before_a_user(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "target", peaky=2.0)
     config = json.loads((folder / "tokenizer_config.json").read_text())
