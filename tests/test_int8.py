@@ -29,7 +29,7 @@ from slipstream.engine.native.program import BatchFrame, Frame, NativeHead, Pack
 from slipstream.engine.preparation import prepare_as
 from slipstream.engine.ranks import part_of
 from slipstream.engine.runner import ModelRunner
-from slipstream.models.folder import FORMAT, HEADS, RECEIPT, head_for, is_prepared
+from slipstream.models.folder import FORMAT, HEADS, RECEIPT, head_for, is_prepared, template_source
 from slipstream.protocol.messages import Features, Open
 from slipstream.protocol.requests import Sampling
 from tests.eagle_folder import eagle_config, write_eagle_folder
@@ -192,6 +192,23 @@ def test_it_is_prepared_once_and_never_over_something_else(tmp_path: Path) -> No
         prepare_as("int8", place, tmp_path / "again")
     with pytest.raises(ModelError, match=r"--dtype: 'int4' is not known; use one of int8, bfloat16, float32"):
         prepare_as("int4", folder, tmp_path / "four")
+
+
+def test_what_stands_beside_the_weights_comes_along(tmp_path: Path) -> None:
+    """The template for tools that transformers saves in a folder of its own stayed behind, and what was changed in the
+    source since (a template, positions in config.json) was not seen: the command said that all was done."""
+    folder, place = tiny(tmp_path / "model"), tmp_path / "int8"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>")
+    (folder / "chat_template.jinja").write_text("plain")
+    prepare_as("int8", folder, place)
+    assert template_source(place) == template_source(folder) and is_prepared(place)
+    receipt = json.loads((place / RECEIPT).read_text())
+    (folder / "chat_template.jinja").write_text("other")
+    with pytest.raises(ModelError, match=r"int8: was made before what stands beside .*model's weights was changed"):
+        prepare_as("int8", folder, place)
+    (place / RECEIPT).write_text(json.dumps({name: said for name, said in receipt.items() if name != "beside"}))
+    assert prepare_as("int8", folder, place) == place, "one of an earlier version, which does not say"
 
 
 def test_the_command_writes_beside_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,11 @@ def test_resolve_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         resolve(tmp_path / "model.Q4_1.gguf")
     with pytest.raises(ModelError, match="known: smollm2-135m"):
         prepare("gpt-99", tmp_path / "x")
+    with pytest.raises(ModelError, match="give the folder of safetensors"):
+        prepare(str(tmp_path / "model.Q4_1.gguf"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"a model's folder is served as it is.*model\.path.*--dtype"):
+        prepare(str(tmp_path))
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

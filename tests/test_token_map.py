@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from slipstream.base.errors import ConfigError, ModelError
 from slipstream.drafting import create
 from slipstream.drafting.heads.lender import Lender
 from slipstream.drafting.standalone import StandaloneNetwork
-from slipstream.drafting.token_map import load_token_map
+from slipstream.drafting.token_map import CONVERSION, load_token_map
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
@@ -80,6 +82,17 @@ def written(content: str, name: str = "map.json") -> Callable[[Path], Path]:
 def test_what_is_no_map_is_refused(tmp_path: Path, write: Callable[[Path], Path], match: str) -> None:
     with pytest.raises(ModelError, match=match):
         load_token_map(write(tmp_path), VOCAB, 3)
+
+
+@pytest.mark.parametrize("ids", [IDS, torch.tensor(IDS)])
+def test_a_map_that_is_a_pickle_is_converted_as_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                           ids: object) -> None:
+    """Those of FR-Spec are lists, and what was told was for a tensor."""
+    command = CONVERSION.partition("a JSON list, ")[2]
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "-c", f"import json, torch\nfrom torch import tensor\nids = {ids!r}\n{command}"],
+                   check=True)
+    assert load_token_map(tmp_path / "map.json", VOCAB).tolist() == sorted(IDS)
 
 
 @pytest.mark.parametrize("tied", [False, True])

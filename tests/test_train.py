@@ -37,8 +37,9 @@ from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.engine.batch import BatchBuilder
-from slipstream.engine.model import ModelConfig, load_tensors
+from slipstream.engine.model import CausalModel, ModelConfig, load_tensors
 from slipstream.engine.preparation import prepare_as
+from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import HEADS, made_for, weights_hash
 from slipstream.protocol.messages import Features
 from slipstream.train.anchors import blocks_of, learn
@@ -538,6 +539,30 @@ def test_conversations_that_no_context_holds_are_told(tmp_path: Path, context: i
         assert talked(folder, tmp_path / "work", most).conversations
 
 
+def test_a_targets_context_takes_no_memory_that_conversations_do_not(simple_folder: Path, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values for all of 131,072 tokens are 15 GB with Llama 3.2 3B."""
+    made = list[int]()
+
+    class Counted(ModelRunner):
+        def __init__(self, model: CausalModel, num_slots: int) -> None:
+            made.append(num_slots)
+            super().__init__(model, num_slots)
+
+    monkeypatch.setattr("slipstream.train.talk.ModelRunner", Counted)
+    shutil.copytree(simple_folder, folder := tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 1 << 20}
+    (folder / "config.json").write_text(json.dumps(config))
+    (prompts := tmp_path / "prompts.jsonl").write_text(
+        json.dumps({"turns": ["what"] * 9}) + "\n" + json.dumps({"prompt": "x" * 40}))
+    limits = Limits(max_prompt=40, max_question=4, max_answer=8)
+    recipe = Recipe(minutes=0, tokens=60, steps=1, batch=1, limits=limits, dtype="float32")
+    asked = talked(folder, tmp_path / "asked", recipe)
+    given = talked(folder, tmp_path / "given", replace(recipe, tokens=0, prompts=prompts))
+    assert asked.conversations and given.conversations == 2, "there was no room for the longest"
+    assert len(made) == 2 and max(made) < 5000, made
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_answers_behind_what_is_read_are_told(simple_folder: Path, tmp_path: Path, kind: Literal["eagle3", "dspark"]
                                               ) -> None:
@@ -710,6 +735,21 @@ def test_the_turns_are_those_that_the_router_writes(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelError, match=r"chat_template\.jinja: cannot be read"):
         read_turns(folder)
+
+
+@pytest.mark.parametrize("begun", ["<|im_start|>assistant\\n<think>\\n", "<|im_start|>assistant"])
+def test_an_answer_begins_where_the_router_has_it_begin(tmp_path: Path, begun: str) -> None:
+    """Templates of models that think (QwQ, R1's children, Qwen3 Thinking) begin the thought, but write none where an
+    answer is history: without its beginning some do not think, so that a head learnt what is never served."""
+    folder = write_tiny_model(tmp_path / "target")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = CHAT_TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}", "{{ '" + begun + "' }}")
+    assert template != CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    turns, codec = read_turns(folder), TextCodec(folder)
+    asked = codec.chat([{"role": "user", "content": "why"}])
+    codec.close()
+    assert turns.encode(turns.opening + "why" + turns.to_answer) == asked
 
 
 def test_a_template_may_write_nothing_before_a_user(tmp_path: Path) -> None:

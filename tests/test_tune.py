@@ -296,6 +296,20 @@ def test_what_cannot_be_tuned_is_named(wrong: object, named: str) -> None:
         wrong()  # type: ignore[operator]
 
 
+def test_a_draft_that_serving_would_refuse_is_not_tuned(tiny_folder: Path, tiny_draft_folder: Path,
+                                                        tmp_path: Path) -> None:
+    """A configuration was written for it, by which everything decodes plain."""
+    shutil.copytree(tiny_draft_folder, other := tmp_path / "other")
+    text = (other / "tokenizer.json").read_text(encoding="utf-8")
+    (other / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|another|>"), encoding="utf-8")
+    result = CliRunner().invoke(app, [
+        "tune", "--target", str(tiny_folder), "--head", str(other), "--drafter", "standalone", "--out",
+        str(tmp_path / "tuned.yaml"), "--tokens", "8", "--steps", "1", "--topk", "1", "--set", "model.dtype=float32"])
+    assert isinstance(result.exception, ConfigError), result.output
+    assert f"--head: the vocabulary of {other} differs from the target's" in str(result.exception)
+    assert not (tmp_path / "tuned.yaml").exists()
+
+
 def test_the_shipped_head_is_tuned_where_none_is_named() -> None:
     """As a launch would take it."""
     found = with_pair(Config(), "", "", "").draft

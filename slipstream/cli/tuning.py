@@ -33,7 +33,7 @@ from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ops.races import race_for
 from slipstream.engine.runner import ModelRunner, cores
-from slipstream.models.folder import resolve, settled_draft
+from slipstream.models.folder import resolve, settled_draft, tokenizer_hash
 from slipstream.observe.log import configure
 from slipstream.simulate.apart import Compared, compared, timing_of
 from slipstream.simulate.simulation import SCHEDULES
@@ -138,6 +138,15 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
                   soft_wrap=True)
 
 
+def _check_vocabulary(config: Config) -> None:
+    """Raises ConfigError for a draft model that its target would refuse."""
+    if config.draft.drafter == "standalone":
+        draft = resolve(config.draft.model)
+        if tokenizer_hash(draft) != tokenizer_hash(resolve(config.model.path)):
+            raise ConfigError(f"--head: the vocabulary of {draft} differs from the target's, so that a target would "
+                              "refuse it and decode plain; choose one with the same tokenizer")
+
+
 def _check_writable(out: Path) -> None:
     """Raises ConfigError where no file can be."""
     if not out.absolute().parent.is_dir():
@@ -158,6 +167,7 @@ def _within(context: int, prompts: Sequence[list[int]], max_tokens: int) -> list
 def _pair(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],
           max_tokens: int) -> tuple[ModelRunner, NeuralDrafter]:
     """Both models, with room for one prompt. Raises ModelError, ConfigError."""
+    _check_vocabulary(config)
     section = config.model
     torch.set_num_threads(section.threads or cores())
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)

@@ -22,7 +22,7 @@ from slipstream.base.errors import ModelError
 
 TENSORS = ("token_map", "hot_token_id")
 MAX_BYTES = 64 << 20  # of the file: some millions of ids
-CONVERSION = "read it there and write the ids as a JSON list, json.dump(ids.tolist(), open('map.json', 'w'))"
+CONVERSION = "read it there and write the ids as a JSON list, json.dump([int(i) for i in ids], open('map.json', 'w'))"
 
 
 def load_token_map(path: str | Path, vocab_size: int, at_least: int = 1) -> torch.Tensor:

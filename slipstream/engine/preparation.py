@@ -4,7 +4,8 @@ Rules:
 1. ``int8`` writes what ``int8.rounded`` makes of the matrices, so answers are bit for bit those of ``model.quantize``;
    what stays is stored as it is, the embedding in bfloat16. Other kinds are dtypes, of matrices: vectors stay.
 2. A folder is written beside its place and renamed when complete. It says in ``slipstream.json`` what it was made of,
-   by the receipt or the SHA-256 of its source: the same again takes no time, and anything else is never overwritten.
+   by the receipt or the SHA-256 of its source, and of what stands beside the weights: the same again takes no time, and
+   anything else is never overwritten.
 3. A known model stays one under its name: the head that is shipped for it drafts for the new folder too.
 
 It knows nothing about engines. Format: see ``int8``.
@@ -37,11 +38,22 @@ from slipstream.engine.int8 import (
 )
 from slipstream.engine.model import INDEX, ModelConfig, Tensors, load_tensors
 from slipstream.engine.ops.layer import layer_shapes
-from slipstream.models.folder import RECEIPT, filled, is_prepared, may_replace, prepared_name, read_json, write_json
+from slipstream.models.folder import (
+    RECEIPT,
+    TEMPLATES,
+    filled,
+    is_prepared,
+    may_replace,
+    prepared_name,
+    read_json,
+    weights_hash,
+    write_json,
+)
 
 KINDS = {"int8": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 COPIED = (".json", ".txt", ".model", ".jinja")  # what stands beside weights: tokenizer, chat template, end tokens
 WEIGHTS = "model.safetensors"
+BESIDE = "beside"  # in a receipt: the hash of what comes along
 
 
 def prepare_as(kind: str, source: Path, folder: Path) -> Path:
@@ -52,11 +64,15 @@ def prepare_as(kind: str, source: Path, folder: Path) -> Path:
     if holds_int8(source):
         raise ModelError(f"{source}: its weights are int8 already; prepare the folder that it was made from")
     receipt = {"name": prepared_name(source), "dtype": kind, "source": _origin(source)}
-    if is_prepared(folder) and _told(folder).items() >= receipt.items():
+    beside = weights_hash(source, [str(file.relative_to(source)) for file in _beside(source)])
+    if is_prepared(folder) and (told := _told(folder)).items() >= receipt.items():
+        if told.get(BESIDE, beside) != beside:  # earlier versions did not say
+            raise ModelError(f"{folder}: was made before what stands beside {source.name}'s weights was changed "
+                             "(config.json, tokenizer, chat template); remove it, or choose another with --to")
         return folder
     if folder.exists() and (is_prepared(folder) or not may_replace(folder)):
         raise ModelError(f"{folder}: exists and holds something else; remove it, or choose another with --to")
-    with filled(folder, receipt) as fresh:
+    with filled(folder, receipt | {BESIDE: beside}) as fresh:
         _write(kind, config, source, fresh)
     return folder
 
@@ -67,9 +83,9 @@ def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
     whole = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
     if whole:
         raise ModelError(f"{source}: tensor {whole[0]} holds {tensors[whole[0]].dtype}; weights must be floating-point")
-    for file in source.iterdir():
-        if file.suffix in COPIED and file.name not in (INDEX, RECEIPT):
-            shutil.copyfile(file, fresh / file.name)
+    for file in _beside(source):
+        (place := fresh / file.relative_to(source)).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, place)
     content = read_json(source / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
     for name in ("torch_dtype", FIELD):
         content.pop(name, None)
@@ -82,6 +98,12 @@ def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
     write_json(fresh / "config.json", content)
     save_file(written, fresh / WEIGHTS, metadata={"format": "pt"})
     shutil.copymode(fresh / "config.json", fresh / WEIGHTS)  # which safetensors keeps to its owner
+
+
+def _beside(source: Path) -> list[Path]:
+    """What comes along as it is."""
+    return [file for file in (*source.iterdir(), *(source / TEMPLATES).glob("*"))
+            if file.is_file() and file.suffix in COPIED and file.name not in (INDEX, RECEIPT)]
 
 
 def _in_int8(config: ModelConfig, tensors: Tensors) -> dict[str, torch.Tensor]:

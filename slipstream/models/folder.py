@@ -40,6 +40,7 @@ from slipstream.base.errors import ConfigError, ModelError
 FORMAT = 1  # of a prepared folder; a change means that folders are prepared again
 RECEIPT = "slipstream.json"
 MAX_TOKENS = 1 << 24  # of any vocabulary
+TEMPLATES = "additional_chat_templates"  # a folder: those beside the default one
 MADE_FOR = "target_weights"  # in a head's config.json
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 MADE = ("; transformers makes it of {}, once, where sentencepiece and tiktoken are installed, too: "
@@ -208,7 +209,8 @@ def prepare(name: str, dest: Path | None = None, known: Mapping[str, KnownModel]
     A bar is drawn on standard error. Needs the ``engine`` extra. Raises ModelError.
     """
     if name not in known:
-        raise ModelError(f"cannot prepare '{name}'; known: {', '.join(known)}")
+        raise ModelError(f"{resolve(name)}: a model's folder is served as it is, as model.path; with --dtype a further "
+                         f"one is made of it, and without it of these: {', '.join(known)}")
     model = known[name]
     folder = dest if dest is not None else default_root() / name
     if is_prepared(folder):
@@ -243,7 +245,8 @@ def filled(folder: Path, receipt: Mapping[str, Any]) -> Iterator[Path]:
             fresh = Path(scratch) / "fresh"
             fresh.mkdir()
             yield fresh
-            files = {file.name: file.stat().st_size for file in sorted(fresh.iterdir())}
+            files = {str(file.relative_to(fresh)): file.stat().st_size for file in sorted(fresh.rglob("*"))
+                     if file.is_file()}
             write_json(fresh / RECEIPT, {"format": FORMAT, **receipt, "files": files})
             _put_in_place(fresh, folder, Path(scratch) / "old")
     except OSError as error:
@@ -356,7 +359,7 @@ def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
     chat_template.json), and the bos_token and its like, which it may name; None if there is none."""
     config = read_json(folder / "tokenizer_config.json", missing_ok=True)
     path = folder / "chat_template.jinja"
-    other = folder / "additional_chat_templates" / "tool_use.jinja"
+    other = folder / TEMPLATES / "tool_use.jinja"
     try:
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
         with_tools = other.read_text(encoding="utf-8") if path.is_file() and other.is_file() else None

@@ -87,7 +87,7 @@ class Turns:
 
     tokenizer: Tokenizer
     opening: str  # before the first question
-    to_answer: str  # from a question to its answer
+    to_answer: str  # from a question to its answer, which is to come: in one that was given a thought may not begin
     to_question: str  # from an answer to the next question
     plain: bool
 
@@ -121,7 +121,7 @@ def read_turns(folder: Path) -> Turns:
         pieces[-1:] = pieces[-1].split(mark, 1)
     if len(pieces) != len(MARKS) + 1:
         raise ModelError(f"{folder}: chat_template: it does not print what users and assistants say, in order")
-    return Turns(tokenizer, pieces[0], pieces[1], pieces[2], plain=False)
+    return Turns(tokenizer, pieces[0], pieces[3], pieces[2], plain=False)
 
 
 def read_prompts(path: Path) -> list[tuple[str, ...]]:

@@ -23,7 +23,7 @@ from slipstream.base.errors import CapacityError
 from slipstream.choosing.sampling import greatest
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
-from slipstream.train.dialogue import Plan, Turns
+from slipstream.train.dialogue import LONG_OPENERS, LONG_QUESTION, OPENERS, Plan, Prompt, Turns
 from slipstream.train.shards import ANSWER, GIVEN, QUESTION, Conversation
 
 STEP_ROWS = 1024  # of one forward, so that given prompts come in chunks
@@ -226,6 +226,17 @@ def tokens_at_most(turns: Turns, limits: Limits) -> int:
     """Of a conversation in which the target asks once and answers."""
     around = (turns.opening, turns.to_answer, turns.to_question)
     return sum(len(turns.encode(text)) for text in around) + limits.max_question + limits.max_answer
+
+
+def slots_at_most(turns: Turns, limits: Limits, prompts: Sequence[Prompt] | None) -> int:
+    """Of one conversation, whatever is planned."""
+    around = sum(len(turns.encode(text)) for text in (turns.to_answer, turns.to_question))
+    asked, count, opener = max(limits.max_question, LONG_QUESTION), 2, 0
+    if prompts is not None:
+        asked, count = max(limits.max_question, limits.max_prompt), max(len(prompt.turns) for prompt in prompts)
+    else:
+        opener = max(len(turns.encode(text)) for text in (*OPENERS, *LONG_OPENERS))
+    return 1 + len(turns.encode(turns.opening)) + opener + count * (asked + limits.max_answer + around)
 
 
 @torch.inference_mode()

@@ -31,7 +31,7 @@ from slipstream.base.errors import CapacityError, SlipstreamError
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.train.dialogue import Plan, Prompt, Turns, plan_of
-from slipstream.train.generate import Generator
+from slipstream.train.generate import Generator, slots_at_most
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Shards, ShardWriter
 
@@ -66,7 +66,8 @@ def talk(task: Task, rank: int, enough: Callable[[int, int], bool]) -> None:
     """Make the conversations of process ``rank`` until there are no more plans, or ``enough`` says so after a step: it
     gets the tokens of the shard in the making, and of what is unfinished. That is kept then."""
     recipe = task.recipe
-    runner = ModelRunner(task.model, recipe.conversations_at_once * SLOTS_PER_TALK + task.model.config.max_context)
+    longest = min(task.model.config.max_context, slots_at_most(task.turns, recipe.limits, task.prompts))
+    runner = ModelRunner(task.model, recipe.conversations_at_once * SLOTS_PER_TALK + longest)
     runner.set_taps(tuple(task.identity["layers"]))
     generator = Generator(runner, task.turns, task.plans(rank), recipe.conversations_at_once, recipe.limits,
                           recipe.seed + rank)
