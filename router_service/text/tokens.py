@@ -213,6 +213,10 @@ class TextCodec:
         detokenizer = Detokenizer(self, self.specials)
         return "".join([*map(detokenizer.push, tokens), detokenizer.flush()])
 
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """``tokens`` as the vocabulary has them, with its own signs for spaces and bytes; "" for an id without one."""
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
+
     def whole_text(self, token: int) -> str | None:
         """The text of a token that is whole characters, whatever stands before it; "" for a special one. None for one
         that may need its neighbours."""
