@@ -127,9 +127,9 @@ class ChatBody(Generation):
 
     def names(self) -> dict[str, Any]:
         """What the template is given besides messages and tools."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        quiet = dict.fromkeys(THINKING, False) if self.reasoning_effort == "none" else {}
-        return {**effort, **quiet, **(self.chat_template_kwargs or {})}
+        effort = self.reasoning_effort
+        asked = {} if effort is None else {"reasoning_effort": effort, **dict.fromkeys(THINKING, effort != "none")}
+        return {**asked, **(self.chat_template_kwargs or {})}
 
 
 def _bound(wanted: Options, use: ToolUse | None) -> dict[str, Any]:
