@@ -150,6 +150,8 @@ class Surface:
 
     async def tokenize(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
+        if not isinstance(spelt := raw.pop("return_token_strs", None), bool | None):
+            raise InvalidRequest("return_token_strs", "must be true or false")
         if "messages" in raw:
             asked = self._gateway.plan_chat(parse(ChatBody, raw, unknown))
         else:
@@ -157,8 +159,12 @@ class Surface:
         if len(asked.prompts) > 1:
             raise InvalidRequest("prompt", "must be one")
         tokens = await _present(request, partial(self._gateway.tokens, asked))
-        return json_response({"count": len(tokens), "max_model_len": self._gateway.info.max_context, "tokens": tokens},
-                             headers=self._left_out(unknown))
+        told = {"count": len(tokens), "max_model_len": self._gateway.info.max_context, "tokens": tokens}
+        pieces = self._gateway.codec.pieces
+        written = await self._gateway.lanes.beside(  # there may be more than any answer has
+            len(tokens), lambda: orjson.dumps(told | ({"token_strs": pieces(tokens)} if spelt else {})),
+            request.scope[TENANT].id)
+        return Response(written, headers=self._left_out(unknown), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         raw, unknown = await self._json(request)

@@ -200,12 +200,11 @@ class Gateway:
             raise
 
     async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
-        """Those of the prompt that is ``asked`` about. It waits for room as an answer would. Raises as ``start``."""
+        """Those of the prompt that is ``asked`` about, also more than the context holds: who counts cuts it then. It
+        waits for room as an answer would. Raises as ``start``."""
         place = await self.admission.enter(tenant, 1)
         try:
-            (tokens,) = await self.lanes.run(asked.size, partial(self._prompts, asked), tenant.id, not asked.messages)
-            _check_ids("prompt", tokens, self.info.vocab_size)
-            return list(tokens)
+            return await self.lanes.run(asked.size, partial(self._counted, asked), tenant.id, not asked.messages)
         finally:
             self.admission.leave(place)
 
@@ -304,7 +303,8 @@ class Gateway:
 
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""
-        info, prompts = self.info, self._prompts(asked)
+        info = self.info
+        prompts = self._prompts(asked, info.max_context)
         limits = tuple(_room(_param(asked, i), prompt, asked.options, info) for i, prompt in enumerate(prompts))
         if (sent := sum(map(len, prompts)) * asked.options.n) > MAX_SENT:
             raise InvalidRequest("n", f"makes {sent} tokens of prompts, each answer's counted; at most {MAX_SENT} go "
@@ -321,9 +321,15 @@ class Gateway:
                                  f"probabilities; at most {MAX_SCORES} are told: send fewer prompts or alternatives")
         return job if asked.begun is None else self._going_on(job, asked.begun)
 
-    def _prompts(self, asked: Asked) -> list[Sequence[int]]:
+    def _counted(self, asked: Asked) -> list[int]:
+        (tokens,) = self._prompts(asked, None)
+        _check_ids("prompt", tokens, self.info.vocab_size)
+        return list(tokens)
+
+    def _prompts(self, asked: Asked, most: int | None) -> list[Sequence[int]]:
+        """``most``: tokens of each; None: as many as there are."""
         info, last = self.info, asked.options.truncate
-        room = info.max_context if last is None else None  # what is cut is read as a whole
+        room = most if last is None else None  # what is cut is read as a whole
         prompts: list[Sequence[int]] = [self.codec.chat(asked.messages, asked.turn, room)] if asked.messages else []
         for i, prompt in enumerate(asked.prompts):
             with written_as({"prompt": _param(asked, i)}):

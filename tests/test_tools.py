@@ -488,7 +488,9 @@ async def test_deepseeks_templates_hear_whether_to_think(thinking_folder: Path) 
             answer = (await r.post("/v1/messages", messages=HELLO, max_tokens=50, thinking=asked)).json()
             assert [block["type"] for block in answer["content"]] == kinds
         names = {"chat_template_kwargs": {"thinking": True}}
-        for fields, thinks in ((names, True), ({"reasoning_effort": "none"}, False)):
+        for fields, thinks in ((names, True), ({"reasoning_effort": "none"}, False),
+                               ({"reasoning_effort": "low"}, True),
+                               ({"reasoning_effort": "high", "chat_template_kwargs": {"thinking": False}}, False)):
             message = (await r.post(CHAT, messages=HELLO, **fields)).json()["choices"][0]["message"]
             assert ("reasoning_content" in message) == thinks
 

@@ -127,9 +127,9 @@ class ChatBody(Generation):
 
     def names(self) -> dict[str, Any]:
         """What the template is given besides messages and tools."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        quiet = dict.fromkeys(THINKING, False) if self.reasoning_effort == "none" else {}
-        return {**effort, **quiet, **(self.chat_template_kwargs or {})}
+        effort = self.reasoning_effort
+        asked = {} if effort is None else {"reasoning_effort": effort, **dict.fromkeys(THINKING, effort != "none")}
+        return {**asked, **(self.chat_template_kwargs or {})}
 
 
 def _bound(wanted: Options, use: ToolUse | None) -> dict[str, Any]:
@@ -232,6 +232,7 @@ class ChatReply:
         self._tell_reasoning = options.tell_reasoning
         self._codec, self._name = codec, options.names(codec)
         self._logprobs = options.top_logprobs is not None
+        self._stop_ids = options.sampling.stop_token_ids
         self._prompt: Json = {"prompt_token_ids": list(job.prompts[0])} if options.token_ids else {}
         self._scored = job.told(codec)
         self.detailed = self._logprobs or options.token_ids or bool(self._markups) or self._scored is not None
@@ -243,8 +244,10 @@ class ChatReply:
         told, first = self._told(number, delta), self._scores_of(number, delta)
         if not (first or told or delta.finish or (delta.tokens and (self._logprobs or self._prompt))):
             return None
-        return self._chunk([_choice(number, told, self._finish(number, delta), self._logprobs_of(delta.tokens))
-                            | self._ids_of(delta.tokens)]) | first
+        choice = _choice(number, told, self._finish(number, delta), self._logprobs_of(delta.tokens))
+        if delta.finish:
+            choice["stop_reason"] = delta.ended_by(self._stop_ids)
+        return self._chunk([choice | self._ids_of(delta.tokens)]) | first
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._chunk([]) | usage_told(usage, self._reasoning_tokens)
@@ -255,7 +258,8 @@ class ChatReply:
             tokens = [token for delta in deltas for token in delta.tokens]
             message = _message([self._told(number, delta) for delta in deltas])
             choices.append({"index": number, "message": message, "finish_reason": self._finish(number, deltas[-1]),
-                            "logprobs": self._logprobs_of(tokens), **self._ids_of(tokens)})
+                            "stop_reason": deltas[-1].ended_by(self._stop_ids), "logprobs": self._logprobs_of(tokens),
+                            **self._ids_of(tokens)})
         return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt,
                 **self._scores_of(0, answers[0][0]), **usage_told(usage, self._reasoning_tokens)}
 

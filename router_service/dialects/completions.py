@@ -99,7 +99,9 @@ class TextReply:
                 logprobs = {name: next(iter(parts), []) if few else written(parts) for name, parts in columns.items()}
         text = shown + "".join(delta.text for delta in deltas)
         self._lengths[number] = self._lengths.get(number, 0) + len(text)
-        choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
+        choice: Json = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
+        if deltas[-1].finish:
+            choice["stop_reason"] = deltas[-1].ended_by(self._job.options.sampling.stop_token_ids)
         if scored is not None and scored.told is not None:
             choice["prompt_logprobs"] = scored.entries(number, deltas[0].prompt)
         if self._job.options.token_ids:

@@ -61,7 +61,7 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "tools": "functions that the model may call, at most 128",
     "tool_choice": "`auto`, `none`, `required`, `allowed_tools` or a function; what is required binds the answer",
     "parallel_tool_calls": "true; false: the first call alone",
-    "reasoning_effort": "given to the chat template; `none` is also `enable_thinking` and `thinking` false",
+    "reasoning_effort": "given to the chat template; also `enable_thinking` and `thinking`, false for `none`",
     "include_reasoning": "true; false leaves `reasoning_content` out",
     "separate_reasoning": "true; false leaves reasoning in the content",
     "request_id": "random; ends the answer's `id`", "cache_salt": "cached prompts are shared only where it is the same",

@@ -7,7 +7,7 @@ long. It knows nothing about how tokens become text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from slipstream.protocol.requests import Finish, PromptScores, TokenLogprob
@@ -35,6 +35,11 @@ class TextDelta(NamedTuple):
     finish: Finish = ""
     num_tokens: int = 0
     prompt: tuple[PromptScores, ...] = ()  # of all of the prompt, where it is scored; in the first delta
+    stop: str | int | None = None  # the stop string or token that came, in the last one
+
+    def ended_by(self, ids: Collection[int]) -> str | int | None:
+        """What of a request ended its answer, a stop string or one of these ``ids``; None where the model did."""
+        return self.stop if isinstance(self.stop, str) or self.stop in ids else None
 
     def __repr__(self) -> str:
         return f"TextDelta(num_tokens={self.num_tokens}, finish={self.finish!r})"

@@ -213,6 +213,10 @@ class TextCodec:
         detokenizer = Detokenizer(self, self.specials)
         return "".join([*map(detokenizer.push, tokens), detokenizer.flush()])
 
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """``tokens`` as the vocabulary has them, with its own signs for spaces and bytes; "" for an id without one."""
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
+
     def whole_text(self, token: int) -> str | None:
         """The text of a token that is whole characters, whatever stands before it; "" for a special one. None for one
         that may need its neighbours."""
@@ -337,6 +341,7 @@ class Completion:
         self._vocab_size = vocab_size
         self._detokenizer = Detokenizer(codec, shown, within)
         self._all_told, self._keep_stop = all_told, keep_stop
+        self._ended_by: int | None = None
         self._prompt = len(request.tokens) - request.answered
         self._scores: list[PromptScores] = []
         self._unscored = 0 if request.prompt_logprobs is None else len(request.tokens) - 1
@@ -410,10 +415,12 @@ class Completion:
             tally.tokens += 1
             tally.accepted += i < piece.accepted
             logprob = piece.logprobs[i] if i < len(piece.logprobs) else None
-            if last and token in self._silent and not self._keep_stop:
-                if self._all_told:
-                    self._held.append((self._length, AnswerToken(token, "", i < piece.accepted, logprob)))
-                break
+            if last and token in self._silent:
+                self._ended_by = token
+                if not self._keep_stop:
+                    if self._all_told:
+                        self._held.append((self._length, AnswerToken(token, "", i < piece.accepted, logprob)))
+                    break
             if self._push(token, i < piece.accepted, logprob):
                 return self._end("stop", i + 1)
         if piece.finish:
@@ -454,7 +461,8 @@ class Completion:
         if self._all_told:
             tokens += [token._replace(text="") for _, token in self._held]
         self._held.clear()
-        return self._delta(tokens, "" if cut else self._detokenizer.flush(), finish, num_tokens)
+        delta = self._delta(tokens, "" if cut else self._detokenizer.flush(), finish, num_tokens)
+        return delta._replace(stop=self.stopped_by if cut else self._ended_by)
 
     def _delta(self, tokens: list[AnswerToken], tail: str = "", finish: Finish = "", num_tokens: int = 0) -> TextDelta:
         text = tokens[0].text if len(tokens) == 1 else "".join([token.text for token in tokens])
