@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -270,6 +272,40 @@ def test_a_repeated_commit_changes_nothing() -> None:
     assert bench.deliver(commit(10, 3)) == []
     (growth,) = bench.deliver(commit(11, 4))
     assert isinstance(growth, Growth) and growth.base == 12
+
+
+def test_a_session_that_is_opened_and_closed_at_once_is_none() -> None:
+    """Who leaves as soon as it has asked: the drafter heard of an opening whose session was gone, and all ended."""
+    bench = Bench()
+    assert bench.deliver(opened(), Close(1)) == []
+    assert bench.open_sessions == 0
+    (growth,) = bench.deliver(opened())
+    assert isinstance(growth, Growth) and growth.base == len(TEXT)
+
+
+def test_behind_a_second_opening_nothing_counts_that_was_said_before_it() -> None:
+    """Else its drafter knows more than is committed, which no target takes."""
+    drafter = Reader(8)
+    worker, peer = DraftWorker(drafter, "hash", 30.0, clock=lambda: 100.0), Listener()
+    states = Features(1, 9, bytes(8), 1, "float64")
+    again = replace(opened(), tokens=np.array([*TEXT, 3, 4], np.int32))
+    worker.received(peer, [opened(), Commit(1, 10, np.array([3], np.int32), states), again], ())
+    worker.turn(block=False)
+    (growth,) = peer.take()
+    assert isinstance(growth, Growth) and growth.base == 12 and growth.tokens.tolist()[:2] == [1, 2]
+    assert not hasattr(drafter, "seen"), "and no states of it"
+
+
+def test_of_a_target_that_is_gone_nothing_is_kept() -> None:
+    """Targets come and go as long as a draft runs."""
+    bench, peer = Bench(), Listener("gone")
+    bench.deliver(opened(1), opened(2), Close(1), peer=peer, faults=[(3, RemoteProtocolError("base", "no"))])
+    bench.worker.peer_down(peer)
+    bench.worker.turn(block=False)
+    left = weakref.ref(peer)
+    del peer
+    gc.collect()
+    assert left() is None
 
 
 def test_room_is_bounded_and_comes_back() -> None:
