@@ -131,3 +131,41 @@ def test_names_are_not_written_out_without_end(tiny_folder: Path) -> None:
     costly["additionalProperties"] = {"enum": [f"value{i}" for i in range(900)]}
     with pytest.raises(InvalidRequest, match="propertyNames"):
         goes(costly, "{}", tiny_folder)
+
+
+TWO: Any = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
+EITHER: Any = {**TWO, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}
+BARE: Any = {"type": "object", "not": {"required": ["a"]}}
+NO_OTHER: Any = {**TWO, "oneOf": [{"required": ["a"], "not": {"required": ["b"]}},
+                                  {"required": ["b"], "not": {"required": ["a"]}}]}
+NEITHER: Any = {"properties": TWO["properties"], "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}}
+CARD: Any = {**TWO, "dependentRequired": {"a": ["b"]}}
+WHICH: Any = {**TWO, "oneOf": [{"required": ["a", "b"]}, {"type": "object", "required": ["c"]}]}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (EITHER, '{"a": null}', True), (EITHER, '{"b": null}', True), (EITHER, "{}", False),
+    (EITHER, '{"a": null, "b"', False), (EITHER, '{"b": null, "c": 1}', True), (EITHER, '{"b": null, "a"', False),
+    ({"oneOf": EITHER["oneOf"]}, "[", False), (NO_OTHER, '{"a": null}', True), (NO_OTHER, '{"a": null, "b"', False),
+    (NO_OTHER, "{}", False), (NEITHER, '{"c": 1}', True), (NEITHER, '{"a"', False), (NEITHER, "1", False),
+    ({**TWO, "not": {"required": ["a", "b"]}}, '{"b": null}', True), (BARE, '{"\\u0061"', False),
+    ({**TWO, "not": {"required": ["a", "b"]}}, '{"a": null, "b"', False), (BARE, '{"b": 1}', True),
+    (CARD, '{"a": null}', False), (CARD, '{"a": null, "b": null}', True), (CARD, '{"b": null}', True),
+    ({**TWO, "dependencies": {"a": ["b"], "b": ["a"]}}, '{"b": null}', False),
+    ({**TWO, "dependencies": {"a": {"required": ["c"]}}}, '{"a": null, "c": 1}', True),
+    ({**TWO, "dependentSchemas": {"a": {"required": ["c"]}}}, '{"a": null}', False),
+    (WHICH, '{"a": null, "b": null}', True), (WHICH, '{"a": null, "b": null, "c"', False),
+    (WHICH, '{"a": null}', False)])
+def test_which_names_an_object_has_is_kept_to(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+@pytest.mark.parametrize("schema", [
+    {"not": {"type": "null"}}, {**TWO, "not": {"required": ["a"], "properties": {"a": {"type": "null"}}}},
+    {"type": ["object", "null"], "not": {"required": ["a"]}}, {"not": {"type": "object", "required": ["a"]}},
+    {"allOf": 1, "not": {"required": ["a", "b"]}}, {"not": {"anyOf": 1}}, {"oneOf": [1, {"required": [1]}]},
+    {**TWO, "oneOf": [{"required": [f"{name}{i}" for i in range(5)]} for name in "abc"]},
+    {**TWO, "dependentRequired": {f"n{i}": ["a"] for i in range(5)}}], ids=str)
+def test_what_else_is_denied_is_refused_by_name(schema: Any, tiny_folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"not|oneOf|allOf|dependentRequired|valid"):
+        goes(schema, "{}", tiny_folder)

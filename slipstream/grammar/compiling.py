@@ -27,6 +27,7 @@ from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.grammar.exclusive import any_of, meant
 from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.grammar.patterns import without_lookaheads
+from slipstream.grammar.presence import by_properties
 from slipstream.protocol.grammar import Grammar
 
 STATES, MORE = 20_000, 16  # of a lexer, and for each token that an answer has: 0.4 KB each, less than keys and values
@@ -125,8 +126,8 @@ def _written(grammar: Grammar) -> str:
     for part in _parts(content):
         _check_bounds(part)
         _check_constants([part.get("const"), part.get("enum")])
-    options: Any = json_options(grammar.source, content)
     source = json.dumps(content) if restate(content) else grammar.source
+    options: Any = json_options(grammar.source, content)
     try:
         return str(LLMatcher.grammar_from_json_schema(source, overrides=options))
     except ValueError as error:  # Python's reader takes NaN and halves of characters
@@ -155,7 +156,10 @@ def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
 def restate(schema: dict[str, Any]) -> bool:
     """Write ``schema`` so that llguidance knows it, where that means the same, and without what it refuses although it
     binds nobody. Returns whether there was any."""
-    changed = any_of(schema, _parts(schema))
+    changed = False
+    for part in _parts(schema):
+        changed = by_properties(part) or changed
+    changed = any_of(schema, _parts(schema)) or changed
     for part in _parts(schema):
         changed = _reworded(part) or changed
     notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]

@@ -101,7 +101,8 @@ def _apart(whole: Schema, a: Any, b: Any) -> bool:
 def _forbids(a: Schema, b: Schema) -> bool:
     """Whether ``a`` lets no property through that ``b`` requires."""
     closed = a.get("additionalProperties") is False and "patternProperties" not in a
-    return closed and any(name not in _properties(a) for name in _required(b))
+    names = _properties(a)
+    return any(names[name] is False if name in names else closed for name in _required(b))
 
 
 def _kinds(part: Schema) -> frozenset[str]:
