@@ -441,6 +441,11 @@ class Chunks:
         self._usage = usage
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
+    def opening(self, number: int, prompt_tokens: int) -> Json | None:
+        """Before any token."""
+        chunk = self._reply.opening(number)
+        return chunk if chunk is None or self._usage is None else chunk | usage_told(Usage(prompt_tokens, 0))
+
     def written(self, number: int, delta: TextDelta) -> bytes:
         """b"" for a chunk that is not made."""
         if self._reply.detailed or delta.finish or self._usage is not None:
