@@ -284,6 +284,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "x", "guided_choice": []}, 400, "guided_choice", "invalid_value"),
     (COMPLETIONS, {"prompt": "x", "guided_choice": ["a", ""]}, 400, "guided_choice", "invalid_value"),
     (CHAT, {"stop_token_ids": [260]}, 400, "stop_token_ids", "invalid_value"),
+    (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, 400, "allowed_token_ids", "invalid_value"),
     (CHAT, {"temperature": -1}, 400, "temperature", "invalid_value"),
     (CHAT, {"temperature": "1"}, 400, "temperature", "invalid_value"),
     (CHAT, {"top_p": -0.1}, 400, "top_p", "invalid_value"),

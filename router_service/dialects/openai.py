@@ -213,7 +213,7 @@ class Generation(Strict):
     cache_salt: str | None = Field(None, max_length=MAX_SALT)
     prompt_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     logprobs_mode: Literal["raw_logprobs", "tempered_logprobs", "processed_logprobs"] | None = None
-    allowed_token_ids: Annotated[list[Whole], Field(max_length=MAX_ALLOWED)] | None = None
+    allowed_token_ids: Annotated[list[Whole], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD)]], Field(max_length=MAX_WORDS)] | None = None
     speculate: bool | None = None
     stream: bool | None = None
