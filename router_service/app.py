@@ -357,7 +357,8 @@ class Surface:
         chunks = Chunks(reply, run.usage if body.continuous_usage else None)
         number = "" if ids is None else ids.after(TextDelta())
         beginning = b"" if ids is not None and ids.behind else b"".join(
-            [event(opening, number) for choice in range(run.job.num_answers) if (opening := reply.opening(choice))])
+            [event(opening, number) for choice in range(run.job.num_answers)
+             if (opening := chunks.opening(choice, len(run.job.prompts[choice // run.job.options.n])))])
         try:
             async for choice, delta in run:
                 if ids is not None:

@@ -284,6 +284,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "x", "guided_choice": []}, 400, "guided_choice", "invalid_value"),
     (COMPLETIONS, {"prompt": "x", "guided_choice": ["a", ""]}, 400, "guided_choice", "invalid_value"),
     (CHAT, {"stop_token_ids": [260]}, 400, "stop_token_ids", "invalid_value"),
+    (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, 400, "allowed_token_ids", "invalid_value"),
     (CHAT, {"temperature": -1}, 400, "temperature", "invalid_value"),
     (CHAT, {"temperature": "1"}, 400, "temperature", "invalid_value"),
     (CHAT, {"top_p": -0.1}, 400, "top_p", "invalid_value"),
@@ -436,8 +437,9 @@ async def test_usage_in_every_chunk(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget()) as r:
         told = events((await r.post(CHAT, messages=HELLO, stream=True, max_tokens=30, stream_options={
             "include_usage": True, "continuous_usage_stats": True})).text)
-        counts = [chunk["usage"]["completion_tokens"] for chunk in told[1:]]
-        assert counts == sorted(counts) and counts[-1] == 30 and len(counts) > 4
+        counts = [chunk["usage"]["completion_tokens"] for chunk in told]
+        assert counts == sorted(counts) and (counts[0], counts[-1]) == (0, 30) and len(counts) > 5
+        assert len({chunk["usage"]["prompt_tokens"] for chunk in told}) == 1
         told = events((await r.post(COMPLETIONS, prompt=[PROMPT, PROMPT + "x"], n=2, stream=True, max_tokens=30,
                                     stream_options={"include_usage": True, "continuous_usage_stats": True})).text)
         last = {chunk["choices"][0]["index"]: chunk["usage"] for chunk in told[:-1]}

@@ -214,7 +214,7 @@ class Generation(Strict):
     cache_salt: str | None = Field(None, max_length=MAX_SALT)
     prompt_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     logprobs_mode: Literal["raw_logprobs", "tempered_logprobs", "processed_logprobs"] | None = None
-    allowed_token_ids: Annotated[list[Whole], Field(max_length=MAX_ALLOWED)] | None = None
+    allowed_token_ids: Annotated[list[Whole], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD)]], Field(max_length=MAX_WORDS)] | None = None
     speculate: bool | None = None
     stream: bool | None = None
@@ -441,6 +441,11 @@ class Chunks:
         self._reply = reply
         self._usage = usage
         self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def opening(self, number: int, prompt_tokens: int) -> Json | None:
+        """Before any token."""
+        chunk = self._reply.opening(number)
+        return chunk if chunk is None or self._usage is None else chunk | usage_told(Usage(prompt_tokens, 0))
 
     def written(self, number: int, delta: TextDelta) -> bytes:
         """b"" for a chunk that is not made."""
