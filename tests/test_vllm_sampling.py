@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -300,6 +301,24 @@ def test_drafts_rank_with_what_is_known_of_the_request_and_only_where_they_help(
                          [[1]])
         assert row.drafts is keyed
         assert row.sampling == (sampling_of(Params(temperature=0.8), "request-0", 0, VOCAB) if keyed else Sampling())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_requests_asked_is_forgotten_when_they_are_over(temperature: float) -> None:
+    """Also where all are greedy, and vLLM alone chooses."""
+    runner, asked = Runner([Params()]), list[weakref.ref[Params]]()
+    runner.metadata.all_greedy = temperature == 0.0
+    batch = runner.input_batch
+    batch.num_prompt_tokens, batch.token_ids_cpu = np.array([5]), np.zeros((1, 4096), np.int32)
+    for number in range(400):
+        params = Params(temperature=temperature)
+        asked.append(weakref.ref(params))
+        runner.requests = {f"request-{number}": SimpleNamespace(sampling_params=params)}
+        batch.req_ids = list(runner.requests)
+        output = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=CHAIN)
+        rows_of(runner, output, runner.step([[]]))
+    del params
+    assert sum(one() is not None for one in asked) < 100
 
 
 def test_where_it_is_off_vllm_chooses() -> None:

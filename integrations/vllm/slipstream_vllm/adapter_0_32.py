@@ -194,9 +194,9 @@ def keyed_of(runner: Any) -> KeyedSampling | None:
 def asked_of(runner: Any, keyed: KeyedSampling, spec: Any) -> list[Asked]:
     """The requests of the batch that tokens are chosen for now; none where all are greedy."""
     batch = runner.input_batch
+    keyed.known.keep(batch.req_ids)
     if batch.sampling_metadata.all_greedy:
         return []
-    keyed.known.keep(batch.req_ids)
     return [Asked(keyed.known.of(request, runner.requests[request].sampling_params)[1],
                   int(batch.num_tokens_no_spec[place]), spec.num_draft_tokens[place] if spec is not None else 0)
             for place, request in enumerate(batch.req_ids)]
