@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -209,6 +210,14 @@ def test_a_launch_that_is_to_outlive_its_terminal_does(tmp_path: Path) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_launch_without_a_temporary_folder_says_what_it_is_for(tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the root is read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="--logs"), launched(Config(), None, Console(quiet=True)):
+        pass
 
 
 @pytest.mark.parametrize("taken_port", ["listen", "metrics_listen"])

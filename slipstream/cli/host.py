@@ -68,7 +68,10 @@ def require_model(config: Config) -> None:
 @contextmanager
 def launched(config: Config, logs: Path | None, console: Console) -> Iterator[Launch]:
     """The three services, ready; drained at the end, whatever the end is."""
-    folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="slipstream-"))
+    try:
+        folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="slipstream-"))
+    except OSError as error:
+        raise ConfigError(f"no folder for logs: {error.strerror}; name one with --logs") from error
     launch = Launch(config, folder)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup says
