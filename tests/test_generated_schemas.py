@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from router_service.dialects.tools import ToolUse
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
@@ -62,6 +63,25 @@ def test_what_counts_and_shuts_an_object_is_kept_to(schema: Any, text: str, fits
 def test_what_cannot_be_counted_is_refused_by_name(schema: Any, tiny_folder: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"Properties|uniqueItems"):
         goes(schema, "{}", tiny_folder)
+
+
+AGE: Any = {"type": "object", "properties": {"age": {"type": "integer", "nullable": True}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (AGE, '{"age": null}', True), (AGE, '{"age": 31}', True), (AGE, '{"age": "', False), (AGE, "null", False),
+    ({"type": "string", "nullable": True, "enum": ["a", None]}, "null", True),
+    ({"type": "string", "nullable": True, "enum": ["a"]}, "null", False),
+    ({"type": "string", "nullable": True, "maxLength": 1}, '"ab', False),
+    ({"type": "string", "nullable": False}, "null", False)])
+def test_what_openapi_calls_nullable_may_be_null(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+def test_arguments_of_a_forced_call_are_an_object_whatever_is_nullable(tiny_folder: Path) -> None:
+    function = {"name": "f", "parameters": {**AGE, "nullable": True}}
+    source = ToolUse(({"type": "function", "function": function},), "f", True).grammar().source
+    assert goes(json.loads(source), '{"age": null}', tiny_folder) and not goes(json.loads(source), "n", tiny_folder)
 
 
 def goes(schema: Any, text: str, folder: Path) -> bool:

@@ -154,7 +154,7 @@ def _closed(schema: Mapping[str, Any]) -> Json:
     known = names if isinstance(names, dict) else {}
     others = isinstance(required, list) and any(isinstance(name, str) and name not in known for name in required)
     closed = {} if others or ELSEWHERE & schema.keys() else {"additionalProperties": False}
-    return {**closed, **schema, "type": "object"}
+    return {**closed, **{key: value for key, value in schema.items() if key != "nullable"}, "type": "object"}
 
 
 def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:

@@ -194,6 +194,8 @@ def _reworded(part: dict[str, Any]) -> bool:
     if "not" in part and (part["not"] == {} or part["not"] is True):  # nothing, as Go and Zod write it
         del part["not"]
         part["enum"], changed = [], True
+    if part.get("nullable") is True and isinstance(kind := part.get("type"), str) and kind != "null":
+        part["type"], changed = [kind, "null"], True  # as OpenAPI 3.0 has it, which knows no list of types
     if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
         part["pattern"], changed = EXACTLY[form], True
     elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
