@@ -84,11 +84,26 @@ def test_arguments_of_a_forced_call_are_an_object_whatever_is_nullable(tiny_fold
     assert goes(json.loads(source), '{"age": null}', tiny_folder) and not goes(json.loads(source), "n", tiny_folder)
 
 
+@pytest.mark.parametrize(("form", "said", "others"), [
+    ("uri-reference", ("/problems/no-credit?x=1#f", "../x", "https://a.b:80/c%20d", "file:///etc/x", "urn:a:b"),
+     ("a b", "1:b", "/a%2", "https://a b")),
+    ("iri", ("https://ja.wikipedia.org/wiki/日本", "mailto:a@b.c"), ("/é", "x", "http://a b")),
+    ("iri-reference", ("/é?ü", "//müller.de"), ("é f",)), ("json-pointer", ("/a~1b/0", "/é"), ("a", "/~2")),
+    ("relative-json-pointer", ("0#", "12/a"), ("01", "/a")), ("idn-email", ("a@b.c",), ("ab\n",)),
+    ("uri-template", ("https://a.b/{id}{?q,page*}", "{+path:3}"), ("{", "{a b", "}")),
+    ("idn-hostname", ("a.b",), ("a b",))])
+def test_formats_that_llguidance_does_not_know_are_kept_to(form: str, said: tuple[str, ...], others: tuple[str, ...],
+                                                           tiny_folder: Path) -> None:
+    schema = {"type": "string", "format": form}
+    assert all(goes(schema, json.dumps(text, ensure_ascii=False), tiny_folder) for text in said)
+    assert not any(goes(schema, json.dumps(text, ensure_ascii=False), tiny_folder) for text in others)
+
+
 def goes(schema: Any, text: str, folder: Path) -> bool:
     """Whether an answer bound to ``schema`` may begin with ``text``."""
     vocabulary = Vocabulary(load_tokenizer(folder), VOCAB)
     matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), Ends((EOS,)))
-    return matcher.commit([*text.encode()]) == len(text)
+    return matcher.commit([*text.encode()]) == len(text.encode())
 
 
 def decimal(behind: str) -> str:
