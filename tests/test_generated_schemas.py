@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from router_service.dialects.formats import grammar_of
 from router_service.dialects.tools import ToolUse
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
@@ -97,6 +98,25 @@ def test_formats_that_llguidance_does_not_know_are_kept_to(form: str, said: tupl
     schema = {"type": "string", "format": form}
     assert all(goes(schema, json.dumps(text, ensure_ascii=False), tiny_folder) for text in said)
     assert not any(goes(schema, json.dumps(text, ensure_ascii=False), tiny_folder) for text in others)
+
+
+def test_of_a_large_schema_counts_what_binds() -> None:
+    """A schema for an extraction is mostly words about its fields."""
+    words = {"description": "x" * 1000, "examples": ["x" * 200], "title": "T"}
+    fields: Any = {f"f{i}": {"type": "string", **words} for i in range(100)}
+    fields["title"] = {"const": {"title": "a"}, **words}
+    schema = {"type": "object", "properties": fields, "required": [*fields], **words}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    large = grammar_of({"response_format": asked})
+    assert large is not None and json.loads(large[1].source) == {
+        "type": "object", "required": [*fields],
+        "properties": {f"f{i}": {"type": "string"} for i in range(100)} | {"title": {"const": {"title": "a"}}}}
+    small = {"type": "string", **words}
+    found = grammar_of({"guided_json": small})
+    assert found is not None and json.loads(found[1].source) == small
+    for least in ({"const": "x" * (64 << 10)}, {"description": "x" * (512 << 10)}):
+        with pytest.raises(InvalidRequest, match="larger"):
+            grammar_of({"guided_json": least})
 
 
 def goes(schema: Any, text: str, folder: Path) -> bool:

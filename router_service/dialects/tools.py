@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects.formats import made
+from router_service.dialects.formats import NAMES, NOTES, VALUES, made
 from router_service.text.template import turns_of
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_TOOLS
@@ -29,10 +29,6 @@ from slipstream.protocol.grammar import Grammar
 
 MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
 ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else"})  # where else a schema has properties
-NAMES = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})  # of schemas
-VALUES = frozenset({"const", "enum"})  # no schemas, whatever they look like
-# For who reads a schema: of many tools they are most of it, and a grammar has only so many bytes.
-NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
 LEFT_OUT: Json = {"description": "", "parameters": {"type": "object", "properties": {}}}  # of a function without
