@@ -119,6 +119,25 @@ def test_of_a_large_schema_counts_what_binds() -> None:
             grammar_of({"guided_json": least})
 
 
+@pytest.mark.parametrize("keyword", ["dependentSchemas", "dependencies"])
+def test_arguments_may_be_named_by_what_depends_on_others(keyword: str, tiny_folder: Path) -> None:
+    card = {"properties": {"c": {"type": "integer"}}, "required": ["c"]}
+    function = {"name": "f", "parameters": {**TWO, keyword: {"a": card}}}
+    source = ToolUse(({"type": "function", "function": function},), "f", True).grammar().source
+    assert goes(json.loads(source), '{"a": null, "c": 1}', tiny_folder)
+    assert not goes(json.loads(source), '{"a": null}', tiny_folder)
+
+
+def test_a_name_that_others_depend_on_may_be_that_of_a_note(tiny_folder: Path) -> None:
+    schema = {"type": "object", "properties": {"title": {"type": "null"}, "b": {"type": "null"}}}
+    for keyword in ("dependentRequired", "dependencies"):
+        function = {"name": "f", "parameters": {**schema, keyword: {"title": ["b"]}}}
+        source = ToolUse(({"type": "function", "function": function},), "required").grammar().source
+        begun = '[{"name": "f", "arguments": {"title": null'
+        assert goes(json.loads(source), begun + ', "b": null}}]', tiny_folder)
+        assert not goes(json.loads(source), begun + "}", tiny_folder)
+
+
 def goes(schema: Any, text: str, folder: Path) -> bool:
     """Whether an answer bound to ``schema`` may begin with ``text``."""
     vocabulary = Vocabulary(load_tokenizer(folder), VOCAB)

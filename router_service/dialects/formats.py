@@ -24,7 +24,8 @@ from slipstream.protocol.grammar import JSON_OBJECT, MAX_SOURCE, Grammar, Kind
 
 MAX_CHOICES = 1024
 MAX_WRITTEN = 512 << 10  # bytes of a schema with what it tells readers
-NAMES = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})  # of schemas
+NAMES = frozenset({"properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies", "$defs",
+                   "definitions"})  # of schemas, or of what they ask for
 VALUES = frozenset({"const", "enum"})  # no schemas, whatever they look like
 # For who reads a schema: of many tools they are most of it, and a grammar has only so many bytes.
 NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})

@@ -28,7 +28,8 @@ from slipstream.protocol.chat import MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
 
 MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
-ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else"})  # where else a schema has properties
+# Where else a schema has properties.
+ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "dependencies"})
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
 LEFT_OUT: Json = {"description": "", "parameters": {"type": "object", "properties": {}}}  # of a function without
