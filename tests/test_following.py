@@ -362,6 +362,30 @@ def test_who_has_no_drafter_keeps_nobody_else_from_being_grown_ahead(gone: str) 
     assert [item.ahead for item in links[0].items if isinstance(item, Commit)] == [True, True]
 
 
+def test_a_draft_that_went_often_is_tried_as_soon_as_it_is_back() -> None:
+    """Each time that it goes it is looked for later; that it is there again is known."""
+    world, link = Waits(), Heard()
+    target = following(world=world)
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+
+    def follows(at_s: float) -> bool:
+        world.now_s = at_s
+        target.committed([Verified(1, (5,), 0, 0, 0)], Step(at_s - STEP_S, STEP_S, 1, 1))
+        return one.link is link
+
+    for gone_s in (40.0, 80.0, 120.0, 160.0):
+        target.link_up(link, SILENT)
+        target.inbox.drain()
+        assert follows(gone_s)
+        target.link_down(link, "cut")
+        target.inbox.drain()
+        assert one.policy.mode is Mode.PLAIN, "nobody else is there"
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    assert not follows(161.0) and follows(163.0), "it would be looked for after eight seconds"
+
+
 def test_a_lease_that_ends_in_a_long_prompt_costs_no_speculation() -> None:
     target, link = following(), Heard()
     target.link_up(link, SILENT)
