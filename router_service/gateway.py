@@ -196,7 +196,7 @@ class Gateway:
         except BaseException as error:
             limit.close()
             if span is not None:
-                span.end(failed=int(isinstance(error, SlipstreamError)))
+                span.end(failed=int(isinstance(error, Exception)))
             raise
 
     async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:

@@ -116,6 +116,6 @@ class Bodies:
     def _hurry(self) -> None:
         now = asyncio.get_running_loop().time()
         for limit, since in list(self._coming.items())[:1]:
-            if now - since >= self._slow_s:
+            if now - since >= self._slow_s and not limit.expired():
                 del self._coming[limit]
                 limit.reschedule(now)
