@@ -44,7 +44,18 @@ from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody, TextReply
-from router_service.dialects.openai import DECENT_ID, Asked, Body, Chunks, Reply, Unknown, known, parse, read_body
+from router_service.dialects.openai import (
+    DECENT_ID,
+    Asked,
+    Body,
+    Chunks,
+    Generation,
+    Reply,
+    Unknown,
+    known,
+    parse,
+    read_body,
+)
 from router_service.dialects.problems import Problem, http_problem, problem_of, written_as
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
@@ -127,12 +138,11 @@ class Surface:
         return self.other_method if path in self._posts or path in self._gets else self.no_page
 
     async def chat(self, request: Request) -> Response:
-        body, unknown = await self._read(request, ChatBody)
-        return await self._answer(request, self._gateway.plan_chat(body), ChatReply, body, unknown)
+        return await self._answer(request, ChatReply, *await self._read(request, ChatBody, self._gateway.plan_chat))
 
     async def complete(self, request: Request) -> Response:
-        body, unknown = await self._read(request, CompletionBody)
-        return await self._answer(request, self._gateway.plan_completion(body), TextReply, body, unknown)
+        read = await self._read(request, CompletionBody, self._gateway.plan_completion)
+        return await self._answer(request, TextReply, *read)
 
     async def messages(self, request: Request) -> Response:
         return await self._translated(request, messages.chat_of, messages.NAMES, messages.MessagesReply)
@@ -225,9 +235,12 @@ class Surface:
                             at=_places(error))
         return problem_response(problem, path)
 
-    async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, Unknown]:
+    async def _read(self, request: Request, kind: type[Body],
+                    plan: Callable[[Body], Asked]) -> tuple[Asked, Generation, Unknown]:
+        """What is asked, and what of its body is looked at later: the rest of that may be large, and may wait."""
         raw, unknown = await self._json(request)
-        return parse(kind, raw, unknown), unknown
+        body = parse(kind, raw, unknown)
+        return plan(body), Generation(stream=body.stream, stream_options=body.stream_options, seed=body.seed), unknown
 
     async def _json(self, request: Request) -> tuple[dict[str, Any], Unknown]:
         """A body, and what takes those of its fields that nobody knows."""
@@ -245,8 +258,8 @@ class Surface:
         await self._gateway.lanes.pause(len(data))
         return read_body(data), Unknown(self._gateway.strict)
 
-    async def _answer(self, request: Request, asked: Asked, reply_to: type[ChatReply | TextReply],
-                      body: ChatBody | CompletionBody, unknown: Unknown) -> Response:
+    async def _answer(self, request: Request, reply_to: type[ChatReply | TextReply], asked: Asked, body: Generation,
+                      unknown: Unknown) -> Response:
         reached = self._reached(request, asked, body)
         if reached is not None:
             asked = asked.again(reached.origin.seed, reached.origin.identity)
@@ -283,7 +296,8 @@ class Surface:
         with written_as(names):
             body = parse(ChatBody, chat_of(raw), unknown)
             raw = told_again(raw)
-            asked = self._gateway.plan_chat(body)
+            asked, streamed = self._gateway.plan_chat(body), bool(body.stream)
+            del body
         if asked.num_answers > 1:
             raise InvalidRequest("n", "must be 1")
         options = asked.options
@@ -300,7 +314,7 @@ class Surface:
         reply = reply_to(Told(options.answer_id or run.id, run.created, asked.model, markups[0] if markups else None,
                               raw, options.tell_reasoning))
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
-        if body.stream:
+        if streamed:
             return EventStream(self._narrated(run, reply, request.scope[REQUEST_ID]), client, run.aclose, headers)
         await _taken(run, client, lambda _, delta: reply.told(delta))
         return json_response(reply.whole(run.usage(), run.completions[0].stopped_by), headers=headers)
@@ -323,7 +337,7 @@ class Surface:
         run.fail()
         self._gateway.failed(run.job.endpoint, error)
 
-    def _reached(self, request: Request, asked: Asked, body: ChatBody | CompletionBody) -> Reached | None:
+    def _reached(self, request: Request, asked: Asked, body: Generation) -> Reached | None:
         """What the client shows that it has of the answer. Raises InvalidRequest where it cannot be this request's."""
         shown, options = request.headers.get(LAST_EVENT_ID), asked.options
         if not shown:
@@ -352,7 +366,7 @@ class Surface:
             self._log.info("fields left out that nobody knows", names=new)
         return {"x-slipstream-ignored": ", ".join(unknown)}
 
-    async def _events(self, run: Run, reply: Reply, ids: EventIds | None, body: ChatBody | CompletionBody,
+    async def _events(self, run: Run, reply: Reply, ids: EventIds | None, body: Generation,
                       request_id: str) -> AsyncGenerator[bytes, None]:
         chunks = Chunks(reply, run.usage if body.continuous_usage else None)
         number = "" if ids is None else ids.after(TextDelta())

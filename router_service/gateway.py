@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -288,7 +289,7 @@ class Gateway:
             _check_ids(param, tokens, info.vocab_size)
         if asked.begun is not None and asked.options.tells_prompt:
             raise InvalidRequest("begun", "is for answers without their prompt")
-        return asked
+        return asked.packed()
 
     async def _try(self, options: Options, tenant: Tenant) -> Options:
         """With the grammar that can be kept to. Raises InvalidRequest where none can, and CapacityError."""
@@ -303,7 +304,7 @@ class Gateway:
 
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""
-        info = self.info
+        info, asked = self.info, asked.unpacked()
         prompts = self._prompts(asked, info.max_context)
         limits = tuple(_room(_param(asked, i), prompt, asked.options, info) for i, prompt in enumerate(prompts))
         if (sent := sum(map(len, prompts)) * asked.options.n) > MAX_SENT:
@@ -313,7 +314,7 @@ class Gateway:
             limits = tuple(min(limit, most) for limit in limits)
         shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
         words = [run for i, word in enumerate(asked.options.bad_words) for run in self._spelt(i, word)]
-        job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
+        job = Job(asked.endpoint, asked.model, tuple(array("i", prompt) for prompt in prompts), limits, asked.options,
                   info.vocab_size, not asked.messages or asked.turn.continued, shown=shown,
                   bad_words=tuple(dict.fromkeys(words)))
         if job.num_scores > MAX_SCORES:
@@ -322,7 +323,7 @@ class Gateway:
         return job if asked.begun is None else self._going_on(job, asked.begun)
 
     def _counted(self, asked: Asked) -> list[int]:
-        (tokens,) = self._prompts(asked, None)
+        (tokens,) = self._prompts(asked.unpacked(), None)
         _check_ids("prompt", tokens, self.info.vocab_size)
         return list(tokens)
 

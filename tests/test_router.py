@@ -471,7 +471,7 @@ async def test_prompts_are_cut_at_their_beginning(tiny_folder: Path) -> None:
         for last, left in ((4, 4), (-1, CONTEXT - 7), (CONTEXT - 7, CONTEXT - 7)):
             cut = await r.post(COMPLETIONS, prompt=long, truncate_prompt_tokens=last, max_tokens=7)
             assert cut.status_code == 200
-            assert bytes(target.requests[-1].tokens).decode() == long[-left:]
+            assert bytes([*target.requests[-1].tokens]).decode() == long[-left:]
         for path, asked in ((COMPLETIONS, {"prompt": long}), (CHAT, {"messages": HELLO})):
             for last in (0, -2):
                 refused = await r.post(path, **asked, truncate_prompt_tokens=last)

@@ -12,6 +12,7 @@ It knows nothing about HTTP, gRPC or engines.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
@@ -107,7 +108,7 @@ class Request:
     ``identity``: whose answer it is to be; a target of another one refuses it with ModelChanged. None: anybody's."""
 
     request_id: str
-    tokens: tuple[int, ...] = field(repr=False)
+    tokens: Sequence[int] = field(repr=False)
     sampling: Sampling
     max_tokens: int
     top_logprobs: int | None = None
@@ -142,8 +143,10 @@ class Request:
         """What is left to ask when ``tokens`` of the answer are there."""
         if not tokens:
             return self
-        return replace(self, tokens=(*self.tokens, *tokens), answered=self.answered + len(tokens),
-                       prompt_logprobs=None)
+        whole: Sequence[int] = (*self.tokens, *tokens)
+        if isinstance(self.tokens, array):
+            whole = array("i", whole)
+        return replace(self, tokens=whole, answered=self.answered + len(tokens), prompt_logprobs=None)
 
 
 def needs_of(grammar: Grammar | None, prompt_logprobs: int | None, logprobs_mode: LogprobsMode,

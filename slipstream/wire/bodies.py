@@ -50,9 +50,9 @@ class Bodies:
         data = await self._read(read, within_s)
         size = len(data)
         try:
-            asked = decode(data)
-            del data  # an answer may take long, and needs it no more
-            yield asked
+            asked = [decode(data)]
+            del data  # an answer may take long, and needs it no more; nor what is made of it, once that is handed on
+            yield asked.pop()
         finally:
             self._give(size)
 

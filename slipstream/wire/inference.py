@@ -185,7 +185,7 @@ def _options_of(wire: inference_pb2.Options) -> ChatOptions:
     values |= {name: tuple(getattr(wire, name)) for name in LISTS}
     return ChatOptions(
         **values, logit_bias=tuple(sorted(wire.logit_bias.items())),
-        begun=Begun(wire.begun.identity, tuple(wire.begun.tokens)) if wire.HasField("begun") else None,
+        begun=Begun(wire.begun.identity, array("i", wire.begun.tokens)) if wire.HasField("begun") else None,
         grammar=decode_grammar(wire.grammar) if wire.HasField("grammar") else None,
         logprobs_mode=logprobs_mode_of(wire.logprobs_mode) if wire.logprobs_mode else None,
         tools=tuple(made(Function, function) for function in wire.tools))
@@ -303,6 +303,7 @@ class InferenceServicer:
             async with (self._bodies.held(context.read, self._asked_s, decode) as asked,
                         aclosing(begin(front)(*asked)) as deltas):
                 read = True
+                del asked  # who answers keeps what he needs
                 async for delta in deltas:
                     await self._write(encode_delta(delta), context)
         except Exception as error:
