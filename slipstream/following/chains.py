@@ -65,6 +65,7 @@ class Row:
     depth: int | None = None  # of the deepest that this step verified; None: they were a chain
     trace: Any = None  # the traceparent that its drafts continue, if its user gave one
     most: int | None = None  # draft tokens that its next step can verify rightly; None: any
+    over: bool = False  # what was committed ends it: it has no next step, and nobody is asked for one
 
 
 class States(Protocol):
@@ -240,7 +241,7 @@ class Chains:
             one = self._sessions.get(row.request)
             if one is not None and one.side.base + len(row.new) == row.length:
                 goes_on[one.session] = row, one
-            else:
+            elif not row.over:
                 opens.add(row.request)
 
         def failed(session: int, error: Exception) -> None:  # rule 2
@@ -252,14 +253,15 @@ class Chains:
             self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value,
                                    record.outcome == LOOKED_UP, record.late))
         if opens or self._states is not None:
-            return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
-        return [self._sessions.get(row.request) if row is not None else None for row in rows]
+            return [self._ready(row, row.request in opens, step) if row is not None and not row.over else None
+                    for row in rows]
+        return [self._sessions.get(row.request) if row is not None and not row.over else None for row in rows]
 
     def _verified(self, row: Row, one: Followed) -> Verified:
         newest = self._states.newest(row.request) if self._states is not None and one.reads else None
         drafted, accepted = row.drafted, len(row.new) - 1
         return Verified(one.session, row.new, drafted, accepted if accepted < drafted else drafted,
-                        drafted if row.depth is None else row.depth, "", newest)
+                        drafted if row.depth is None else row.depth, "stop" if row.over else "", newest)
 
     def _ready(self, row: Row, opens: bool, step: Step) -> Followed | None:
         """Its session, with the states that it lacks."""

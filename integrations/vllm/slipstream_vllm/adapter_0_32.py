@@ -239,8 +239,14 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
                         able or asked.temperature == 0.0,
                         GREEDY if keyed is None else keyed.known.of(request, asked)[0],
                         extra.get(SWITCH) if extra else None, None, extra.get(HEADER) if extra else None,
-                        min(scheduled, least - 1) if least > 0 else scheduled))
+                        min(scheduled, least - 1) if least > 0 else scheduled, ends(asked, new)))
     return rows
+
+
+def ends(asked: Any, new: list[int]) -> bool:
+    """Whether vLLM's scheduler ends a request at one of the tokens that a step gave it."""
+    stops = asked.stop_token_ids or ()
+    return not {asked.eos_token_id, *stops}.isdisjoint(new)
 
 
 def text_of(texts: Any, place: int, length: int, vocab_size: int) -> list[int]:
