@@ -490,6 +490,6 @@ class VllmService:
         self._metrics.preempted(self._preempted - preempted)
 
     def end(self) -> None:
+        self._running.rounds.close()  # first: while it is there, vLLM's processes leave a signal to this one
         self._running.engine.shutdown()
-        self._running.rounds.close()
         self.vitals.end()

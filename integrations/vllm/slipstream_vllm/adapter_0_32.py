@@ -27,6 +27,7 @@ from slipstream.observe.spans import HEADER
 from slipstream_vllm.features import Batch, Final
 from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import Asked, KeyedSampling, refusal
+from slipstream_vllm.signals import patch as patch_signals
 
 NOTHING: Mapping[str, Any] = {}
 # What is wrapped or called, of vLLM's runner, sampler and rejection sampler.
@@ -75,6 +76,7 @@ def patch() -> None:
     patch_sampling(GPUModelRunner)
     patch_seeds(GPUModelRunner)
     _patch_ends(GPUModelRunner)
+    patch_signals()
 
 
 def _patch_taps(runner: Any) -> None:
