@@ -163,11 +163,12 @@ def start(config: Config) -> Running:
     fill, rounds = Fill(), Rounds(Path(tempfile.mkdtemp(prefix="slipstream-")) / "rounds")
 
     class Filled(StatLoggerBase):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            self._core = engine_index
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is not None:
-                fill.share = scheduler_stats.kv_cache_usage
+                fill.shares[self._core] = scheduler_stats.kv_cache_usage
             if iteration_stats is not None:
                 fill.preempted += iteration_stats.num_preempted_reqs
 
@@ -191,7 +192,8 @@ def start(config: Config) -> Running:
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
 
     return Running(engine, version, params_of(), (VLLMClientError, ValueError), served, drafts(config), keyed, fill,
-                   rounds, trials_of(folder), _bounds(engine.vllm_config), envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+                   rounds, trials_of(folder), _bounds(engine.vllm_config), envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+                   len(engine.engine_core.core_engines))
 
 
 def params_of() -> Callable[..., Any]:
