@@ -155,7 +155,6 @@ def start(config: Config) -> Running:
     from slipstream_vllm.sampling import refusal
     from vllm import envs
     from vllm.exceptions import VLLMClientError
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     folder = resolve(config.model.path)
@@ -176,17 +175,17 @@ def start(config: Config) -> Running:
 
     try:
         os.environ[SOCKET] = str(rounds.path)  # for its processes
-        engine = AsyncLLM.from_engine_args(_args(config, folder, name), stat_loggers=[Filled])
+        engine = _engine(config, folder, name, Filled)
     except Exception as error:
         rounds.close()
         if isinstance(error, ConfigError):
             raise
         raise ModelError(f"vLLM {version} did not start: {error}") from error
-    shape, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
+    model, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
     slots = (cache.num_gpu_blocks or 0) * cache.block_size
-    served = Served(name, shape.get_vocab_size(), shape.max_model_len, tokenizer_hash(folder), slots,
+    served = Served(name, model.get_vocab_size(), model.max_model_len, tokenizer_hash(folder), slots,
                     _identity(engine.vllm_config, folder, version, config.target.vllm or {}))
-    logger("target").info("model ready", model=name, engine=f"vllm {version}", dtype=str(shape.dtype), slots=slots,
+    logger("target").info("model ready", model=name, engine=f"vllm {version}", dtype=str(model.dtype), slots=slots,
                           max_context=served.max_context, drafts=drafts(config))
     options = (engine.vllm_config.additional_config or {}).get("slipstream", {})
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
@@ -194,6 +193,31 @@ def start(config: Config) -> Running:
     return Running(engine, version, params_of(), (VLLMClientError, ValueError), served, drafts(config), keyed, fill,
                    rounds, trials_of(folder), _bounds(engine.vllm_config), envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
                    len(engine.engine_core.core_engines))
+
+
+def _engine(config: Config, folder: Path, name: str, told: type) -> Any:
+    """vLLM's, as its own ``from_engine_args`` makes it. ``told``: of its steps, as its stat loggers are."""
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    asked = _args(config, folder, name)
+    shape = asked.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if drafts(config):
+        check_layers(shape)
+    return AsyncLLM.from_vllm_config(shape, stat_loggers=[told], enable_log_requests=asked.enable_log_requests,
+                                     disable_log_stats=asked.disable_log_stats)
+
+
+def check_layers(shape: Any) -> None:
+    """``shape``: vLLM's configuration. Raises ConfigError for states of layers that its model has not: a worker would
+    say it, and the service, minutes later, no more than that vLLM did not start."""
+    from slipstream_vllm.features import Taps
+
+    options = shape.additional_config["slipstream"]
+    try:
+        Taps(tuple(options.get("layers", ())), shape.model_config.hf_text_config.num_hidden_layers)
+    except ConfigError as error:
+        raise ConfigError(f"target.engine.vllm.additional_config.{error}") from error
 
 
 def params_of() -> Callable[..., Any]:

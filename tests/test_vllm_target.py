@@ -38,7 +38,7 @@ from slipstream.wire.target import TargetClient, TargetServicer
 from target_service import vllm_start, vllm_words
 from target_service.__main__ import serve
 from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Rounds, Running, VllmService
-from target_service.vllm_start import arguments, trials_of
+from target_service.vllm_start import arguments, check_layers, trials_of
 from tests.loop import hurried, still
 from tests.test_following import PROMPT as SAID
 from tests.test_following import SILENT, Heard, chosen, plain
@@ -909,6 +909,18 @@ def test_settings_become_vllms_arguments() -> None:
 def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         arguments(settings(*overrides), Path("/m"), "m", ARGUMENTS)
+
+
+def test_layers_that_the_model_has_not_are_refused_before_vllm_begins() -> None:
+    def shape(more: dict[str, Any]) -> Any:
+        model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=30))
+        return SimpleNamespace(additional_config=more, model_config=model)
+
+    for known in ({"slipstream": {}}, {"slipstream": {"layers": [2, 15, 30]}}):
+        check_layers(shape(known))
+    with pytest.raises(ConfigError, match=r"vllm\.additional_config\.slipstream\.layers: \[2, 40\] are not layers of a "
+                                          "target with 30"):
+        check_layers(shape({"slipstream": {"layers": [2, 40]}}))
 
 
 @pytest.mark.parametrize("wrong", ["sglang", "{vllm: 3}", "{sglang: {}}", "3"])
