@@ -30,7 +30,7 @@ from bench.vllm.host import SleepingRunner
 from draft_service.worker import DraftWorker
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
-from slipstream.following.chains import PLAIN, SWITCH, Chains, Row
+from slipstream.following.chains import OVER, PLAIN, SWITCH, Chains, Row
 from slipstream.following.rounds import ToldStep
 from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.metrics import TargetMetrics
@@ -441,6 +441,18 @@ def test_what_is_said_of_a_request_behind_its_end_is_not_kept() -> None:
     chains.allow("a", False)
     with drafted(chains):
         assert play(runner, chains, 30) > 20, "it is held against another of its name"
+
+
+def test_what_is_said_of_requests_that_another_engine_runs_is_not_kept_for_ever() -> None:
+    """With ``data_parallel_size`` each engine hears of all requests, and of the end of its own alone."""
+    chains = fresh()
+    for number in range(3 * OVER):
+        chains.allow(f"another's {number}", False)
+    assert len(chains._allowed) <= OVER
+    runner = Runner(["a"], 400)
+    chains.allow("a", False)
+    with drafted(chains):
+        assert play(runner, chains, 20) == 0, "what is said of its own holds"
 
 
 def test_a_batch_that_an_adapter_cannot_read_costs_its_drafts_alone() -> None:

@@ -45,7 +45,7 @@ GREEDY = Sampling()
 SWITCH = "slipstream"  # what a request says of drafts stands under it
 PLAIN = "plain"  # there: plain decoding, which tells what steps cost and earns time for probes
 TOLD = 64  # problems that are told, so that one with a number in it does not fill the log
-OVER = 4096  # requests whose end is remembered: what is said of one may come behind it
+OVER = 4096  # requests whose end is remembered, as what is said of one may come behind it; and what was said of others
 
 
 @value
@@ -159,6 +159,8 @@ class Chains:
         its end."""
         if request not in self._over:
             self._allowed[request] = allowed
+            if len(self._allowed) > OVER:  # one that another engine of the same target runs never ends here
+                del self._allowed[next(iter(self._allowed))]
         if (one := self._sessions.get(request)) is not None:
             one.allow(allowed, self._clock())
 
