@@ -299,7 +299,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"logit_bias": {"260": 1}}, 400, "logit_bias", "invalid_value"),
     (CHAT, {"logit_bias": {str(i): 1 for i in range(301)}}, 400, "logit_bias", "invalid_value"),
     (CHAT, {"max_tokens": -1}, 400, "max_tokens", "invalid_value"),
-    (CHAT, {"max_tokens": CONTEXT}, 400, "max_tokens", "context_length_exceeded"),
+    (CHAT, {"max_tokens": CONTEXT + 1}, 400, "max_tokens", "context_length_exceeded"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "messages", "context_length_exceeded"),
     (CHAT, {"seed": 1 << 64}, 400, "seed", "invalid_value"),
     (COMPLETIONS, {"prompt": ""}, 400, "prompt", "invalid_value"),

@@ -36,7 +36,7 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "model": "the one here; as `GET /v1/models` names it",
     "messages": "of chats; roles `system` (or `developer`), `user`, `assistant`, `tool`; content: text, or parts of it",
     "prompt": "of completions; a text, token ids, or a list of either: 1,024 answers, in turn where fewer may run",
-    "max_tokens": "what the context leaves; completions: 16; 0: the prompt alone",
+    "max_tokens": "at most what the context leaves; completions: 16; 0: the prompt alone",
     "max_completion_tokens": "chat's name of `max_tokens`",
     "temperature": "1; 0 to 100, 0 always takes the likeliest token", "top_p": "1, off; 0: the likeliest token",
     "top_k": "0, off", "min_p": "0, off", "presence_penalty": "0; -2 to 2", "frequency_penalty": "0; -2 to 2",
