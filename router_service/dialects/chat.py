@@ -18,7 +18,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field, SkipValidation, ValidationInfo, field_validator
 
-from router_service.dialects.fields import OF_MESSAGE, THINKING
+from router_service.dialects.fields import OF_MESSAGE, THINKING, UNSEEN, kind_of
 from router_service.dialects.openai import (
     MAX_CONTAINERS,
     Generation,
@@ -167,13 +167,19 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if isinstance(plain.get("content"), list):
-        plain["content"] = "\n".join(_part(f"{at}.content[{i}]", part) for i, part in enumerate(plain["content"]))
+        plain["content"] = "\n".join(_part(f"{at}.content[{i}]", part, plain.get("role") == "tool", unknown)
+                                     for i, part in enumerate(plain["content"]))
     return plain
 
 
-def _part(at: str, part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+def _part(at: str, part: Any, gave: bool, unknown: Unknown) -> str:
+    """The text of a part. ``gave``: of what a tool gave, where others do not end the conversation."""
+    kind = kind_of(part)
+    if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
+    if gave and kind in UNSEEN:
+        unknown.met(kind, f"{at}.", ())
+        return UNSEEN[kind]
     raise InvalidRequest(at, "only parts of type 'text' are supported by this server", "unsupported_parameter")
 
 

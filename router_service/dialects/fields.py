@@ -75,8 +75,9 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "speculate": "true; false: plain decoding",
 })
 
-IMAGES = ("image", "input_image")  # parts of what a tool gave
-UNSEEN = "(an image, which cannot be seen here)"
+UNSEEN: Mapping[Any, str] = MappingProxyType({  # parts of what a tool gave, and what is told instead
+    **dict.fromkeys(("image", "input_image", "image_url"), "(an image, which cannot be seen here)"),
+    **dict.fromkeys(("document", "input_file", "file"), "(a file, which cannot be read here)")})
 THINKING = ("enable_thinking", "thinking")  # what chat templates call the switch: Qwen's and GLM's, DeepSeek's
 
 # Over gRPC an option bears the name of its field, but for these; what is said there instead.
@@ -176,13 +177,33 @@ def text_of(at: str, value: Any) -> str:
 
 
 def result_of(at: str, value: Any, unseen: dict[str, bool]) -> str:
-    """What a tool gave, as ``text_of``. Nobody can take an image out of a conversation that goes on: the model reads
-    that there was one, and ``unseen`` gets where, as a field that nobody knows."""
-    if isinstance(value, list):
-        kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
-        unseen |= {f"{re.sub(r'[0-9]+', '', at)}[].{kind}": True for kind in kinds if kind in IMAGES}
-        value = [{"text": UNSEEN} if kind in IMAGES else part for kind, part in zip(kinds, value, strict=True)]
-    return text_of(at, value)
+    """What a tool gave, as ``text_of``."""
+    return text_of(at, [told_of(at, part, unseen) for part in value] if isinstance(value, list) else value)
+
+
+def told_of(at: str, part: Any, unseen: dict[str, bool]) -> Any:
+    """A part of what a tool gave, at the place ``at``. Nobody can take a file out of a conversation that goes on: the
+    model reads that there was one, and ``unseen`` gets where, as a field that nobody knows."""
+    part = legible(part)
+    kind = kind_of(part)
+    if kind not in UNSEEN:
+        return part
+    unseen[f"{re.sub(r'[0-9]+', '', at)}[].{kind}"] = True
+    return {"type": "text", "text": UNSEEN[kind]}
+
+
+def legible(part: Any) -> Any:
+    """A document of text as text, its title first; other parts as they are."""
+    source = part.get("source") if kind_of(part) == "document" else None
+    if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):
+        return part
+    title = part.get("title")
+    return {"type": "text", "text": f"{title}\n{source['data']}" if isinstance(title, str) else source["data"]}
+
+
+def kind_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else ""
 
 
 def _same(value: Any, nothing: Any) -> bool:
