@@ -333,7 +333,7 @@ class Surface:
         if not (body.stream and asked.num_answers == 1 and self._gateway.repeats(options)) or options.tells_prompt:
             raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
         if ((options.max_tokens is not None and reached.tokens > options.max_tokens)
-                or (body.seed is not None and options.sampling.seed != reached.origin.seed)):
+                or (options.seeded and options.sampling.seed != reached.origin.seed)):
             raise InvalidRequest(LAST_EVENT_ID, "is of another request; send the one that it belongs to")
         return reached
 

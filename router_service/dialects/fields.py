@@ -41,7 +41,7 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "temperature": "1; 0 to 100, 0 always takes the likeliest token", "top_p": "1, off; 0: the likeliest token",
     "top_k": "0, off", "min_p": "0, off", "presence_penalty": "0; -2 to 2", "frequency_penalty": "0; -2 to 2",
     "repetition_penalty": "1; above 0, at most 100", "logit_bias": "token id → -100 to 100, 300 at most",
-    "seed": "random; the same seed and prompt give the same answer, with drafts and without",
+    "seed": "-1, random; the same seed and prompt give the same answer, with drafts and without",
     "stop": "a text or at most 32, of at most 1,024 characters each; no part of the answer",
     "include_stop_str_in_output": "false; the answer ends with what stopped it", "stop_token_ids": "at most 48",
     "min_tokens": "0; no end before so many", "ignore_eos": "false; no end by itself",
