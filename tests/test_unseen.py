@@ -1,4 +1,4 @@
-"""What a tool gave stays in a conversation: what no model here can see of it ends none, and what is text is read."""
+"""What others gave stays in a conversation: what no model here can see of it ends none, and what is text is read."""
 
 from __future__ import annotations
 
@@ -64,3 +64,21 @@ async def test_what_a_user_shows_and_no_model_sees_is_refused(tiny_folder: Path,
     async with routing(tiny_folder, EchoTarget()) as r:
         refused = await r.post(path, max_tokens=4, **fields)
         assert refused.status_code == 400 and "messages[" in refused.json()["error"]["message"], refused.text
+
+
+@pytest.mark.parametrize(("path", "said"), [
+    (CHAT, {"content": None, "refusal": "I will not."}), (CHAT, {"content": "", "refusal": "I will not."}),
+    (CHAT, {"content": [{"type": "refusal", "refusal": "I will not."}]}),
+    (RESPONSES, {"content": [{"type": "refusal", "refusal": "I will not."}]})])
+async def test_what_another_model_refused_is_part_of_the_talk(tiny_folder: Path, path: str, said: Any) -> None:
+    """OpenAI's API tells it apart from content, and agents give it back so, also to the next model."""
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        talk = [*HELLO, {"role": "assistant", **said}, *HELLO]
+        answer = await r.post(path, **{"messages" if path == CHAT else "input": talk})
+        assert answer.status_code == 200, answer.text
+        assert target.prompt.startswith("user\nhello\nassistant\nI will not.\nuser\nhello")
+        both = await r.post(CHAT, messages=[*HELLO, {"role": "assistant", "content": "x", "refusal": "y"}, *HELLO])
+        assert both.status_code == 400 and both.json()["error"]["param"] == "messages[1].refusal"
+        odd = await r.post(CHAT, messages=[*HELLO, {"role": "assistant", "content": [{"type": "refusal"}]}, *HELLO])
+        assert odd.status_code == 400 and odd.json()["error"]["param"] == "messages[1].content[0]"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field, SkipValidation, ValidationInfo, field_validator
 
-from router_service.dialects.fields import OF_MESSAGE, THINKING, UNSEEN, kind_of
+from router_service.dialects.fields import OF_MESSAGE, THINKING, UNSEEN, kind_of, legible
 from router_service.dialects.openai import (
     MAX_CONTAINERS,
     Generation,
@@ -157,6 +157,8 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
     if isinstance(message.get("reasoning", ()), str | None):  # as vLLM and OpenRouter call it
         message = {"reasoning_content": message["reasoning"], **message}
         del message["reasoning"]
+    if isinstance(message.get("refusal"), str) and not message.get("content"):  # what a model said instead
+        message = {**message, "content": message["refusal"], "refusal": None}
     plain = known(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
     if plain.get("role") == "function":
         raise InvalidRequest(f"{at}.role", "is not served here; use tools and the role 'tool'", "unsupported_parameter")
@@ -174,6 +176,7 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
 
 def _part(at: str, part: Any, gave: bool, unknown: Unknown) -> str:
     """The text of a part. ``gave``: of what a tool gave, where others do not end the conversation."""
+    part = legible(part)
     kind = kind_of(part)
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])

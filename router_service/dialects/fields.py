@@ -193,7 +193,9 @@ def told_of(at: str, part: Any, unseen: dict[str, bool]) -> Any:
 
 
 def legible(part: Any) -> Any:
-    """A document of text as text, its title first; other parts as they are."""
+    """A document of text, its title first, and what a model refused, as text; other parts as they are."""
+    if kind_of(part) == "refusal" and "refusal" in part:
+        return {"type": "text", "text": part["refusal"]}
     source = part.get("source") if kind_of(part) == "document" else None
     if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):
         return part
