@@ -10,7 +10,7 @@ Rules of the worker:
    and growing pays (``Drafted``); others get one growth a commit. A text that was too long for that is read on then,
    and a prompt as its states come.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted, too many end the stream.
-6. Where all places are taken, a peer that has two more than another gives one up for it.
+6. Where all places are taken, a host that has two more than another gives one up for it, and so of one host a peer.
 
 Intake: what targets have said and the drafter has not heard yet, each target's apart.
 
@@ -56,7 +56,7 @@ from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Span, Spans
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.observe.vitals import Vitals
-from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace, giver
+from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace, giver_of_hosts
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -493,7 +493,8 @@ class DraftWorker:
 
     def _yields(self, peer: Peer, round_: Round) -> bool:
         """Whether a peer with more sessions gave the oldest of them up for one of ``peer``'s."""
-        if (crowd := giver((holder for holder, _ in self._sessions), peer)) is None:
+        holders = [holder for holder, _ in self._sessions]
+        if (crowd := giver_of_hosts(holders, peer, lambda one: one.name.rpartition(":")[0])) is None:
             return False
         oldest = next(one for one in self._sessions.values() if one.peer == crowd)
         self._drop(oldest, DraftEvent.CLOSE, "capacity", round_)

@@ -337,10 +337,9 @@ class VllmAnswer:
         if self._told:
             return piece
         self._told = True
-        cached, stats = output.num_cached_tokens or 0, output.metrics
+        cached = output.num_cached_tokens or 0
         self._metrics.prompt(len(self._request.tokens), cached)
-        queue_s = max(0.0, stats.scheduled_ts - stats.queued_ts) if stats is not None else 0.0
-        return piece._replace(cached_tokens=cached, queue_s=queue_s)
+        return piece._replace(cached_tokens=cached)
 
     def _last(self, piece: Piece, completion: Any) -> Piece:
         """With vLLM's own count of what was drafted and accepted: a step that ends an answer may have had more than is

@@ -29,9 +29,10 @@ from slipstream.protocol.chat import ChatOptions, Delta, Message
 from slipstream.wire.bodies import Bodies
 from slipstream.wire.channel import RULES
 from slipstream.wire.client import AsyncClient
-from slipstream.wire.inference import Front, InferenceServicer
+from slipstream.wire.inference import Front, InferenceServicer, decode_delta, encode_chat
 from slipstream.wire.server import GrpcServer
 from tests.echo import EchoTarget
+from tests.loop import eventually
 from tests.routing import COMPLETIONS, routing
 
 pytestmark = pytest.mark.usefixtures("servers_end")
@@ -384,6 +385,32 @@ async def test_requests_over_grpc_that_are_here_count_until_they_are_answered() 
         slow.go.set()
         assert [delta.text async for delta in answer] == ["b"]
         assert await client.models() == ["tiny"]
+
+
+async def test_who_says_little_over_grpc_is_heard_beside_large_requests_that_are_here() -> None:
+    class Waits(Lists):
+        def __init__(self) -> None:
+            self.here, self.go = 0, asyncio.Event()
+
+        async def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions
+                       ) -> AsyncGenerator[Delta, None]:
+            self.here += 1
+            await self.go.wait()
+            yield Delta("b", finish="stop")
+
+    waits = Waits()
+    large = encode_chat("", (Message("user", "x" * 80),), ChatOptions())
+    async with grpc_door(waits, 1000) as (client, channel):
+        asked = [begun(channel) for _ in range(10)]
+        for call in asked:
+            await call.write(large)
+        await eventually(lambda: waits.here == 10)
+        assert await asyncio.gather(*(client.models() for _ in range(20))) == [["tiny"]] * 20
+        refused = begun(channel)
+        await refused.write(large)
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        waits.go.set()
+        assert [decode_delta(await call.read()).text for call in asked] == ["b"] * 10
 
 
 async def test_many_requests_over_grpc_at_once_take_turns() -> None:

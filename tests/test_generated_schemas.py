@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from router_service.dialects.formats import grammar_of
+from router_service.dialects.tools import ToolUse
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
@@ -64,11 +66,83 @@ def test_what_cannot_be_counted_is_refused_by_name(schema: Any, tiny_folder: Pat
         goes(schema, "{}", tiny_folder)
 
 
+AGE: Any = {"type": "object", "properties": {"age": {"type": "integer", "nullable": True}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (AGE, '{"age": null}', True), (AGE, '{"age": 31}', True), (AGE, '{"age": "', False), (AGE, "null", False),
+    ({"type": "string", "nullable": True, "enum": ["a", None]}, "null", True),
+    ({"type": "string", "nullable": True, "enum": ["a"]}, "null", False),
+    ({"type": "string", "nullable": True, "maxLength": 1}, '"ab', False),
+    ({"type": "string", "nullable": False}, "null", False)])
+def test_what_openapi_calls_nullable_may_be_null(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+def test_arguments_of_a_forced_call_are_an_object_whatever_is_nullable(tiny_folder: Path) -> None:
+    function = {"name": "f", "parameters": {**AGE, "nullable": True}}
+    source = ToolUse(({"type": "function", "function": function},), "f", True).grammar().source
+    assert goes(json.loads(source), '{"age": null}', tiny_folder) and not goes(json.loads(source), "n", tiny_folder)
+
+
+@pytest.mark.parametrize(("form", "said", "others"), [
+    ("uri-reference", ("/problems/no-credit?x=1#f", "../x", "https://a.b:80/c%20d", "file:///etc/x", "urn:a:b"),
+     ("a b", "1:b", "/a%2", "https://a b")),
+    ("iri", ("https://ja.wikipedia.org/wiki/日本", "mailto:a@b.c"), ("/é", "x", "http://a b")),
+    ("iri-reference", ("/é?ü", "//müller.de"), ("é f",)), ("json-pointer", ("/a~1b/0", "/é"), ("a", "/~2")),
+    ("relative-json-pointer", ("0#", "12/a"), ("01", "/a")), ("idn-email", ("a@b.c",), ("ab\n",)),
+    ("uri-template", ("https://a.b/{id}{?q,page*}", "{+path:3}"), ("{", "{a b", "}")),
+    ("idn-hostname", ("a.b",), ("a b",))])
+def test_formats_that_llguidance_does_not_know_are_kept_to(form: str, said: tuple[str, ...], others: tuple[str, ...],
+                                                           tiny_folder: Path) -> None:
+    schema = {"type": "string", "format": form}
+    assert all(goes(schema, json.dumps(text, ensure_ascii=False), tiny_folder) for text in said)
+    assert not any(goes(schema, json.dumps(text, ensure_ascii=False), tiny_folder) for text in others)
+
+
+def test_of_a_large_schema_counts_what_binds() -> None:
+    """A schema for an extraction is mostly words about its fields."""
+    words = {"description": "x" * 1000, "examples": ["x" * 200], "title": "T"}
+    fields: Any = {f"f{i}": {"type": "string", **words} for i in range(100)}
+    fields["title"] = {"const": {"title": "a"}, **words}
+    schema = {"type": "object", "properties": fields, "required": [*fields], **words}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    large = grammar_of({"response_format": asked})
+    assert large is not None and json.loads(large[1].source) == {
+        "type": "object", "required": [*fields],
+        "properties": {f"f{i}": {"type": "string"} for i in range(100)} | {"title": {"const": {"title": "a"}}}}
+    small = {"type": "string", **words}
+    found = grammar_of({"guided_json": small})
+    assert found is not None and json.loads(found[1].source) == small
+    for least in ({"const": "x" * (64 << 10)}, {"description": "x" * (512 << 10)}):
+        with pytest.raises(InvalidRequest, match="larger"):
+            grammar_of({"guided_json": least})
+
+
+@pytest.mark.parametrize("keyword", ["dependentSchemas", "dependencies"])
+def test_arguments_may_be_named_by_what_depends_on_others(keyword: str, tiny_folder: Path) -> None:
+    card = {"properties": {"c": {"type": "integer"}}, "required": ["c"]}
+    function = {"name": "f", "parameters": {**TWO, keyword: {"a": card}}}
+    source = ToolUse(({"type": "function", "function": function},), "f", True).grammar().source
+    assert goes(json.loads(source), '{"a": null, "c": 1}', tiny_folder)
+    assert not goes(json.loads(source), '{"a": null}', tiny_folder)
+
+
+def test_a_name_that_others_depend_on_may_be_that_of_a_note(tiny_folder: Path) -> None:
+    schema = {"type": "object", "properties": {"title": {"type": "null"}, "b": {"type": "null"}}}
+    for keyword in ("dependentRequired", "dependencies"):
+        function = {"name": "f", "parameters": {**schema, keyword: {"title": ["b"]}}}
+        source = ToolUse(({"type": "function", "function": function},), "required").grammar().source
+        begun = '[{"name": "f", "arguments": {"title": null'
+        assert goes(json.loads(source), begun + ', "b": null}}]', tiny_folder)
+        assert not goes(json.loads(source), begun + "}", tiny_folder)
+
+
 def goes(schema: Any, text: str, folder: Path) -> bool:
     """Whether an answer bound to ``schema`` may begin with ``text``."""
     vocabulary = Vocabulary(load_tokenizer(folder), VOCAB)
     matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), Ends((EOS,)))
-    return matcher.commit([*text.encode()]) == len(text)
+    return matcher.commit([*text.encode()]) == len(text.encode())
 
 
 def decimal(behind: str) -> str:

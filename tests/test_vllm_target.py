@@ -184,8 +184,7 @@ def output(tokens: Sequence[int], finish: str | None, logprobs: int | None, coun
     completion = SimpleNamespace(token_ids=list(tokens), finish_reason=finish, spec_decode_metrics=counts,
                                  logprobs=places if logprobs is not None else None)
     return SimpleNamespace(outputs=[completion], finished=finish is not None, num_cached_tokens=16,
-                           prompt_logprobs=prompt,
-                           metrics=SimpleNamespace(queued_ts=1.0, scheduled_ts=1.25))
+                           prompt_logprobs=prompt)
 
 
 class Tried:
@@ -242,7 +241,7 @@ async def test_pieces_are_steps_and_say_what_was_accepted() -> None:
     assert [len(piece.tokens) for piece in pieces] == [1, 3, 1, 2, 1, 1, 1, 1, 1]
     assert [piece.accepted for piece in pieces] == [0, 2, 0, 1, 0, 0, 0, 0, 0]
     assert sum(piece.drafted for piece in pieces) == 8
-    assert (pieces[0].cached_tokens, pieces[0].queue_s, pieces[-1].finish) == (16, 0.25, "length")
+    assert (pieces[0].cached_tokens, pieces[-1].finish) == (16, "length")
     assert {piece.state for piece in pieces} == {"speculate"}
     assert not engine.aborted, "it had ended by itself"
 

@@ -145,8 +145,8 @@ def told_again(asked: Mapping[str, Any]) -> Json:
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice["tools"] if isinstance(choice.get("tools"), list) else []
         choice = {"type": "allowed_tools", "mode": choice.get("mode"), "tools": [
-            {"type": "function", "name": tool.get("name")} for tool in allowed
-            if isinstance(tool, dict) and tool.get("type") == "function"]}
+            {name: tool[name] for name in ("type", "name") if name in tool}
+            for tool in allowed if isinstance(tool, dict)]}
     elif isinstance(choice, dict):
         choice = {"type": "function", "name": choice.get("name")}
     functions = [tool for tool in tools if tool.get("type") == "function"]

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.grammar.exclusive import any_of, meant
 from slipstream.grammar.matcher import Ends, Matcher
-from slipstream.grammar.patterns import without_lookaheads
+from slipstream.grammar.patterns import NARROWER, OF_FORMATS, without_lookaheads
 from slipstream.grammar.presence import by_properties
 from slipstream.protocol.grammar import Grammar
 
@@ -194,6 +194,13 @@ def _reworded(part: dict[str, Any]) -> bool:
     if "not" in part and (part["not"] == {} or part["not"] is True):  # nothing, as Go and Zod write it
         del part["not"]
         part["enum"], changed = [], True
+    if part.get("nullable") is True and isinstance(kind := part.get("type"), str) and kind != "null":
+        part["type"], changed = [kind, "null"], True  # as OpenAPI 3.0 has it, which knows no list of types
+    if isinstance(form, str) and form in OF_FORMATS and "pattern" not in part:
+        part["pattern"], changed = OF_FORMATS[form], True
+        del part["format"]
+    if isinstance(form, str) and form in NARROWER:
+        part["format"], changed = NARROWER[form], True
     if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
         part["pattern"], changed = EXACTLY[form], True
     elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands

@@ -161,7 +161,9 @@ def resolve(name_or_path: str | Path) -> Path:
         raise ModelError(f"model {name} is not prepared in {prepared}; run: slipstream models prepare {name}")
     if name in HEADS:
         return packaged_head(HEADS[name])
-    if folder.is_dir():
+    if folder.is_dir() and (file := next(folder.glob("*.gguf"), None)) is not None:
+        name = str(file)
+    elif folder.is_dir():
         raise ModelError(f"{folder}: no config.json in this folder; a model folder has config.json, tokenizer.json "
                          "and safetensors")
     if name.endswith(".gguf"):

@@ -272,7 +272,6 @@ class Piece(NamedTuple):
     wait_s: float = 0.0  # what this session waited for its drafter before the step
     state: State = "speculate"
     cached_tokens: int = 0  # of the prompt; in the first piece
-    queue_s: float = 0.0  # arrival to first step; in the first piece
     lossy: bool = False  # accept thresholds below 1 were applied to it
     plain_s: float = 0.0  # what the step would have taken without anybody's drafter; 0: unknown, or looked up
     prompt: PromptScores | None = None

@@ -6,6 +6,8 @@ Rules:
 2. Where there is no room for one more to come, it waits, and gRPC reads next to nothing of it meanwhile. The newest
    goes on first: one that has waited for long may have a client no more. Beyond ``most_waiting`` none may wait.
 3. While some wait, whoever has been coming for longest goes, once that is ``slow_s``. Who is here whole never goes.
+4. An eighth of the room is for those that come, whatever those hold that are here: who says little is heard beside
+   large requests. One that turns out larger than a ``SMALLEST`` part of all then is refused.
 
 It knows nothing about what is asked.
 """
@@ -24,6 +26,7 @@ from slipstream.wire.channel import RULES
 T = TypeVar("T")
 MOST_WAITING = 1024
 SLOW_S = 0.5
+SMALLEST = 1024
 FULL = "this server holds as many requests as it can; try again later"
 
 
@@ -34,6 +37,8 @@ class Bodies:
                  slow_s: float = SLOW_S) -> None:
         """longest: bytes of a message."""
         self._free, self._longest, self._most_waiting, self._slow_s = most, longest, most_waiting, slow_s
+        self._small, self._always = most // SMALLEST, most // 8 // longest
+        self._num_coming = 0
         self._waiting: list[asyncio.Future[None]] = []
         self._coming: dict[asyncio.Timeout, float] = {}  # and since when, the oldest first
 
@@ -52,16 +57,18 @@ class Bodies:
             self._give(size)
 
     async def _read(self, read: Callable[[], Awaitable[object]], within_s: float) -> bytes:
-        taken = 0
+        begun, left = False, 0
         try:
             async with asyncio.timeout(within_s) as limit:
                 await self._room()
-                taken = self._longest
+                begun, left = True, self._longest
                 self._coming[limit] = asyncio.get_running_loop().time()
                 data = await read()
             if not isinstance(data, bytes):
                 raise InvalidRequest("request", "is missing")
-            taken -= len(data)
+            if len(data) > self._small and self._free + self._longest < len(data):
+                raise CapacityError(FULL)
+            left -= len(data)
             return data
         except TimeoutError:
             if limit in self._coming:
@@ -69,11 +76,12 @@ class Bodies:
             raise CapacityError(FULL) from None
         finally:
             self._coming.pop(limit, None)
-            self._give(taken)
+            self._num_coming -= begun
+            self._give(left)
 
     async def _room(self) -> None:
-        if self._free >= self._longest:
-            self._free -= self._longest
+        if self._has_room():
+            self._begin()
             return
         if len(self._waiting) >= self._most_waiting:
             raise CapacityError(FULL)
@@ -85,6 +93,7 @@ class Bodies:
                 await asyncio.wait([turn], timeout=self._slow_s)
         except asyncio.CancelledError:
             if turn.done():
+                self._num_coming -= 1
                 self._give(self._longest)
             else:
                 self._waiting.remove(turn)
@@ -92,9 +101,17 @@ class Bodies:
 
     def _give(self, num_bytes: int) -> None:
         self._free += num_bytes
-        while self._waiting and self._free >= self._longest:
-            self._free -= self._longest
+        while self._waiting and self._has_room():
+            self._begin()
             self._waiting.pop().set_result(None)
+
+    def _has_room(self) -> bool:
+        """For one more to come."""
+        return self._free >= self._longest or self._num_coming < self._always
+
+    def _begin(self) -> None:
+        self._free -= self._longest
+        self._num_coming += 1
 
     def _hurry(self) -> None:
         now = asyncio.get_running_loop().time()
