@@ -149,7 +149,7 @@ class Surface:
 
     async def responses(self, request: Request) -> Response:
         return await self._translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply,
-                                      responses.told_again)
+                                      responses.told_again, "input")
 
     async def count_tokens(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
@@ -290,8 +290,9 @@ class Surface:
 
     async def _translated(self, request: Request, chat_of: Callable[[dict[str, Any]], dict[str, Any]],
                           names: Mapping[str, str], reply_to: Callable[[Told], Narrative],
-                          told_again: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}) -> Response:
-        """An answer of a dialect that is a translation onto chat."""
+                          told_again: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {},
+                          conversation: str = "messages") -> Response:
+        """An answer of a dialect that is a translation onto chat. ``conversation``: the field that has it."""
         raw, unknown = await self._json(request)
         with written_as(names):
             body = parse(ChatBody, chat_of(raw), unknown)
@@ -308,7 +309,7 @@ class Surface:
                 raise InvalidRequest(name, f"is told by {CHAT} and {COMPLETIONS} alone", "unsupported_parameter")
         if request.headers.get(LAST_EVENT_ID):
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
-        with written_as(names):
+        with written_as({**names, "messages": conversation}):
             client, run = await self._begun(request, asked)
         markups = run.job.markups(self._gateway.codec)
         reply = reply_to(Told(options.answer_id or run.id, run.created, asked.model, markups[0] if markups else None,
@@ -346,7 +347,7 @@ class Surface:
         if not (body.stream and asked.num_answers == 1 and self._gateway.repeats(options)) or options.tells_prompt:
             raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
         if ((options.max_tokens is not None and reached.tokens > options.max_tokens)
-                or (body.seed is not None and options.sampling.seed != reached.origin.seed)):
+                or (options.seeded and options.sampling.seed != reached.origin.seed)):
             raise InvalidRequest(LAST_EVENT_ID, "is of another request; send the one that it belongs to")
         return reached
 

@@ -391,19 +391,20 @@ def _check_ids(param: str, tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def _room(param: str, prompt: Sequence[int], options: Options, info: TargetInfo) -> int:
-    """The tokens that the answer to ``prompt`` may have."""
+    """The tokens that the answer to ``prompt`` may have. Many ask for a fixed number behind every prompt, so that is
+    the most; more than the whole context is refused."""
     if not prompt:
         raise InvalidRequest(param, "is empty")
-    left, wanted = info.max_context - len(prompt), 1 if options.max_tokens is None else options.max_tokens
+    left, most = info.max_context - len(prompt), options.max_tokens
     if left < 1:
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
     _check_ids(param, prompt, info.vocab_size)
-    if wanted > left:  # in the words by which agents know it, and ask for less
+    if most is not None and most > info.max_context:  # in the words by which agents know it, and ask for less
         raise InvalidRequest(
-            options.limited_by, f"input length and `max_tokens` exceed context limit: {len(prompt)} + {wanted} > "
+            options.limited_by, f"input length and `max_tokens` exceed context limit: {len(prompt)} + {most} > "
             f"{info.max_context}; this model's maximum context length is {info.max_context} tokens",
             "context_length_exceeded")
-    return left if options.max_tokens is None else options.max_tokens
+    return left if most is None else min(most, left)
 
 
 class Run:

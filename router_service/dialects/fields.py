@@ -36,12 +36,12 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "model": "the one here; as `GET /v1/models` names it",
     "messages": "of chats; roles `system` (or `developer`), `user`, `assistant`, `tool`; content: text, or parts of it",
     "prompt": "of completions; a text, token ids, or a list of either: 1,024 answers, in turn where fewer may run",
-    "max_tokens": "what the context leaves; completions: 16; 0: the prompt alone",
+    "max_tokens": "at most what the context leaves; completions: 16; 0: the prompt alone",
     "max_completion_tokens": "chat's name of `max_tokens`",
     "temperature": "1; 0 to 100, 0 always takes the likeliest token", "top_p": "1, off; 0: the likeliest token",
     "top_k": "0, off", "min_p": "0, off", "presence_penalty": "0; -2 to 2", "frequency_penalty": "0; -2 to 2",
     "repetition_penalty": "1; above 0, at most 100", "logit_bias": "token id → -100 to 100, 300 at most",
-    "seed": "random; the same seed and prompt give the same answer, with drafts and without",
+    "seed": "-1, random; the same seed and prompt give the same answer, with drafts and without",
     "stop": "a text or at most 32, of at most 1,024 characters each; no part of the answer",
     "include_stop_str_in_output": "false; the answer ends with what stopped it", "stop_token_ids": "at most 48",
     "min_tokens": "0; no end before so many", "ignore_eos": "false; no end by itself",
@@ -75,8 +75,9 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "speculate": "true; false: plain decoding",
 })
 
-IMAGES = ("image", "input_image")  # parts of what a tool gave
-UNSEEN = "(an image, which cannot be seen here)"
+UNSEEN: Mapping[Any, str] = MappingProxyType({  # parts of what a tool gave, and what is told instead
+    **dict.fromkeys(("image", "input_image", "image_url"), "(an image, which cannot be seen here)"),
+    **dict.fromkeys(("document", "input_file", "file"), "(a file, which cannot be read here)")})
 THINKING = ("enable_thinking", "thinking")  # what chat templates call the switch: Qwen's and GLM's, DeepSeek's
 
 # Over gRPC an option bears the name of its field, but for these; what is said there instead.
@@ -176,13 +177,35 @@ def text_of(at: str, value: Any) -> str:
 
 
 def result_of(at: str, value: Any, unseen: dict[str, bool]) -> str:
-    """What a tool gave, as ``text_of``. Nobody can take an image out of a conversation that goes on: the model reads
-    that there was one, and ``unseen`` gets where, as a field that nobody knows."""
-    if isinstance(value, list):
-        kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
-        unseen |= {f"{re.sub(r'[0-9]+', '', at)}[].{kind}": True for kind in kinds if kind in IMAGES}
-        value = [{"text": UNSEEN} if kind in IMAGES else part for kind, part in zip(kinds, value, strict=True)]
-    return text_of(at, value)
+    """What a tool gave, as ``text_of``."""
+    return text_of(at, [told_of(at, part, unseen) for part in value] if isinstance(value, list) else value)
+
+
+def told_of(at: str, part: Any, unseen: dict[str, bool]) -> Any:
+    """A part of what a tool gave, at the place ``at``. Nobody can take a file out of a conversation that goes on: the
+    model reads that there was one, and ``unseen`` gets where, as a field that nobody knows."""
+    part = legible(part)
+    kind = kind_of(part)
+    if kind not in UNSEEN:
+        return part
+    unseen[f"{re.sub(r'[0-9]+', '', at)}[].{kind}"] = True
+    return {"type": "text", "text": UNSEEN[kind]}
+
+
+def legible(part: Any) -> Any:
+    """A document of text, its title first, and what a model refused, as text; other parts as they are."""
+    if kind_of(part) == "refusal" and "refusal" in part:
+        return {"type": "text", "text": part["refusal"]}
+    source = part.get("source") if kind_of(part) == "document" else None
+    if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):
+        return part
+    title = part.get("title")
+    return {"type": "text", "text": f"{title}\n{source['data']}" if isinstance(title, str) else source["data"]}
+
+
+def kind_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else ""
 
 
 def _same(value: Any, nothing: Any) -> bool:

@@ -8,8 +8,9 @@ Rules:
 4. What the system says between turns is part of the user's turn before it, marked as Claude Code marks such words:
    many templates take a system's message at the beginning alone. That agent sends one with every request.
 5. A model thinks where it is asked to, for as long as it likes; its template may begin reasoning all the same.
-6. Tools are functions; of blocks only text, calls, their results and thinking are known. A chat has no mark for a
-   result that is an error: its text says so.
+6. Tools are functions; of blocks only text, calls, their results and thinking are known, and documents of text. What
+   stands beside a result is of the tool, too: Claude Code sends files so. A chat has no mark for a result that is an
+   error: its text says so.
 
 It knows nothing about models, routes or the network.
 """
@@ -24,7 +25,17 @@ from typing import Any
 import orjson
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import THINKING, object_of, others, parts_left, result_of, text_of
+from router_service.dialects.fields import (
+    THINKING,
+    kind_of,
+    legible,
+    object_of,
+    others,
+    parts_left,
+    result_of,
+    text_of,
+    told_of,
+)
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.calls import loaded
@@ -116,8 +127,10 @@ def _messages(at: str, message: Any, first: bool, unseen: dict[str, bool]) -> It
     if not isinstance(content, list):
         raise InvalidRequest(f"{at}.content", "must be a string or a list of blocks")
     texts, calls, thoughts = [], [], []
+    gave = message["role"] == "user" and any(kind_of(block) == "tool_result" for block in content)
     for i, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
+        block = told_of(f"{at}.content", block, unseen) if gave else legible(block)
+        kind = kind_of(block)
         where = f"{at}.content[{i}]"
         if kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])

@@ -268,14 +268,15 @@ class Generation(Strict):
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
         if given.get("top_p") == 0:  # of what is likeliest, the first
             given |= {"temperature": 0.0, "top_p": 1.0}
+        seed = None if self.seed == -1 else self.seed  # -1: a random one, as for vLLM and llama.cpp
         sampling = Sampling(**{"temperature": 1.0, **given}, top_k=max(self.top_k or 0, 0),
                             logit_bias=_biases(self.logit_bias or {}),
                             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
-                            seed=secrets.randbits(64) if self.seed is None else self.seed % SEEDS)
+                            seed=secrets.randbits(64) if seed is None else seed % SEEDS)
         binding = {name: value for name in READERS if (value := getattr(self, name)) is not None}
         bound_by, grammar = (grammar_of(binding) if binding else None) or ("", None)
         return Options(
-            sampling, max_tokens, seeded=self.seed is not None, n=self.n or 1,
+            sampling, max_tokens, seeded=seed is not None, n=self.n or 1,
             stop=tuple(filter(None, self.stop or ())), keep_stop=bool(self.include_stop_str_in_output),
             show_specials=self.skip_special_tokens is False, top_logprobs=top_logprobs,
             token_ids=bool(self.return_token_ids), by_ids=bool(self.return_tokens_as_token_ids),
@@ -314,8 +315,7 @@ def _biases(raw: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     for key in raw:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise InvalidRequest("logit_bias", "keys must be token ids")
-    biases = {int(key): float(bias) for key, bias in raw.items()}
-    return tuple(sorted(biases.items()))
+    return tuple(sorted({int(key): float(bias) for key, bias in raw.items()}.items()))
 
 
 class Unknown:
