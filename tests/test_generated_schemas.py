@@ -14,8 +14,10 @@ from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
 from slipstream.grammar.patterns import without_lookaheads
+from slipstream.grammar.trial import tried
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.tree import DraftTree
 from tests.tiny import EOS, VOCAB
 
 INT64 = {"type": "integer", "format": "int64", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
@@ -169,3 +171,27 @@ def test_which_names_an_object_has_is_kept_to(schema: Any, text: str, fits: bool
 def test_what_else_is_denied_is_refused_by_name(schema: Any, tiny_folder: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"not|oneOf|allOf|dependentRequired|valid"):
         goes(schema, "{}", tiny_folder)
+
+
+@pytest.mark.parametrize(("schema", "text"), [
+    ({"type": "object", "patternProperties": {"^.{1,255}$": {"type": "string"}}}, '{"ada": "x"}'),
+    ({"type": "string", "pattern": r"^(?:\S+\s+){0,29}\S+$", "maxLength": 500}, '"some words of many"'),
+    ({"type": "integer", "multipleOf": 3600, "minimum": 86400, "maximum": 2592000}, "864000")], ids=str)
+def test_what_is_bound_twice_is_followed_to_its_end(schema: Any, text: str, tiny_folder: Path) -> None:
+    """A mask's work had a bound by which the answer ended with an error behind its first letter, each time."""
+    vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
+    matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), Ends((EOS,)))
+    for token in text.encode():
+        assert matcher.masks(DraftTree.root_only(1, 0))[1], matcher.problem
+        assert matcher.commit([token])
+
+
+def test_what_cannot_be_followed_late_in_an_answer_is_refused_at_once_and_by_name(tiny_folder: Path) -> None:
+    """The request was taken, and the answer ended with an error where it came to the pattern."""
+    vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
+    for pattern, said in ((r"^(?:\S+\s+){0,999}\S+$", "cannot be followed: pattern ^("), ("^a+$", "")):
+        costly = {"type": "string", "pattern": pattern, "maxLength": 20_000}
+        late = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"items": costly}},
+                "required": ["a", "b"]}
+        problem = tried(vocabulary, Grammar("json_schema", json.dumps(late)))
+        assert problem.startswith(said) and bool(problem) == bool(said) and len(problem) < 400

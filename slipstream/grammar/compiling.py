@@ -40,6 +40,8 @@ MOST_WRITTEN = 1 << 16  # bytes of values of names that are listed
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 OF_A_URI = "#/?!$&'()*+,;=:@%"
 INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
+LEAVES = frozenset({"pattern", "multipleOf"})
+OF_A_LEAF = frozenset({*LEAVES, *BOUNDS, "type", "format", "minLength", "maxLength"})
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
 # Those that JSON Schema has: any other one is a note for readers, and binds nobody.
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4",
@@ -100,9 +102,10 @@ class Vocabulary:
 
 def _limits(said: int) -> LLParserLimits:
     """Of an answer of so many tokens."""
-    # Measured: a schema of 200 properties has 807 items in a row, and nothing common a tenth of the others. What is
-    # ambiguous without end takes 15 ms for the mask that breaks the limit.
-    return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_lexer_fuel=50_000,
+    # Measured: a schema of 200 properties has 807 items in a row. What is ambiguous without end takes 20 ms for the
+    # mask that breaks the limit; a quarter of the step's fuel is too little for an address (^[^\s@]+@[^\s@]+\.[^\s@]+$)
+    # of at most 320 characters.
+    return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=300_000, step_lexer_fuel=200_000,
                           step_max_items=3000, max_lexer_states=STATES + MORE * said, max_grammar_size=50_000,
                           verbose_errors=False)
 
@@ -167,6 +170,21 @@ def restate(schema: dict[str, Any]) -> bool:
         del part[name]
     named = [_named(schema, part) for part in reversed([*_parts(schema)])]
     return changed or bool(notes) or any(named)
+
+
+def leaves(grammar: Grammar) -> list[tuple[str, Grammar]]:
+    """What of a schema may cost much wherever an answer comes to it, by itself, and its name."""
+    found: dict[str, str] = {}
+    for part in _parts(json.loads(grammar.source)) if grammar.kind == "json_schema" else ():
+        if isinstance(names := part.get("patternProperties"), dict):
+            closed = part.get("additionalProperties") is False
+            alone: dict[str, Any] = {"type": "object", "patternProperties": dict.fromkeys(names, True),
+                                     "additionalProperties": not closed}
+            found[json.dumps(alone)] = f"patternProperties {', '.join(names)}"
+        for name in LEAVES & part.keys():
+            alone = {key: part[key] for key in OF_A_LEAF & part.keys()}
+            found[json.dumps(alone)] = f"{name} {part[name]}"
+    return [(what, Grammar("json_schema", source)) for source, what in found.items()]
 
 
 def _named(whole: dict[str, Any], part: dict[str, Any]) -> bool:
