@@ -195,3 +195,34 @@ def test_what_cannot_be_followed_late_in_an_answer_is_refused_at_once_and_by_nam
                 "required": ["a", "b"]}
         problem = tried(vocabulary, Grammar("json_schema", json.dumps(late)))
         assert problem.startswith(said) and bool(problem) == bool(said) and len(problem) < 400
+
+
+KIND: Any = {"type": "object", "properties": {"kind": {"$ref": "#/$defs/kind"}, "x": {"type": "integer"}, "y": {}},
+             "$defs": {"kind": {"enum": ["a", "b", "c"]}}}
+IS_A: Any = {"properties": {"kind": {"const": "a"}}}
+BY_KIND: Any = {**KIND, "if": IS_A, "then": {"required": ["x"]}, "else": {"required": ["y"]}}
+EACH: Any = {**KIND, "required": ["kind"], "allOf": [
+    {"if": {**IS_A, "required": ["kind"]}, "then": {"properties": {"x": {"minimum": 5}}, "required": ["x"]}},
+    {"if": {"properties": {"kind": {"enum": ["b", "c"]}}}, "then": {"required": ["y"]}}, {"required": ["x"]}]}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (BY_KIND, '{"kind": "a", "x": 1}', True), (BY_KIND, '{"kind": "a"}', False), (BY_KIND, '{"x": 1}', True),
+    (BY_KIND, '{"kind": "b", "y": 1}', True), (BY_KIND, '{"kind": "b", "x": 1}', False), (BY_KIND, '{"y": 1}', False),
+    ({**BY_KIND, "if": {**IS_A, "required": ["kind"]}}, '{"y": 1}', True), (EACH, '{"kind": "a", "x": 6}', True),
+    ({**BY_KIND, "else": False}, '{"kind": "b', False), (EACH, '{"kind": "a", "x": 4}', False),
+    (EACH, '{"kind": "c", "x": 4}', False),
+    (EACH, '{"kind": "c", "x": 4, "y": 1}', True), (EACH, '{"x"', False)])
+def test_what_depends_on_a_listed_value_is_kept_to(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+@pytest.mark.parametrize("schema", [
+    {**KIND, "if": {"properties": {"x": {"const": 1}}}, "then": {"required": ["y"]}},
+    {**KIND, "if": {"required": ["x"]}, "then": {"required": ["y"]}}, {**BY_KIND, "type": ["object", "null"]},
+    {**BY_KIND, "then": {"if": IS_A, "then": {"required": ["x"]}}}, {**KIND, "if": IS_A, "allOf": [{"if": 1}]},
+    {**BY_KIND, "if": {**IS_A, "minProperties": 2}}, {**BY_KIND, "then": {"enum": ["x" * 30_000]}},
+    {**BY_KIND, "items": {"$id": "other", "$defs": {"kind": {"enum": ["d"]}}}}], ids=lambda schema: str(schema)[:80])
+def test_conditions_of_other_forms_are_refused_by_name(schema: Any, tiny_folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="if"):
+        goes(schema, "{}", tiny_folder)

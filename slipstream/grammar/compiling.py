@@ -24,6 +24,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
+from slipstream.grammar.conditions import by_value
 from slipstream.grammar.exclusive import any_of, meant
 from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.grammar.patterns import without_lookaheads
@@ -159,7 +160,9 @@ def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
 def restate(schema: dict[str, Any]) -> bool:
     """Write ``schema`` so that llguidance knows it, where that means the same, and without what it refuses although it
     binds nobody. Returns whether there was any."""
-    changed = False
+    parts, changed = [*_parts(schema)], False
+    for part in parts if not any("$id" in part for part in parts[1:]) else ():  # what refers to itself there is another
+        changed = by_value(schema, part) or changed
     for part in _parts(schema):
         changed = by_properties(part) or changed
     changed = any_of(schema, _parts(schema)) or changed
