@@ -1,8 +1,8 @@
 """Every field that a client may send, and what becomes of it: one table for OpenAI's, vLLM's and SGLang's names.
 
-Rule: a field is honoured; or inert, as it says nothing about the answer; or refused, unless with a value that asks for
-nothing. null asks for nothing. A refusal says what to do instead. At the end: how dialects that are translations read
-fields of their own.
+Rule: a field is honoured; or inert (it does not concern the answer); or refused, except with a value that asks for
+nothing, as null does. A refusal says what to do instead. At the end of the file: how translated dialects read fields of
+their own.
 
 It knows nothing about how a field is honoured; the pages about the API are printed from here.
 """
@@ -176,8 +176,8 @@ def text_of(at: str, value: Any) -> str:
 
 
 def result_of(at: str, value: Any, unseen: dict[str, bool]) -> str:
-    """What a tool gave, as ``text_of``. Nobody can take an image out of a conversation that goes on: the model reads
-    that there was one, and ``unseen`` gets where, as a field that nobody knows."""
+    """A tool's result as text, as ``text_of``. An image in it is replaced by a note that there was one, because a
+    client cannot remove it from its conversation; ``unseen`` gets its place, reported like an unknown field."""
     if isinstance(value, list):
         kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
         unseen |= {f"{re.sub(r'[0-9]+', '', at)}[].{kind}": True for kind in kinds if kind in IMAGES}
