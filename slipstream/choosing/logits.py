@@ -1,5 +1,5 @@
-"""What a request makes of a row of logits before a token is drawn: penalties, bias, min_tokens, a grammar; and what
-top-k, top-p and min-p leave of it.
+"""How a request changes a row of logits before a token is drawn: penalties, bias, min_tokens, a grammar; and which
+tokens top-k, top-p and min-p keep.
 
 Rules:
 1. The order is: repetition penalty, frequency penalty, presence penalty, logit bias, min_tokens, grammar; top-k, top-p,
@@ -7,10 +7,10 @@ Rules:
 2. Penalties look along each row's own path: the answer so far and the draft tokens between the root and the row. The
    repetition penalty counts the prompt too; frequency and presence count the answer alone. A token that has no column
    (a draft's smaller vocabulary) cannot be chosen there, so it is left out.
-3. Every filter is a threshold on probability, so tokens of equal probability live or die together: no filter depends on
-   the order in which a sort happens to leave them.
-4. Survivors are a prefix of the descending order, so the search looks at ever more candidates until every row's prefix
-   ends inside them; a whole sort is the last resort.
+3. Every filter is a threshold on probability, so tokens of equal probability are kept or dropped together, and no
+   filter depends on the order of a sort.
+4. The kept tokens are a prefix of the descending order, so the search takes more and more candidates until every row's
+   prefix ends among them; only then would it sort a whole row.
 5. The mass of a whole vocabulary, which top-p without top-k needs, is summed in the logits' own type (float32 at
    least), block by block in an order that does not depend on how many rows there are.
 

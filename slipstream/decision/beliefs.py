@@ -131,8 +131,9 @@ TOGETHER = 3  # tried waits in a row, on shared cores: one alone is not believed
 
 
 class Purse:
-    """The exploration budget: SHARE of the time of all rounds of one target or draft pool, of at most the last KEPT_S,
-    for each wait of a row of waits. A full purse affords any price, so that expensive trials are rare, but possible."""
+    """The exploration budget of one target or draft pool: it earns SHARE of the time of all rounds, and holds at most
+    SHARE * KEPT_S for each session and each wait of a row of tried waits. A full purse affords any price, so that
+    expensive trials are rare, but possible."""
 
     __slots__ = ("_most_s", "_together", "left_s", "row")
 
@@ -142,7 +143,7 @@ class Purse:
         self.row = self._together = together  # that are still to be made before the next row is saved for
 
     def earn(self, seconds: float, sessions: int = 1) -> None:
-        """A round took so long, beside as many others as ``sessions`` says with it."""
+        """Earn from a round of ``seconds`` in which ``sessions`` sessions ran."""
         # For a whole row of the longest waits, too, or after a slow hour none would ever be tried again.
         left_s, most_s = self.left_s, SHARE * KEPT_S * self._together * (sessions or 1)
         self._most_s = most_s
@@ -151,15 +152,15 @@ class Purse:
             self.left_s = left_s if left_s < most_s else most_s
 
     def pay(self, seconds: float) -> None:
-        """What was lost, or (below 0) given back."""
+        """Take out ``seconds`` that were lost, or (below 0) put them back."""
         self.left_s -= seconds
 
     def affords(self, seconds: float) -> bool:
-        """Whether what loses ``seconds`` can be paid."""
+        """Whether a loss of ``seconds`` can be paid."""
         return self.left_s >= min(seconds, self._most_s)
 
     def affords_wait(self, seconds: float) -> bool:
-        """Whether a tried wait that loses ``seconds`` can be paid, and those that are left of its row."""
+        """Whether all remaining tried waits of the row can be paid, if each loses ``seconds``."""
         return self.affords(self.row * seconds)
 
     def pay_wait(self, seconds: float) -> None:

@@ -6,9 +6,9 @@ Rules:
 2. One function writes every static buffer, each over its whole length, before each replay.
 3. Results are copied out before another replay may write over them.
 4. Dummy rows write to slots beyond those that the pool hands out, so they touch nobody's KV.
-5. What does not fit any graph, and what cannot be captured, runs as it would without graphs. Nothing is refused.
-6. Capturing and trying are one act: a new graph replays a step beside the same step without it, on slots of its own,
-   also while others are served. One that fails is given up alone, and tried again when it has been missed for long.
+5. A batch that fits no graph, or cannot be captured, runs as it would without graphs. Nothing is refused.
+6. Each new graph is tried when it is captured: it replays a step that also runs without it, on slots of its own, also
+   while answers are served. A graph that fails is left out alone, and tried again after many steps without it.
 
 How a graph is captured is given: CUDA's on a GPU; on a CPU the same function is called again on the same buffers, which
 is all of this but the speed. It knows nothing about sessions or sampling.

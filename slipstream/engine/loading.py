@@ -1,10 +1,10 @@
-"""From a model folder to a model that is ready: which engine, kernels, attention and kind of numbers serve it.
+"""From a model folder to a ready model: which engine, kernels, attention and dtype serve it.
 
 Rules:
-1. What was asked for and cannot be had is a ModelError that names the field, before anything is loaded where it can be.
-2. What was left to be chosen is chosen once, here, and the log says what and why.
-3. Kernels that are to be exact are tried first: the rows of a random tree, and of a prompt, beside plain steps, bit for
-   bit. What passes are the CPU kernels (``native``), whose sums are in one order; torch's depend on the number of rows.
+1. A setting that cannot be met is a ModelError that names the field, if possible before anything is loaded.
+2. Settings on "auto" are decided once, here, and the log has the choice and the reason.
+3. Exact kernels are tried first: the rows of a random tree, and of a prompt, must equal plain steps bit for bit. Only
+   the CPU kernels (``native``) pass, whose sums have one order; torch's depend on the number of rows.
 
 It knows nothing about where folders come from (see ``slipstream.models``), sessions or pools.
 """
