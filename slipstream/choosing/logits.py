@@ -45,8 +45,8 @@ class TokenHistory:
 
     @staticmethod
     def of(sampling: Sampling, tokens: Sequence[int] = (), prompt: int | None = None) -> TokenHistory | None:
-        """The history that ``sampling`` needs of a text, whose first ``prompt`` tokens (None: all) are the prompt: none
-        without penalties, no prompt without a repetition penalty."""
+        """The history that ``sampling`` needs of a text, whose first ``prompt`` tokens (None: all) are the prompt. None
+        without penalties. Without a repetition penalty it has no prompt tokens."""
         repetition = sampling.repetition_penalty != 1.0
         if not repetition and sampling.presence_penalty == sampling.frequency_penalty == 0.0:
             return None
@@ -122,7 +122,7 @@ def bias(rows: torch.Tensor, columns: Columns, logit_bias: Sequence[tuple[int, f
 
 
 def forbid_stops(rows: torch.Tensor, columns: Columns, sampling: Sampling, num_output: Sequence[int]) -> None:
-    """Make stop tokens impossible in the rows before which fewer than min_tokens answer tokens stand, in place."""
+    """Make stop tokens impossible, in place, in rows with fewer than min_tokens answer tokens before them."""
     early = [row for row, count in enumerate(num_output) if count < sampling.min_tokens]
     if early and sampling.stop_token_ids:
         where, _ = columns.find(sampling.stop_token_ids)

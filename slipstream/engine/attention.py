@@ -13,8 +13,8 @@ Rules:
    last slot, never foreign memory.
 5. A *fixed* attention is planned again and again for one number of rows and segments: what it reads stays where it is,
    so that a captured graph may hold it. Who made it writes that, all of it, before each plan is taken.
-6. Before another attention serves, ``disagreement`` compares both of its ways (planned, captured) with torch's, with
-   NaN in slots that no row may read.
+6. Before another attention serves, ``disagreement`` compares both of its ways (planned, fixed) with torch's, with NaN
+   in slots that no row may read.
 
 It knows nothing about layers, weights or why a row is there. Which attention serves: ``flashinfer.attention_for``.
 Dimension key: see the package.

@@ -57,7 +57,8 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """Of a graph. It takes a batch that is as large, or one with room for at least one dummy row and segment."""
+    """The size of a graph. It takes a batch of exactly that size, or a smaller one with room for at least one dummy row
+    and segment."""
 
     rows: int
     segments: int
@@ -76,7 +77,7 @@ def sizes(rows: Sequence[int] = ROWS, segments: Sequence[int] = SEGMENTS,
 
 
 def needed(every: Sequence[Size], most_segments: int) -> set[Size]:
-    """Of sizes, the cheapest first, those that batches of so many segments take."""
+    """Those of the sizes (cheapest first) that batches of so many segments use."""
     found, most = set[Size](), min(most_segments, max(size.segments for size in every))
     for count in range(1, most + 1):
         fitting = [size for size in every if size.segments >= count]
@@ -198,7 +199,8 @@ class CapturedStep:
 
 @dataclass(slots=True)
 class Refusal:
-    """Of a size that failed. Steps are counted, not seconds, so that all ranks of a model try again together."""
+    """When to try a failed size again. It counts steps, not seconds, so that all ranks of a model try again
+    together."""
 
     left: int  # steps until it is tried again
     next: int  # and after the next failure

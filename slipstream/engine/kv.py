@@ -82,7 +82,7 @@ class Slots:
         return slots
 
     def alloc_behind(self, wanted: Sequence[tuple[int, int]]) -> list[int]:
-        """For each (count, slot) so many slots: what follows in the run of ``slot``, then runs that nobody fills yet,
+        """For each (count, slot), ``count`` slots: those that follow ``slot`` in its run, then slots of unused runs,
         else the lowest free ones. Raises CapacityError, and changes nothing, when fewer are free in all."""
         n = sum([count for count, _ in wanted])
         if n > self._num_free:
@@ -171,8 +171,8 @@ LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of Arm
 
 
 def in_large_pages(memory: torch.Tensor) -> torch.Tensor:
-    """The same, with large pages below it where the system has some to give: what is read from one end to the other
-    is read faster. Memory that no one has written to yet takes no more than before."""
+    """The same memory, in large pages where the system has some: reading it from end to end is faster. Memory that was
+    never written still takes no room."""
     if memory.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
@@ -269,7 +269,7 @@ class RadixCache:
         return at, locked
 
     def kept_by(self, match: Match) -> int:
-        """Slots that its lock alone keeps."""
+        """How many slots only this lock keeps from eviction."""
         return sum([len(node.slots) for node in _path(match.node) if node.locks == 1])
 
     def lock(self, match: Match, behind: Match | None = None) -> None:

@@ -58,8 +58,8 @@ CHOOSING, SOURCES = ("choosing", "engine", "grammar"), (".cpp", ".h", ".py")
 
 @fitting("the model")
 def load_model(folder: str | Path, section: ModelSection, compile_layers: bool = False) -> CausalModel:
-    """The model in ``folder`` as ``section`` says, ready; where it lies and on how many devices is not its to read.
-    compile_layers: see ``compiled``. Raises ModelError."""
+    """The model in ``folder``, loaded as ``section`` says. The section's ``path`` and ``tensor_parallel`` are not read
+    here. compile_layers: see ``compiled``. Raises ModelError."""
     noted, insisted = holds_int8(folder), section.kernels == "native"
     whole = noted or section.quantize == "int8"
     ours = section.engine == "decoder" and not compile_layers and section.kernels != "torch"
@@ -96,8 +96,8 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
 
 
 def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Identity:
-    """Of a model that was loaded as ``section`` says from files of the hash ``weights``. Kernels that round alike bear
-    one name: those of one kind, for one kind of device, of one release of torch and one commit of ours."""
+    """The identity of a model loaded as ``section`` says from files with the hash ``weights``. Kernels get the same
+    name only if they round alike: one kind, one kind of device, one release of torch and one commit of ours."""
     if model.device.type == "cuda":
         found = torch.cuda.get_device_properties(model.device)  # products and attention are split by processors
         device = f"cuda {found.major}.{found.minor} of {found.multi_processor_count}"
@@ -110,7 +110,8 @@ def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Iden
 
 @cache
 def code_digest(root: Path) -> str:
-    """Of what computes and chooses tokens there: two commits of one release may do it otherwise."""
+    """A digest of the code below ``root`` that computes and chooses tokens, because two commits of one release may
+    differ."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in CHOOSING for path in (root / folder).rglob("*") if path.suffix in SOURCES):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
