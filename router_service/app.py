@@ -6,15 +6,15 @@ Rules:
 2. Every answer carries ``x-request-id`` (and ``request-id``, as Anthropic's clients read it): the client's if it is a
    decent one, else a new one.
 3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
-4. A body is capped before it is read, and read before anything is done for it.
+4. A body's size is limited before it is read, and nothing else is done before it is read.
 5. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
    ``{"error": …}`` followed by ``[DONE]``.
-6. Who reads server-sent events by the book says so (``accept: text/event-stream``), and gets events with ids. Who shows
-   the last of them with the same body gets what came after it. Nobody else pays for them.
-7. A page of another origin may ask and read where keys are set, as it has to show one; else only a page of this
-   machine, or of a program that shows its own: what is open to all who reach it is not for every page that they visit.
-   No cookies are ever known. What another page posts is refused, as a browser sends it unasked, and to any address that
-   the page's own name stands for.
+6. A client that sends ``accept: text/event-stream`` gets events with ids. If it sends the last id with the same body,
+   it gets what came after that event. Other clients get no ids, which would only cost them bytes.
+7. Web pages of any origin may call where keys are set, because they need a key. Without keys only pages of this machine
+   may, or of a program with its own origin scheme: web pages that the router's users visit must not reach it. Cookies
+   are never used. Posts of other pages are refused, because a browser sends them without asking, even to an address
+   that the page's own DNS name points to.
 
 It knows nothing about targets or how a request is answered.
 """
@@ -98,7 +98,7 @@ def create_app(gateway: Gateway, keys: ApiKeys | None, measured: Measured | None
 
 
 class Surface:
-    """All pages. What is asked for one that is not here, or in a way that it does not take, is told which there are."""
+    """All pages. An unknown path or method gets an error that lists the known ones."""
 
     def __init__(self, gateway: Gateway, measured: Measured | None = None) -> None:
         self._gateway = gateway

@@ -1,14 +1,14 @@
 """The gateway: from a checked body to running answers, for whoever asks (HTTP or gRPC).
 
 Rules:
-1. What costs nothing to check (the model's name, counts) is checked before a request waits. It has room before its text
-   is rendered and tokenized, beside the event loop, and is checked against the model's context before it takes more.
+1. Cheap checks (the model's name, counts) come before a request waits. It gets its place before its text is rendered
+   and tokenized (beside the event loop), and is checked against the model's context before it takes more.
 2. A ``Run`` holds its place and its answers until ``aclose``, which frees all of them at once and is never left out.
 3. No run outlives ``request_timeout_s``, which counts from its arrival; nor does what comes before it.
-4. An answer that another router began goes on at a target of the identity that began it, from the tokens that its
-   client shows; without any it is computed again from its start.
-5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for. Where the client
-   gives no seed, each prompt has its own: the same one several times is asked for other answers.
+4. An answer that another router began goes on at a target of the same identity, from the tokens that the client sends;
+   without tokens it is computed again from its start.
+5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for. If the client gives
+   no seed, each prompt gets its own, so that a repeated prompt gets different answers.
 
 It knows nothing about HTTP or gRPC, nor how answers are written.
 """
@@ -110,7 +110,8 @@ class Gateway:
         return options.sampling.temperature == 0 or not (self.info.lossy or "keyed_sampling" in self.info.without)
 
     def leave(self) -> None:
-        """Say to whoever asks that the next request had better go elsewhere; this one is still answered."""
+        """From now on each answer asks its client to send the next request elsewhere; the request itself is still
+        answered."""
         self.leaving = True
 
     async def warm(self) -> None:
@@ -153,7 +154,7 @@ class Gateway:
         return body.model_copy(update=left) if left else body
 
     async def start(self, asked: Asked, tenant: Tenant, trace: str = "") -> Run:
-        """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.
+        """Wait for room, start all answers and wait for the first delta, so that errors before it are raised here.
         ``trace``: the client's traceparent. Raises CapacityError, Draining, InvalidRequest, or what answers raise."""
         try:
             run = await self._made(asked, tenant, trace)
@@ -240,7 +241,7 @@ class Gateway:
                           options.keep_stop, self._shown(options), self._within(job, prompt), options.tells_all)
 
     def begun(self, job: Job) -> Iterator[str]:
-        """The text that a client shows that it has of its answer, as far as its characters are whole, as it came."""
+        """The text of the begun tokens that a client sends, token by token, up to the last whole character."""
         return map(Detokenizer(self.codec, self._shown(job.options), self._within(job, 0)).push, job.begun)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
@@ -445,7 +446,7 @@ class Run:
 
     @property
     def identity(self) -> str:
-        """The tag of whose the first answer is; "" for nobody known."""
+        """The tag of the first answer's identity; "" where it is unknown."""
         identity = self.completions[0].identity()
         return "" if identity is None else _tag(identity)
 

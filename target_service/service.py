@@ -171,7 +171,7 @@ def _nobody(_: Piece) -> bool:
 
 
 def send_over(loop: asyncio.AbstractEventLoop, pieces: list[tuple[Sink, Piece | Exception]]) -> None:
-    """From the engine thread, to who reads them on the event loop: one call a step."""
+    """Called on the engine thread: hand pieces to their readers on the event loop, with one call a step."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(hand_over, pieces)
 

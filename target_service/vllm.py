@@ -3,14 +3,14 @@
 Rules:
 1. What a request asks becomes vLLM's own parameters whole, or is refused by field (``vllm_words``). A grammar is tried
    first: vLLM compiles it in the process of its engine.
-2. A piece is what one step of vLLM gave one answer: all its tokens but the newest were drafted and accepted. Scores of
-   its prompt come before. Where no token is wanted, the one that vLLM makes is dropped.
+2. A piece has the tokens that one step of vLLM gave one answer: all but the newest were drafted and accepted. Scores of
+   the prompt come before. If no token is wanted, the one that vLLM computes is dropped.
 3. An answer that another target began goes on as if it had never stopped: a greedy one, and a sampled one where its
    noise is keyed. Another is refused.
-4. Whether an answer is drafted for is decided beside vLLM's model, in its workers; here is told who may not. What the
-   workers tell of a step (``Rounds``) goes with its pieces; a piece does not wait for it.
-5. The engine is asked again and again, between two steps, whether answers run or not: vLLM itself waits for ever for
-   a machine that is gone. One that does not answer ends all answers with Unavailable, and the service with them.
+4. vLLM's workers decide whether an answer is drafted for; this module tells them which must not be. Their report of a
+   step (``Rounds``) goes with its pieces; a piece does not wait for it.
+5. The engine is polled between steps, whether answers run or not, because vLLM waits for ever for a machine that is
+   gone. If the engine does not answer, all answers end with Unavailable, and the service ends.
 6. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish, or are
    handed back (Draining) when time is up: those that could go on elsewhere. Begun ones are taken all the same.
 
@@ -110,8 +110,8 @@ class Fill:
 
 
 class Rounds:
-    """What vLLM's workers tell of their steps, over a datagram socket of this machine, until the pieces that belong to
-    it leave. What is late, or nobody's, is dropped."""
+    """Reports of vLLM's workers about their steps, received over a local datagram socket and kept until the pieces of
+    that step leave. Late or unknown reports are dropped."""
 
     def __init__(self, path: Path) -> None:
         """path: of the socket that is made."""
@@ -479,8 +479,8 @@ class VllmService:
             raise
 
     async def ask(self) -> None:
-        """Ask the workers for their drafts, which they tell between two steps. Raises Unavailable when the engine has
-        ended, or no answer comes in the time that what it does may take."""
+        """Ask the workers for the status of their drafts, which they give between two steps. Raises Unavailable if the
+        engine has ended, or if no answer comes within the time that its present work may take."""
         self._ran = bool(self._answers)
         drafted = self._running.drafted
         asked = asyncio.ensure_future(self._running.engine.engine_core.call_utility_all_async(

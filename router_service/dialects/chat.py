@@ -1,9 +1,9 @@
 """OpenAI's chat completions: what may be asked, and how it is answered, whole and in chunks.
 
 Rules:
-1. Arguments of calls in history are objects written as JSON, as the API gives them; templates are given the objects.
-   Text that is none was cut, or a model wrote it: refused, it would end the conversation that holds it. It is given as
-   {}, and so is null, which others write for a call without arguments.
+1. Arguments of calls in the history are JSON texts of objects, as the API returns them; templates get the objects. Text
+   that is no such JSON (cut off, or wrongly written by a model) is given as {}, because a refusal would end its
+   conversation. So is null, which some clients send for a call without arguments.
 2. Parts of text are joined; the name that newer clients have for the system's role is replaced.
 
 Format: the OpenAI API. It knows nothing about models, routes or the network.

@@ -1,8 +1,8 @@
 """Every field that a client may send, and what becomes of it: one table for OpenAI's, vLLM's and SGLang's names.
 
-Rule: a field is honoured; or inert, as it says nothing about the answer; or refused, unless with a value that asks for
-nothing. null asks for nothing. A refusal says what to do instead. At the end: how dialects that are translations read
-fields of their own.
+Rule: a field is honoured; or inert (it does not concern the answer); or refused, except with a value that asks for
+nothing, as null does. A refusal says what to do instead. At the end of the file: how translated dialects read fields of
+their own.
 
 It knows nothing about how a field is honoured; the pages about the API are printed from here.
 """
@@ -177,13 +177,13 @@ def text_of(at: str, value: Any) -> str:
 
 
 def result_of(at: str, value: Any, unseen: dict[str, bool]) -> str:
-    """What a tool gave, as ``text_of``."""
+    """A tool's result as text, as ``text_of``."""
     return text_of(at, [told_of(at, part, unseen) for part in value] if isinstance(value, list) else value)
 
 
 def told_of(at: str, part: Any, unseen: dict[str, bool]) -> Any:
-    """A part of what a tool gave, at the place ``at``. Nobody can take a file out of a conversation that goes on: the
-    model reads that there was one, and ``unseen`` gets where, as a field that nobody knows."""
+    """A part of a tool's result, at the place ``at``. A file in it is replaced by a note that there was one, because a
+    client cannot remove it from its conversation; ``unseen`` gets its place, reported like an unknown field."""
     part = legible(part)
     kind = kind_of(part)
     if kind not in UNSEEN:
@@ -193,7 +193,7 @@ def told_of(at: str, part: Any, unseen: dict[str, bool]) -> Any:
 
 
 def legible(part: Any) -> Any:
-    """A document of text, its title first, and what a model refused, as text; other parts as they are."""
+    """A text document, its title first, or a model's refusal, as a text part; other parts unchanged."""
     if kind_of(part) == "refusal" and "refusal" in part:
         return {"type": "text", "text": part["refusal"]}
     source = part.get("source") if kind_of(part) == "document" else None

@@ -5,12 +5,13 @@ Rules:
    and tools may have the chat's names.
 2. Content comes in blocks: thinking, text, calls, in the order in which the model wrote them.
 3. Turns of one role are one. An answer continues the last where that is the assistant's.
-4. What the system says between turns is part of the user's turn before it, marked as Claude Code marks such words:
-   many templates take a system's message at the beginning alone. That agent sends one with every request.
-5. A model thinks where it is asked to, for as long as it likes; its template may begin reasoning all the same.
-6. Tools are functions; of blocks only text, calls, their results and thinking are known, and documents of text. What
-   stands beside a result is of the tool, too: Claude Code sends files so. A chat has no mark for a result that is an
-   error: its text says so.
+4. A system message between turns becomes part of the user's turn before it, marked as Claude Code marks such text: many
+   templates take a system message only at the beginning, and that agent sends one with every request.
+5. Thinking is switched on where the request asks for it; its budget has no effect. Some templates begin reasoning in
+   any case.
+6. Tools are functions; of blocks only text, calls, their results, thinking and text documents are known. What stands
+   beside a tool's result is part of it: Claude Code sends files so. A chat has no mark for a result that is an error:
+   its text says so.
 
 It knows nothing about models, routes or the network.
 """

@@ -1,18 +1,18 @@
 """The OpenAI API, as far as chats and completions share it: bodies, checked to the last field; chunks and usage.
 
 Rules:
-1. What becomes of a field says the table (``fields``): honoured, inert, refused with 400 and its name. What is in no
-   table is unknown: left out and told by name, or refused where the router is strict. Names of unknown fields are
-   bounded in length and number before anybody is told of them.
+1. The table (``fields``) decides about each field: honoured, inert, or refused with 400 and its name. A field in no
+   table is unknown: ignored and named in a header, or refused where the router is strict. The length and number of
+   unknown names are limited before they are reported.
 2. Whole numbers may be written as 1.0; an empty stop string is none.
-3. Counts come first: what is too much is not looked at. Both surfaces, HTTP and gRPC, come through here, so that limits
-   and messages are the same.
-4. Lists and objects of JSON are counted before it is read: two bytes of one take hundred of memory, and a million keep
-   everybody waiting. They lie in one another ``MAX_DEPTH`` deep at most: whatever walks or writes them again calls
-   itself for each level.
+3. Counts are checked first: a list that is too long is not read. HTTP and gRPC both use this module, so limits and
+   messages are the same.
+4. Lists and objects are counted before JSON is parsed: each takes two bytes of text but a hundred of memory, and a
+   million of them would block the event loop. They may be nested ``MAX_DEPTH`` deep, because code that walks them is
+   recursive.
 5. ``usage.completion_tokens_details`` says what speculation did, in the fields that the API has for predicted tokens.
    The object ``slipstream`` is an extension of whole answers and of the usage chunk; other clients skip it.
-6. A chunk that would say nothing is not made (None).
+6. An empty chunk is not made (None).
 7. What is asked (``Asked``) has been checked as far as that costs nothing; a ``Job`` can be run.
 
 Format: the OpenAI API, with vLLM's extensions and ``speculate``. It knows nothing about models, routes or the network.
@@ -130,7 +130,7 @@ class Options:
         return self.echo or self.token_ids or self.by_ids
 
     def names(self, codec: TextCodec) -> Callable[[int], str]:
-        """How log probabilities name a token: texts are for readers, and several tokens may have the same."""
+        """How log probabilities name a token: by text, or by id, since several tokens may have the same text."""
         return "token_id:{}".format if self.by_ids else codec.token_text
 
     def told_apart(self, style: Style) -> bool:
@@ -147,8 +147,8 @@ class Options:
         return self.use is not None and self.grammar is not None and self.grammar.kind == "json_schema"
 
     def ends(self, own: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-        """What ends an answer of a model that names its ``own``: one that was cut out of a larger one may have some of
-        them no more."""
+        """The stop tokens of an answer, from the model's ``own``: a model with a reduced vocabulary may lack some of
+        them."""
         kept = () if self.ignore_eos else [token for token in own if token < vocab_size]
         return tuple(dict.fromkeys((*kept, *self.sampling.stop_token_ids)))
 

@@ -1,12 +1,12 @@
-"""How prompts are told with their answers: echoed as OpenAI's completions have it, scored as vLLM writes it.
+"""How prompts are returned with their answers: echoed as in OpenAI's completions, scored as in vLLM.
 
 Rules:
 1. The first token of a prompt has no log probability: null.
 2. An echoed text is what the client wrote, where its tokens spell that. Offsets count from its beginning; a token that
    the tokenizer put before it stands at 0.
 3. Of tokens that spell alike, the likeliest is told.
-4. Scores, also of answers, are written ``AT_ONCE`` tokens at a time: a hundred thousand objects that are there
-   together keep the interpreter from everybody else while they are written, and while it looks for garbage.
+4. Scores, also of answers, are written ``AT_ONCE`` tokens at a time: a hundred thousand objects at once would hold the
+   interpreter while they are written, and while it collects garbage.
 
 It knows nothing about models, routes or the network. Many tokens take long: whoever asks does it beside an event loop.
 """

@@ -4,9 +4,9 @@ Rules:
 1. A request becomes a body of a chat, and is checked as one. Refusals name this API's fields; those within messages
    and tools may have the chat's names.
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
-3. Tools are functions; others are left out and named. Of input items messages, calls, their results and reasoning are
-   known. Reasoning is of the message or the calls behind it: what a template shows of it again is its own affair. It
-   is told a second time as its encrypted content, in which nothing is hidden: some clients send that alone again.
+3. Tools are functions; others are left out and named. Known input items are messages, calls, their results and
+   reasoning. Reasoning belongs to the message or calls after it; the template decides whether to show it. It is also
+   returned as "encrypted" content (in plain text), because some clients send back only that.
 4. Turns of one role are one: agents send instructions and what a developer says, then several messages of a user.
 
 It knows nothing about models, routes or the network.

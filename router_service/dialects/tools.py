@@ -2,12 +2,12 @@
 
 Rules:
 1. Only functions are known. Their schemas are bounded with the body that brings them, their number here.
-2. A template that takes no tools is told of them in the system's message, and of calls and results in the words of
-   ``<tool_call>`` and ``<tool_response>``. Results are the user's, and turns of one role are one: many want them to
-   alternate.
-3. A call that has to be made binds the answer to a grammar: the arguments of the one that is named, else a list of
-   calls, also where a JSON schema says what text would be. Where the answer is bound to one and may call, it is either
-   one call or what the schema says.
+2. For a template without tools, the system message describes them, and calls and results are written as ``<tool_call>``
+   and ``<tool_response>``. Results become user turns, and neighbouring turns of one role are joined, because many
+   templates want roles to alternate.
+3. A forced call binds the answer to a grammar: the arguments of the named function, else a list of calls; a JSON schema
+   for the text is then not used. Where calls are only allowed, an answer with a JSON schema is either one call or JSON
+   of that schema.
 
 Format: the OpenAI API's. It knows nothing about what a model answers.
 """

@@ -1,4 +1,4 @@
-"""Calls of tools, as each family writes them: read piece by piece, and told as soon as they are known.
+"""Tool calls, as each model family writes them: read piece by piece, and passed on as soon as they are known.
 
 Arguments come out as the model wrote them where it wrote JSON, else as JSON made of names and values, each typed by
 the tool's schema. Eight forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, Granite), ``<function=`` in it (Qwen's

@@ -1,10 +1,10 @@
-"""What a model writes between its words: reasoning and calls of tools, told apart as the text comes.
+"""Separates reasoning and tool calls from the other text of an answer, while it comes.
 
 Rules:
-1. However a text is cut into pieces, the parts joined are the same; what is told is never taken back.
-2. Nothing that a model writes is an error. What looks like a call and is none becomes content, without its marks; a
-   call that breaks off stays what it was until then.
-3. What a character costs does not grow with the text before it.
+1. The joined parts do not depend on how a text is cut into pieces; a part that was passed on is never taken back.
+2. No output of a model is an error. Text that looks like a call but is none becomes content, without its marks; of a
+   call that breaks off, the part so far is kept.
+3. The cost of a character does not grow with the text before it.
 4. Which marks count is read off the model's chat template. A mark that is a special token shows in the text only here.
 
 It knows nothing about requests or how answers are written.

@@ -2,15 +2,15 @@
 
 Rules:
 1. One ``grow`` first computes pending rows of all its sessions in one forward of at most ``PREFILL_ROWS`` rows, the
-   shortest first; a session that is still behind afterwards grows nothing this time and goes on the next, or by
-   ``read`` before.
+   shortest first. A session that still has pending rows grows nothing this time; it goes on in the next ``grow``, or in
+   a ``read`` before.
 2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``). That is the
    specification. ``Levels`` (CPU kernels of our own in one call, a captured graph on a GPU) grow a whole tree, for
    sessions that begin one and rank its logits as they are, under noise or not, with few pending rows: nothing is
    different but time, and a graph's ranks of filtered sessions (``graph.is_narrow``).
 3. The host chooses each level's rows again from the numbers that came back: its rules (``tree.GrowingTree``) stay the
    only ones. Where others were chosen, the tree ends there, and goes on level by level.
-4. A session for which there are no slots, or no target states, grows nothing: late is never an error.
+4. A session without slots or target states grows nothing; that is no error.
 5. Children are ranked as the target will choose: sampling parameters, path-dependent penalties, the shared keyed noise.
 
 It knows nothing about the network's kind, links or verification.

@@ -1,5 +1,5 @@
-"""Records: what a drafter says of every place of real answers, computed once, so that schedules are compared by
-simulation alone (``slipstream.simulate.replay``).
+"""Records: a drafter's trees at every position of real answers, computed once, so that schedules can be compared by
+simulation (``slipstream.simulate.replay``).
 
 1. The target answers each question plainly and greedily. Trees never change an answer, so that is every schedule's.
 2. At each position of an answer, behind the target's own states, the drafter that serves grows a tree best first, far

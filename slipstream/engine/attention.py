@@ -1,4 +1,5 @@
-"""Attention over slots: who sees what, torch's own way to compute it, and what other kernels stand in for.
+"""Attention over slots: the visibility rule, torch's implementation (the specification), and the protocol of other
+kernels.
 
 Rules:
 1. A page is a slot. A segment's KV is a list of slots (``indices`` between two of ``kv_indptr``), its own rows last.
@@ -12,7 +13,8 @@ Rules:
    last slot, never foreign memory.
 5. A *fixed* attention is planned again and again for one number of rows and segments: what it reads stays where it is,
    so that a captured graph may hold it. Who made it writes that, all of it, before each plan is taken.
-6. Before another attention serves, ``disagreement`` asks it both ways beside torch's, with NaN where no row may read.
+6. Before another attention serves, ``disagreement`` compares both of its ways (planned, fixed) with torch's, with NaN
+   in slots that no row may read.
 
 It knows nothing about layers, weights or why a row is there. Which attention serves: ``flashinfer.attention_for``.
 Dimension key: see the package.

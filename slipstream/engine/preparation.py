@@ -1,4 +1,4 @@
-"""A model's folder in another kind of numbers: prepared once, and loaded without being converted again.
+"""A model folder in another dtype: prepared once, and loaded without another conversion.
 
 Rules:
 1. ``int8`` writes what ``int8.rounded`` makes of the matrices, so answers are bit for bit those of ``model.quantize``;

@@ -1,15 +1,14 @@
 """Chains: the sessions of an engine that is not ours. What each step gave in, draft tokens out.
 
 Rules:
-1. ``step`` is called once after each step of the engine, on the engine's thread. It never raises and never waits past
-   the deadline (the policy's), whatever drafts send: what goes wrong is no draft, and one log line for each new
-   problem.
+1. ``step`` is called once after each step of the engine, on the engine's thread. Whatever drafts send, it never raises
+   and never waits past the policy's deadline: an error means no draft tokens, and one log line for each new problem.
 2. What goes wrong in one request ends that request's session alone.
-3. A request that the engine computes from anew (preempted, resumed) is opened anew; one that it does not name any more
-   is closed when the engine says that it is finished.
-4. A step takes from the end of the proposal before to its own end: what the engine's host does in between is part of
-   what a token costs. Before the first request of a batch nobody knows what it did: that step teaches nothing.
-5. What is verified is the engine's affair: a draft can cost time and cannot change a greedy token.
+3. A request that the engine computes again from its start (preempted, resumed) is opened again; one that is missing
+   from a step is closed only when the engine reports it finished.
+4. A step's time runs from the end of the proposal before it to its own end, because the engine's host work between them
+   is part of a token's cost. The first step of a batch is not measured, because that work is not known.
+5. The engine decides what it verifies: a draft can cost time but cannot change a greedy token.
 
 It knows no engine: an adapter turns the engine's batch into ``Row`` values.
 """
@@ -85,9 +84,9 @@ class States(Protocol):
 
 
 class Changes:
-    """What becomes of the drafts of one engine, in one line each, for whoever reads its log: for each draft that begins
-    or ceases to be of use, not for each request, of which an engine has hundreds. The reason is that of the last
-    request that left it. Who only ended says nothing; drafts that come and go have their lines from the links."""
+    """Log lines about the drafts of one engine: one when a draft begins to be used and one when it is used no more, not
+    one for each request. The reason is that of the last request that left the draft; a request that merely ended gives
+    none. Links log their own connects and losses."""
 
     def __init__(self, log: Any) -> None:
         self._log = log
@@ -148,15 +147,15 @@ class Chains:
             self._tell("requests are not closed", error)
 
     def look(self) -> None:
-        """Between two steps: what has come is done. An engine with nothing to do makes no step. Never raises."""
+        """Handle what has come between two steps; for an engine without work, which makes no steps. Never raises."""
         try:
             self.following.inbox.drain(until_s=self._clock() + GLANCE_S)
         except Exception as error:
             self._tell("what drafts said is lost", error)
 
     def allow(self, request: str, allowed: bool) -> None:
-        """Whether ``request`` may be drafted for, from the next step on; before it is known too, and for nothing behind
-        its end."""
+        """Set whether ``request`` may be drafted for, from the next step on. May be called before the request is known;
+        has no effect after its end."""
         if request not in self._over:
             self._allowed[request] = allowed
             if len(self._allowed) > OVER:  # one that another engine of the same target runs never ends here

@@ -3,13 +3,13 @@
 Rules:
 1. What a round needs is decided once, when the round before is committed (or a drafter joins): ``Followed.decision``
    holds until the next commit.
-2. A drafter that is wanted and not there is looked for at each commit. Where the text itself foretells more than a
-   drafter would in the same time, its chain is verified at once and nobody is asked.
+2. A session without its wanted drafter looks for one at each commit. If prompt lookup promises more tokens than a
+   drafter in the same time, its chain is verified at once and no drafter is asked.
 3. A lost or unwilling drafter costs nothing but speed: another takes over, or the session decodes alone.
-4. Draft latency is learned only from answers to commits that left nothing but the root (``Waiting``): what a drafter
-   says to a target that holds nodes tells how it deepens, not how long an answer takes.
-5. What it stood still counts from its newest commit on; before the first token, from the step that went without it.
-6. A drafter that has the whole text to read is not waited for: plain steps make tokens meanwhile.
+4. Draft latency is learned only from answers to commits that left nothing but the root (``Waiting``): growth for a
+   target that holds nodes does not show how long a whole tree takes.
+5. Waiting time counts from the newest commit on; before the first token, from the step that left the session out.
+6. A session does not wait for a drafter that still has to read the whole text: plain steps make tokens meanwhile.
 
 It belongs to the engine thread.
 """
@@ -80,7 +80,7 @@ LOOKED_UP = "prompt_lookup"  # an outcome: the text's own chain was verified
 
 @value
 class RoundRecord:
-    """What became of a round, and why it was as it was."""
+    """A finished round: its numbers, and the reason of its decision."""
 
     drafted: int
     accepted: int
@@ -92,7 +92,7 @@ class RoundRecord:
 
     @property
     def late(self) -> bool:
-        """Whether it stood still in vain."""
+        """Whether the session waited and no growth came in time."""
         return self.outcome == "discarded_late" and self.waited_s > 0.0
 
 

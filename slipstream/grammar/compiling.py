@@ -1,10 +1,10 @@
-"""A grammar compiled by llguidance, with a bound to what that and every later mask may cost.
+"""A grammar compiled by llguidance, with a limit on the cost of the compilation and of each later mask.
 
 Rules:
-1. What is refused is an InvalidRequest for "grammar" with llguidance's own words.
-2. ``_limits`` bound the work of a compilation and of a mask by counts of its steps, never by time: what is refused here
-   is refused everywhere.
-3. A vocabulary ends texts with a token of its own that no model has: what ends an answer is the request's affair.
+1. A refusal is an InvalidRequest for "grammar" with llguidance's message.
+2. ``_limits`` bound a compilation and a mask by their numbers of steps, not by time, so every machine refuses the same
+   grammars.
+3. The vocabulary has an end token that no model has, because the request decides which tokens end an answer.
 
 It knows nothing about requests or trees.
 """

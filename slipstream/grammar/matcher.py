@@ -4,23 +4,23 @@ Rules:
 1. What is allowed at a node depends on the answer and the node's path alone. Each node of a tree has a matcher of its
    own, copied from its parent's (microseconds): behind tokens that were rolled back, llguidance's masks can be wrong
    where a token closes several rules of a recursive grammar.
-2. A stop token is allowed where the answer could be over and has its ``min_tokens``; and wherever nothing else is
-   allowed, as a grammar cannot say more than it has.
-3. When a grammar has nothing more to say the answer has ended, with or without a stop token.
-4. llguidance counts what it has built for a grammar, and a matcher that exceeds a limit says no more. It begins afresh
-   then, from the answer's tokens alone, ``RESTARTS`` times, and once more for each ``WORTH`` tokens; and the more of
-   them there are the more it may build: what counts its characters (maxLength) builds for each. Drafts make it build
-   more than plain decoding does: what breaks when they had a part in it is counted apart, and after as many of these
-   no tree is visited any more. So no draft ends an answer. For the same reason no two answers share what was built.
+2. A stop token is allowed where the answer could end and has its ``min_tokens``; and wherever no other token is
+   allowed.
+3. When a grammar allows no more text the answer ends, with or without a stop token.
+4. llguidance limits the states that it builds for a grammar; beyond the limit a matcher gives no more masks. Then a new
+   matcher starts from the answer's tokens, ``RESTARTS`` times, and once more for each ``WORTH`` tokens. The limit grows
+   with the answer, because maxLength builds states for each character. Drafts cause more states than plain decoding, so
+   failures after drafts are counted apart; after as many of these, trees are not followed any more. So no draft can end
+   an answer. For the same reason no two answers share states.
 5. A grammar that counts tokens (Lark's ``max_tokens``, ``stop``) cannot be rolled back, and what it allows depends on
    which masks were computed before. No tree is visited for it, and each token that it consumes, now or again, has a
    mask computed before.
-6. What is forced can be long, and asking for it takes as long: it is asked for again when all of it has come, and never
-   again once ``UNSAID`` tokens of it were spelt otherwise.
-7. A tokenizer may have more tokens than its model: those are neither allowed nor told. A model may have more than its
-   tokenizer: llguidance breaks at one of those, so no tree is followed there.
-8. The text of a special token, where a grammar leaves no choice but that, is spelt as text: llguidance would force the
-   token itself, by which the grammar does not go on. A grammar that names the token has it.
+6. Forced text can be long, and finding it takes time: it is asked for again only after all of it has come, and never
+   again once ``UNSAID`` of its tokens came in another spelling.
+7. A tokenizer may have more tokens than its model: these are never allowed. A model may have more than its tokenizer:
+   llguidance fails at such a token, so no tree is followed there.
+8. Where a grammar forces the text of a special token, ordinary tokens spell it: llguidance would force the special
+   token itself, after which the grammar cannot go on. A grammar that names the special token gets it.
 
 It knows nothing about logits, engines or requests.
 """

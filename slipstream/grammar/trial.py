@@ -9,18 +9,18 @@ Rules:
    error where it comes to one that costs too much. Each trial has a fork of the process, ``CPU_S`` of the processor and
    a part of the usual stack. A target allows ``AGAIN_S``: what just passed at a router passes there.
 2. Whatever ends a trial is a refusal of that grammar; the process with the tokens lives on.
-3. The process is started by the first grammar, or before (``warm``), as that takes a second, and again where it has
-   ended. A service waits for it before it takes requests: beside the first answers it would slow their steps, and what
-   is believed of steps.
+3. The process is started by the first grammar, or before (``warm``), because that takes a second, and again if it has
+   ended. A service waits for it before it takes requests, because its start would slow the first answers' steps and
+   falsify the measured step costs.
 4. Beside an event loop grammars are tried and compiled in one thread, and namespaces take turns: many grammars of one
    hold up another's by one at a time. At a router ``MAX_EACH`` of a namespace may wait, its share of that while others
    wait too, and ``MAX_WAITING`` of all: who finds no room is refused. A target has a bound for all answers that wait,
    of which one request may bring many. Who goes away before his turn is passed over.
    A target compiles a grammar in the turn in which it tried it: who asks it may be no router.
-5. Every answer has a compilation of its own: what llguidance builds while an answer goes on counts against a limit, and
-   an answer must not end early because of another one's.
-6. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody what others
-   asked for. What took too much is not: it may have been a slow moment.
+5. Every answer has its own compilation: states that llguidance builds during an answer count against a limit, and an
+   answer must not end early because of another's states.
+6. Results are remembered by the grammar's digest, for each namespace apart, so that the time of a trial does not reveal
+   what others asked for. A trial that took too long is not remembered: it may have been a slow moment.
 """
 
 from __future__ import annotations

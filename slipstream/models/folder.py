@@ -5,7 +5,7 @@ Rules:
    for a head that comes with Slipstream, for its folder below ``HEADS_ROOT``.
 2. ``prepare`` converts once: into a temporary folder beside the destination, renamed when complete. A prepared folder
    says so in ``slipstream.json``; one that is incomplete or of another format is prepared again.
-3. What is converted is pinned by its SHA-256: another file is refused before anything reads it.
+3. Source files are pinned by their SHA-256: another file is refused before anything reads it.
 4. A head is for the model that it was trained for, known by its name or by its prepared folder, wherever that is.
    ``draft.drafter: auto`` stands for it; any other target gets n-grams, which fit all.
 

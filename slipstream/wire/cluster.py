@@ -1,8 +1,8 @@
 """The API server of Kubernetes: the slices of one service, listed and watched.
 
 Rules:
-1. Whatever goes wrong is Unavailable with a sentence; also that the server has forgotten the version of the list that
-   was watched (410), which calls for another list.
+1. Every failure is Unavailable with a sentence, also that the server no longer has the watched version of the list
+   (410), after which the caller lists again.
 2. A watch ends by itself after ``WATCH_S``; one that is silent for longer than that is taken for dead.
 3. Credentials are those of the pod (its service account, read again as Kubernetes renews them), or of a kubeconfig,
    whose file of a token, or plugin, is asked again, too.

@@ -13,12 +13,12 @@ A draft stream while it runs, the same at both of its ends: items that wait to g
 Rules of a stream:
 1. What is sent may come from any thread and never blocks; what was sent together stays together and in order.
 2. Whatever waits when the writer comes is taken at once, so several of them become one frame.
-3. What waits is bounded. Beyond the bound all of it is dropped and the stream ends with CapacityError: a gap cannot be
-   repaired item by item.
-4. A frame of another stream is dropped, a bad item is a fault of its session, and anything else that is no
-   frame, or more than may be said, ends the stream with RemoteProtocolError.
-5. A peer is read at its pace, and not at all while too much of it waits (``full``): what is held back is held back at
-   that peer, by its connection's flow control.
+3. The waiting items have a limit. Beyond it all of them are dropped and the stream ends with CapacityError, because a
+   gap cannot be repaired item by item.
+4. A frame of another stream is dropped, and a bad item is a fault of its session. Bytes that are no frame, or more
+   items than allowed, end the stream with RemoteProtocolError.
+5. A peer is read at a limited pace, and not at all while too much of its input waits (``full``): flow control then
+   holds the rest at the peer.
 
 It knows nothing about sessions, trees or what items mean.
 """

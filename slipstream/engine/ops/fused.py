@@ -1,8 +1,8 @@
-"""Which operations stand between a layer's products, and which rounds for products in 8 bits: kernels of our own on a
-GPU where Triton is, torch's elsewhere.
+"""The choice of operations between a layer's products, and of the rounding for 8-bit products: our own kernels on a GPU
+with Triton, torch's elsewhere.
 
 Rules:
-1. Whether is decided once, before anything is served, and the log says it. ``kernels: torch`` asks for torch's.
+1. The choice is made once, before anything is served, and logged. ``kernels: torch`` asks for torch's.
 2. Before kernels of our own are used, they compute a few rows of the model's own measures beside torch's: in another
    process (``proof``), then in this one. What fails there, or differs by more than rounding (what rounds: by a bit), is
    a warning, and torch computes: nobody's answers depend on a GPU that we have not seen.

@@ -5,8 +5,8 @@ Rules:
 1. ``TORCH`` says what operations compute; others compute the same and round where it does. float64 stays float64
    throughout: a model in float64 gives the same choice whatever batch a row stands in.
 2. Weights that are read together are one matrix: q, k, v; gate and up.
-3. A layer reads what whoever feeds it has normed, which may be more than its residual stream: draft heads are such
-   layers. It is told the norm behind it, so that its last sum and that norm are one operation.
+3. A layer's input is already normed by its caller, and may be wider than the residual stream, as in draft heads. The
+   layer gets the norm that follows it, so that its last sum and that norm are one operation.
 4. What changes between layers is an argument. No shape but the number of rows T depends on the batch.
 5. Rotary positions are in the half-split layout of transformers, angles in float32 as there. What depends only on
    positions is computed once a forward, not once a layer.

@@ -1,4 +1,4 @@
-"""Which finds the best columns of rows of logits: kernels of our own on a GPU where Triton is, torch's elsewhere.
+"""The choice of kernels that find the best columns of rows of logits: our own on a GPU with Triton, torch's elsewhere.
 
 Rules:
 1. ``choosing`` is the specification: what is told here is what it would say. The integers of the noise are the same,
