@@ -10,8 +10,7 @@ Rules of the worker:
    growing pays (``Drafted``); others get one growth a commit. In such idle moments the drafter also reads on in texts
    too long for one round, and in prompts as their states come.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted, too many end the stream.
-6. When all places are taken, a host that has at least two more than another gives one up for it; among peers of one
-   host the same holds.
+6. When all places are taken, a host with at least two more than another gives one up for it; so do peers of one host.
 
 Intake: the items of each target that the drafter has not processed yet.
 

@@ -18,17 +18,15 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field, SkipValidation, ValidationInfo, field_validator
 
-from router_service.dialects.fields import OF_MESSAGE, THINKING, UNSEEN, kind_of, legible
+from router_service.dialects.fields import OF_MESSAGE, THINKING, UNSEEN, Unknown, kind_of, known, legible
 from router_service.dialects.openai import (
     MAX_CONTAINERS,
     Generation,
     Job,
     Options,
     Strict,
-    Unknown,
     Whole,
     at_most,
-    known,
     num_containers,
     read_json,
     unknown_of,

@@ -20,11 +20,10 @@ Format: the OpenAI API, with vLLM's extensions and ``speculate``. It knows nothi
 
 from __future__ import annotations
 
-import difflib
 import re
 import secrets
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -42,7 +41,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from router_service.dialects.fields import INERT, REFUSED, Refused
+from router_service.dialects.fields import REFUSED, Unknown, known
 from router_service.dialects.formats import READERS, grammar_of
 from router_service.dialects.problems import refusal_of
 from router_service.dialects.prompts import Prompts
@@ -71,8 +70,6 @@ MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their
 MAX_DEPTH = 128
 OPENING, CLOSING = b"[{", b"]}"
 OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING + b'"'))
-MAX_UNKNOWN = 64  # names of one request
-TOLD_NAMES, NAME_CHARS = 8, 64
 PLACE = "\x00text\x00"
 
 
@@ -316,55 +313,6 @@ def _biases(raw: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise InvalidRequest("logit_bias", "keys must be token ids")
     return tuple(sorted({int(key): float(bias) for key, bias in raw.items()}.items()))
-
-
-class Unknown:
-    """The fields of one request that nobody knows: refused by name where it is ``strict``, else left out and kept by
-    name."""
-
-    __slots__ = ("_at", "_names", "_place", "_strict")
-
-    def __init__(self, strict: bool) -> None:
-        self._strict = strict
-        self._names: set[str] = set()
-        self._at = self._place = ""  # the latest, and how it is told: once for all fields of an object
-
-    def __iter__(self) -> Iterator[str]:
-        """The first few names, fit for a header and a log."""
-        return iter(sorted({re.sub(r"[^\w.\[\]-]", "?", name[:NAME_CHARS], flags=re.ASCII)
-                            for name in self._names})[:TOLD_NAMES])
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
-
-    def met(self, name: str, at: str, known: Collection[str]) -> None:
-        """``name`` is not ``known`` at the place ``at``. Raises InvalidRequest."""
-        if self._strict:
-            near = difflib.get_close_matches(name[:NAME_CHARS], known, n=1, cutoff=0.6)
-            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
-            raise InvalidRequest((at + name)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
-        if at != self._at:
-            self._at, self._place = at, re.sub(r"\[\d+\]", "[]", at)
-        self._names.add(self._place + name[:NAME_CHARS])
-        if len(self._names) > MAX_UNKNOWN:
-            raise InvalidRequest((at + name)[:200] or "body", f"is one of more than {MAX_UNKNOWN} unknown fields",
-                                 "unknown_parameter")
-
-
-def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[str, Refused], unknown: Unknown,
-          at: str = "") -> dict[str, Any]:
-    """What of ``raw``, an object at the place ``at``, is ``honoured``. Raises InvalidRequest for the first field that
-    is ``refused``."""
-    kept = {}
-    for name, value in raw.items():
-        if name in honoured:
-            kept[name] = value
-        elif name in refused:
-            if refused[name].asks(value):
-                raise InvalidRequest(at + name, f"is not served here; {refused[name].advice}", "unsupported_parameter")
-        elif at or name not in INERT:
-            unknown.met(name, at, honoured)
-    return kept
 
 
 def read_body(data: bytes | bytearray) -> Json:
