@@ -193,9 +193,12 @@ def told_of(at: str, part: Any, unseen: dict[str, bool]) -> Any:
 
 
 def legible(part: Any) -> Any:
-    """A document of text, its title first, and what a model refused, as text; other parts as they are."""
+    """As text: a document of text, its title first, what a model refused, and a tool that a search found, as all are
+    told of anyway. Other parts as they are."""
     if kind_of(part) == "refusal" and "refusal" in part:
         return {"type": "text", "text": part["refusal"]}
+    if kind_of(part) == "tool_reference" and isinstance(part.get("tool_name"), str):
+        return {"type": "text", "text": f"(the tool {part['tool_name']} may be called)"}
     source = part.get("source") if kind_of(part) == "document" else None
     if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):
         return part
