@@ -34,6 +34,8 @@ def given(*blocks: Any) -> dict[str, Any]:
     (MESSAGES, given(result(), {"type": "image"}), "(an image, which cannot be seen here)",
      "messages[].content[].image"),
     (MESSAGES, given(result(NOTES)), "So:\nnotes.txt\nMilk is out.", None),
+    (MESSAGES, given(result({"type": "tool_reference", "tool_name": "find"})), "So:\n(the tool find may be called)",
+     None),
     (MESSAGES, given(NOTES, SEEN), "notes.txt\nMilk is out.\nSo:", None),
     (RESPONSES, {"input": [*HELLO, {"type": "function_call_output", "output": [SEEN, {"type": "input_file"}]}]},
      "So:\n(a file, which cannot be read here)", "input[].output[].input_file"),
@@ -57,7 +59,8 @@ async def test_files_that_a_tool_gave_end_no_talk(tiny_folder: Path, strict: boo
 @pytest.mark.parametrize(("path", "fields"), [
     (MESSAGES, given(PDF)), (MESSAGES, given(SEEN, {"type": "image"})),
     (MESSAGES, given({**NOTES, "source": {"type": "text"}})), (MESSAGES, given({**NOTES, "source": "x"})),
-    (MESSAGES, given(result({"type": []}))), (MESSAGES, given({"type": {}})),
+    (MESSAGES, given(result({"type": []}))),
+    (MESSAGES, given(result({"type": "tool_reference"}))), (MESSAGES, given({"type": {}})),
     (CHAT, given({"type": "image_url", "image_url": {}})),
     (CHAT, {"messages": [*CALLED, {"role": "tool", "content": [{"type": []}]}]})])
 async def test_what_a_user_shows_and_no_model_sees_is_refused(tiny_folder: Path, path: str, fields: Any) -> None:

@@ -22,7 +22,7 @@ What = Literal["begin", "add", "end"]
 
 @dataclass(slots=True)
 class Block:
-    """``name`` and ``call_id`` are a call's. ``cut``: it broke off."""
+    """``name``, ``call_id`` and ``namespace`` are a call's. ``cut``: it broke off."""
 
     index: int
     kind: Kind
@@ -31,6 +31,7 @@ class Block:
     call_id: str = ""
     pieces: list[str] = field(default_factory=list)
     cut: bool = False
+    namespace: str = ""
 
     @property
     def text(self) -> str:

@@ -246,9 +246,12 @@ def told_of(at: str, part: Any, unseen: dict[str, bool]) -> Any:
 
 
 def legible(part: Any) -> Any:
-    """A text document, its title first, or a model's refusal, as a text part; other parts unchanged."""
+    """A text document, its title first, a model's refusal, or a tool that a search found (all tools are offered anyway),
+    as a text part; other parts unchanged."""
     if kind_of(part) == "refusal" and "refusal" in part:
         return {"type": "text", "text": part["refusal"]}
+    if kind_of(part) == "tool_reference" and isinstance(part.get("tool_name"), str):
+        return {"type": "text", "text": f"(the tool {part['tool_name']} may be called)"}
     source = part.get("source") if kind_of(part) == "document" else None
     if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):
         return part
