@@ -498,6 +498,8 @@ class Gate:
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
+        if tenant is not None and (connection := connection_of(scope)) is not None:
+            connection.belongs(tenant.id)
         origin = headers.get(b"origin", b"")
         if scope["method"] == "POST" and not self._reads(origin):
             refusal = http_problem(403, "a router without API keys takes posts of its own machine's pages alone; set "

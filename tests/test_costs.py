@@ -10,7 +10,7 @@ import sys
 import threading
 import tracemalloc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,17 @@ from router_service.tenants import Tenant
 from router_service.text.deltas import AnswerToken, Gathered, TextDelta
 from router_service.text.files import longest_token
 from router_service.text.marks import Style
-from router_service.text.tokens import ASSISTANT, BRIEF_TEXT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
+from router_service.text.tokens import (
+    ASSISTANT,
+    BRIEF_TEXT,
+    LARGE_BODY,
+    LONG_TEXT,
+    MAX_TEXTS,
+    Lanes,
+    Messages,
+    TextCodec,
+    Turn,
+)
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.observe.vitals import LAG_EVERY_S, kept_up, watch_lag
 from slipstream.protocol.chat import (
@@ -68,7 +78,7 @@ class WatchedCodec(TextCodec):
         self.threads.append(threading.get_ident())
         return super().encode(text, room, add_special_tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT, room: int | None = None) -> list[int]:
+    def chat(self, messages: Messages, turn: Turn = ASSISTANT, room: int | None = None) -> list[int]:
         self.threads.append(threading.get_ident())
         return super().chat(messages, turn, room)
 
