@@ -60,7 +60,7 @@ from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
 from router_service.gateway import Gateway, Run
 from router_service.tenants import ANYONE, ApiKeys, Tenant
-from router_service.text.deltas import TextDelta
+from router_service.text.deltas import Gathered, TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
@@ -272,10 +272,11 @@ class Surface:
         if body.stream:
             events = self._events(run, reply, self._ids(request, run, origin, reached), body, request.scope[REQUEST_ID])
             return EventStream(events, client, run.aclose, headers)
-        answers: list[list[TextDelta]] = [[] for _ in range(run.job.num_answers)]
-        await _taken(run, client, lambda number, delta: answers[number].append(delta))
+        answers = [Gathered(reply.detailed) for _ in range(run.job.num_answers)]
+        await _taken(run, client, lambda number, delta: answers[number].add(delta))
+        deltas = [answer.deltas for answer in answers]
         written = await self._gateway.lanes.beside(
-            run.num_told, lambda: orjson.dumps(reply.whole(answers, run.usage())), run.place.tenant.id)
+            run.num_told, lambda: orjson.dumps(reply.whole(deltas, run.usage())), run.place.tenant.id)
         return Response(written, headers=headers, media_type="application/json")
 
     async def _begun(self, request: Request, asked: Asked) -> tuple[Presence, Run]:
@@ -497,6 +498,8 @@ class Gate:
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
+        if tenant is not None and (connection := connection_of(scope)) is not None:
+            connection.belongs(tenant.id)
         origin = headers.get(b"origin", b"")
         if scope["method"] == "POST" and not self._reads(origin):
             refusal = http_problem(403, "a router without API keys takes posts of its own machine's pages alone; set "

@@ -22,8 +22,9 @@ Rules:
    them from one address; beyond that, the connection that has kept the server waiting longest is closed, whether before
    a request, in a head or in a body. A request that has arrived whole is never cut off. Beyond ``requests`` whole ones,
    further requests get 429, except probes. Bodies of unanswered requests have ``MOST_BODIES`` bytes together; beyond
-   that, of the bodies larger than a connection's share the one that has been arriving for longest is closed, so that
-   large waiting bodies keep no small request out.
+   that, of the bodies larger than a connection's share the one that has been arriving for longest is closed, if its tenant
+   holds more than its part; an eighth more is kept for other tenants. So large waiting bodies keep no small request
+   out.
 
 Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events. It knows nothing about routes.
 """
@@ -34,6 +35,7 @@ import asyncio
 import resource
 import secrets
 import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -100,6 +102,7 @@ class Room:
         self._bodies: dict[Connection, int] = {}  # bytes that came, of requests that are not answered
         self._coming: dict[Connection, None] = {}  # those beyond their share that are not whole, the oldest first
         self._share = MOST_BODIES // most
+        self._held = Counter[str]()  # bytes, by whose they are; together:
         self._num_bytes = 0
         metrics.connections(lambda: self.guests.num_idle, lambda: self.guests.num_at_work)
 
@@ -113,13 +116,31 @@ class Room:
     def comes(self, connection: Connection, num_bytes: int, alone: bool) -> None:
         """More of a body; ``alone``: no request before it waits for its answer on this connection."""
         self._bodies[connection] = self._bodies.get(connection, 0) + num_bytes
-        self._num_bytes += num_bytes
+        self._count(connection.whose, num_bytes)
         if alone and self._bodies[connection] > self._share:
             self._coming[connection] = None
-        while self._num_bytes > MOST_BODIES and self._coming:
-            oldest = next(iter(self._coming))
-            self.lets_go(oldest)
-            self._end(oldest, "bodies")
+        while self._num_bytes > MOST_BODIES and (goes := self._goes()) is not None:
+            self.lets_go(goes)
+            self._end(goes, "bodies")
+
+    def belongs(self, connection: Connection, whose: str) -> None:
+        """What comes there is a tenant's."""
+        if whose != connection.whose:
+            kept = self._bodies.get(connection, 0)
+            self._count(connection.whose, -kept)
+            connection.whose = whose
+            self._count(whose, kept)
+
+    def _goes(self) -> Connection | None:
+        part = MOST_BODIES // max(1, len(self._held))
+        goes = next((one for one in self._coming if self._held[one.whose] > part), None)
+        return goes or (next(iter(self._coming), None) if self._num_bytes > MOST_BODIES * 9 // 8 else None)
+
+    def _count(self, whose: str, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._held[whose] += num_bytes
+        if not self._held[whose]:
+            del self._held[whose]
 
     def whole(self, connection: Connection) -> None:
         """Its body is here."""
@@ -128,7 +149,7 @@ class Room:
     def lets_go(self, connection: Connection) -> None:
         """Nothing of it is kept any more."""
         self.whole(connection)
-        self._num_bytes -= self._bodies.pop(connection, 0)
+        self._count(connection.whose, -self._bodies.pop(connection, 0))
 
     def _end(self, connection: Connection, why: str) -> None:
         self._metrics.connection_refused(why)
@@ -151,6 +172,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, {**app_state, STATE: weakref.ref(self)}, _loop)
         self.parser = httptools.HttpRequestParser(self)  # without the leniency of uvicorn's
         self._room = room
+        self.whose = ""
         self._at_work = False
         self._in_head = False
         self._in_body = False
@@ -161,6 +183,10 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._lost = False
         self._watcher: Callable[[], None] | None = None
+
+    def belongs(self, whose: str) -> None:
+        """Its request is a tenant's."""
+        self._room.belongs(self, whose)
 
     def watch(self, watcher: Callable[[], None] | None) -> None:
         """Call ``watcher`` when the connection is over, which it may be already; None: nobody any more."""

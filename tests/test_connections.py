@@ -273,6 +273,39 @@ async def test_who_says_little_is_heard_beside_large_bodies_that_wait(monkeypatc
         assert [await answer(reader) for reader in (little, *(reader for reader, _ in large))] == [200] * 3
 
 
+async def test_large_bodies_of_one_tenant_keep_no_other_s_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred and thirty of 2 MiB, as one may have running and waiting, closed each of others beyond 146 KiB."""
+    class Theirs(Slow):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if (found := connection.connection_of(scope)) is not None:
+                found.belongs(scope["path"])
+            await super().__call__(scope, receive, send)
+
+    def asks(path: str, length: int) -> bytes:
+        return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+
+    monkeypatch.setattr(connection, "MOST_BODIES", 2500)
+    app = Theirs()
+    async with door(monkeypatch, app) as found:
+
+        async def comes(path: str) -> asyncio.StreamReader:
+            reader, writer = await found.knock(asks(path, 300) + bytes(200))
+            probe, _ = await found.knock(PROBE)
+            assert await answer(probe) == 200
+            writer.write(bytes(100))
+            return reader
+
+        large = [(await found.knock(asks("/a", 1200) + bytes(1200)))[0] for _ in range(2)]
+        for _ in large:
+            await app.asked.acquire()
+        assert await answer(await comes("/a")) == 503
+        other = await comes("/b")
+        await app.asked.acquire()
+        assert await answer(await comes("/b")) == 503, "nor is it without a bound"
+        app.go.set()
+        assert [await answer(reader) for reader in (other, *large)] == [200] * 3
+
+
 async def test_a_request_that_is_here_whole_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     app = Slow()
     async with door(monkeypatch, app) as found:

@@ -10,7 +10,7 @@ import sys
 import threading
 import tracemalloc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +27,20 @@ from router_service.dialects.completions import CompletionBody, TextReply
 from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, MESSAGE, Asked, Job, Options, parse
 from router_service.dialects.tools import ToolUse
 from router_service.tenants import Tenant
-from router_service.text.deltas import AnswerToken, TextDelta
+from router_service.text.deltas import AnswerToken, Gathered, TextDelta
 from router_service.text.files import longest_token
 from router_service.text.marks import Style
-from router_service.text.tokens import ASSISTANT, BRIEF_TEXT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
+from router_service.text.tokens import (
+    ASSISTANT,
+    BRIEF_TEXT,
+    LARGE_BODY,
+    LONG_TEXT,
+    MAX_TEXTS,
+    Lanes,
+    Messages,
+    TextCodec,
+    Turn,
+)
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.observe.vitals import LAG_EVERY_S, kept_up, watch_lag
 from slipstream.protocol.chat import (
@@ -68,7 +78,7 @@ class WatchedCodec(TextCodec):
         self.threads.append(threading.get_ident())
         return super().encode(text, room, add_special_tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT, room: int | None = None) -> list[int]:
+    def chat(self, messages: Messages, turn: Turn = ASSISTANT, room: int | None = None) -> list[int]:
         self.threads.append(threading.get_ident())
         return super().chat(messages, turn, room)
 
@@ -469,6 +479,25 @@ def test_scores_of_a_long_answer_are_written_in_parts(kind: type[ChatReply | Tex
     assert most < 4 * len(told), (most, len(told))
     scored = json.loads(told)["choices"][0]["logprobs"]
     assert len(scored["content"] if kind is ChatReply else scored["top_logprobs"]) == 4000
+
+
+@pytest.mark.parametrize(("detailed", "count", "most"), [(True, 2000, 700), (False, 20_000, 20)])
+def test_a_whole_answer_takes_little_until_it_is_told(detailed: bool, count: int, most: int) -> None:
+    """As objects a million scores, or tokens, took 140 MB and more, and several requests may have as many."""
+    tracemalloc.start()
+    kept = Gathered(detailed)
+    for i in range(count):
+        scored = TokenLogprob(-i / 7, tuple((300 + k, -k / 7) for k in range(20))) if detailed else None
+        last = i == count - 1
+        kept.add(TextDelta(str(i % 10), (AnswerToken(300 + i, "x", False, scored),), "length" if last else "", 1))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < most * count + 200_000, taken / count
+    assert "".join(delta.text for delta in kept.deltas) == "0123456789" * (count // 10)
+    assert kept.deltas[-1].finish == "length" and sum(delta.num_tokens for delta in kept.deltas) == count
+    if detailed:
+        found = kept.deltas[70].tokens[0].logprob
+        assert found and (found.logprob, found.top) == (-10.0, tuple((300 + k, -k / 7) for k in range(20)))
 
 
 async def test_lists_and_objects_of_a_body_are_counted_before_it_is_read(tiny_folder: Path) -> None:

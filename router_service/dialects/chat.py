@@ -35,7 +35,7 @@ from router_service.dialects.openai import (
 from router_service.dialects.prompts import AT_ONCE, LOWEST, parts_of, written
 from router_service.dialects.tools import Json, ToolUse, use_of
 from router_service.text.calls import Call, call_id
-from router_service.text.deltas import AnswerToken, TextDelta
+from router_service.text.deltas import AnswerToken, PackedLogprob, TextDelta
 from router_service.text.markup import finish_of
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest
@@ -309,7 +309,7 @@ class ChatReply:
         content = written(entries) if len(tokens) > AT_ONCE else next(entries, [])
         return {"content": content, "refusal": None}
 
-    def _scored_token(self, token: int, scored: TokenLogprob) -> Json:
+    def _scored_token(self, token: int, scored: TokenLogprob | PackedLogprob) -> Json:
         return {**self._entry(token, scored.logprob), "top_logprobs": [self._entry(*one) for one in scored.top]}
 
     def _entry(self, token: int, logprob: float) -> Json:

@@ -246,8 +246,8 @@ def told_of(at: str, part: Any, unseen: dict[str, bool]) -> Any:
 
 
 def legible(part: Any) -> Any:
-    """A text document, its title first, a model's refusal, or a tool that a search found (all tools are offered anyway),
-    as a text part; other parts unchanged."""
+    """A text document, its title first, a model's refusal, or a tool that a search found (all tools are offered
+    anyway), as a text part; other parts unchanged."""
     if kind_of(part) == "refusal" and "refusal" in part:
         return {"type": "text", "text": part["refusal"]}
     if kind_of(part) == "tool_reference" and isinstance(part.get("tool_name"), str):

@@ -102,7 +102,9 @@ def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Dr
     if section.token_map and section.drafter in NO_TOKEN_MAP:
         raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":
-        return NgramDrafter(section.max_sessions)
+        from slipstream.engine.runner import limited_memory
+
+        return NgramDrafter(section.max_sessions, left=lambda: (limited_memory() or (None, None))[0])
     if not section.model and section.drafter != "mtp":
         raise ConfigError(f"draft.model: the drafter {section.drafter} needs a draft model: give its name or folder")
     from slipstream.drafting.loading import load
