@@ -226,3 +226,14 @@ def test_what_depends_on_a_listed_value_is_kept_to(schema: Any, text: str, fits:
 def test_conditions_of_other_forms_are_refused_by_name(schema: Any, tiny_folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="if"):
         goes(schema, "{}", tiny_folder)
+
+
+NEVER: Any = {"$defs": {"none": {"not": {}}, "other": {"$ref": "#/$defs/none"}, "false": False}, "type": "object",
+              "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/other"}, "c": {"$ref": "#/$defs/false"},
+                             "d": {"anyOf": [{"$ref": "#/$defs/none"}, {"type": "null"}]}}}
+
+
+@pytest.mark.parametrize(("text", "fits"), [('{"a": 1}', True), ('{"b"', False), ('{"c"', False), ('{"d": null}', True),
+                                            ('{"d": 1', False)])
+def test_what_never_is_may_be_referred_to(text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(NEVER, text, tiny_folder) == fits

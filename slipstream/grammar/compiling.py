@@ -168,6 +168,10 @@ def restate(schema: dict[str, Any]) -> bool:
     changed = any_of(schema, _parts(schema)) or changed
     for part in _parts(schema):
         changed = _reworded(part) or changed
+    for part in _parts(schema):
+        if "$ref" in part and meant(schema, part).get("enum") == []:  # llguidance refuses all for it, elsewhere not
+            del part["$ref"]
+            part["enum"], changed = [], True
     notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
     for part, name in notes:
         del part[name]
