@@ -52,6 +52,8 @@ FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-emai
 DAYS = ("^([0-9]{4}-(0[13-9]|1[0-2])-|[0-9]{4}-02-([01][0-9]|2[0-8])|"
         "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)")
 EXACTLY = {"date": DAYS, "time": "^[^:]*:[^:]*:[0-5]", "date-time": f"{DAYS}[^:]*:[^:]*:[0-5]"}
+# Of times, which lets no offset through, as Zod's does not: the format demands one.
+NO_OFFSET = re.compile(r"(?!.*(\[[+-]|[+-]\]))\^(\\[d.]|[\d\[\](){}|?:,*+-])+\$", re.ASCII)
 NOTES = {"deprecated": bool, "discriminator": dict, "nullable": bool}
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 END = "<|end of what a grammar allows|>"
@@ -221,7 +223,7 @@ def _reworded(part: dict[str, Any]) -> bool:
         part["enum"], changed = [], True
     if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
         part["pattern"], changed = EXACTLY[form], True
-    elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
+    elif form == "time" and isinstance(part.get("pattern"), str) and NO_OFFSET.fullmatch(part["pattern"]):
         del part["format"]
         changed = True
     if isinstance(pattern := part.get("pattern"), str) and pattern != (said := without_lookaheads(pattern)):
