@@ -162,8 +162,9 @@ def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
 def restate(schema: dict[str, Any]) -> bool:
     """Write ``schema`` so that llguidance knows it, where that means the same, and without what it refuses although it
     binds nobody. Returns whether there was any."""
-    parts, changed = [*_parts(schema)], False
-    for part in parts if not any("$id" in part for part in parts[1:]) else ():  # what refers to itself there is another
+    changed, parts = False, [*_parts(schema)]
+    alone = not any("$id" in part for part in parts[1:])  # what refers to itself there is another
+    for part in parts if alone else ():
         changed = by_value(schema, part) or changed
     for part in _parts(schema):
         changed = by_properties(part) or changed
@@ -171,7 +172,7 @@ def restate(schema: dict[str, Any]) -> bool:
     for part in _parts(schema):
         changed = _reworded(part) or changed
     for part in _parts(schema):
-        if "$ref" in part and meant(schema, part).get("enum") == []:  # llguidance refuses all for it, elsewhere not
+        if alone and "$ref" in part and meant(schema, part).get("enum") == []:  # for which llguidance refuses all
             del part["$ref"]
             part["enum"], changed = [], True
     notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
