@@ -300,3 +300,25 @@ def test_what_depends_on_a_listed_value_is_kept_to(schema: Any, text: str, fits:
 def test_conditions_of_other_forms_are_refused_by_name(schema: Any, tiny_folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="if"):
         goes(schema, "{}", tiny_folder)
+
+
+NEVER: Any = {"$defs": {"none": {"not": {}}, "other": {"$ref": "#/$defs/none"}, "false": False}, "type": "object",
+              "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/other"}, "c": {"$ref": "#/$defs/false"},
+                             "d": {"anyOf": [{"$ref": "#/$defs/none"}, {"type": "null"}]}}}
+
+
+@pytest.mark.parametrize(("text", "fits"), [('{"a": 1}', True), ('{"b"', False), ('{"c"', False), ('{"d": null}', True),
+                                            ('{"d": 1', False)])
+def test_what_never_is_may_be_referred_to(text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(NEVER, text, tiny_folder) == fits
+
+
+ZOD_TIME = r"^(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?$"
+
+
+@pytest.mark.parametrize(("pattern", "text", "fits"), [
+    (ZOD_TIME, '"12:30"', True), (ZOD_TIME, '"12:30:00Z', False), ("^(0[89]|1[0-7]):", '"09:15:00+01:00"', True),
+    ("^(0[89]|1[0-7]):", '"09:x', False), ("^(0[89]|1[0-7]):", '"19', False), ("Z$", '"12:30:00Z"', True),
+    (r"^\d\d:\d\d:\d\d[+-]\d\d:\d\d$", '"12:30:00-05:00"', True), (r"^[\d:]+[+-][\d:]+$", '"9', False)])
+def test_a_time_keeps_to_its_format_beside_a_pattern(pattern: str, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes({"type": "string", "format": "time", "pattern": pattern}, text, tiny_folder) == fits

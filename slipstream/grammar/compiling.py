@@ -52,6 +52,8 @@ FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-emai
 DAYS = ("^([0-9]{4}-(0[13-9]|1[0-2])-|[0-9]{4}-02-([01][0-9]|2[0-8])|"
         "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)")
 EXACTLY = {"date": DAYS, "time": "^[^:]*:[^:]*:[0-5]", "date-time": f"{DAYS}[^:]*:[^:]*:[0-5]"}
+# Of times, which lets no offset through, as Zod's does not: the format demands one.
+NO_OFFSET = re.compile(r"(?!.*(\[[+-]|[+-]\]))\^(\\[d.]|[\d\[\](){}|?:,*+-])+\$", re.ASCII)
 NOTES = {"deprecated": bool, "discriminator": dict, "nullable": bool}
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 END = "<|end of what a grammar allows|>"
@@ -160,14 +162,19 @@ def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
 def restate(schema: dict[str, Any]) -> bool:
     """Write ``schema`` so that llguidance knows it, where that means the same, and without what it refuses although it
     binds nobody. Returns whether there was any."""
-    parts, changed = [*_parts(schema)], False
-    for part in parts if not any("$id" in part for part in parts[1:]) else ():  # what refers to itself there is another
+    changed, parts = False, [*_parts(schema)]
+    alone = not any("$id" in part for part in parts[1:])  # what refers to itself there is another
+    for part in parts if alone else ():
         changed = by_value(schema, part) or changed
     for part in _parts(schema):
         changed = by_properties(part) or changed
     changed = any_of(schema, _parts(schema)) or changed
     for part in _parts(schema):
         changed = _reworded(part) or changed
+    for part in _parts(schema):
+        if alone and "$ref" in part and meant(schema, part).get("enum") == []:  # for which llguidance refuses all
+            del part["$ref"]
+            part["enum"], changed = [], True
     notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
     for part, name in notes:
         del part[name]
@@ -224,7 +231,7 @@ def _reworded(part: dict[str, Any]) -> bool:
         part["format"], changed = NARROWER[form], True
     if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
         part["pattern"], changed = EXACTLY[form], True
-    elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
+    elif form == "time" and isinstance(part.get("pattern"), str) and NO_OFFSET.fullmatch(part["pattern"]):
         del part["format"]
         changed = True
     if isinstance(pattern := part.get("pattern"), str) and pattern != (said := without_lookaheads(pattern)):

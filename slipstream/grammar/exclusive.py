@@ -60,6 +60,8 @@ def _mark(whole: Schema, part: Schema, said: Iterable[Schema]) -> tuple[str, ...
 def meant(whole: Schema, part: Any) -> Schema:
     """What ``part`` refers to, or itself; {}: nobody knows."""
     for _ in range(DEEP):
+        if part is False:
+            return {"enum": []}
         if not isinstance(part, dict):
             return {}
         if "$ref" not in part:

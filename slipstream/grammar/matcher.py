@@ -11,7 +11,8 @@ Rules:
    matcher starts from the answer's tokens, ``RESTARTS`` times, and once more for each ``WORTH`` tokens. The limit grows
    with the answer, because maxLength builds states for each character. Drafts cause more states than plain decoding, so
    failures after drafts are counted apart; after as many of these, trees are not followed any more. So no draft can end
-   an answer. For the same reason no two answers share states.
+   an answer. For the same reason no two answers share states. A grammar with too many readings is
+   not started again: it would fail again, after seconds.
 5. A grammar that counts tokens (Lark's ``max_tokens``, ``stop``) cannot be rolled back, and what it allows depends on
    which masks were computed before. No tree is visited for it, and each token that it consumes, now or again, has a
    mask computed before.
@@ -39,6 +40,7 @@ from slipstream.protocol.tree import DraftTree
 AT_ONCE = 64  # forced tokens that are told
 UNSAID = 1024
 RESTARTS, WORTH = 3, 1024  # of one answer, and one more for each so many tokens: each costs a compilation
+AMBIGUOUS = "Too many items"  # llguidance's words where a text has more readings than a step may look at
 REPLAYED = 128  # tokens of an answer that are consumed before the next mask: each gives what a lexer may spend anew
 ALL = np.uint32(0xFFFFFFFF)
 Masks = NDArray[np.uint32]  # [N, W]: bit i of word w is token 32 * w + i
@@ -175,8 +177,10 @@ class Matcher:
             if here.try_consume_tokens([tokens[node]]):
                 yield node, level
                 waiting += [(child, level + 1, here) for child in below.get(node, ())]
-        broke, self._matcher = self._matcher.is_error(), own
-        if broke:
+        problem, self._matcher = self.problem, own
+        if AMBIGUOUS in problem:  # the draft's place is, and what was built for it is its own
+            self._broken += 1
+        elif problem:
             self._restart()
 
     def _fill(self, mask: Masks, level: int) -> bool:
@@ -227,6 +231,8 @@ class Matcher:
 
     def _restart(self) -> bool:
         """Stand behind the answer with nothing built but what that needs. False: it may not, or cannot."""
+        if AMBIGUOUS in self.problem:  # and would be so again, behind a second of work
+            return False
         if self._visited:
             self._broken += 1
         elif self._restarts < self._most:
