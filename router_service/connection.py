@@ -22,9 +22,9 @@ Rules:
    them from one address; beyond that, the connection that has kept the server waiting longest is closed, whether before
    a request, in a head or in a body. A request that has arrived whole is never cut off. Beyond ``requests`` whole ones,
    further requests get 429, except probes. Bodies of unanswered requests have ``MOST_BODIES`` bytes together; beyond
-   that, of the bodies larger than a connection's share the one that has been arriving for longest is closed, if its tenant
-   holds more than its part; an eighth more is kept for other tenants. So large waiting bodies keep no small request
-   out.
+   that, of the bodies larger than a connection's share the one that has been arriving for longest is closed, if its
+   tenant holds more than its part; an eighth more is kept for other tenants. So large waiting bodies keep no small
+   request out.
 
 Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events. It knows nothing about routes.
 """

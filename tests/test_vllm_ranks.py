@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +77,7 @@ def test_a_signal_to_all_is_left_to_the_target_that_serves_the_answers(ending: s
             rounds._socket.close()
         signal.raise_signal(signal.SIGTERM)
 
-    kinds = {name: type(name, (), {"run_busy_loop": loop, "worker_busy_loop": loop})
+    kinds = {name: type(name, (), {"run_busy_loop": loop, "worker_busy_loop": loop, "__init__": lambda _: None})
              for name in ("EngineCoreProc", "DPEngineCoreProc", "WorkerProc")}
     for module in ("engine.core", "executor.multiproc_executor"):
         monkeypatch.setitem(sys.modules, f"vllm.v1.{module}", SimpleNamespace(**kinds))
@@ -87,3 +90,35 @@ def test_a_signal_to_all_is_left_to_the_target_that_serves_the_answers(ending: s
         for number, theirs in before.items():
             signal.signal(number, theirs)
         rounds.close()
+
+
+def stays() -> None:
+    """As a process of vLLM's, which waits for what does not come."""
+    signals.patch()
+    print(os.getpid(), flush=True)
+    signal.pause()
+
+
+def test_they_end_with_a_target_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = """
+import multiprocessing, sys
+class Proc:
+    run_busy_loop = worker_busy_loop = print
+for module in ("engine.core", "executor.multiproc_executor"):
+    sys.modules["vllm.v1." + module] = Proc
+Proc.EngineCoreProc = Proc.DPEngineCoreProc = Proc.WorkerProc = Proc
+from tests.test_vllm_ranks import stays
+multiprocessing.get_context("fork").Process(target=stays).start()
+"""
+    monkeypatch.setenv(SOCKET, "nobody's")
+    target = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env={
+        **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert target.stdout is not None
+    begun = int(target.stdout.readline())
+    target.kill()
+    target.wait()
+    try:
+        assert target.stdout.read() == "", "its output is open for as long as it is there"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(begun, signal.SIGKILL)

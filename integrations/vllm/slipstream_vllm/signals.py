@@ -1,14 +1,20 @@
-"""Signals: a terminal and systemd send them to all processes of a service at once. vLLM's end with the first, beneath
-the answers that a target has to finish; so they leave that one to the target which serves them, while it is there.
+"""Signals: what ends vLLM's processes where a target serves its engine's answers.
+
+Rules:
+1. A terminal and systemd signal all processes of a service at once. vLLM's end with the first signal, beneath the
+   answers that the target has to finish; so they leave that one to the target, while it is there.
+2. They end with the process that began them, however that ended: they would hold a device's memory for ever.
 
 It knows nothing about drafts.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -22,12 +28,33 @@ def patch() -> None:
     """Once a process, where a target serves the engine's answers."""
     if SOCKET not in os.environ:
         return
+    _end_with_parent()
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     for kind, name in ((EngineCoreProc, "run_busy_loop"), (DPEngineCoreProc, "run_busy_loop"),
                        (WorkerProc, "worker_busy_loop")):
         setattr(kind, name, _leaving(getattr(kind, name)))
+    EngineCoreProc.__init__ = _ending(EngineCoreProc.__init__)
+
+
+def _ending(begin: Callable[..., None]) -> Callable[..., None]:
+    """``begin``, which runs in a process that may be forked from one where everything is patched."""
+    def run(*given: Any, **named: Any) -> None:
+        _end_with_parent()
+        begin(*given, **named)
+
+    return run
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_end_with, args=(parent,), name="slipstream-parent", daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _leaving(loop: Callable[..., Any]) -> Callable[..., Any]:
