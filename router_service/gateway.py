@@ -1,4 +1,4 @@
-"""The gateway: from a checked body to running answers, for whoever asks (HTTP or gRPC).
+"""The gateway: from a checked body to running answers, for HTTP and gRPC.
 
 Rules:
 1. Cheap checks (the model's name, counts) come before a request waits. It gets its place before its text is rendered

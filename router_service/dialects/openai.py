@@ -13,7 +13,7 @@ Rules:
 5. ``usage.completion_tokens_details`` says what speculation did, in the fields that the API has for predicted tokens.
    The object ``slipstream`` is an extension of whole answers and of the usage chunk; other clients skip it.
 6. An empty chunk is not made (None).
-7. What is asked (``Asked``) has been checked as far as that costs nothing; a ``Job`` can be run.
+7. An ``Asked`` is a request after all cheap checks; a ``Job`` is ready to run.
 
 Format: the OpenAI API, with vLLM's extensions and ``speculate``. It knows nothing about models, routes or the network.
 """

@@ -1,4 +1,5 @@
-"""Tools in a request: what may be called, what that binds an answer to, and how a model is told of it.
+"""Tools in a request: the callable functions, the grammar that they impose on an answer, and their description for the
+model.
 
 Rules:
 1. Only functions are known. Their schemas are bounded with the body that brings them, their number here.

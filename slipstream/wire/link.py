@@ -4,8 +4,8 @@ Rules of a link:
 1. ``send`` may be called from any thread, never blocks, and does nothing while the link is down.
 2. Every stream has a new random incarnation; a frame that carries another one is dropped.
 3. ``link_up`` and ``link_down`` come in pairs. After ``link_up`` the draft knows nothing: sessions are opened anew.
-4. Reconnects wait a random time below an exponential bound; a draft that does not fit is asked again every 10 s, one
-   that broke the protocol is left alone for longer each time (``conduct``).
+4. Reconnects wait a random time below an exponential bound; a draft that does not fit is tried again every 10 s, one
+   that broke the protocol after a longer pause each time (``conduct``).
 5. Nothing waits without an end: the handshake has a deadline, keepalive ends a silent stream.
 
 A draft stream while it runs, the same at both of its ends: items that wait to go out, and frames both ways.
