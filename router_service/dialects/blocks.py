@@ -51,7 +51,7 @@ class Told:
 
 
 def as_written(given: Any, prefix: str) -> Any:
-    """The id of a call in history as templates take it: without the ``prefix`` of a dialect where it is one of ours."""
+    """The id of a call in the history, as templates take it: without the ``prefix`` of a dialect, if we made the id."""
     ours = isinstance(given, str) and given.startswith(prefix) and len(given) == len(prefix) + CALL_ID
     return given.removeprefix(prefix) if ours else given
 
@@ -73,7 +73,7 @@ class Blocks:
         self._open = False
 
     def take(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
-        """What happens to which block with ``delta``; the text is what is added."""
+        """The changes of blocks by ``delta``; the text is the added part."""
         for part in self._parts(delta):
             if isinstance(part, Said):
                 if part.kind != "reasoning" or self._tell_reasoning:

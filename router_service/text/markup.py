@@ -128,7 +128,7 @@ class Markup:
         next(self._run)
 
     def push(self, text: str, over: bool = False, cut: bool = False) -> Parts:
-        """What ``text`` adds. ``over``: it is the last; ``cut``: there would be more."""
+        """The parts that ``text`` adds. ``over``: it is the last text; ``cut``: the answer was cut off."""
         self._read(text, over, cut)
         parts, self._parts = self._parts, Parts()
         return parts
@@ -271,5 +271,5 @@ class Markup:
 
 
 def finish_of(finish: str, markup: Markup | Named | None) -> str:
-    """Why an answer ended that ``markup`` has told apart; None: nothing has."""
+    """The finish reason of an answer parsed by ``markup`` (None: not parsed)."""
     return "tool_calls" if finish == "stop" and markup is not None and markup.called else finish

@@ -85,7 +85,7 @@ EXPORT_S = 0.5
 
 @dataclass(slots=True)
 class WireCounts:
-    """What passed since the start. What else metrics show is counted where it happens."""
+    """Bytes in and out since the start. Other metrics are counted where the events happen."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -103,7 +103,8 @@ async def export_bytes(counts: WireCounts, export: Callable[[str, int], None]) -
 
 
 class Outbox(Generic[Item]):
-    """What goes out on one stream: at a draft's end a ``messages.Peer``. Made on the loop that takes from it."""
+    """The outgoing items of one stream; on a draft's side a ``messages.Peer``. Create it on the event loop that takes
+    from it."""
 
     def __init__(self, name: str = "", max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
         """name: of the other end. max_batches: sent together, that may wait; max_bytes: of feature rows."""
@@ -145,7 +146,7 @@ class Outbox(Generic[Item]):
                 self._loop.call_soon_threadsafe(self.filled.set)
 
     def refuse(self, field: str) -> None:
-        """The other end sends too much that is wrong. From any thread."""
+        """End the stream, because the other side sends too many faults. From any thread."""
         self._fail(RemoteProtocolError(field, "wrong too often"))
 
     def take(self, max_bytes: int) -> list[Item]:
