@@ -122,11 +122,11 @@ class Room:
             self._end(oldest, "bodies")
 
     def whole(self, connection: Connection) -> None:
-        """Its body is here."""
+        """The request's body has arrived whole."""
         self._coming.pop(connection, None)
 
     def lets_go(self, connection: Connection) -> None:
-        """Nothing of it is kept any more."""
+        """The request's body is no longer kept."""
         self.whole(connection)
         self._num_bytes -= self._bodies.pop(connection, 0)
 

@@ -201,8 +201,8 @@ class Gateway:
             raise
 
     async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
-        """Those of the prompt that is ``asked`` about, also more than the context holds: who counts cuts it then. It
-        waits for room as an answer would. Raises as ``start``."""
+        """The tokens of the prompt of ``asked``, even if they exceed the context: a client may count them in order to
+        cut the prompt. Waits for room as an answer does. Raises as ``start``."""
         place = await self.admission.enter(tenant, 1)
         try:
             return await self.lanes.run(asked.size, partial(self._counted, asked), tenant.id, not asked.messages)
@@ -478,7 +478,7 @@ class Run:
         return found
 
     def fail(self) -> None:
-        """It ends with an error, which whoever meets it counts."""
+        """Mark the run as failed; the caller counts the error."""
         self._failed = True
 
     @property
@@ -487,7 +487,7 @@ class Run:
         return self.job.num_scores + self._generated() * (1 + (self.job.options.top_logprobs or 0))
 
     def usage(self, number: int | None = None) -> Usage:
-        """Of one answer, or of all together: a prompt counts once then, however many choices it has."""
+        """The usage of one answer, or of all together; then each prompt counts once, however many choices it has."""
         prompts, completions = self.job.prompts, self.completions
         if number is not None:
             prompts, completions = (prompts[number // self.job.options.n],), [completions[number]]

@@ -39,8 +39,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What an answer is headed with. ``markup`` tells calls and reasoning apart; None: all is text. ``asked``: the body
-    that asks for it, checked. ``tell_reasoning``: whether it is told at all."""
+    """The head of an answer. ``markup`` separates calls and reasoning; None: all is text. ``asked``: the checked body
+    of its request. ``tell_reasoning``: whether reasoning is returned."""
 
     answer_id: str
     created: int
@@ -62,7 +62,7 @@ def event_of(name: str, fields: Mapping[str, Any]) -> bytes:
 
 
 class Blocks:
-    """Those of one answer. ``finish``: why it ended. ``tell_reasoning``: whether that is told at all."""
+    """The blocks of one answer. ``finish``: why it ended. ``tell_reasoning``: whether reasoning is returned."""
 
     def __init__(self, answer_id: str, markup: Markup | Named | None, tell_reasoning: bool = True) -> None:
         self.finish = ""

@@ -46,7 +46,7 @@ class Prompts:
     told: int | None = None
 
     def text(self, number: int) -> str:
-        """What stands before the text of answer ``number``."""
+        """The echoed prompt text before the text of answer ``number``."""
         return self.texts[number // self.n] if self.texts else ""
 
     def columns(self, number: int, scores: Sequence[PromptScores],

@@ -134,7 +134,7 @@ class Markup:
         return parts
 
     def take(self, delta: TextDelta) -> Parts:
-        """What ``delta`` adds. Its tokens of reasoning are counted: those before which, or behind which, it runs."""
+        """The parts that ``delta`` adds. Counts its tokens of reasoning: those before or after which reasoning runs."""
         read = 0
         for token in delta.tokens if self._thoughts is not None else ():
             thought = self._thinks

@@ -173,8 +173,8 @@ class Standing:
 
 @value
 class Prices:
-    """Of the coming step. ``steps``: its seconds with 0, 1, 2, … draft nodes, as they count for one of its
-    sessions; ``rows``: sessions that wait for them; ``tokens``: that these get without them."""
+    """Prices of the coming step. ``steps``: its seconds, as they count for one session, with 0, 1, 2, … draft nodes;
+    ``rows``: sessions in the step, which wait for them; ``tokens``: what these get without the nodes."""
 
     steps: Sequence[float]
     rows: int
@@ -246,7 +246,7 @@ def exchange_s(beliefs: Beliefs, rules: Rules) -> float:
 
 
 def usual_wait_s(beliefs: Beliefs, rules: Rules) -> float:
-    """What all but a few exchanges stay below, within the limits."""
+    """A wait within which all but a few exchanges end, within the limits."""
     usual_s = beliefs.latency.usual_s(rules.deadline_max_s)
     return min(max(usual_s, rules.deadline_min_s), rules.deadline_max_s)
 

@@ -90,7 +90,7 @@ class GrowingTree:
         return MAX_HELD - 1 - self.num_sent
 
     def depth(self) -> int:
-        """Of the deepest node of the frontier; 0 at the root. 0 too when nothing is left to expand."""
+        """The depth of the deepest node of the frontier; 0 at the root, or if there is nothing to expand."""
         return max((self.depths[node] for node in self.frontier if node != ROOT), default=0)
 
     def path(self, node: int) -> list[int]:

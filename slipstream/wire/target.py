@@ -488,7 +488,7 @@ class SharedAnswer:
             self._end()
 
     def take(self, content: Told | SlipstreamError) -> None:
-        """What came for it; an error ends it, as a piece with a finish does."""
+        """Take what came for this answer; an error ends it, as does a piece with a finish."""
         assert self._stream is not None
         if self._late is not None:
             self._late.cancel()
