@@ -10,7 +10,7 @@ Rules of the worker:
    growing pays (``Drafted``); others get one growth a commit. In such idle moments the drafter also reads on in texts
    too long for one round, and in prompts as their states come.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted, too many end the stream.
-6. When all places are taken, a peer that has at least two more than another gives one up for it.
+6. When all places are taken, a host with at least two more than another gives one up for it; so do peers of one host.
 
 Intake: the items of each target that the drafter has not processed yet.
 
@@ -57,7 +57,7 @@ from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Span, Spans
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.observe.vitals import Vitals
-from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace, giver
+from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace, giver_of_hosts
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -494,7 +494,8 @@ class DraftWorker:
 
     def _yields(self, peer: Peer, round_: Round) -> bool:
         """Whether a peer with more sessions gave the oldest of them up for one of ``peer``'s."""
-        if (crowd := giver((holder for holder, _ in self._sessions), peer)) is None:
+        holders = [holder for holder, _ in self._sessions]
+        if (crowd := giver_of_hosts(holders, peer, lambda one: one.name.rpartition(":")[0])) is None:
             return False
         oldest = next(one for one in self._sessions.values() if one.peer == crowd)
         self._drop(oldest, DraftEvent.CLOSE, "capacity", round_)

@@ -82,7 +82,9 @@ class GatewayFront:
     async def _run(self, endpoint: str, plan: Callable[[], Asked],
                    names: Mapping[str, str] = NAMES) -> AsyncGenerator[Delta, None]:
         try:
-            run = await self._gateway.start(plan(), self._tenant, self._trace)
+            asked = plan()
+            del plan  # and what it was made of, which may be large, and may wait
+            run = await self._gateway.start(asked, self._tenant, self._trace)
             try:
                 identity, told, markup = run.identity, run.job.told(self._gateway.codec), await self._markup(run)
                 async for _, delta in run:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -197,7 +198,7 @@ class Gateway:
         except BaseException as error:
             limit.close()
             if span is not None:
-                span.end(failed=int(isinstance(error, SlipstreamError)))
+                span.end(failed=int(isinstance(error, Exception)))
             raise
 
     async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
@@ -289,7 +290,7 @@ class Gateway:
             _check_ids(param, tokens, info.vocab_size)
         if asked.begun is not None and asked.options.tells_prompt:
             raise InvalidRequest("begun", "is for answers without their prompt")
-        return asked
+        return asked.packed()
 
     async def _try(self, options: Options, tenant: Tenant) -> Options:
         """With the grammar that can be kept to. Raises InvalidRequest where none can, and CapacityError."""
@@ -304,7 +305,7 @@ class Gateway:
 
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""
-        info = self.info
+        info, asked = self.info, asked.unpacked()
         prompts = self._prompts(asked, info.max_context)
         limits = tuple(_room(_param(asked, i), prompt, asked.options, info) for i, prompt in enumerate(prompts))
         if (sent := sum(map(len, prompts)) * asked.options.n) > MAX_SENT:
@@ -314,7 +315,7 @@ class Gateway:
             limits = tuple(min(limit, most) for limit in limits)
         shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
         words = [run for i, word in enumerate(asked.options.bad_words) for run in self._spelt(i, word)]
-        job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
+        job = Job(asked.endpoint, asked.model, tuple(array("i", prompt) for prompt in prompts), limits, asked.options,
                   info.vocab_size, not asked.messages or asked.turn.continued, shown=shown,
                   bad_words=tuple(dict.fromkeys(words)))
         if job.num_scores > MAX_SCORES:
@@ -323,7 +324,7 @@ class Gateway:
         return job if asked.begun is None else self._going_on(job, asked.begun)
 
     def _counted(self, asked: Asked) -> list[int]:
-        (tokens,) = self._prompts(asked, None)
+        (tokens,) = self._prompts(asked.unpacked(), None)
         _check_ids("prompt", tokens, self.info.vocab_size)
         return list(tokens)
 
@@ -391,19 +392,20 @@ def _check_ids(param: str, tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def _room(param: str, prompt: Sequence[int], options: Options, info: TargetInfo) -> int:
-    """The tokens that the answer to ``prompt`` may have."""
+    """The tokens that the answer to ``prompt`` may have. Many ask for a fixed number behind every prompt, so that is
+    the most; more than the whole context is refused."""
     if not prompt:
         raise InvalidRequest(param, "is empty")
-    left, wanted = info.max_context - len(prompt), 1 if options.max_tokens is None else options.max_tokens
+    left, most = info.max_context - len(prompt), options.max_tokens
     if left < 1:
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
     _check_ids(param, prompt, info.vocab_size)
-    if wanted > left:  # in the words by which agents know it, and ask for less
+    if most is not None and most > info.max_context:  # in the words by which agents know it, and ask for less
         raise InvalidRequest(
-            options.limited_by, f"input length and `max_tokens` exceed context limit: {len(prompt)} + {wanted} > "
+            options.limited_by, f"input length and `max_tokens` exceed context limit: {len(prompt)} + {most} > "
             f"{info.max_context}; this model's maximum context length is {info.max_context} tokens",
             "context_length_exceeded")
-    return left if options.max_tokens is None else options.max_tokens
+    return left if most is None else min(most, left)
 
 
 class Run:

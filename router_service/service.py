@@ -56,8 +56,8 @@ class RouterService:
         app = create_app(self.gateway, self._keys, metrics.registry.page if shared else None)
         self._http = HttpListener(app, section, config.wire, metrics,
                                   [path.encode() for path in OPEN_PATHS], self.gateway.admission.all_in_s)
-        self._grpc = GrpcServer(section.grpc_listen, config.wire, [InferenceServicer(self._front)],
-                                public="router.grpc_listen")
+        asked = InferenceServicer(self._front, refused=self.gateway.failed)
+        self._grpc = GrpcServer(section.grpc_listen, config.wire, [asked], public="router.grpc_listen")
         self.vitals = Vitals("router")
         self._metrics = None if shared else MetricsServer(
             section.metrics_listen, metrics.registry, lambda: self.gateway.ready, self.vitals)

@@ -75,10 +75,10 @@ class Telling:
             self._metrics.request(finish)
 
     def _first(self, one: Sequence, piece: Piece) -> Piece:
-        if one.told or one.first_step_s is None:
+        if one.told:
             return piece
         one.told = True
-        return piece._replace(cached_tokens=one.cached_tokens, queue_s=max(0.0, one.first_step_s - one.arrived_s))
+        return piece._replace(cached_tokens=one.cached_tokens)
 
     def failed(self, one: Sequence, error: Exception, outcome: str = "failed") -> None:
         """It ends with ``error``."""
@@ -181,9 +181,8 @@ class TargetWorker:
     def ask(self, number: int, request: Request, sink: Sink, rule: Rule | None = None) -> None:
         """An answer is wanted; ``sink`` takes its pieces, or the error that ends it. ``rule``: what it is bound to; it
         is the engine thread's from now on."""
-        arrived_s = self._clock()
         self._num_asked += 1
-        self.post(lambda: self._arrive(number, request, sink, arrived_s, rule))
+        self.post(lambda: self._arrive(number, request, sink, rule))
         if self._failed is not None:  # it failed since somebody looked
             self._dispatch([(sink, self._failed)])
 
@@ -299,7 +298,7 @@ class TargetWorker:
         for number in plan.admit:
             one = self._queues.admit(number)
             self._kv.admit(one)
-            if one.first_step_s is None:
+            if not one.stepped:
                 one.cached_tokens = one.computed
                 self._metrics.prompt(one.base, one.computed)
             if one.request.max_tokens:
@@ -336,7 +335,7 @@ class TargetWorker:
         if self._trace.keeps:
             self._trace.span("device", "verify", began_s, step.ended_s, rows=rows)
         for one, _ in [*prefill, *trees]:
-            one.first_step_s = one.first_step_s or began_s
+            one.stepped = True
         return Done(step, [one for one, _ in prefill], self._without_broken(outcomes), scored)
 
     def _without_broken(self, outcomes: list[Outcome]) -> list[Outcome]:
@@ -385,13 +384,12 @@ class TargetWorker:
 
     def _end_if_over(self, one: Sequence) -> None:
         if one.over:
-            one.first_step_s = one.first_step_s or self._clock()  # all of its prompt may be cached: it needs no step
             self._telling.prompt(one, None, "length")
             self._end(one)
 
-    def _arrive(self, number: int, request: Request, sink: Sink, arrived_s: float, rule: Rule | None) -> None:
+    def _arrive(self, number: int, request: Request, sink: Sink, rule: Rule | None) -> None:
         try:
-            one = Sequence.begin(number, request, sink, arrived_s, self.following, self._spans, rule)
+            one = Sequence.begin(number, request, sink, self.following, self._spans, rule)
         except Exception as error:  # its reader hears of it, and nobody else
             self._log.exception("request not begun", session=number, answer_id=request.request_id)
             self._metrics.request("failed")

@@ -75,7 +75,6 @@ class Sequence:
     number: int
     request: Request
     sink: Sink
-    arrived_s: float
     followed: Followed  # its tokens, tree, drafter and decisions
     history: TokenHistory | None
     span: Span | None
@@ -86,15 +85,15 @@ class Sequence:
     match: Match | None = None
     cached_tokens: int = 0
     bare: bool = False  # nothing but its choice is asked of its logits, and nothing changes or filters them
-    first_step_s: float | None = None
+    stepped: bool = False  # a step has computed something of it
     told: bool = False  # its reader has had a piece
     scored: int = 0  # rows of its prompt, each of which scores the token behind it
     array: NDArray[np.int64] = field(default_factory=lambda: NOTHING)  # its tokens, until they are computed
     blocks: list[int] = field(default_factory=list)  # hashes of its first SHARED tokens, of twice as many, and so on
 
     @staticmethod
-    def begin(number: int, request: Request, sink: Sink, arrived_s: float, following: Following,
-              spans: Spans | None, rule: Rule | None = None) -> Sequence:
+    def begin(number: int, request: Request, sink: Sink, following: Following, spans: Spans | None,
+              rule: Rule | None = None) -> Sequence:
         """An answer that waits for its turn."""
         prompt = len(request.tokens) - request.answered
         span = None if spans is None else spans.begin("target.answer", request.trace, prompt=prompt,
@@ -105,7 +104,7 @@ class Sequence:
                                   request.speculate, "" if span is None else span.parent)
         bare = (not (asked.path_dependent or asked.logit_bias) and (asked.greedy or not is_filtered(asked))
                 and rule is None and request.top_logprobs is None)
-        return Sequence(number, request, sink, arrived_s, followed, history, span, rule, bare=bare)
+        return Sequence(number, request, sink, followed, history, span, rule, bare=bare)
 
     @property
     def tokens(self) -> list[int]:

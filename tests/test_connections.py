@@ -7,7 +7,7 @@ import json
 import random
 import resource
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,16 +22,17 @@ from router_service import connection
 from router_service.connection import Room
 from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
-from slipstream.base.errors import CapacityError, Unavailable
+from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from slipstream.base.guests import Guests, network_of
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.chat import ChatOptions, Delta, Message
 from slipstream.wire.bodies import Bodies
 from slipstream.wire.channel import RULES
 from slipstream.wire.client import AsyncClient
-from slipstream.wire.inference import Front, InferenceServicer
+from slipstream.wire.inference import Front, InferenceServicer, decode_delta, encode_chat
 from slipstream.wire.server import GrpcServer
 from tests.echo import EchoTarget
+from tests.loop import eventually
 from tests.routing import COMPLETIONS, routing
 
 pytestmark = pytest.mark.usefixtures("servers_end")
@@ -386,6 +387,32 @@ async def test_requests_over_grpc_that_are_here_count_until_they_are_answered() 
         assert await client.models() == ["tiny"]
 
 
+async def test_who_says_little_over_grpc_is_heard_beside_large_requests_that_are_here() -> None:
+    class Waits(Lists):
+        def __init__(self) -> None:
+            self.here, self.go = 0, asyncio.Event()
+
+        async def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions
+                       ) -> AsyncGenerator[Delta, None]:
+            self.here += 1
+            await self.go.wait()
+            yield Delta("b", finish="stop")
+
+    waits = Waits()
+    large = encode_chat("", (Message("user", "x" * 80),), ChatOptions())
+    async with grpc_door(waits, 1000) as (client, channel):
+        asked = [begun(channel) for _ in range(10)]
+        for call in asked:
+            await call.write(large)
+        await eventually(lambda: waits.here == 10)
+        assert await asyncio.gather(*(client.models() for _ in range(20))) == [["tiny"]] * 20
+        refused = begun(channel)
+        await refused.write(large)
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        waits.go.set()
+        assert [decode_delta(await call.read()).text for call in asked] == ["b"] * 10
+
+
 async def test_many_requests_over_grpc_at_once_take_turns() -> None:
     async with grpc_door(Lists(), 100, slow_s=60.0) as (client, _):
         assert await asyncio.gather(*(client.models() for _ in range(200))) == [["tiny"]] * 200
@@ -403,6 +430,32 @@ async def test_so_many_requests_over_grpc_wait_for_room_and_the_newest_goes_on_f
             await client.models()
         held.cancel()
         assert await asyncio.gather(*waiting) == [["tiny"]] * 2
+
+
+async def test_who_comes_while_a_request_over_grpc_runs_out_of_time_waits_for_its_room() -> None:
+    """He got an error of ours, and the room that he had waited for was nobody's for ever."""
+    bodies = Bodies(100, 100, slow_s=0.0)
+
+    async def silent() -> bytes:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.1)  # to be cancelled takes a moment
+        return b""
+
+    async def hello() -> bytes:
+        return b"hello"
+
+    async def size(read: Callable[[], Awaitable[bytes]], within_s: float) -> int:
+        async with bodies.held(read, within_s, len) as length:
+            return length
+
+    late = asyncio.create_task(size(silent, 0.05))
+    await asyncio.sleep(0.1)
+    assert await size(hello, 10.0) == 5
+    with pytest.raises(InvalidRequest, match="did not arrive"):
+        await late
+    assert await size(hello, 0.1) == 5
 
 
 def test_few_open_files_leave_room_for_few(monkeypatch: pytest.MonkeyPatch) -> None:

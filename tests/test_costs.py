@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import re
+import sys
 import threading
 import tracemalloc
 import weakref
@@ -403,6 +404,43 @@ def test_ids_that_wait_take_no_more_than_they_came_in() -> None:
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert kept and taken < 1.2 * 4 * len(ids), taken
+
+
+LONG = "a" * 300_000
+CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": {
+    "name": "f", "arguments": json.dumps({f"{i:06d}": i for i in range(18_000)})}}]}
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    (CHAT, {"messages": [{"role": "user", "content": f"{LONG}\U0001f600"}]}),
+    (CHAT, {"messages": [*HELLO, CALLED]}),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "text", "of no use": list(range(300, 60_000))}}),
+    (COMPLETIONS, {"prompt": f"{LONG}\U0001f600"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": f"{LONG}\U0001f600"}], "max_tokens": 9}),
+])
+async def test_what_waits_takes_no_more_than_it_came_in(path: str, body: dict[str, Any], tiny_folder: Path) -> None:
+    """A character beyond 16 bits makes four bytes of each other of a text, and names and numbers fifty."""
+    sent, echo = json.dumps(body, ensure_ascii=False).encode(), EchoTarget(stall_after=0)
+    async with routing(tiny_folder, echo, max_in_flight=1) as r:
+        asked = [asyncio.ensure_future(r.post(CHAT, messages=HELLO))]
+        await eventually(lambda: echo.stalled == 1)
+        tracemalloc.start()
+        asked += [asyncio.ensure_future(r.http.post(path, content=sent)) for _ in range(2)]
+        await eventually(lambda: r.service.gateway.admission.queued == 2)
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        for one in asked:
+            one.cancel()
+    assert taken < 2 * 1.3 * len(sent) + 500_000, (taken, len(sent))
+
+
+async def test_tokens_of_a_prompt_take_four_bytes_each_while_it_is_answered(tiny_folder: Path) -> None:
+    echo = EchoTarget()
+    echo.context = 10_000
+    async with routing(tiny_folder, echo) as r:
+        assert (await r.post(COMPLETIONS, prompt="a" * 5000, max_tokens=1)).status_code == 200
+    assert sys.getsizeof(echo.requests[0].tokens) < 4.1 * 5000
 
 
 async def test_of_a_response_s_body_only_what_counts_is_kept_while_it_is_answered(tiny_folder: Path) -> None:

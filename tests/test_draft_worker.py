@@ -317,6 +317,24 @@ def test_room_is_bounded_and_comes_back() -> None:
     assert isinstance(growth, Growth) and growth.session == 3
 
 
+def test_a_host_of_many_streams_has_its_share_of_the_places() -> None:
+    """One that had a stream for each session left another a single one."""
+    bench = Bench(max_sessions=8)
+    crowd = [Listener(f"ipv4:10.0.0.1:{port}") for port in range(12)]
+    other = Listener("ipv4:10.0.0.2:7")
+    for session in range(1, 5):
+        bench.deliver(opened(session), peer=other)
+    for peer in crowd:
+        bench.deliver(opened(1), peer=peer)
+    told = bench.deliver(*(commit(10, 3, session=session) for session in range(1, 5)), peer=other)
+    assert [type(item) for item in told] == [Growth] * 4
+    for session in range(5, 9):
+        bench.deliver(opened(session), peer=other)
+    assert bench.open_sessions == 8
+    answered = [bench.deliver(commit(10, 3), peer=peer) for peer in crowd]
+    assert sum(isinstance(item, Growth) for told in answered for item in told) == 4, "and has it"
+
+
 def test_a_lease_ends_for_sessions_that_nobody_speaks_of() -> None:
     bench = Bench()
     bench.deliver(opened(1), opened(2))

@@ -153,6 +153,10 @@ def test_resolve_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         prepare("gpt-99", tmp_path / "x")
     with pytest.raises(ModelError, match="give the folder of safetensors"):
         prepare(str(tmp_path / "model.Q4_1.gguf"))
+    (tmp_path / "of_gguf").mkdir()
+    (tmp_path / "of_gguf" / "model.Q4_1.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"of_gguf/model\.Q4_1\.gguf: a GGUF file is no model here"):
+        resolve(tmp_path / "of_gguf")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"a model's folder is served as it is.*model\.path.*--dtype"):
         prepare(str(tmp_path))

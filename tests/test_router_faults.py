@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -160,6 +161,16 @@ async def test_answers_of_one_request_that_wait_for_their_turn_are_no_slow_first
         page = await r.metrics()
     (count,) = re.findall(r"^slipstream_time_to_first_token_seconds_count{.*} (\S+)$", page, re.MULTILINE)
     assert float(count) == 1
+
+
+async def test_what_cannot_be_read_is_counted_over_grpc_as_over_http(tiny_folder: Path) -> None:
+    async with (routing(tiny_folder, EchoTarget()) as r,
+                grpc.aio.insecure_channel(f"127.0.0.1:{r.service.grpc_port}") as channel):
+        assert (await r.http.post(CHAT, content=b"{")).status_code == 400
+        call = channel.stream_stream("/slipstream.v1.InferenceService/Chat")()
+        await call.write(b"\xff\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await r.codes())[400] == 2
 
 
 async def test_targets_that_fail(tiny_folder: Path) -> None:

@@ -144,7 +144,7 @@ def test_every_metric_is_on_a_board() -> None:
 def test_boards_load_anywhere(board: Dashboard) -> None:
     found = json.loads(board.json())
     assert "__inputs" not in found and len({panel["id"] for panel in found["panels"]}) == len(found["panels"])
-    assert [v["name"] for v in found["templating"]["list"]] == ["datasource", "namespace", "model"]
+    assert [v["name"] for v in found["templating"]["list"]] == ["datasource", "namespace", "release", "model"]
     taken: set[tuple[int, int]] = set()
     for panel in found["panels"]:
         place = panel["gridPos"]
@@ -157,7 +157,7 @@ def test_boards_load_anywhere(board: Dashboard) -> None:
 
 def test_promql_parses(tmp_path: Path) -> None:
     rules = [{"record": f"x:{i}", "expr": re.sub(r"\$__rate_interval", "5m", expression).replace("$namespace", ".*")
-              .replace("$model", ".*")}
+              .replace("$model", ".*").replace("$release", ".*")}
              for i, expression in enumerate(e for _, panel in PANELS for e in panel.expressions())]
     file = tmp_path / "rules.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": rules}]}))
@@ -238,6 +238,23 @@ def test_another_release_of_the_same_model_hides_nothing(tmp_path: Path) -> None
         "podMetricsEndpoints"]
     assert {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"], "targetLabel": "release"} in (
         endpoint["relabelings"])
+
+
+def test_a_board_of_one_release_shows_no_other_of_its_namespace() -> None:
+    """Its title names one, and it showed the sum of all."""
+    for _, panel in PANELS:
+        for expression in panel.expressions():
+            chosen = SELECTED.findall(expression)
+            assert all('release=~"$release"' in selector for _, selector in chosen), expression
+
+    def current(*changes: str) -> set[str]:
+        boards = [json.loads(text) for one in rendered("cpu", *changes) if "-dashboard-" in one["metadata"]["name"]
+                  for text in one["data"].values()]
+        return {str(variable["current"]["value"]) for board in boards for variable in board["templating"]["list"]
+                if variable["name"] == "release"}
+
+    assert current("--api-versions", "monitoring.coreos.com/v1") == {"['r']"}
+    assert current() == {"$__all"}, "who scrapes otherwise may have no such label"
 
 
 def _case(series: dict[str, str], name: str, moments: list[tuple[int, list[dict[str, object]]]]) -> dict[str, object]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2
+from structlog.testing import capture_logs
 
 from router_service.service import RouterService
 from slipstream.base.config import Config, ModelSection, RouterSection, WireSection
@@ -101,9 +102,11 @@ class Echo:
     down: list = field(default_factory=list)
     items: list = field(default_factory=list)
     faults: list = field(default_factory=list)
+    refused: int = 0
 
     def peer_up(self, peer: object, hello: TargetHello) -> DraftHello:
         if self.refusal:
+            self.refused += 1
             raise self.refusal
         self.up.append(peer)
         return self.hello
@@ -208,6 +211,22 @@ async def test_a_draft_may_refuse_and_is_asked_again() -> None:
     await rig.up()
     assert rig.link.status().problem == ""
     await rig.stop()
+
+
+async def test_a_target_that_is_refused_again_and_again_is_logged_once() -> None:
+    """It asks every ten seconds, for as long as an upgrade or a mistake lasts."""
+    echo = Echo(refusal=PairingError("hidden_size", "made for 128"))
+    with capture_logs() as lines:
+        rig = await Rig.start(echo, refused_retry_s=0.02)
+        await eventually(lambda: echo.refused > 3)
+        echo.refusal = PairingError("hidden_size", "made for 256")
+        await eventually(lambda: echo.refused > 6)
+        echo.refusal = None
+        await rig.up()
+        await rig.stop()
+    told = [line["problem"] for line in lines if line["event"] == "target stream ended"
+            and line["log_level"] == "warning"]
+    assert told == ["hidden_size: made for 128", "hidden_size: made for 256"]
 
 
 async def test_reconnects_after_the_draft_restarts() -> None:

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 SELECTORS = {
-    "$router": 'service="router",namespace=~"$namespace",model=~"$model"',
-    "$target": 'service="target",namespace=~"$namespace",model=~"$model"',
-    "$draft": 'service="draft",namespace=~"$namespace"',  # its model is its own
-    "$any": 'namespace=~"$namespace",model=~"$model"',
+    "$router": 'service="router",namespace=~"$namespace",release=~"$release",model=~"$model"',
+    "$target": 'service="target",namespace=~"$namespace",release=~"$release",model=~"$model"',
+    "$draft": 'service="draft",namespace=~"$namespace",release=~"$release"',  # its model is its own
+    "$any": 'namespace=~"$namespace",release=~"$release",model=~"$model"',
 }
 COLUMNS = 24
 
@@ -91,7 +91,7 @@ class Dashboard:
             "timezone": "browser",
             "links": [{"type": "dashboards", "tags": ["slipstream"], "title": "Slipstream", "asDropdown": True,
                        "includeVars": True, "keepTime": True}],
-            "templating": {"list": [_datasource(), _variable("namespace"), _variable("model")]},
+            "templating": {"list": [_datasource(), *map(_variable, ("namespace", "release", "model"))]},
             "panels": [{"id": number, **_shown(one, {"x": x, "y": y, "w": one.width, "h": one.height})}
                        for number, (one, x, y) in enumerate(self.placed(), 1)],
         }, indent=1) + "\n"

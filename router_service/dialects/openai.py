@@ -20,11 +20,10 @@ Format: the OpenAI API, with vLLM's extensions and ``speculate``. It knows nothi
 
 from __future__ import annotations
 
-import difflib
 import re
 import secrets
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -42,7 +41,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from router_service.dialects.fields import INERT, REFUSED, Refused
+from router_service.dialects.fields import REFUSED, Unknown, known
 from router_service.dialects.formats import READERS, grammar_of
 from router_service.dialects.problems import refusal_of
 from router_service.dialects.prompts import Prompts
@@ -71,8 +70,6 @@ MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their
 MAX_DEPTH = 128
 OPENING, CLOSING = b"[{", b"]}"
 OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING + b'"'))
-MAX_UNKNOWN = 64  # names of one request
-TOLD_NAMES, NAME_CHARS = 8, 64
 PLACE = "\x00text\x00"
 
 
@@ -268,14 +265,15 @@ class Generation(Strict):
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
         if given.get("top_p") == 0:  # of what is likeliest, the first
             given |= {"temperature": 0.0, "top_p": 1.0}
+        seed = None if self.seed == -1 else self.seed  # -1: a random one, as for vLLM and llama.cpp
         sampling = Sampling(**{"temperature": 1.0, **given}, top_k=max(self.top_k or 0, 0),
                             logit_bias=_biases(self.logit_bias or {}),
                             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
-                            seed=secrets.randbits(64) if self.seed is None else self.seed % SEEDS)
+                            seed=secrets.randbits(64) if seed is None else seed % SEEDS)
         binding = {name: value for name in READERS if (value := getattr(self, name)) is not None}
         bound_by, grammar = (grammar_of(binding) if binding else None) or ("", None)
         return Options(
-            sampling, max_tokens, seeded=self.seed is not None, n=self.n or 1,
+            sampling, max_tokens, seeded=seed is not None, n=self.n or 1,
             stop=tuple(filter(None, self.stop or ())), keep_stop=bool(self.include_stop_str_in_output),
             show_specials=self.skip_special_tokens is False, top_logprobs=top_logprobs,
             token_ids=bool(self.return_token_ids), by_ids=bool(self.return_tokens_as_token_ids),
@@ -314,57 +312,7 @@ def _biases(raw: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     for key in raw:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise InvalidRequest("logit_bias", "keys must be token ids")
-    biases = {int(key): float(bias) for key, bias in raw.items()}
-    return tuple(sorted(biases.items()))
-
-
-class Unknown:
-    """The fields of one request that nobody knows: refused by name where it is ``strict``, else left out and kept by
-    name."""
-
-    __slots__ = ("_at", "_names", "_place", "_strict")
-
-    def __init__(self, strict: bool) -> None:
-        self._strict = strict
-        self._names: set[str] = set()
-        self._at = self._place = ""  # the latest, and how it is told: once for all fields of an object
-
-    def __iter__(self) -> Iterator[str]:
-        """The first few names, fit for a header and a log."""
-        return iter(sorted({re.sub(r"[^\w.\[\]-]", "?", name[:NAME_CHARS], flags=re.ASCII)
-                            for name in self._names})[:TOLD_NAMES])
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
-
-    def met(self, name: str, at: str, known: Collection[str]) -> None:
-        """``name`` is not ``known`` at the place ``at``. Raises InvalidRequest."""
-        if self._strict:
-            near = difflib.get_close_matches(name[:NAME_CHARS], known, n=1, cutoff=0.6)
-            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
-            raise InvalidRequest((at + name)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
-        if at != self._at:
-            self._at, self._place = at, re.sub(r"\[\d+\]", "[]", at)
-        self._names.add(self._place + name[:NAME_CHARS])
-        if len(self._names) > MAX_UNKNOWN:
-            raise InvalidRequest((at + name)[:200] or "body", f"is one of more than {MAX_UNKNOWN} unknown fields",
-                                 "unknown_parameter")
-
-
-def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[str, Refused], unknown: Unknown,
-          at: str = "") -> dict[str, Any]:
-    """What of ``raw``, an object at the place ``at``, is ``honoured``. Raises InvalidRequest for the first field that
-    is ``refused``."""
-    kept = {}
-    for name, value in raw.items():
-        if name in honoured:
-            kept[name] = value
-        elif name in refused:
-            if refused[name].asks(value):
-                raise InvalidRequest(at + name, f"is not served here; {refused[name].advice}", "unsupported_parameter")
-        elif at or name not in INERT:
-            unknown.met(name, at, honoured)
-    return kept
+    return tuple(sorted({int(key): float(bias) for key, bias in raw.items()}.items()))
 
 
 def read_body(data: bytes | bytearray) -> Json:
@@ -501,11 +449,24 @@ class Asked:
     endpoint: str
     model: str
     options: Options
-    messages: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
-    prompts: Sequence[str | Sequence[int]] = field(default=(), repr=False)
+    messages: Sequence[Mapping[str, Any]] | bytes = field(default=(), repr=False)  # or as JSON
+    prompts: Sequence[str | bytes | Sequence[int]] = field(default=(), repr=False)  # texts, too, may be UTF-8
     begun: Begun | None = None  # of its only answer
     turn: Turn = ASSISTANT
     add_special_tokens: bool = True  # to prompts that are texts
+    num_chars: int | None = None  # ``size``, where it is known
+
+    def packed(self) -> Asked:
+        """What may wait for long, as it came: one character beyond 16 bits makes four bytes of each other of its text,
+        and objects of JSON take ten times what they are written in."""
+        written = orjson.dumps(self.messages) if self.messages else b""  # in sixteen times the room
+        return replace(self, messages=bytes(memoryview(written)), num_chars=self.size,
+                       prompts=[prompt.encode() if isinstance(prompt, str) else prompt for prompt in self.prompts])
+
+    def unpacked(self) -> Asked:
+        """With its prompts as texts."""
+        return replace(self, prompts=[prompt.decode() if isinstance(prompt, bytes) else prompt
+                                      for prompt in self.prompts])
 
     def again(self, seed: int, identity: str) -> Asked:
         """For the very answer that this seed gave, by whose tag that is."""
@@ -525,6 +486,9 @@ class Asked:
     @property
     def size(self) -> int:
         """Characters and token ids."""
+        if self.num_chars is not None:
+            return self.num_chars
+        assert not isinstance(self.messages, bytes)
         begun = 0 if self.begun is None else len(self.begun.tokens)
         words = sum(MESSAGE + len(word) for word in self.options.bad_words)  # each is spelt by itself
         given = sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _num_bytes(self.turn.names)
@@ -537,12 +501,12 @@ class Job:
 
     endpoint: str
     model: str
-    prompts: tuple[tuple[int, ...], ...] = field(repr=False)
+    prompts: tuple[Sequence[int], ...] = field(repr=False)
     max_tokens: tuple[int, ...]  # one a prompt
     options: Options
     vocab_size: int
     continues: bool = False  # the answers go on from the prompts, not a turn of their own
-    begun: tuple[int, ...] = field(default=(), repr=False)  # tokens of the only answer that its client has
+    begun: Sequence[int] = field(default=(), repr=False)  # tokens of the only answer that its client has
     identity: Identity | None = None  # whose answer it is to be; None: anybody's
     shown: tuple[str, ...] = field(default=(), repr=False)  # the prompts as texts, where they are echoed
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import Refused, object_of, others, parts_left, result_of, text_of
+from router_service.dialects.fields import Refused, legible, object_of, others, parts_left, result_of, text_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -95,7 +95,9 @@ def _messages(at: str, item: Any, unseen: dict[str, bool]) -> Iterator[Json]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
-        yield {"role": role, "content": text_of(f"{at}.content", item.get("content"))}
+        said = item.get("content")
+        yield {"role": role, "content": text_of(
+            f"{at}.content", list(map(legible, said)) if isinstance(said, list) else said)}
     elif kind == "function_call":
         call = {"id": as_written(item.get("call_id"), CALL), "type": "function",
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
@@ -143,8 +145,8 @@ def told_again(asked: Mapping[str, Any]) -> Json:
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice["tools"] if isinstance(choice.get("tools"), list) else []
         choice = {"type": "allowed_tools", "mode": choice.get("mode"), "tools": [
-            {"type": "function", "name": tool.get("name")} for tool in allowed
-            if isinstance(tool, dict) and tool.get("type") == "function"]}
+            {name: tool[name] for name in ("type", "name") if name in tool}
+            for tool in allowed if isinstance(tool, dict)]}
     elif isinstance(choice, dict):
         choice = {"type": "function", "name": choice.get("name")}
     functions = [tool for tool in tools if tool.get("type") == "function"]

@@ -22,18 +22,15 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects.formats import made
+from router_service.dialects.formats import NAMES, NOTES, VALUES, made
 from router_service.text.readings import turns_of
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
 
 MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
-ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else"})  # where else a schema has properties
-NAMES = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})  # of schemas
-VALUES = frozenset({"const", "enum"})  # no schemas, whatever they look like
-# For who reads a schema: of many tools they are most of it, and a grammar has only so many bytes.
-NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
+# Where else a schema has properties.
+ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "dependencies"})
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
 LEFT_OUT: Json = {"description": "", "parameters": {"type": "object", "properties": {}}}  # of a function without
@@ -155,7 +152,7 @@ def _closed(schema: Mapping[str, Any]) -> Json:
     known = names if isinstance(names, dict) else {}
     others = isinstance(required, list) and any(isinstance(name, str) and name not in known for name in required)
     closed = {} if others or ELSEWHERE & schema.keys() else {"additionalProperties": False}
-    return {**closed, **schema, "type": "object"}
+    return {**closed, **{key: value for key, value in schema.items() if key != "nullable"}, "type": "object"}
 
 
 def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:

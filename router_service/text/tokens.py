@@ -51,6 +51,7 @@ MAX_TEXTS = 8 << 21  # characters or token ids of one that wait: a body of 2 MiB
 LARGE_BODY = 1 << 16  # bytes: two milliseconds of the event loop at worst
 PAUSE_S = 0.005  # a token takes several turns of the loop from its target to its client
 Made = TypeVar("Made")
+Messages = Sequence[Mapping[str, Any]] | bytes  # or as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +83,12 @@ class ChatTemplate:
         self.toolless = False  # whether it writes nothing of the tools that it is given
         self.process = self._started()  # another one where it has ended
 
-    def render(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT) -> list[str]:
+    def render(self, messages: Messages, turn: Turn = ASSISTANT) -> list[str]:
         """The prompt in order: plain text, the text of a special token that must not become the token, plain text, and
         so on. Raises InvalidRequest("messages") for messages that the template refuses, or that take more than the
         limits; blocks meanwhile."""
-        asked = json.dumps([messages, turn.begun, turn.continued, turn.names]).encode()
+        given = messages if isinstance(messages, bytes) else json.dumps(messages).encode()
+        asked = b"[%b,%b]" % (given, json.dumps([turn.begun, turn.continued, turn.names]).encode()[1:-1])
         with self._lock:
             if self.process.ended:
                 self.process = self._restarted()
@@ -167,8 +169,7 @@ class TextCodec:
         InvalidRequest("prompt"), also for more tokens than there is ``room`` for."""
         return self._encode([text], "prompt", add_special_tokens, room)[0]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT,
-             room: int | None = None) -> list[int]:
+    def chat(self, messages: Messages, turn: Turn = ASSISTANT, room: int | None = None) -> list[int]:
         """The tokens of a conversation, as ``turn`` has it. Raises InvalidRequest("messages")."""
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; send a prompt to /v1/completions")

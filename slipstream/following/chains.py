@@ -44,7 +44,7 @@ GREEDY = Sampling()
 SWITCH = "slipstream"  # what a request says of drafts stands under it
 PLAIN = "plain"  # there: plain decoding, which tells what steps cost and earns time for probes
 TOLD = 64  # problems that are told, so that one with a number in it does not fill the log
-OVER = 4096  # requests whose end is remembered: what is said of one may come behind it
+OVER = 4096  # requests whose end is remembered, as what is said of one may come behind it; and what was said of others
 
 
 @value
@@ -64,6 +64,7 @@ class Row:
     depth: int | None = None  # of the deepest that this step verified; None: they were a chain
     trace: Any = None  # the traceparent that its drafts continue, if its user gave one
     most: int | None = None  # draft tokens that its next step can verify rightly; None: any
+    over: bool = False  # what was committed ends it: it has no next step, and nobody is asked for one
 
 
 class States(Protocol):
@@ -157,6 +158,8 @@ class Chains:
         has no effect after its end."""
         if request not in self._over:
             self._allowed[request] = allowed
+            if len(self._allowed) > OVER:  # one that another engine of the same target runs never ends here
+                del self._allowed[next(iter(self._allowed))]
         if (one := self._sessions.get(request)) is not None:
             one.allow(allowed, self._clock())
 
@@ -239,7 +242,7 @@ class Chains:
             one = self._sessions.get(row.request)
             if one is not None and one.side.base + len(row.new) == row.length:
                 goes_on[one.session] = row, one
-            else:
+            elif not row.over:
                 opens.add(row.request)
 
         def failed(session: int, error: Exception) -> None:  # rule 2
@@ -251,14 +254,15 @@ class Chains:
             self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value,
                                    record.outcome == LOOKED_UP, record.late))
         if opens or self._states is not None:
-            return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
-        return [self._sessions.get(row.request) if row is not None else None for row in rows]
+            return [self._ready(row, row.request in opens, step) if row is not None and not row.over else None
+                    for row in rows]
+        return [self._sessions.get(row.request) if row is not None and not row.over else None for row in rows]
 
     def _verified(self, row: Row, one: Followed) -> Verified:
         newest = self._states.newest(row.request) if self._states is not None and one.reads else None
         drafted, accepted = row.drafted, len(row.new) - 1
         return Verified(one.session, row.new, drafted, accepted if accepted < drafted else drafted,
-                        drafted if row.depth is None else row.depth, "", newest)
+                        drafted if row.depth is None else row.depth, "stop" if row.over else "", newest)
 
     def _ready(self, row: Row, opens: bool, step: Step) -> Followed | None:
         """Its session, with the states that it lacks."""

@@ -24,9 +24,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
+from slipstream.grammar.conditions import by_value
 from slipstream.grammar.exclusive import any_of, meant
 from slipstream.grammar.matcher import Ends, Matcher
-from slipstream.grammar.patterns import without_lookaheads
+from slipstream.grammar.patterns import NARROWER, OF_FORMATS, without_lookaheads
 from slipstream.grammar.presence import by_properties
 from slipstream.protocol.grammar import Grammar
 
@@ -40,6 +41,8 @@ MOST_WRITTEN = 1 << 16  # bytes of values of names that are listed
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 OF_A_URI = "#/?!$&'()*+,;=:@%"
 INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
+LEAVES = frozenset({"pattern", "multipleOf"})
+OF_A_LEAF = frozenset({*LEAVES, *BOUNDS, "type", "format", "minLength", "maxLength"})
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
 # Those that JSON Schema has: any other one is a note for readers, and binds nobody.
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4",
@@ -100,9 +103,10 @@ class Vocabulary:
 
 def _limits(said: int) -> LLParserLimits:
     """Of an answer of so many tokens."""
-    # Measured: a schema of 200 properties has 807 items in a row, and nothing common a tenth of the others. What is
-    # ambiguous without end takes 15 ms for the mask that breaks the limit.
-    return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_lexer_fuel=50_000,
+    # Measured: a schema of 200 properties has 807 items in a row. What is ambiguous without end takes 20 ms for the
+    # mask that breaks the limit; a quarter of the step's fuel is too little for an address (^[^\s@]+@[^\s@]+\.[^\s@]+$)
+    # of at most 320 characters.
+    return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=300_000, step_lexer_fuel=200_000,
                           step_max_items=3000, max_lexer_states=STATES + MORE * said, max_grammar_size=50_000,
                           verbose_errors=False)
 
@@ -156,7 +160,9 @@ def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
 def restate(schema: dict[str, Any]) -> bool:
     """Write ``schema`` so that llguidance knows it, where that means the same, and without what it refuses although it
     binds nobody. Returns whether there was any."""
-    changed = False
+    parts, changed = [*_parts(schema)], False
+    for part in parts if not any("$id" in part for part in parts[1:]) else ():  # what refers to itself there is another
+        changed = by_value(schema, part) or changed
     for part in _parts(schema):
         changed = by_properties(part) or changed
     changed = any_of(schema, _parts(schema)) or changed
@@ -167,6 +173,21 @@ def restate(schema: dict[str, Any]) -> bool:
         del part[name]
     named = [_named(schema, part) for part in reversed([*_parts(schema)])]
     return changed or bool(notes) or any(named)
+
+
+def leaves(grammar: Grammar) -> list[tuple[str, Grammar]]:
+    """What of a schema may cost much wherever an answer comes to it, by itself, and its name."""
+    found: dict[str, str] = {}
+    for part in _parts(json.loads(grammar.source)) if grammar.kind == "json_schema" else ():
+        if isinstance(names := part.get("patternProperties"), dict):
+            closed = part.get("additionalProperties") is False
+            alone: dict[str, Any] = {"type": "object", "patternProperties": dict.fromkeys(names, True),
+                                     "additionalProperties": not closed}
+            found[json.dumps(alone)] = f"patternProperties {', '.join(names)}"
+        for name in LEAVES & part.keys():
+            alone = {key: part[key] for key in OF_A_LEAF & part.keys()}
+            found[json.dumps(alone)] = f"{name} {part[name]}"
+    return [(what, Grammar("json_schema", source)) for source, what in found.items()]
 
 
 def _named(whole: dict[str, Any], part: dict[str, Any]) -> bool:
@@ -194,6 +215,13 @@ def _reworded(part: dict[str, Any]) -> bool:
     if "not" in part and (part["not"] == {} or part["not"] is True):  # nothing, as Go and Zod write it
         del part["not"]
         part["enum"], changed = [], True
+    if part.get("nullable") is True and isinstance(kind := part.get("type"), str) and kind != "null":
+        part["type"], changed = [kind, "null"], True  # as OpenAPI 3.0 has it, which knows no list of types
+    if isinstance(form, str) and form in OF_FORMATS and "pattern" not in part:
+        part["pattern"], changed = OF_FORMATS[form], True
+        del part["format"]
+    if isinstance(form, str) and form in NARROWER:
+        part["format"], changed = NARROWER[form], True
     if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
         part["pattern"], changed = EXACTLY[form], True
     elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands

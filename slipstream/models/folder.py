@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,6 +53,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 LFS = b"version https://git-lfs.github.com/spec/"  # begins what stands for a file in a clone without Git LFS
 # Of a model folder: what its answers depend on. Pickles are read by other engines alone.
 ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
+SOURCES = (".cpp", ".h", ".py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,9 @@ def resolve(name_or_path: str | Path) -> Path:
         raise ModelError(f"model {name} is not prepared in {prepared}; run: slipstream models prepare {name}")
     if name in HEADS:
         return packaged_head(HEADS[name])
-    if folder.is_dir():
+    if folder.is_dir() and (file := next(folder.glob("*.gguf"), None)) is not None:
+        name = str(file)
+    elif folder.is_dir():
         raise ModelError(f"{folder}: no config.json in this folder; a model folder has config.json, tokenizer.json "
                          "and safetensors")
     if name.endswith(".gguf"):
@@ -317,6 +321,15 @@ def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
         raise ModelError(f"{folder}: cannot be read: {error}") from error
     return hashlib.sha256(repr([(path.name, digest) for path, digest in zip(files, digests, strict=True)]).encode()
                           ).hexdigest()
+
+
+@cache
+def code_digest(root: Path, folders: tuple[str, ...]) -> str:
+    """Of what computes and chooses tokens there: two commits of one release may do it otherwise."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SOURCES):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def made_for(folder: Path) -> str:

@@ -12,7 +12,7 @@ It knows nothing about HTTP, gRPC, tokenizers or engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ class Begun:
     computed from its start."""
 
     identity: str
-    tokens: tuple[int, ...] = field(repr=False)
+    tokens: Sequence[int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

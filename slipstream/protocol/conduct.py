@@ -43,6 +43,15 @@ def giver(holders: Iterable[Whose], newcomer: Whose) -> Whose | None:
     return most if held[most] >= held[newcomer] + 2 else None
 
 
+def giver_of_hosts(holders: Sequence[Whose], newcomer: Whose, host: Callable[[Whose], str]) -> Whose | None:
+    """As ``giver``, among hosts first: one with a stream for each place has them all. Of a host who has most gives."""
+    crowd = giver(map(host, holders), host(newcomer))
+    if crowd is not None:
+        return Counter(one for one in holders if host(one) == crowd).most_common(1)[0][0]
+    own = [one for one in holders if host(one) == host(newcomer)]
+    return giver(own, newcomer) if own else None
+
+
 class Allowance:
     """What a draft may say on one stream, counted in items, and how many of them may be growths."""
 

@@ -12,6 +12,7 @@ It knows nothing about HTTP, gRPC or engines.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
@@ -106,7 +107,7 @@ class Request:
     target refuses with ModelChanged. None: any target may."""
 
     request_id: str
-    tokens: tuple[int, ...] = field(repr=False)
+    tokens: Sequence[int] = field(repr=False)
     sampling: Sampling
     max_tokens: int
     top_logprobs: int | None = None
@@ -141,8 +142,10 @@ class Request:
         """The request for the rest of the answer, after its first ``tokens``."""
         if not tokens:
             return self
-        return replace(self, tokens=(*self.tokens, *tokens), answered=self.answered + len(tokens),
-                       prompt_logprobs=None)
+        whole: Sequence[int] = (*self.tokens, *tokens)
+        if isinstance(self.tokens, array):
+            whole = array("i", whole)
+        return replace(self, tokens=whole, answered=self.answered + len(tokens), prompt_logprobs=None)
 
 
 def needs_of(grammar: Grammar | None, prompt_logprobs: int | None, logprobs_mode: LogprobsMode,
@@ -271,7 +274,6 @@ class Piece(NamedTuple):
     wait_s: float = 0.0  # what this session waited for its drafter before the step
     state: State = "speculate"
     cached_tokens: int = 0  # of the prompt; in the first piece
-    queue_s: float = 0.0  # arrival to first step; in the first piece
     lossy: bool = False  # accept thresholds below 1 were applied to it
     plain_s: float = 0.0  # what the step would have taken without anybody's drafter; 0: unknown, or looked up
     prompt: PromptScores | None = None

@@ -191,8 +191,8 @@ def _fill_piece(wire: target_pb2.GenerateResponse, piece: Piece) -> None:
                           top_logprobs=[logprob for _, logprob in entry.top])
     wire.finish_reason, wire.state = FINISH_NUMBERS[piece.finish], STATE_NUMBERS[piece.state]
     wire.verify_us, wire.wait_us = microseconds(piece.verify_s), microseconds(piece.wait_s)
-    wire.queue_us, wire.plain_us = microseconds(piece.queue_s), microseconds(piece.plain_s)
-    wire.cached_tokens, wire.lossy, wire.late = piece.cached_tokens, piece.lossy, piece.late
+    wire.plain_us, wire.cached_tokens = microseconds(piece.plain_s), piece.cached_tokens
+    wire.lossy, wire.late = piece.lossy, piece.late
     if piece.prompt is not None:
         scores = piece.prompt
         wire.prompt.CopyFrom(target_pb2.PromptScores(
@@ -235,8 +235,8 @@ def _piece_of(wire: target_pb2.GenerateResponse) -> Piece:
         raise RemoteProtocolError("logprobs", "not as many as the tokens")
     return Piece(
         tokens, accepted, wire.drafted, tuple(map(_logprob, entries)) if entries else (), finish, wire.verify_us / 1e6,
-        wire.wait_us / 1e6, state, wire.cached_tokens, wire.queue_us / 1e6, wire.lossy,
-        wire.plain_us / 1e6, _scores_of(wire.prompt) if wire.HasField("prompt") else None, wire.late,
+        wire.wait_us / 1e6, state, wire.cached_tokens, wire.lossy, wire.plain_us / 1e6,
+        _scores_of(wire.prompt) if wire.HasField("prompt") else None, wire.late,
     )
 
 

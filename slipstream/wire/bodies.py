@@ -7,6 +7,8 @@ Rules:
    because the client of an old one may have left. At most ``most_waiting`` wait; more are refused.
 3. While some wait, the request that has been arriving for longest is refused, once that is ``slow_s``. One that has
    arrived whole is never refused.
+4. An eighth of the room is kept for requests that arrive, so that small requests are read beside large ones that are
+   held. A request that turns out larger than a ``SMALLEST`` part of all then is refused.
 
 It knows nothing about what is asked.
 """
@@ -25,6 +27,7 @@ from slipstream.wire.channel import RULES
 T = TypeVar("T")
 MOST_WAITING = 1024
 SLOW_S = 0.5
+SMALLEST = 1024
 FULL = "this server holds as many requests as it can; try again later"
 
 
@@ -35,6 +38,8 @@ class Bodies:
                  slow_s: float = SLOW_S) -> None:
         """longest: bytes of a message."""
         self._free, self._longest, self._most_waiting, self._slow_s = most, longest, most_waiting, slow_s
+        self._small, self._always = most // SMALLEST, most // 8 // longest
+        self._num_coming = 0
         self._waiting: list[asyncio.Future[None]] = []
         self._coming: dict[asyncio.Timeout, float] = {}  # and since when, the oldest first
 
@@ -47,23 +52,25 @@ class Bodies:
         data = await self._read(read, within_s)
         size = len(data)
         try:
-            asked = decode(data)
-            del data  # an answer may take long, and needs it no more
-            yield asked
+            asked = [decode(data)]
+            del data  # an answer may take long, and needs it no more; nor what is made of it, once that is handed on
+            yield asked.pop()
         finally:
             self._give(size)
 
     async def _read(self, read: Callable[[], Awaitable[object]], within_s: float) -> bytes:
-        taken = 0
+        begun, left = False, 0
         try:
             async with asyncio.timeout(within_s) as limit:
                 await self._room()
-                taken = self._longest
+                begun, left = True, self._longest
                 self._coming[limit] = asyncio.get_running_loop().time()
                 data = await read()
             if not isinstance(data, bytes):
                 raise InvalidRequest("request", "is missing")
-            taken -= len(data)
+            if len(data) > self._small and self._free + self._longest < len(data):
+                raise CapacityError(FULL)
+            left -= len(data)
             return data
         except TimeoutError:
             if limit in self._coming:
@@ -71,11 +78,12 @@ class Bodies:
             raise CapacityError(FULL) from None
         finally:
             self._coming.pop(limit, None)
-            self._give(taken)
+            self._num_coming -= begun
+            self._give(left)
 
     async def _room(self) -> None:
-        if self._free >= self._longest:
-            self._free -= self._longest
+        if self._has_room():
+            self._begin()
             return
         if len(self._waiting) >= self._most_waiting:
             raise CapacityError(FULL)
@@ -87,6 +95,7 @@ class Bodies:
                 await asyncio.wait([turn], timeout=self._slow_s)
         except asyncio.CancelledError:
             if turn.done():
+                self._num_coming -= 1
                 self._give(self._longest)
             else:
                 self._waiting.remove(turn)
@@ -94,13 +103,21 @@ class Bodies:
 
     def _give(self, num_bytes: int) -> None:
         self._free += num_bytes
-        while self._waiting and self._free >= self._longest:
-            self._free -= self._longest
+        while self._waiting and self._has_room():
+            self._begin()
             self._waiting.pop().set_result(None)
+
+    def _has_room(self) -> bool:
+        """For one more to come."""
+        return self._free >= self._longest or self._num_coming < self._always
+
+    def _begin(self) -> None:
+        self._free -= self._longest
+        self._num_coming += 1
 
     def _hurry(self) -> None:
         now = asyncio.get_running_loop().time()
         for limit, since in list(self._coming.items())[:1]:
-            if now - since >= self._slow_s:
+            if now - since >= self._slow_s and not limit.expired():
                 del self._coming[limit]
                 limit.reschedule(now)

@@ -63,7 +63,7 @@ class Asked:
         self.name = name
         self._encode = encode
         # The server's choice of a seed would be lost with it.
-        self._options = options if options.seed is not None else replace(options, seed=secrets.randbits(63))
+        self._options = options if options.seed not in (None, -1) else replace(options, seed=secrets.randbits(63))
         self._identity = options.begun.identity if options.begun is not None else ""
         self._tokens = list(options.begun.tokens) if options.begun is not None else []
         self._came: list[Delta] = []  # of the present call

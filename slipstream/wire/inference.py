@@ -185,7 +185,7 @@ def _options_of(wire: inference_pb2.Options) -> ChatOptions:
     values |= {name: tuple(getattr(wire, name)) for name in LISTS}
     return ChatOptions(
         **values, logit_bias=tuple(sorted(wire.logit_bias.items())),
-        begun=Begun(wire.begun.identity, tuple(wire.begun.tokens)) if wire.HasField("begun") else None,
+        begun=Begun(wire.begun.identity, array("i", wire.begun.tokens)) if wire.HasField("begun") else None,
         grammar=decode_grammar(wire.grammar) if wire.HasField("grammar") else None,
         logprobs_mode=logprobs_mode_of(wire.logprobs_mode) if wire.logprobs_mode else None,
         tools=tuple(made(Function, function) for function in wire.tools))
@@ -274,7 +274,10 @@ class InferenceServicer:
     service = INFERENCE_SERVICE
 
     def __init__(self, front_of: Callable[[str, str], Front | None], stall_s: float = STALL_S,
-                 asked_s: float = BODY_S, bodies: Bodies | None = None) -> None:
+                 asked_s: float = BODY_S, bodies: Bodies | None = None,
+                 refused: Callable[[str, Exception], object] = lambda endpoint, error: None) -> None:
+        """refused: is told of what nobody was asked, as it could not be read."""
+        self._refused = refused
         self._front_of, self._stall_s, self._asked_s = front_of, stall_s, asked_s
         self._bodies = bodies or Bodies()
 
@@ -288,21 +291,25 @@ class InferenceServicer:
         """Nothing to do: the front refuses new requests, and every answer ends by itself."""
 
     async def _chat(self, _requests: object, context: Context) -> None:
-        await self._stream(decode_chat, lambda front: front.chat, context)
+        await self._stream("chat", decode_chat, lambda front: front.chat, context)
 
     async def _complete(self, _requests: object, context: Context) -> None:
-        await self._stream(decode_complete, lambda front: front.complete, context)
+        await self._stream("completions", decode_complete, lambda front: front.complete, context)
 
-    async def _stream(self, decode: Callable[[bytes], tuple[*Ts]],
+    async def _stream(self, endpoint: str, decode: Callable[[bytes], tuple[*Ts]],
                       begin: Callable[[Front], Callable[[*Ts], AsyncGenerator[Delta, None]]],
                       context: Context) -> None:
-        front = await self._admit(context)
+        front, read = await self._admit(context), False
         try:
             async with (self._bodies.held(context.read, self._asked_s, decode) as asked,
                         aclosing(begin(front)(*asked)) as deltas):
+                read = True
+                del asked  # who answers keeps what he needs
                 async for delta in deltas:
                     await self._write(encode_delta(delta), context)
         except Exception as error:
+            if not read:
+                self._refused(endpoint, error)
             await abort(context, error)
 
     async def _write(self, data: bytes, context: Context) -> None:

@@ -37,7 +37,7 @@ from slipstream.wire.link import HANDSHAKE_S, MAX_BATCHES, Outbox, Pumps, WireCo
 from slipstream.wire.status import Context, abort
 
 MAX_PEERS = 64
-HOSTS = 256  # that are remembered for having broken the protocol
+HOSTS = 256  # that are remembered for how a stream of theirs ended
 FAREWELL_S = 0.25  # from the beginning of a drain to the end of streams: the engine thread gives its sessions up
 
 
@@ -60,6 +60,7 @@ class DraftServicer:
         self._num_connected = 0
         self._connected = connected
         self._absent: dict[str, tuple[Absence, float]] = {}  # by host: those that broke the protocol, and until when
+        self._ended: dict[str, str] = {}  # by host: with which problem its last stream did
         self._draining = asyncio.Event()
         self._log = logger("wire")
 
@@ -82,7 +83,8 @@ class DraftServicer:
             late = RemoteProtocolError("hello", f"none within {self._handshake_s:g} s")
             await abort(context, CapacityError("another host has this place now") if limit.expired() else late)
         except SlipstreamError as error:
-            self._log.warning("target stream ended", target=context.peer(), problem=str(error))
+            log = self._log.warning if self._is_news(host_of(context), str(error)) else self._log.debug
+            log("target stream ended", target=context.peer(), problem=str(error))
             if isinstance(error, RemoteProtocolError) and not isinstance(error, PairingError):
                 self._leave_alone(host_of(context))
             await abort(context, error)
@@ -105,6 +107,7 @@ class DraftServicer:
         try:
             await context.write(encode_draft_hello(hello))
             self._log.info("target connected", target=peer.name, model=target.model_id)
+            self._ended.pop(host_of(context), None)
             pumps = Pumps(encode_draft_frames, decode_target_frame, hello.incarnation, FrameLimits.of(target, hello),
                           self._max_bytes, self.counts, peer, partial(self._events.received, peer),
                           full=partial(self._events.full, peer))
@@ -126,6 +129,14 @@ class DraftServicer:
             del self._hosts[oldest]
             oldest.reschedule(asyncio.get_running_loop().time())
         self._hosts[limit] = host
+
+    def _is_news(self, host: str, problem: str) -> bool:
+        """Whether its last stream did not end so: one that does not fit comes back every ten seconds."""
+        before = self._ended.pop(host, "")
+        if len(self._ended) >= HOSTS:
+            del self._ended[next(iter(self._ended))]
+        self._ended[host] = problem
+        return problem != before
 
     def _leave_alone(self, host: str) -> None:
         now_s = asyncio.get_running_loop().time()
