@@ -100,7 +100,7 @@ def weight_of(item: Said) -> tuple[int, int]:
 
 
 class Tray:
-    """Of one target."""
+    """The waiting items of one target."""
 
     __slots__ = ("came", "done", "items", "pace", "rests_until_s", "took")
 

@@ -5,7 +5,8 @@ Rules:
    that do not exist. OPTIONS does nothing, and needs none.
 2. Every answer carries ``x-request-id`` (and ``request-id``, as Anthropic's clients read it): the client's if it is a
    decent one, else a new one.
-3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
+3. An unexpected error becomes a plain 500; its type and place are logged, but not its message, which may hold a user's
+   text.
 4. A body's size is limited before it is read, and nothing else is done before it is read.
 5. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
    ``{"error": …}`` followed by ``[DONE]``.

@@ -95,7 +95,7 @@ class Target:
         return not needs or (self.info is not None and set(needs).issubset(self.info.takes))
 
     def fits(self, request: Request) -> bool:
-        """Whether it has the context for all of it, as far as it is known."""
+        """Whether the request fits the target's context, as far as that is known."""
         whole = len(request.tokens) - request.answered + request.max_tokens
         return self.info is None or whole <= self.info.max_context
 
@@ -155,7 +155,7 @@ class Targets:
                 self._log.info("target left" if left else "target back", target=target.name, running=target.in_flight)
 
     def heard(self, target: Target) -> None:
-        """It answered."""
+        """The target answered."""
         self._roster.heard(target.name)
 
     async def sweep(self) -> list[Target]:

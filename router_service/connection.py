@@ -143,11 +143,11 @@ class Room:
             del self._held[whose]
 
     def whole(self, connection: Connection) -> None:
-        """Its body is here."""
+        """The request's body has arrived whole."""
         self._coming.pop(connection, None)
 
     def lets_go(self, connection: Connection) -> None:
-        """Nothing of it is kept any more."""
+        """The request's body is no longer kept."""
         self.whole(connection)
         self._count(connection.whose, -self._bodies.pop(connection, 0))
 

@@ -42,7 +42,7 @@ class Origin(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """What an id says. ``tokens`` went out, and with ``finished`` also why the answer ended."""
+    """The content of an id: how many ``tokens`` went out, and (``finished``) whether the finish reason did too."""
 
     origin: Origin
     tokens: int
@@ -86,7 +86,8 @@ class EventIds:
         return self._head + urlsafe_b64encode(REACHED.pack(self._tokens, self._finished, self._check)).decode()
 
     def split(self, delta: TextDelta) -> tuple[TextDelta, TextDelta]:
-        """What its client has of ``delta``, and what is new. Raises InvalidRequest where that is another answer."""
+        """The part of ``delta`` that the client has, and the new part. Raises InvalidRequest if the answer differs from
+        the client's."""
         reached = self.reached
         assert reached is not None
         ahead = reached.tokens - self._tokens

@@ -1,4 +1,4 @@
-"""The gateway: from a checked body to running answers, for whoever asks (HTTP or gRPC).
+"""The gateway: from a checked body to running answers, for HTTP and gRPC.
 
 Rules:
 1. Cheap checks (the model's name, counts) come before a request waits. It gets its place before its text is rendered
@@ -202,8 +202,8 @@ class Gateway:
             raise
 
     async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
-        """Those of the prompt that is ``asked`` about, also more than the context holds: who counts cuts it then. It
-        waits for room as an answer would. Raises as ``start``."""
+        """The tokens of the prompt of ``asked``, even if they exceed the context: a client may count them in order to
+        cut the prompt. Waits for room as an answer does. Raises as ``start``."""
         place = await self.admission.enter(tenant, 1)
         try:
             return await self.lanes.run(asked.size, partial(self._counted, asked), tenant.id, not asked.messages)
@@ -480,7 +480,7 @@ class Run:
         return found
 
     def fail(self) -> None:
-        """It ends with an error, which whoever meets it counts."""
+        """Mark the run as failed; the caller counts the error."""
         self._failed = True
 
     @property
@@ -489,7 +489,7 @@ class Run:
         return self.job.num_scores + self._generated() * (1 + (self.job.options.top_logprobs or 0))
 
     def usage(self, number: int | None = None) -> Usage:
-        """Of one answer, or of all together: a prompt counts once then, however many choices it has."""
+        """The usage of one answer, or of all together; then each prompt counts once, however many choices it has."""
         prompts, completions = self.job.prompts, self.completions
         if number is not None:
             prompts, completions = (prompts[number // self.job.options.n],), [completions[number]]

@@ -426,5 +426,5 @@ class TargetWorker:
 
 
 def handed_back() -> Draining:
-    """What ends an answer that another target is to go on with."""
+    """The error that ends an answer here, so that another target goes on with it."""
     return Draining("the target is shutting down; another one will go on")

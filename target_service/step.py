@@ -186,14 +186,14 @@ class Queues:
         return next((one for one in self.everyone() if one.number == number), None)
 
     def put_back(self, number: int) -> Sequence:
-        """It waits again, before all others."""
+        """Move the answer back to the waiting ones, before all others."""
         one = next(one for one in self.running if one.number == number)
         self.running.remove(one)
         self.waiting.appendleft(one)
         return one
 
     def admit(self, number: int) -> Sequence:
-        """It runs from now on."""
+        """Move the answer to the running ones."""
         one = next(one for one in self.waiting if one.number == number)
         self.waiting.remove(one)
         self.running.append(one)
@@ -201,7 +201,7 @@ class Queues:
         return one
 
     def remove(self, one: Sequence) -> None:
-        """It is over."""
+        """Forget the answer."""
         (self.running if one in self.running else self.waiting).remove(one)
 
     def schedule(self, now_s: float, kv: KV, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:

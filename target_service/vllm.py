@@ -138,7 +138,7 @@ class Rounds:
         self._of.pop(request, None)
 
     def take(self, request: str, length: int) -> tuple[ToldStep, Told] | None:
-        """Of the step behind which ``request`` had so many tokens; None: it has not come, or was lost."""
+        """The report of the step after which ``request`` had so many tokens; None: it has not come, or was lost."""
         known = self._of.get(request, {})
         taken = known.pop(length, None)
         for passed in [other for other in known if other < length]:

@@ -4,8 +4,9 @@ Rules:
 1. Each field of a request becomes a parameter of vLLM, goes another way, or is refused.
 2. What has no way is refused by field (``check``), before vLLM sees it. What vLLM itself refuses bears the
    field of ours that the parameter came from. What would take too much of it, or end its process, is refused here.
-3. A grammar is vLLM's structured output of the same kind, and means what it means to our own engine: JSON is written
-   as there, for the backend that knows how (``vllm_start`` asks for it), EBNF is told as the Lark that we read in it.
+3. A grammar is vLLM's structured output of the same kind, and means what it means to our own engine: JSON is written as
+   there, for the backend that knows how (``vllm_start`` asks for it), EBNF is passed on as the Lark grammar into which
+   we translate it.
 4. For a chosen token we return its log probability and those of the best tokens, without tokens that could not be
    chosen.
 5. For a prompt we return several ``PromptScores``, each of few enough tokens for a small message. vLLM's rank of a

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: what may be asked, and how it is answered, whole and in chunks.
+"""OpenAI's chat completions: the fields of a request, and the forms of answers, whole and in chunks.
 
 Rules:
 1. Arguments of calls in the history are JSON texts of objects, as the API returns them; templates get the objects. Text

@@ -148,8 +148,9 @@ OF_MESSAGE: Mapping[str, Refused] = MappingProxyType({
 
 
 def others(raw: Mapping[str, Any], known: Collection[str], chat: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``raw``, a body of another dialect, that one does not know: fields of a chat, or nobody's. ``chat``: what
-    the others became. Raises InvalidRequest for one of a chat that says otherwise than the dialect's own."""
+    """The fields of ``raw``, a body of another dialect, that the dialect does not know: fields of a chat, or unknown
+    ones. ``chat``: the translation of the known fields. Raises InvalidRequest if a chat field contradicts one of the
+    dialect's own."""
     left = {name: value for name, value in raw.items() if name not in known and not (value is None and name in chat)}
     for name in left.keys() & chat.keys():
         if left[name] != chat[name]:
@@ -207,12 +208,13 @@ def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[st
 
 
 def parts_left(name: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, bool]:
-    """Parts of the field ``name`` that nobody knows, as fields of their own."""
+    """The unknown parts of the field ``name``, as fields of their own."""
     return {f"{name}.{part}": True for part, value in given.items() if part not in known and value is not None}
 
 
 def object_of(raw: Mapping[str, Any], name: str, at: str = "") -> dict[str, Any]:
-    """The field ``name`` of ``raw``, which stands at the place ``at``; {} for none. Raises InvalidRequest."""
+    """The object in the field ``name`` of ``raw`` (which is at the place ``at``); {} for none. Raises
+    InvalidRequest."""
     value = raw.get(name)
     if not isinstance(value, dict | None):
         raise InvalidRequest(at + name, "must be an object")

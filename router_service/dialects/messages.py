@@ -204,7 +204,7 @@ class MessagesReply:
         return event_of("error", error_of(problem))
 
     def whole(self, usage: Usage, stop: str | None) -> Json:
-        """What was told, as one object."""
+        """The whole answer as one object."""
         content = [_block(block, block.text) for block in self._blocks.all]
         return {**self._head, "content": content, **self._ended(stop), "usage": _usage(usage)}
 

@@ -1,9 +1,9 @@
 """The OpenAI API, as far as chats and completions share it: bodies, checked to the last field; chunks and usage.
 
 Rules:
-1. The table (``fields``) decides about each field: honoured, inert, or refused with 400 and its name. A field in no
-   table is unknown: ignored and named in a header, or refused where the router is strict. The length and number of
-   unknown names are limited before they are reported.
+1. The table (``fields``) decides about each field: honoured, inert, or refused with 400 and its name. Other fields are
+   unknown: ignored and named in a header, or refused where the router is strict. Their names are limited in length and
+   number.
 2. Whole numbers may be written as 1.0; an empty stop string is none.
 3. Counts are checked first: a list that is too long is not read. HTTP and gRPC both use this module, so limits and
    messages are the same.
@@ -13,7 +13,7 @@ Rules:
 5. ``usage.completion_tokens_details`` says what speculation did, in the fields that the API has for predicted tokens.
    The object ``slipstream`` is an extension of whole answers and of the usage chunk; other clients skip it.
 6. An empty chunk is not made (None).
-7. What is asked (``Asked``) has been checked as far as that costs nothing; a ``Job`` can be run.
+7. An ``Asked`` is a request after all cheap checks; a ``Job`` is ready to run.
 
 Format: the OpenAI API, with vLLM's extensions and ``speculate``. It knows nothing about models, routes or the network.
 """
@@ -412,7 +412,7 @@ class Chunks:
 
 
 def usage_told(usage: Usage, reasoning: int | None = None) -> Json:
-    """Of whole answers, and of the chunk that has it. ``reasoning``: tokens of it, where they were told apart."""
+    """The usage object of answers and of the usage chunk. ``reasoning``: reasoning tokens, if counted."""
     drafted = usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
     return {
         "usage": {
@@ -512,7 +512,7 @@ class Job:
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def told(self, codec: TextCodec) -> Prompts | None:
-        """What is told of the prompts with the answers; None: nothing."""
+        """The prompts to return with the answers; None: none."""
         options = self.options
         if not options.tells_prompt:
             return None
@@ -521,7 +521,7 @@ class Job:
                        options.prompt_logprobs)
 
     def markups(self, codec: TextCodec) -> list[Markup | Named]:
-        """What tells calls and reasoning apart, one an answer to the only prompt; [] where nobody asks for it."""
+        """A parser of calls and reasoning for each answer to the only prompt; [] if not asked for."""
         options, count = self.options, self.num_answers
         if not options.told_apart(codec.style):
             return []

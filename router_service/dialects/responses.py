@@ -170,8 +170,8 @@ def _told(tool: Json) -> Json:
 
 
 def told_again(asked: Mapping[str, Any]) -> Json:
-    """Of what was asked, what counted, and nothing else: all of a body takes much memory while it waits. Of what this
-    gave it gives the same."""
+    """The fields of a request that its response repeats, and nothing else, because a whole body takes much memory while
+    it waits. Applied to its own result it changes nothing."""
     choice, tools = asked.get("tool_choice") or "auto", asked.get("tools") or []
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice["tools"] if isinstance(choice.get("tools"), list) else []
@@ -235,7 +235,7 @@ class ResponsesReply:
             "response.failed", {"response": failed})
 
     def whole(self, usage: Usage, stop: str | None) -> Json:
-        """What was told, as one object."""
+        """The whole answer as one object."""
         cut = self._blocks.finish == "length"
         return {**self._head, "status": "incomplete" if cut else "completed",
                 "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

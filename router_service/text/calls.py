@@ -45,8 +45,8 @@ class Call:
 
 
 class Calls:
-    """The calls of one answer's ``text``. ``tools``: names of those that may be called -> their schemas; ``most``:
-    calls that are told; ``tell``: hears of each piece."""
+    """The calls in one answer's ``text``. ``tools``: names of callable functions -> their schemas; ``most``: how many
+    calls to pass on; ``tell``: called with each piece."""
 
     def __init__(self, text: Scanner, tools: Mapping[str, Any], most: int | None, tell: Callable[[Call], None]) -> None:
         self._text = text

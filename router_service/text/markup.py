@@ -128,13 +128,13 @@ class Markup:
         next(self._run)
 
     def push(self, text: str, over: bool = False, cut: bool = False) -> Parts:
-        """What ``text`` adds. ``over``: it is the last; ``cut``: there would be more."""
+        """The parts that ``text`` adds. ``over``: it is the last text; ``cut``: the answer was cut off."""
         self._read(text, over, cut)
         parts, self._parts = self._parts, Parts()
         return parts
 
     def take(self, delta: TextDelta) -> Parts:
-        """What ``delta`` adds. Its tokens of reasoning are counted: those before which, or behind which, it runs."""
+        """The parts that ``delta`` adds. Counts its tokens of reasoning: those before or after which reasoning runs."""
         read = 0
         for token in delta.tokens if self._thoughts is not None else ():
             thought = self._thinks
@@ -271,5 +271,5 @@ class Markup:
 
 
 def finish_of(finish: str, markup: Markup | Named | None) -> str:
-    """Why an answer ended that ``markup`` has told apart; None: nothing has."""
+    """The finish reason of an answer parsed by ``markup`` (None: not parsed)."""
     return "tool_calls" if finish == "stop" and markup is not None and markup.called else finish

@@ -36,7 +36,7 @@ Told = Callable[[Messages, Mapping[str, Any]], str]
 
 
 def written(told: Told, *roles: str) -> list[str]:
-    """Those of whom the prompt has what they say."""
+    """The messages whose text is in the prompt."""
     said = [(role, f"Hello {i} {role}s") for i, role in enumerate(roles)]
     text = told([{"role": role, "content": words} for role, words in said], {})
     return [role for role, words in said if words in text]

@@ -87,7 +87,7 @@ class StopStrings:
 
 
 class NoCall(Exception):
-    """What was read is none."""
+    """The text that was read is no call."""
 
 
 class Scanner:

@@ -188,7 +188,7 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def trial(renderer: Renderer) -> None:
-    """What small conversations show of the template. Raises Problem where that is a fault."""
+    """Findings about the template from small test conversations. Raises Problem for a faulty template."""
     for roles in TRIALS:
         try:
             renderer.render([{"role": role, "content": "Hello"} for role in roles])

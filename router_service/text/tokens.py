@@ -56,8 +56,8 @@ Messages = Sequence[Mapping[str, Any]] | bytes  # or as JSON
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How a prompt ends: with the beginning of the assistant's turn (``begun``), or in the midst of the last message
-    (``continued``). ``names``: what else the template is given."""
+    """How a prompt ends: with the beginning of the assistant's turn (``begun``), or inside the last message
+    (``continued``). ``names``: further variables for the template."""
 
     begun: bool = True
     continued: bool = False
@@ -132,7 +132,7 @@ class TextCodec:
 
     ``stop_token_ids`` end an answer (the model's end-of-text and end-of-turn tokens); ``vocab_size`` is the
     tokenizer's, which may be below the model's. ``specials``: special tokens and their texts; ``marks``: those of them
-    that tell calls and reasoning apart.
+    that mark calls and reasoning.
     """
 
     __slots__ = ("_alphabet", "_bytes", "_literals", "_longest", "_template", "_texts", "_tokenizer", "defaults",
@@ -307,7 +307,7 @@ def _byte_fallback(token: str) -> bytes:
 
 @dataclass(slots=True)
 class Tally:
-    """What an answer took: tokens, rounds of the target, draft nodes verified and accepted."""
+    """An answer's counts: tokens, rounds of the target, verified and accepted draft nodes."""
 
     tokens: int = 0
     rounds: int = 0
@@ -324,8 +324,8 @@ TAIL = 64  # tokens: a character has at most four bytes
 
 
 class Completion:
-    """The text of ``answer``, which ends with a finish or an error, to ``request``, after what it has been answered
-    already. Iterate once; errors of the answer come out of the iteration. ``identity``: whose it is."""
+    """The text of ``answer`` to ``request``, after the part that was answered before. It ends with a finish or an
+    error. Iterate once; the iteration raises the answer's errors. ``identity``: of the model that answers."""
 
     def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
                  identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,

@@ -1,4 +1,4 @@
-"""Stamps of files: equal as long as nobody replaced or wrote them.
+"""Stamps of files: equal as long as the files were not replaced or written.
 
 Kubernetes replaces mounted secrets by turning a symbolic link; a stamp looks through links, so that shows too.
 It knows nothing about contents.

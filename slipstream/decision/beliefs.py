@@ -365,7 +365,8 @@ class Acceptance:
         return Acceptance(self._per_level, self._levels(DEPTHS)[0])
 
     def observe(self, drafted: int, accepted: int, depth: int) -> None:
-        """Of ``drafted`` nodes, ``depth`` deep at most, ``accepted`` were; nothing drafted says nothing."""
+        """Count a round: ``accepted`` of ``drafted`` nodes, at most ``depth`` deep. A round without drafted nodes is
+        ignored."""
         if drafted < 1:
             return
         if depth < accepted or not 0 < depth <= DEPTHS:
@@ -449,8 +450,8 @@ LED = 4  # sessions drafted for, above which none is grown ahead: others' steps 
 
 
 class Beliefs:
-    """What the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts compute on the
-    cores of their target. ``together``: each step is one of all sessions, so that who waits holds all."""
+    """Measurements that the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts
+    compute on the cores of their target. ``together``: each step is one of all sessions, so that a wait delays all."""
 
     __slots__ = ("_accepted", "_drafted", "_share", "alone", "costs", "latency", "purse", "together", "worth")
 

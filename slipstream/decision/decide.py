@@ -1,4 +1,5 @@
-"""Decide: what one round does, as a pure function of what is believed, where the session stands and what it sees.
+"""Decide: what one round does, as a pure function of the shared beliefs, the session's own state and its present
+inputs.
 
 Rules:
 1. An action's value is its expected tokens divided by its seconds: its own, and those of other sessions that wait for
@@ -6,7 +7,8 @@ Rules:
    toll)). It is above 1 exactly when more tokens are made than without a drafter: ``worth`` is what else a second would
    give (``beliefs.alone``), so a draft has to beat prompt lookup, not just plain steps.
 2. Each tree is priced as if all of the step had one of its size: what is cheap for one is not for all at once. A chain
-   that the text foretells, which few have, is priced behind those of others; not in an engine that steps ``together``.
+   of prompt lookup, which few sessions have, is priced after the trees of others; not in an engine that steps
+   ``together``.
 3. A wait is granted if its round reaches ``leave_gain``, or ``enter_gain`` where a drafter has to read the prompt
    first. Another wait is tried when the purse can pay its expected loss. Where all sessions stop while one waits, it is
    granted to as many at once as are together worth the time of all; a trial then covers all.
@@ -171,8 +173,8 @@ class Standing:
 
 @value
 class Prices:
-    """Of the coming step. ``steps``: its seconds with 0, 1, 2, … draft nodes, as they count for one of its
-    sessions; ``rows``: sessions that wait for them; ``tokens``: that these get without them."""
+    """Prices of the coming step. ``steps``: its seconds, as they count for one session, with 0, 1, 2, … draft nodes;
+    ``rows``: sessions in the step, which wait for them; ``tokens``: what these get without the nodes."""
 
     steps: Sequence[float]
     rows: int
@@ -244,7 +246,7 @@ def exchange_s(beliefs: Beliefs, rules: Rules) -> float:
 
 
 def usual_wait_s(beliefs: Beliefs, rules: Rules) -> float:
-    """What all but a few exchanges stay below, within the limits."""
+    """A wait within which all but a few exchanges end, within the limits."""
     usual_s = beliefs.latency.usual_s(rules.deadline_max_s)
     return min(max(usual_s, rules.deadline_min_s), rules.deadline_max_s)
 

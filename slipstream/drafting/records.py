@@ -80,7 +80,7 @@ class Recording(NeuralDrafter):
 
 
 def place_of(root: int, tree: GrowingTree) -> Place:
-    """What ``tree`` holds below the token ``root``, but for what is hardly thought of."""
+    """The nodes of ``tree`` below the token ``root``, except very unlikely ones."""
     scores = np.array(tree.scores)
     kept = np.flatnonzero(scores >= LEAST)  # parents of what is kept are kept, too
     numbers = np.zeros(1 + len(scores), np.int64)

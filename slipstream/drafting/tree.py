@@ -25,10 +25,10 @@ Rules of a context:
    matter, and the first layer's KV depends only on a row's own input. Further layers keep some influence of dropped
    rows, as in any sliding window.
 3. With features (lag 1) a row can be computed only when the target's state before it is here. States that are known
-   already are passed over. A gap is bridged by states of zeros, as a row's token alone tells something (the default
-   head without states of a short prompt: acceptance length 1.86, beginning anew 1.77, with all states 1.97); before
-   states behind a gap of more than ``BRIDGE`` rows the context begins anew, so many rows earlier. Rows that read no
-   token (a block's) tell nothing then and are not there; what is computed before the gap stays.
+   already are passed over. In a gap the states are zeros, because a row's token alone also helps (the default head
+   without states of a short prompt: acceptance length 1.86, beginning anew 1.77, with all states 1.97); before states
+   behind a gap of more than ``BRIDGE`` rows the context begins anew, so many rows earlier. Rows that read no token (a
+   block's) tell nothing then and are not there; what is computed before the gap stays.
 4. A commit keeps the KV of drafted tokens that became true (lag 0), and none with features: those rows were computed
    from guessed states and are pending again, with the target's. The newest token stays pending, because its row gives
    the logits to grow from; unless it was drafted, and the tree goes on below it (``tree.GrowingTree``).
@@ -90,7 +90,7 @@ class GrowingTree:
         return MAX_HELD - 1 - self.num_sent
 
     def depth(self) -> int:
-        """Of the deepest node of the frontier; 0 at the root. 0 too when nothing is left to expand."""
+        """The depth of the deepest node of the frontier; 0 at the root, or if there is nothing to expand."""
         return max((self.depths[node] for node in self.frontier if node != ROOT), default=0)
 
     def path(self, node: int) -> list[int]:

@@ -192,7 +192,7 @@ class HFModel:
 
 
 def tried(config: Any) -> None:
-    """Tries the model that a configuration of transformers describes, and logs what that took. Raises ModelError."""
+    """Try the model that a transformers configuration describes, and log the time. Raises ModelError."""
     began = time.perf_counter()
     check(config, with_random_weights, HFModel)
     logger("engine").info("a tiny copy computes what the model's own forward does", model_type=config.model_type,

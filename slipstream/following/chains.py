@@ -138,7 +138,7 @@ class Chains:
         self._problems: set[str] = set()  # that were told
 
     def ended(self, requests: Iterable[str]) -> None:
-        """They are finished: their drafts need not wait for another step to hear of it. Never raises."""
+        """Close finished requests at once, so that their drafts need not wait for the next step. Never raises."""
         try:
             self._end(requests)
             self.following.flush()
@@ -348,8 +348,8 @@ class Chains:
 
 
 def allowed(asked: object) -> bool | None:
-    """What a request says under ``SWITCH``, PLAIN apart: false for no drafts (a server may make 0 of it), true or
-    nothing for drafts as elsewhere. None: neither."""
+    """Whether a request's value of ``SWITCH`` allows drafts: false (or 0) forbids them, true or no value allows them.
+    None: any other value."""
     if asked is None:
         return True
     return bool(asked) if isinstance(asked, int) and asked in (0, 1) else None

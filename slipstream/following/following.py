@@ -268,15 +268,15 @@ class Following:
         return followed
 
     def begin(self, sessions: Iterable[Followed], now_s: float) -> None:
-        """They are computed from now on (again): drafters may follow."""
+        """The sessions are computed from now on (or again): drafters may follow."""
         others = sum(followed.begun for followed in self.sessions.values())
         for followed in sessions:
             followed.begin(now_s, others)
             others += 1
 
     def committed(self, batch: Sequence[Verified], step: Step, failed: Failed | None = None) -> list[RoundRecord]:
-        """What a step gave. Drafters hear of it with the next ``flush``. failed: is told of a session in which
-        something went wrong, which has no record then; without it that is raised."""
+        """Take the results of a step; drafters get them with the next ``flush``. failed: called for a session with an
+        error, which then has no record; without it the error is raised."""
         learned, now_s = list[tuple[Followed, Verified, RoundRecord, Seen | None]](), step.ended_s
         self._step = step
         if self._costs.guessed and not step.nodes:  # it may be the plain step that was due: the next one is not
@@ -319,7 +319,7 @@ class Following:
         return left
 
     def take(self, sessions: Sequence[Followed], within_s: float = 0.0) -> list[DraftTree]:
-        """What each should verify now, after ``wait``."""
+        """Call ``wait``, then return the tree that each session should verify now."""
         self.wait(sessions, within_s)
         return [followed.take(followed.nodes) for followed in sessions]
 

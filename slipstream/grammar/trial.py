@@ -15,8 +15,8 @@ Rules:
 4. Beside an event loop grammars are tried and compiled in one thread, and namespaces take turns: many grammars of one
    hold up another's by one at a time. At a router ``MAX_EACH`` of a namespace may wait, its share of that while others
    wait too, and ``MAX_WAITING`` of all: who finds no room is refused. A target has a bound for all answers that wait,
-   of which one request may bring many. Who goes away before his turn is passed over.
-   A target compiles a grammar in the turn in which it tried it: who asks it may be no router.
+   of which one request may bring many. A client that leaves before its turn is skipped. A target compiles a grammar in
+   the turn in which it tried it: who asks it may be no router.
 5. Every answer has its own compilation: states that llguidance builds during an answer count against a limit, and an
    answer must not end early because of another's states.
 6. Results are remembered by the grammar's digest, for each namespace apart, so that the time of a trial does not reveal

@@ -6,8 +6,8 @@ Rules:
 2. ``prepare`` converts once: into a temporary folder beside the destination, renamed when complete. A prepared folder
    says so in ``slipstream.json``; one that is incomplete or of another format is prepared again.
 3. Source files are pinned by their SHA-256: another file is refused before anything reads it.
-4. A head is for the model that it was trained for, known by its name or by its prepared folder, wherever that is.
-   ``draft.drafter: auto`` stands for it; any other target gets n-grams, which fit all.
+4. A head fits the model that it was trained for, recognised by name or by its prepared folder, wherever that is.
+   ``draft.drafter: auto`` takes it; any other target gets n-grams, which fit all.
 
 Importing it costs no torch, transformers, gguf or rich: the router imports it too, and other engines do.
 It knows nothing about the weights' meaning.

@@ -30,7 +30,7 @@ class Span(Protocol):
     def parent(self) -> str: ...
 
     def event(self, name: str, **values: Value) -> None:
-        """It happened now, within this span."""
+        """Add an event of now to this span."""
         ...
 
     def end(self, **values: Value) -> None:

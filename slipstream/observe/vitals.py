@@ -81,7 +81,7 @@ class Vitals:
         return Supervised(name, work, self)
 
     def pulse(self, name: str) -> Pulse:
-        """Of what may not be silent from its first beat on."""
+        """A pulse for a part that must keep beating after its first beat."""
         one = Pulse(name)
         self._pulses.append(one)
         return one

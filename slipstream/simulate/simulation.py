@@ -50,7 +50,7 @@ ANSWER = 2000  # tokens; who has read them asks for more
 
 
 class Cast(Protocol):
-    """What is said at set times, and asked."""
+    """The texts and drafters of a simulation."""
 
     @property
     def answer(self) -> int:
@@ -299,7 +299,7 @@ def describe(schedule: str, targets: int, drafts: int, batch: int, rtt_ms: float
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Of all targets together, over the time that was counted."""
+    """Results of all targets together, over the measured time."""
 
     tokens_per_s: float
     hit_rate: float  # rounds whose tree was there

@@ -74,7 +74,7 @@ class Asked:
         self.over = False  # all is here, whatever becomes of the call
 
     def request(self) -> bytes:
-        """What is left to ask."""
+        """The request for the rest of the answer."""
         begun = Begun(self._identity, tuple(self._tokens)) if self._tokens else None
         return self._encode(replace(self._options, begun=begun))
 

@@ -60,7 +60,7 @@ class ApiServer:
         raise Unavailable(f"the API server serves discovery.k8s.io in none of {', '.join(VERSIONS)}")
 
     async def list(self, version: str, service: ServiceAddress) -> object:
-        """Of all slices, whatever it is. Raises Unavailable."""
+        """The list of all slices, unchecked. Raises Unavailable."""
         async with _failures(f"list the slices of {service.service}"):
             found: object = await self._slices.list_namespaced_custom_object(
                 GROUP, version, service.namespace, "endpointslices", label_selector=_selector(service))

@@ -256,7 +256,8 @@ def decode_models(data: bytes) -> list[str]:
 
 
 class Front(Protocol):
-    """Who answers. Generators raise errors of slipstream.base.errors and may be closed at any time."""
+    """The code that answers requests. Generators raise errors of slipstream.base.errors and may be closed at any
+    time."""
 
     def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]: ...
 

@@ -11,7 +11,7 @@ The target's end, where a Backend answers whoever calls:
 
 The caller's end, a Backend that is a target elsewhere:
 1. Errors cross the wire as the class that was raised; no gRPC error leaves the client.
-2. A reader that is slow holds up nobody: beyond HOLD_AT pieces its answer's sender is told to wait.
+2. A slow reader delays no others: beyond HOLD_AT pieces its answer's sender is told to wait.
 3. Nothing waits without an end: an answer that the target has not taken within ``connect_s`` is Unavailable (it alone,
    unless the call has failed), and keepalive ends the calls to one that falls silent.
 4. Leaving an answer frees it there; what still comes for it is dropped.
@@ -488,7 +488,7 @@ class SharedAnswer:
             self._end()
 
     def take(self, content: Told | SlipstreamError) -> None:
-        """What came for it; an error ends it, as a piece with a finish does."""
+        """Take what came for this answer; an error ends it, as does a piece with a finish."""
         assert self._stream is not None
         if self._late is not None:
             self._late.cancel()

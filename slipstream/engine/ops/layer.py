@@ -259,8 +259,8 @@ class LayerOps(Protocol):
 
     def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
               norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual stream x [T, H] and what attention gave [T, Q * D] -> the stream behind the layer [T, H], and its
-        norm with weight ``norm`` [H]; None: the stream again."""
+        """Residual stream x [T, H] and attention's output [T, Q * D] -> the stream after the layer [T, H], and its norm
+        with weight ``norm`` [H]; None: the stream again."""
         ...
 
 
@@ -289,7 +289,7 @@ class DecoderLayer:
 
 
 def norms_behind(layers: Sequence[DecoderLayer], last: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Of each layer that which the next one reads by; ``last`` behind all."""
+    """For each layer, the input norm of the next one; ``last`` for the last layer."""
     return [*(layer.weights.norm for layer in layers[1:]), last]
 
 
