@@ -20,7 +20,7 @@ WHERE = "namespace, release, model"  # the chart's PodMonitor says whose pods th
 EACH = f"{WHERE}, instance"  # one service: what each of many does once is not done often
 REQUESTS = f'(sum by ({WHERE}) (rate(slipstream_requests_total{{service="router"}}[5m])) > 0)'
 FAILING = f'sum by ({WHERE}) (rate(slipstream_requests_total{{service="router",code=~"5.."}}[5m])) / {REQUESTS}'
-# Not what was refused for a key's own quota.
+# Requests refused for a key's own quota do not count.
 OVERLOADED = f'sum by ({WHERE}) (rate(slipstream_request_errors_total{{type="overloaded_error"}}[5m])) / {REQUESTS}'
 
 
@@ -41,58 +41,60 @@ class Alert:
 
 ALERTS = (
     Alert("SlipstreamNoReadyTarget", f"max by ({WHERE}) (slipstream_targets_ready) == 0", "2m", "critical",
-          "No target can take requests", "Every request is refused with 503."),
+          "No target can take requests", "Every new request is refused with HTTP 503."),
     Alert("SlipstreamErrorRatioCritical", FAILING + " > 0.2", "5m", "critical",
-          "More than a fifth of all requests fail", "Requests end with 5xx; clients see it."),
+          "More than 20 % of all requests fail", "They end with HTTP 5xx, and clients see these errors."),
     Alert("SlipstreamErrorRatioHigh", FAILING + " > 0.05", "10m", "warning",
-          "More than 5 % of all requests fail", "Requests end with 5xx; clients see it."),
+          "More than 5 % of all requests fail", "They end with HTTP 5xx, and clients see these errors."),
     Alert("SlipstreamShedding", OVERLOADED + " > 0.05", "10m", "warning",
-          "More than 5 % of all requests are refused for lack of room", "More wait than can be let in in time: there "
-          "is more load than the targets can take."),
+          "More than 5 % of all requests are refused for lack of room", "Clients get HTTP 429. There is more load "
+          "than the routers or targets can take."),
     Alert("SlipstreamFirstTokenSlow",
           f"histogram_quantile(0.95, sum by (le, {WHERE}) "
           "(rate(slipstream_time_to_first_token_seconds_bucket[10m]))) > 5", "10m", "warning",
-          "One request in twenty waits more than 5 s for its first token", "Prompts wait, or are long."),
+          "5 % of requests wait more than 5 s for their first token", "Requests wait for room, or prompts are long."),
     Alert("SlipstreamRouterStalls",
           f"max by ({WHERE}) (sum by ({EACH}) (increase(slipstream_event_loop_lag_seconds_count[10m])) - "
           f'sum by ({EACH}) (increase(slipstream_event_loop_lag_seconds_bucket{{le="0.25"}}[10m]))) > 5', "5m",
-          "warning", "Routers stand still again and again", "No stream gets a token meanwhile: for more than a quarter "
-          "of a second each time, more than five times in ten minutes."),
+          "warning", "A router blocks again and again", "Its event loop blocked more than five times in ten minutes, "
+          "each time for more than 0.25 s. While it blocks, none of its streams gets a token."),
     Alert("SlipstreamPreempting", f"sum by ({WHERE}) (rate(slipstream_preemptions_total[10m])) > 0.1", "10m", "warning",
-          "Targets run out of KV slots", "Sessions lose their KV to others and are computed again: wasted steps."),
+          "Targets run out of KV slots", "Running answers lose their KV slots to others, and their KV is computed "
+          "again. No answer is lost, but all are slower."),
     Alert("SlipstreamDeviceFull", f"max by ({WHERE}) (slipstream_shedding_level) > 0", "5m", "warning",
-          "A target's device runs out of memory again and again", "Drafts are cut short or left out, at worst new "
-          "answers are refused; running ones are right and go on."),
+          "A target's device runs out of memory again and again", "The target makes trees smaller, then leaves drafts "
+          "out, then refuses new answers (HTTP 429). Running answers go on; they fail only if even the smallest step "
+          "does not fit."),
     Alert("SlipstreamDraftDown",
           f"sum by ({WHERE}) (slipstream_drafts_connected) == 0 and sum by ({WHERE}) (slipstream_drafts_expected) > 0",
           "5m", "warning",
-          "No draft is connected to any target", "Answers are right and complete, but decoded plainly."),
+          "No draft is connected to any target", "Answers are correct, but slower: they are decoded without drafts."),
     Alert("SlipstreamFallbackSustained",
           f'max by ({WHERE}) (slipstream_mode{{scope="pool",mode="speculate"}}) == 0 '
           f"and sum by ({WHERE}) (slipstream_drafts_connected) > 0 "
           f'and sum by ({WHERE}) (rate(slipstream_generation_tokens_total{{service="router"}}[5m])) > 0', "15m",
-          "warning", "Drafts are connected but do not pay", "All routers have gone without drafts for a quarter of an "
-          "hour: the drafts' devices are idle."),
+          "warning", "Drafts are connected but not used", "For 15 minutes no router has used drafts: speculation would "
+          "be slower. The drafts' devices are idle."),
     Alert("SlipstreamModeFlapping",
           f'max by ({WHERE}) (sum by ({EACH}) (increase(slipstream_mode_transitions_total{{scope="pool"}}[10m]))) > 6',
-          "5m", "warning", "Routers go back and forth between speculation and plain decoding",
-          "The load sits where speculation just pays; latency is uneven."),
+          "5m", "warning", "Routers switch often between speculation and plain decoding",
+          "At this load speculation only just pays, or drafts come and go. Latency is uneven."),
     Alert("SlipstreamAcceptanceLow",
           f"sum by ({WHERE}) (rate(slipstream_accepted_tokens_total[10m])) / "
           f"(sum by ({WHERE}) (rate(slipstream_drafts_total[10m])) > 0.1) < 0.2", "15m", "warning",
-          "Drafts guess wrong", "Fewer than one draft token is accepted in five verifications."),
+          "Targets accept few draft tokens", "On average, five verifications accept fewer than one draft token."),
     Alert("SlipstreamInvalidGrowth",
           f"sum by ({WHERE}) (increase(slipstream_invalid_growths_total[10m])) > 0", "0m", "warning",
-          "A draft sends what validation refuses", "Answers are not touched. The draft is of another version, broken, "
-          "or not what it seems."),
+          "A draft sends invalid draft tokens", "Targets refuse them, and no answer is affected. The draft has another "
+          "version, is broken, or is not the service that you installed."),
     Alert("SlipstreamCertificateExpiring",
           f"min by ({WHERE}) (slipstream_tls_certificate_expiry_seconds) - time() < 7 * 86400", "10m", "warning",
-          "A certificate ends within a week", "Nobody renews it. When it has ended, services refuse each other: first "
-          "answers lose their drafts, then there are no answers."),
+          "A TLS certificate expires within a week", "It was not renewed. Once it has expired, services refuse each "
+          "other's new connections: first answers lose their drafts, then there are no answers."),
     Alert("SlipstreamMetricsAbsent",
           'absent(slipstream_build_info{service="router"}) or absent(slipstream_build_info{service="target"})', "5m",
-          "critical", "No metrics of routers or of targets", "They are down, or Prometheus cannot reach them; no other "
-          "alert can fire."),
+          "critical", "No metrics from routers or from targets", "They are down, or Prometheus cannot scrape them. "
+          "Alerts that need these metrics cannot fire."),
 )
 
 

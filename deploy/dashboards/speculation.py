@@ -12,16 +12,16 @@ STEPS = rate("slipstream_step_seconds_sum", "$target")
 
 PAYING = Row("Does it pay", (
     Panel("Acceptance length", "none", ((f"1 + {ratio(ACCEPTED, DRAFTS)}", "tokens"),), minimum=1,
-          text="Tokens for each step that verified drafts; 1 is plain decoding."),
+          text="Tokens for each verification of draft tokens, the bonus token included; 1 is plain decoding."),
     Panel("Acceptance", "percentunit", ((ratio(ACCEPTED, DRAFTED), "accepted of drafted"),), maximum=1,
-          text="Draft tokens that became part of an answer. Wide trees have a low share and may still pay."),
+          text="Share of verified draft tokens that were accepted. Wide trees have a low share and may still pay."),
     Panel("Output from drafts", "percentunit", ((ratio(ACCEPTED, f"({ACCEPTED} + {BONUS})"), "share"),), maximum=1,
-          text="Share of all emitted tokens that a draft had guessed."),
+          text="Share of all emitted tokens that are accepted draft tokens, those of prompt lookup included."),
     Panel("Tokens per second of stepping", "none", ((ratio(f"({ACCEPTED} + {BONUS})", STEPS), "tokens/s"),),
-          text="Emitted tokens over the time that targets spent in steps: what speculation is to raise."),
-    Panel("Token flow", "none", ((DRAFTED, "drafted"), (ACCEPTED, "accepted"), (BONUS, "the target's own"))),
+          text="Emitted tokens divided by the time that targets spent in steps. Speculation should raise this."),
+    Panel("Token flow", "none", ((DRAFTED, "drafted"), (ACCEPTED, "accepted"), (BONUS, "bonus"))),
     Panel("Acceptance of an answer", "percentunit", quantiles("slipstream_request_acceptance_ratio", "$router"),
-          maximum=1, text="Over answers. A heap at 1 betrays answers that loop."),
+          maximum=1, text="Acceptance of single answers. Many at 1: they may repeat themselves endlessly."),
 ))
 
 SHAPE = Row("Trees", (
@@ -35,13 +35,14 @@ SHAPE = Row("Trees", (
 
 ROUNDS = Row("Rounds", (
     Panel("Rounds by outcome", "ops", ((rate("slipstream_rounds_total", "$target", "outcome"), "{{outcome}}"),),
-          stacked=True, text="used, prompt_lookup, plain, draft_missing, discarded_late."),
+          stacked=True, text="Draft tokens came from a drafter (used) or from prompt_lookup. Or there were none: not "
+               "wanted (plain), no drafter or none from it (draft_missing), its reply was late (discarded_late)."),
     Panel("Growing", "s", quantiles("slipstream_draft_seconds", "$draft"),
-          text="One growth of all sessions of a batch, in the draft."),
+          text="Time that a draft takes to grow draft tokens for a batch of sessions."),
     Panel("Rows of a step", "none", quantiles("slipstream_step_rows", "$target"),
-          text="Prompt rows, plain steps and tree nodes together."),
+          text="Rows of one forward pass: prompt tokens, roots and draft tokens."),
     Panel("Nodes grown", "none", ((rate("slipstream_grown_nodes_total", "$draft", "model"), "{{model}}"),),
-          stacked=True, text="By drafter. What is grown and not verified above was too late, or not worth a row."),
+          stacked=True, text="By draft model. A node that is not verified came too late, or was not worth a row."),
     Panel("Commits absorbed", "cps", ((rate("slipstream_commits_total", "$draft", "model"), "{{model}}"),)),
     Panel("Sessions at drafts", "none", (("sum by (model) (slipstream_sessions_open{$draft})", "{{model}}"),)),
 ))
@@ -52,24 +53,24 @@ BY_DRAFTER = {kind: rate("slipstream_drafter_tokens_total", f'$target,kind="{kin
 FIT = Row("Do they fit", (
     Panel("Acceptance by drafter", "percentunit", ((ratio(BY_DRAFTER["accepted"], BY_DRAFTER["drafted"]),
                                                     "{{drafter}}"),), maximum=1,
-          text="What a new head on trial is compared by."),
+          text="Compare a new draft head (a canary) with the present one here."),
     Panel("Drafters right by chance only", "none",
           (("max by (peer) (slipstream_pairing_suspect{$target})", "{{peer}}"),), maximum=1,
-          text="1: no better than guessing, as with a head that was made for another model."),
+          text="1: its tokens agree with the target no more than by chance, as with a head made for another model."),
     Panel("Lossy targets", "none", (("sum(slipstream_lossy{$target})", "targets"),),
-          text="With accept thresholds below 1: sampled answers are not the model's own."),
+          text="Targets with accept thresholds below 1: sampled answers may differ from the model's own."),
     Panel("Taken although the target chose others", "none",
           ((rate("slipstream_lenient_tokens_total", "$target"), "tokens/s"),)),
 ))
 
-# Of `vllm serve` with our proposer, where it is scraped; a target of ours with vLLM's engine has the names above.
+# Of `vllm serve` with slipstream-vllm, if it is scraped. A Slipstream target with vLLM's engine has the names above.
 SERVED = 'namespace=~"$namespace",model_name=~"$model"'
 VLLM_DRAFTS, VLLM_DRAFTED, VLLM_ACCEPTED = (rate(f"vllm:spec_decode_num_{name}_total", SERVED)
                                             for name in ("drafts", "draft_tokens", "accepted_tokens"))
 
 VLLM = Row("vLLM's own server", (
     Panel("vLLM: acceptance length", "none", ((f"1 + {ratio(VLLM_ACCEPTED, VLLM_DRAFTS)}", "tokens"),), minimum=1,
-          text="Tokens for each verification of drafts, as vLLM counts."),
+          text="Tokens for each verification of draft tokens, as vLLM counts."),
     Panel("vLLM: token flow", "none", ((VLLM_DRAFTED, "drafted"), (VLLM_ACCEPTED, "accepted"),
                                        (rate("vllm:generation_tokens_total", SERVED), "emitted"))),
     Panel("vLLM: requests", "none", ((f"sum(vllm:num_requests_running{{{SERVED}}})", "running"),

@@ -112,7 +112,7 @@ class Registry:
         self.settle: Callable[[], None] = lambda: None  # what is not counted yet; called before all is read
         ProcessCollector(registry=self._collectors)
         self.gauge("build_info", "Always 1; the labels say what runs.", "version").of(__version__).set(1)
-        self._certificate = self.gauge("tls_certificate_expiry_seconds", "Unix time at which our certificate ends.")
+        self._certificate = self.gauge("tls_certificate_expiry_seconds", "Unix time when this certificate expires.")
 
     def counter(self, name: str, text: str, *labels: str) -> Series[Counter]:
         metric = Counter(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors)
@@ -178,7 +178,7 @@ class ModeMetrics:
 
     def __init__(self, registry: Registry, scope: Literal["pool", "session"]) -> None:
         self._scope = scope
-        self._mode = registry.gauge("mode", "1 for the mode that new work gets, 0 for the others.", "scope", "mode")
+        self._mode = registry.gauge("mode", "1 for the mode of new work, 0 for the other modes.", "scope", "mode")
         self._transitions = registry.counter("mode_transitions_total", "Changes of mode.", "scope", "from", "to",
                                              "reason").begin(*((scope, *change) for change in CHANGES))
 
@@ -253,35 +253,41 @@ class RouterMetrics:
         if self.for_vllm is not None:
             registry.add(self.for_vllm)
         self.mode = ModeMetrics(registry, "pool")
-        self._requests = registry.counter("requests_total", "Requests answered.", "endpoint", "code", "mode")
+        self._requests = registry.counter("requests_total", "Requests that ended, by HTTP status.", "endpoint", "code",
+                                          "mode")
         self._refused = registry.counter("requests_refused_total", "Requests refused with 429.", "tenant",
                                          "reason").begin(*((OTHERS, reason) for reason in REFUSALS))
         self._tenants = set[str]()
-        self._errors = registry.counter("request_errors_total", "Requests that failed.", "type").begin(*zip(FAILURES))
-        self._in_flight = registry.gauge("requests_in_flight", "Answers being generated.")
-        self._queue = registry.gauge("queue_depth", "Answers that wait to be admitted.")
-        self._duration = registry.histogram("request_duration_seconds", "Arrival to end.", REQUEST_SECONDS, "mode")
-        self._first = registry.histogram("time_to_first_token_seconds", "Arrival to first token.",
+        self._errors = registry.counter("request_errors_total", "Requests that failed, by error type.",
+                                        "type").begin(*zip(FAILURES))
+        self._in_flight = registry.gauge("requests_in_flight", "Answers that were admitted and have not ended.")
+        self._queue = registry.gauge("queue_depth", "Answers that wait for admission.")
+        self._duration = registry.histogram("request_duration_seconds", "From the arrival to the end of requests that "
+                                            "succeeded.", REQUEST_SECONDS, "mode")
+        self._first = registry.histogram("time_to_first_token_seconds", "From a request's arrival to its first token.",
                                          FIRST_TOKEN_SECONDS, "mode")
-        self._between = registry.histogram("inter_token_latency_seconds", "Time between commits, per token.",
-                                           TOKEN_SECONDS, "mode")
-        self._queue_wait = registry.histogram("queue_wait_seconds", "Arrival to admission.", WAIT_SECONDS)
+        self._between = registry.histogram("inter_token_latency_seconds", "Time between two commits of an answer, "
+                                           "divided by the tokens of the second.", TOKEN_SECONDS, "mode")
+        self._queue_wait = registry.histogram("queue_wait_seconds", "From a request's arrival to its admission.",
+                                              WAIT_SECONDS)
         self._prompt = registry.counter("prompt_tokens_total", "Prompt tokens of admitted requests.")
-        self._generated = registry.counter("generation_tokens_total", "Tokens generated.", "mode")
-        self._acceptance = registry.histogram("request_acceptance_ratio", "Accepted over drafted, per answer.", RATIOS)
-        self._fallbacks = registry.counter("fallback_requests_total", "Answers begun without drafts.",
-                                           "reason").begin(*zip(LEAVING))
-        self._retries = registry.counter("retries_total", "Requests moved to another target.", "peer")
+        self._generated = registry.counter("generation_tokens_total", "Tokens of answers.", "mode")
+        self._acceptance = registry.histogram("request_acceptance_ratio", "Share of an answer's verified draft tokens "
+                                              "that were accepted.", RATIOS)
+        self._fallbacks = registry.counter("fallback_requests_total", "Answers that began without drafts, because "
+                                           "the router had stopped speculation.", "reason").begin(*zip(LEAVING))
+        self._retries = registry.counter("retries_total", "Requests moved away from this target.", "peer")
         self.retry_refused = registry.counter("retry_budget_exhausted_total",
-                                              "Retries refused to spare the targets.").of().inc
-        self._breaker = registry.gauge("breaker_state", "0 closed, 1 half-open, 2 open.", "peer")
+                                              "Retries refused: the retry budget was used up.").of().inc
+        self._breaker = registry.gauge("breaker_state", "A target's circuit breaker: 0 closed, 1 half-open, 2 open.",
+                                       "peer")
         self._ready = registry.gauge("targets_ready", "Targets that can take requests.")
-        self.lag = registry.histogram("event_loop_lag_seconds", "How late the event loop is, sampled ten times a "
-                                      "second.", LAG_SECONDS).of().observe
-        self._connections = registry.gauge("http_connections", "HTTP connections: at_work on a whole request, or idle.",
-                                           "state")
-        self._crowded = registry.counter("http_connections_refused_total", "Connections that made room, or whose "
-                                         "request found none.", "reason").begin(("full",), ("address",), ("requests",))
+        self.lag = registry.histogram("event_loop_lag_seconds", "How late the event loop runs what is due, "
+                                      "sampled ten times a second.", LAG_SECONDS).of().observe
+        self._connections = registry.gauge("http_connections", "HTTP connections: at_work (a whole request is being "
+                                           "answered) or idle.", "state")
+        self._crowded = registry.counter("http_connections_refused_total", "Connections closed, or requests refused, "
+                                         "for lack of room.", "reason").begin(("full",), ("address",), ("requests",))
         self.load(0, 0)
 
     def request(self, endpoint: str, code: int, mode: str) -> None:
@@ -340,7 +346,7 @@ class RouterMetrics:
         self._connections.of("at_work").set_function(at_work)
 
     def connection_refused(self, reason: str) -> None:
-        """``reason``: full, address or requests."""
+        """``reason``: full, address, bodies (a connection is closed for others) or requests (a request is refused)."""
         self._crowded.of(reason).inc()
 
     def target_known(self, peer: str) -> None:
@@ -385,38 +391,38 @@ class TargetMetrics:
         registry.settle = self._settle
         self.mode = ModeMetrics(registry, "session")
         self._answers = registry.counter("answers_total", "Answers ended.", "outcome").begin(*zip(ENDINGS))
-        self._prompt = registry.counter("answer_prompt_tokens_total", "Prompt tokens.")
+        self._prompt = registry.counter("answer_prompt_tokens_total", "Prompt tokens of admitted answers.")
         self._cached = registry.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
-        self._step = registry.histogram("step_seconds", "One step by phase.", STEP_SECONDS, "phase")
-        self._rows = registry.histogram("step_rows", "Rows of one forward.", ROWS)
-        self._rounds = registry.counter("rounds_total", "Decode rounds by what became of the draft.",
-                                        "outcome").begin(*zip(OUTCOMES))
+        self._step = registry.histogram("step_seconds", "Time of a step, by phase.", STEP_SECONDS, "phase")
+        self._rows = registry.histogram("step_rows", "Rows of a step: prompt tokens, roots, draft tokens.", ROWS)
+        self._rounds = registry.counter("rounds_total", "Rounds, by where their draft tokens came from or why "
+                                        "they had none.", "outcome").begin(*zip(OUTCOMES))
         self._drafts = registry.counter("drafts_total", "Rounds that verified at least one draft token.")
         self._draft_tokens = registry.counter("draft_tokens_total", "Draft tokens verified.")
         self._accepted = registry.counter("accepted_tokens_total", "Draft tokens that became part of an answer.")
         self._bonus = registry.counter("bonus_tokens_total", "Tokens that the target added itself, one a round.")
-        self._position = registry.counter("accepted_tokens_per_position_total", "Accepted, by depth.",
-                                          "position").begin(*zip(POSITIONS))
-        self._nodes = registry.tally("tree_nodes", "Draft nodes of one verification.", NODES)
+        self._position = registry.counter("accepted_tokens_per_position_total", "Accepted draft tokens, by "
+                                          "depth in the tree.", "position").begin(*zip(POSITIONS))
+        self._nodes = registry.tally("tree_nodes", "Draft tokens in one verification.", NODES)
         self._length = registry.tally("accepted_length", "Accepted draft tokens of one verification.", LENGTHS)
         self._slots = registry.gauge("kv_slots", "KV slots by state.", "state")
         self._sessions = registry.gauge("sessions", "Sessions by state.", "state")
-        self.preempted = registry.counter("preemptions_total", "Sessions whose KV was given to others.").of().inc
+        self.preempted = registry.counter("preemptions_total", "Sessions that lost their KV slots to others.").of().inc
         self._wire = registry.counter("wire_bytes_total", "Bytes between targets and drafts.", "direction")
-        self._lost = registry.counter("drafter_lost_total", "Streams to drafts that broke.", "reason").begin(
+        self._lost = registry.counter("drafter_lost_total", "Streams to drafts that ended.", "reason").begin(
             ("stopped",), ("closed",), ("unavailable",), ("overflow",))
-        self.invalid_growth = registry.counter("invalid_growths_total", "Growths refused by validation.").of().inc
-        self.stale_growth = registry.counter("stale_growths_total", "Growths that came too late to be of use.").of().inc
+        self.invalid_growth = registry.counter("invalid_growths_total", "Invalid growths, which were refused.").of().inc
+        self.stale_growth = registry.counter("stale_growths_total", "Growths that came too late to be used.").of().inc
         self.drafts_connected = registry.gauge("drafts_connected", "Draft streams that are up.").of().set
-        self._suspect = registry.gauge("pairing_suspect", "1: a drafter is right by chance at most.", "peer")
-        self._lossy = registry.gauge("lossy", "1: accept thresholds below 1, sampled answers are not the model's own.")
-        self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
+        self._suspect = registry.gauge("pairing_suspect", "1: the drafter is right only by chance.", "peer")
+        self._lossy = registry.gauge("lossy", "1: accept thresholds are below 1, sampled answers may differ.")
+        self._lenient = registry.counter("lenient_tokens_total", "Draft tokens accepted against the target's choice.")
         self._by_drafter = registry.counter("drafter_tokens_total", "Draft tokens verified and accepted, by who "
                                             "proposed them.", "drafter", "kind")
-        self.moved = registry.counter("drafter_moves_total", "Answers that another drafter took over.").of().inc
+        self.moved = registry.counter("drafter_moves_total", "Answers that moved to another draft.").of().inc
         self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
-        self._full = registry.counter("device_full_total", "Steps that the device had no memory for.")
-        self._shedding = registry.gauge("shedding_level", "1 smaller trees, 2 plain, 3 no new answers; 0 all is well.")
+        self._full = registry.counter("device_full_total", "Steps that failed for lack of device memory.")
+        self._shedding = registry.gauge("shedding_level", "Given up for memory: 1 half trees, 2 drafts, 3 new answers.")
         self.shedding(0)
         self.drafts_connected(0)  # one that never comes is missed too
 
@@ -531,13 +537,13 @@ class DraftMetrics:
     def __init__(self, model: str) -> None:
         self.registry = registry = Registry("draft", model)
         self.sessions_open = registry.gauge("sessions_open", "Sessions that the drafter holds.").of().set
-        self.expired = registry.counter("session_expirations_total", "Sessions freed without a close.",
+        self.expired = registry.counter("session_expirations_total", "Sessions freed after silence, without a close.",
                                         "reason").of("lease").inc
-        self._grow = registry.histogram("draft_seconds", "One growth of all sessions of a batch.", STEP_SECONDS)
-        self._nodes = registry.counter("grown_nodes_total", "Nodes grown.")
-        self.committed = registry.counter("commits_total", "Commits absorbed.").of().inc
+        self._grow = registry.histogram("draft_seconds", "Time of one growth for a batch of sessions.", STEP_SECONDS)
+        self._nodes = registry.counter("grown_nodes_total", "Draft tokens (tree nodes) grown.")
+        self.committed = registry.counter("commits_total", "Commits that drafters processed.").of().inc
         self._wire = registry.counter("wire_bytes_total", "Bytes between targets and drafts.", "direction")
-        self.invalid_item = registry.counter("invalid_items_total", "Items refused by validation.").of().inc
+        self.invalid_item = registry.counter("invalid_items_total", "Invalid items, which were refused.").of().inc
         self.targets_connected = registry.gauge("targets_connected", "Target streams that are up.").of().set
         self.sessions_open(0)
         self.targets_connected(0)
