@@ -18,13 +18,13 @@ from slipstream.base.config import Config, DraftSection, Section
 
 Blob = dict[str, Any]
 Blobs = list[dict[str, Any]]
-# Of a container. With a letter less a pod would have no limits, and nobody would say so.
+# Of a container. Unknown names are refused: with a misspelt one a pod would silently have no limits.
 Resources = Annotated[Blob, WithJsonSchema({
     "type": "object", "additionalProperties": False,
     "properties": {"limits": {"type": "object"}, "requests": {"type": "object"}, "claims": {"type": "array"}}})]
 Variables = Annotated[Blobs, WithJsonSchema({"type": "array", "items": {
     "type": "object", "required": ["name"], "properties": {"value": {"type": ["string", "null"]}}}})]
-Texts = dict[str, str]  # labels and annotations: the API server takes no number or truth for a text
+Texts = dict[str, str]  # labels and annotations: the API server refuses numbers and booleans as values
 
 # Settings that follow from the chart's own values; the schema refuses them under ``config``.
 OWNED = {
@@ -37,7 +37,7 @@ OWNED = {
 
 
 class ImageValues(Section):
-    repository: str = Field("slipstream", description="with the registry's host, if there is one")
+    repository: str = Field("slipstream", description="with the host of the registry, if there is one")
     tag: str = Field("", description="empty: the chart's appVersion and the variant, as in 0.1.0-cpu")
     digest: str = Field("", pattern="^(sha256:[0-9a-f]{64})?$", description="sha256:...; wins over the tag")
 
@@ -50,13 +50,13 @@ class ImagesValues(Section):
     pullPolicy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
     pullSecrets: list[str] = Field([])
     router: ImageValues = Field(ImageValues(), description="without torch")
-    engine: EngineImageValues = Field(EngineImageValues(), description="for target, draft and the preparing of models")
+    engine: EngineImageValues = Field(EngineImageValues(), description="for targets, drafts and preparing models")
     vllm: ImageValues = Field(ImageValues(), description="for targets where config.target.engine is vllm")
 
 
 class ClaimValues(Section):
-    existing: str = Field("", description="name of a claim that is there")
-    create: bool = Field(False, description="make one; it goes when the release goes")
+    existing: str = Field("", description="name of an existing PersistentVolumeClaim")
+    create: bool = Field(False, description="create a claim; it is deleted with the release")
     size: str = "2Gi"
     storageClass: str = ""
     accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany"]] = Field(["ReadWriteMany"],
@@ -67,11 +67,11 @@ class ModelValues(Section):
     """The target's model, and the volume that holds it and the draft models, mounted at /models."""
 
     path: str = Field("smollm2-135m", pattern="^[A-Za-z0-9][A-Za-z0-9._/-]*$", description="a folder of the volume")
-    prepare: bool = Field(True, description="an init container makes it from the image's package; known names only")
-    # Less than the pods' own where it can be: each pod, a router too, is scheduled by the larger of the two.
+    prepare: bool = Field(True, description="an init container makes it from a package in the image; known names only")
+    # Below the pods' own where possible: Kubernetes schedules each pod, a router too, by the larger of the two.
     prepareResources: Resources = Field({"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}})
-    sizeLimit: str = Field("2Gi", description="of the volume when there is no claim")
-    claim: ClaimValues = Field(ClaimValues(), description="neither: an emptyDir of each pod, which needs prepare")
+    sizeLimit: str = Field("2Gi", description="of the emptyDir, if there is no claim")
+    claim: ClaimValues = Field(ClaimValues(), description="with neither: an emptyDir in each pod, which needs prepare")
 
 
 class StrategyValues(Section):
@@ -80,7 +80,7 @@ class StrategyValues(Section):
 
 
 class BudgetValues(Section):
-    enabled: bool = Field(True, description="made where more than one pod runs")
+    enabled: bool = Field(True, description="a PodDisruptionBudget, if more than one pod runs")
     maxUnavailable: int | str = 1
 
 
@@ -88,11 +88,11 @@ class PodValues(Section):
     """What every kind of pod has."""
 
     resources: Resources = Field({})
-    resourceClaims: Blobs = Field([], description="devices that resources.claims names, each with its template")
+    resourceClaims: Blobs = Field([], description="devices of the pod, which resources.claims names")
     nodeSelector: Texts = Field({})
     tolerations: Blobs = Field([])
     affinity: Blob = Field({})
-    topologySpread: Blobs = Field([], description="empty: over nodes, as far as that goes")
+    topologySpread: Blobs = Field([], description="empty: spread over nodes, if possible")
     runtimeClassName: str = ""
     priorityClassName: str = ""
     podAnnotations: Texts = Field({})
@@ -101,8 +101,8 @@ class PodValues(Section):
     extraArgs: list[str] = Field([], description="as in --set=router.max_in_flight=4")
     extraVolumes: Blobs = Field([])
     extraVolumeMounts: Blobs = Field([])
-    startupSeconds: int = Field(600, ge=10, description="a pod that does not start within is killed")
-    preStopSeconds: int = Field(5, ge=0, description="from leaving the endpoints to the signal, so that peers notice")
+    startupSeconds: int = Field(600, ge=10, description="a container that has not started by then is restarted")
+    preStopSeconds: int = Field(5, ge=0, description="wait before SIGTERM, so that peers stop using the pod first")
 
 
 class ServiceValues(Section):
@@ -113,9 +113,9 @@ class ServiceValues(Section):
 
 
 class ApiKeysValues(Section):
-    existingSecret: str = Field("", description="empty: whoever reaches the router may ask")
-    key: str = Field("api-keys", min_length=1, description="its entry: one key a line, then its tenant, as in "
-                                                           "name=alice")
+    existingSecret: str = Field("", description="empty: anyone who reaches the router can use it")
+    key: str = Field("api-keys", min_length=1, description="entry of the Secret: one key a line, followed by its "
+                                                           "tenant, as in name=alice")
 
 
 class RouterValues(PodValues):
@@ -125,7 +125,8 @@ class RouterValues(PodValues):
     budget: BudgetValues = BudgetValues()
     service: ServiceValues = ServiceValues()
     apiKeys: ApiKeysValues = ApiKeysValues()
-    terminationGracePeriodSeconds: int = Field(75, ge=1, description="above preStopSeconds + config.router.drain_s + 5")
+    terminationGracePeriodSeconds: int = Field(75, ge=1, description="must be above preStopSeconds + "
+                                                                 "config.router.drain_s + 5")
 
 
 class HpaValues(Section):
@@ -135,54 +136,54 @@ class HpaValues(Section):
 class KedaValues(Section):
     enabled: bool = Field(False, description="needs KEDA and the address of a Prometheus")
     serverAddress: str = ""
-    authenticationRef: Texts = Field({}, description="name and kind of a TriggerAuthentication, where that Prometheus "
-                                                     "wants one")
-    triggerMetadata: Texts = Field({}, description="more of the triggers, as in {authModes: bearer}")
-    fallbackReplicas: int = Field(0, ge=0, description="while Prometheus has no data; 0: as many as there are")
+    authenticationRef: Texts = Field({}, description="name and kind of a TriggerAuthentication, if that Prometheus "
+                                                     "needs one")
+    triggerMetadata: Texts = Field({}, description="more metadata of the triggers, as in {authModes: bearer}")
+    fallbackReplicas: int = Field(0, ge=0, description="targets while Prometheus has no data; 0: no change")
 
 
 class AutoscalingValues(Section):
-    """Targets follow the answers that run and wait in them. One of the two, or neither."""
+    """The number of targets follows the answers that run and wait in them. Enable hpa or keda, or neither."""
 
     minReplicas: int = Field(1, ge=1)
     maxReplicas: int = Field(4, ge=1)
-    runningPerTarget: int = Field(0, ge=0, description="answers that a target is meant to decode at the same time; 0: "
-                                                       "three quarters of config.target.max_sessions")
-    waitingPerTarget: int = Field(4, ge=1, description="answers that may wait for room in a target")
-    cooldownSeconds: int = Field(300, ge=0, le=3600, description="a target goes when it was not needed for so long")
+    runningPerTarget: int = Field(0, ge=0, description="answers that should run in a target at the same time; 0: three "
+                                                       "quarters of config.target.max_sessions")
+    waitingPerTarget: int = Field(4, ge=1, description="answers that may wait in a target before one is added")
+    cooldownSeconds: int = Field(300, ge=0, le=3600, description="a target not needed for this long is removed")
     hpa: HpaValues = HpaValues()
     keda: KedaValues = KedaValues()
 
 
 class TargetValues(PodValues):
     replicas: int = Field(1, ge=0)
-    nodes: int = Field(1, ge=1, le=64, description="pods that compute one model together; more than one need "
+    nodes: int = Field(1, ge=1, le=64, description="pods that compute one model together; more than 1 needs "
                                                    "config.target.engine vllm, and LeaderWorkerSet in the cluster")
-    # What it may come to: 1.2 GB at start, 1.7 GB of KV slots that are not touched before they are used, and a step.
+    # It may use 1.2 GB at the start, 1.7 GB of KV slots (as they are used), and the memory of a step.
     resources: Resources = Field({"requests": {"cpu": "1", "memory": "3584Mi"}, "limits": {"memory": "4Gi"}})
     strategy: StrategyValues = StrategyValues()
     budget: BudgetValues = BudgetValues()
     # preStopSeconds, the router's request_timeout_s, and time to close: no answer takes longer.
     terminationGracePeriodSeconds: int = Field(
-        630, ge=1, description="above preStopSeconds + config.target.drain_s + 5; an answer whose model no other "
-                               "target has may take all of it")
+        630, ge=1, description="must be above preStopSeconds + config.target.drain_s + 5; an answer that can move to "
+                               "no other target may use all of it")
     autoscaling: AutoscalingValues = AutoscalingValues()
 
 
 class PoolValues(Section):
-    """Draft pods of one kind. Targets give a new answer to their least busy draft, so a share of the pods is a share of
-    the answers."""
+    """Draft pods of one kind. Targets give a new answer to their least busy draft, so a pool gets the same share of the
+    answers as of the pods."""
 
     name: str = Field(pattern="^[a-z]([a-z0-9-]{0,18}[a-z0-9])?$")
     share: int = Field(0, ge=0, le=99,
-                       description="per cent of draft.replicas, at least one pod; 0: its part of the rest")
+                       description="percentage of draft.replicas, at least one pod; 0: a part of the rest")
     model: str = Field("", pattern="^([A-Za-z0-9][A-Za-z0-9._/-]*)?$",
                        description="a folder of the volume; not for auto and ngram")
-    config: DraftSection = Field(DraftSection(), description="what differs from config.draft")
+    config: DraftSection = Field(DraftSection(), description="settings that differ from config.draft")
 
 
 class DraftValues(PodValues):
-    replicas: int = Field(1, ge=0, description="of all pools together; 0: plain decoding")
+    replicas: int = Field(1, ge=0, description="of all pools together; 0: no drafts")
     pools: list[PoolValues] = Field([PoolValues(name="main")], max_length=8,
                                     description="each: name, share, model, config; a canary is a pool with a share")
     resources: Resources = Field({"requests": {"cpu": "500m", "memory": "768Mi"}, "limits": {"memory": "2Gi"}})
@@ -192,9 +193,10 @@ class DraftValues(PodValues):
 
 
 class DiscoveryValues(Section):
-    enabled: bool = Field(False, description="watch the EndpointSlices; else one pod of a kind, by its name")
-    existingRole: bool = Field(False, description="somebody else lets the service accounts RELEASE-slipstream-router "
-                                                  "and -target get, list and watch endpointslices")
+    enabled: bool = Field(False, description="find pods by EndpointSlices; false: one pod of each kind, by its name")
+    existingRole: bool = Field(False, description="true: the chart makes no Role; you let the service accounts "
+                                                  "RELEASE-slipstream-router and -target get, list and watch "
+                                                  "endpointslices")
 
 
 class CertManagerValues(Section):
@@ -206,53 +208,54 @@ class CertManagerValues(Section):
 
 
 class TlsValues(Section):
-    """Between the pods, both sides showing a certificate. Replaced certificates are taken without a restart."""
+    """Mutual TLS between the pods. Replaced certificates are used without a restart."""
 
     enabled: bool = True
-    existingSecret: str = Field("", description="with tls.crt, tls.key and ca.crt, good for the names of all services")
+    existingSecret: str = Field("", description="with tls.crt (for the names of all services), tls.key and ca.crt")
     certManager: CertManagerValues = CertManagerValues()
-    allowedNames: list[str] = Field([], description="targets and drafts take only clients that show one of these; "
-                                                    "empty: routers' and targets' names with certManager, else anyone "
-                                                    "with a certificate of ca.crt")
-    insecurePlaintext: bool = Field(False, description="with enabled=false: yes, really in plain text")
+    allowedNames: list[str] = Field([], description="names, one of which a client of targets and drafts must have in "
+                                                    "its certificate; empty: routers' and targets' names with "
+                                                    "certManager, else any certificate of ca.crt")
+    insecurePlaintext: bool = Field(False, description="must be true with enabled=false, to confirm plain text")
 
 
 class NetworkPolicyValues(Section):
-    """Everything is denied but what is named here and what the pods need of each other."""
+    """Only traffic that is named here, and that the pods need between each other, is allowed."""
 
     enabled: bool = True
     clients: Blobs = Field([{"podSelector": {}}], description="who may reach the router; default: this namespace")
     prometheus: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
-                              description="who may scrape")
-    dns: Blobs = Field([{"namespaceSelector": {}}], description="who answers port 53, or 5353; a cache of the node's "
-                                                                "is no pod: add its address, as in {ipBlock: {cidr: "
+                              description="who may scrape metrics")
+    dns: Blobs = Field([{"namespaceSelector": {}}], description="DNS servers, on port 53 or 5353; a node-local cache "
+                                                                "is not a pod: add its address, as in {ipBlock: {cidr: "
                                                                 "169.254.20.10/32}}")
     apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}, {"ipBlock": {"cidr": "::/0"}}],
-                             description="where the Kubernetes API is; discovery only. For Cilium no block has nodes: "
-                                         "where it runs on some, allow the entity kube-apiserver in extraObjects")
-    # Without ports a rule opens all. minikube's listens on 8443, MicroK8s' on 16443.
+                             description="where the Kubernetes API is; for discovery only. In Cilium an ipBlock "
+                                         "matches no nodes: if the API runs on nodes, allow the entity "
+                                         "kube-apiserver in extraObjects")
+    # A rule without ports opens all ports. minikube's API listens on 8443, that of MicroK8s on 16443.
     apiServerPorts: list[int] = Field([443, 6443, 8443, 16443], min_length=1)
     collector: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
-                             description="who takes spans, where config.log.spans names one")
+                             description="where spans go, if config.log.spans is set")
     collectorPorts: list[int] = Field([4317], min_length=1)
 
 
 class DashboardsValues(Section):
     enabled: bool = True
-    labels: Texts = Field({"grafana_dashboard": "1"}, description="what Grafana's sidecar looks for")
+    labels: Texts = Field({"grafana_dashboard": "1"}, description="by which Grafana's sidecar finds them")
     annotations: Texts = Field({"grafana_folder": "Slipstream"})
 
 
 class PodMonitorValues(Section):
-    enabled: Literal["auto", "always", "never"] = Field("auto", description="auto: where the cluster knows the kind")
-    labels: Texts = Field({}, description="which a Prometheus looks for, as in release: kube-prometheus-stack")
+    enabled: Literal["auto", "always", "never"] = Field("auto", description="auto: if the cluster has this kind")
+    labels: Texts = Field({}, description="by which Prometheus selects it, as in release: kube-prometheus-stack")
     interval: str = "15s"
 
 
 class RulesValues(Section):
-    enabled: Literal["auto", "always", "never"] = Field("auto", description="auto: where the cluster knows the kind")
-    labels: Texts = Field({}, description="as podMonitor's: which rules a Prometheus reads")
-    runbooks: str = Field("", description="address before the runbook's file name; empty: its path in the repository")
+    enabled: Literal["auto", "always", "never"] = Field("auto", description="auto: if the cluster has this kind")
+    labels: Texts = Field({}, description="by which Prometheus selects rules, as with podMonitor")
+    runbooks: str = Field("", description="URL of the folder of runbooks; empty: their path in the repository")
 
 
 class MonitoringValues(Section):
@@ -275,7 +278,7 @@ class Values(Section):
     networkPolicy: NetworkPolicyValues = NetworkPolicyValues()
     monitoring: MonitoringValues = MonitoringValues()
     bindAddress: str = Field("0.0.0.0", min_length=1,
-                             description="[::] where the first address of pods is IPv6, which probes ask")
-    runAsUser: int = Field(65532, ge=0, description="also the group, and the owner of volumes; 0: whom the cluster "
-                                                    "names, as OpenShift does for each namespace, but never root")
+                             description="[::] if the first address of pods is IPv6, because probes use it")
+    runAsUser: int = Field(65532, ge=0, description="also the group, and the owner of volumes; 0: the user that the "
+                                                    "cluster assigns, as OpenShift does, but never root")
     extraObjects: list[Blob | str] = Field([], description="rendered with the release")

@@ -40,7 +40,7 @@ ROUNDS = Row("Rounds", (
     Panel("Growing", "s", quantiles("slipstream_draft_seconds", "$draft"),
           text="Time that a draft takes to grow draft tokens for a batch of sessions."),
     Panel("Rows of a step", "none", quantiles("slipstream_step_rows", "$target"),
-          text="Rows of one forward pass: prompt tokens, roots and draft tokens."),
+          text="Rows that one step computes: prompt tokens, roots and draft tokens."),
     Panel("Nodes grown", "none", ((rate("slipstream_grown_nodes_total", "$draft", "model"), "{{model}}"),),
           stacked=True, text="By draft model. A node that is not verified came too late, or was not worth a row."),
     Panel("Commits absorbed", "cps", ((rate("slipstream_commits_total", "$draft", "model"), "{{model}}"),)),

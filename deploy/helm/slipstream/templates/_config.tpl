@@ -1,5 +1,5 @@
-{{/* The configuration file of each role: the user's settings, and on top what follows from the chart's own values.
-     A role gets only the sections that it reads, so that a change restarts only whom it concerns. */}}
+{{/* The configuration file of each role: the user's settings, overridden by what follows from the chart's own values.
+     A role gets only the sections that it reads, so that a change restarts only the pods that it concerns. */}}
 
 {{- define "slipstream.defaults" -}}
 {{- .Files.Get "files/defaults.yaml" -}}
@@ -25,8 +25,8 @@
   | toYaml -}}
 {{- end -}}
 
-{{/* The ports of targets and drafts are not those of a machine (8051, 8052): a pod has all ports to itself, and a rollout
-     that changed them would part routers, targets and drafts of two releases. */}}
+{{/* The ports of targets and drafts differ from the defaults outside Kubernetes (8051, 8052). They must not change: during
+     a rollout pods of the old and of the new release could not reach each other. */}}
 {{- define "slipstream.config.router" -}}
 {{- $name := include "slipstream.fullname" . -}}
 {{- $own := dict

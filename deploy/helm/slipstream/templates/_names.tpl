@@ -18,7 +18,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
-{{/* What every object begins with; takes root and name. Further labels may stand behind it. */}}
+{{/* The metadata of every object; takes root and name. More labels may follow it. */}}
 {{- define "slipstream.metadata" -}}
 name: {{ .name | quote }}
 namespace: {{ .root.Release.Namespace | quote }}
@@ -26,8 +26,8 @@ labels:
   {{- include "slipstream.labels" .root | nindent 2 }}
 {{- end -}}
 
-{{/* What selects the pods of a role, and of a pool if there is one; takes root, role, pool. In quotes, as a pool may be
-     called "on", and a release "7". */}}
+{{/* Labels that select the pods of a role, and of a pool if there is one; takes root, role, pool. Quoted, because a pool
+     may be called "on", and a release "7". */}}
 {{- define "slipstream.selector" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
@@ -79,13 +79,13 @@ kubernetes:///{{ .name }}.{{ .root.Release.Namespace }}:{{ .port }}
 {{- end -}}
 {{- end -}}
 
-{{/* Of targets of several pods. Not the name of their Service: a LeaderWorkerSet has one of its own name, in which pods
-     find each other before they are ready, and makes none where one is there. */}}
+{{/* The name of the LeaderWorkerSet of targets of several pods. It must differ from the targets' Service: a LeaderWorkerSet
+     creates a Service of its own name, through which pods find each other before they are ready, unless one exists. */}}
 {{- define "slipstream.groupName" -}}
 {{ include "slipstream.fullname" . }}-targets
 {{- end -}}
 
-{{/* What has the targets' replicas, as JSON. */}}
+{{/* The object that has the targets' replicas, as JSON. */}}
 {{- define "slipstream.scaled" -}}
 {{- if include "slipstream.grouped" (dict "root" . "role" "target") -}}
 {{- dict "apiVersion" "leaderworkerset.x-k8s.io/v1" "kind" "LeaderWorkerSet" "name" (include "slipstream.groupName" .) | toJson -}}

@@ -16,7 +16,7 @@ spec:
   replicas: {{ .replicas }}
   {{- end }}
   revisionHistoryLimit: 3
-  {{- /* A pod may wait for what its forerunner has until that has ended; and no router is ready before a target is. */}}
+  {{- /* A new pod may have to wait until the old one has ended and freed its devices; and no router is ready before a target is. */}}
   {{- $slowest := 0 }}
   {{- range list .pod (ternary .root.Values.target .pod (eq .role "router")) }}
   {{- $slowest = max $slowest (add (int .startupSeconds) (int .terminationGracePeriodSeconds)) }}
@@ -53,7 +53,7 @@ spec:
       {{- toYaml .pod.strategy | nindent 6 }}
   leaderWorkerTemplate:
     size: {{ .pod.nodes }}
-    restartPolicy: RecreateGroupOnPodRestart  # vLLM's machines begin together
+    restartPolicy: RecreateGroupOnPodRestart  # the pods of a vLLM group must start together
     workerTemplate:
       {{- include "slipstream.podTemplate" . | nindent 6 }}
 {{- end -}}
@@ -188,7 +188,7 @@ ports:
   - {name: {{ $name }}, containerPort: {{ $number }}, protocol: TCP}
   {{- end }}
   - {name: metrics, containerPort: {{ .metricsPort }}, protocol: TCP}
-{{- /* None of the three asks a peer to be alive; a router is ready when a target is. */}}
+{{- /* None of the three depends on a peer, except that a router is ready when a target is. */}}
 startupProbe:
   httpGet: {path: /live, port: metrics}
   periodSeconds: 2
@@ -235,7 +235,7 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
-{{- /* Quantities as text: Kubernetes 1.20 does not apply numbers. One that is null was taken back. Input: a container's
+{{- /* Quantities as strings: Kubernetes 1.20 does not apply numbers. A quantity of null is left out. Input: a container's
 resources. */ -}}
 {{- define "slipstream.resources" -}}
 {{- $found := deepCopy (default dict .) -}}
@@ -251,7 +251,7 @@ resources. */ -}}
 {{- toYaml $found -}}
 {{- end -}}
 
-{{- /* Whether several processes of a pod compute one model; they exchange through shared memory. vLLM always has some. */ -}}
+{{- /* Whether several processes of a pod compute one model: they need shared memory. vLLM always has several. */ -}}
 {{- define "slipstream.ranks" -}}
 {{- $model := default dict .root.Values.config.model -}}
 {{- if and (eq .role "target") (or (gt (int (default 1 $model.tensor_parallel)) 1) (include "slipstream.vllm" .root)) -}}
@@ -308,7 +308,8 @@ true
 {{- end }}
 {{- end -}}
 
-{{/* What a model's threads follow: the CPU limit, else the request. Empty where neither is set, or a target's threads are. */}}
+{{/* Where the number of a model's threads comes from: the CPU limit, else the request. Empty: neither is set, or a target's
+     config.model.threads is. */}}
 {{- define "slipstream.cpuField" -}}
 {{- if and .threads (or (ne .role "target") (not (default dict .root.Values.config.model).threads)) -}}
 {{- $resources := default dict .pod.resources -}}
@@ -320,7 +321,7 @@ requests.cpu
 {{- end -}}
 {{- end -}}
 
-{{/* The root file system is read-only: whatever caches, caches here. */}}
+{{/* The root file system is read-only: all caches are written here. */}}
 {{- define "slipstream.cacheEnv" -}}
 - {name: HOME, value: /tmp}
 - {name: XDG_CACHE_HOME, value: /cache}
