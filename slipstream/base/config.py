@@ -90,26 +90,27 @@ class Section(BaseModel):
 
 class ModelSection(Section):
     path: str = Field("smollm2-135m", description="name of a known model, or a folder with config.json and safetensors")
-    dtype: Dtype = Field("bfloat16", description="float32 is the exact path on CPU; bfloat16 serves")
+    dtype: Dtype = Field("bfloat16", description="float32: exact on a CPU; bfloat16: for serving")
     device: str = "cpu"
     engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
-    threads: int = Field(0, ge=0, description="CPU threads of the model; 0: all cores (a draft takes half of them, "
-                         "and all for a lone session of an EAGLE head)")
-    kernels: Kernels = Field("auto", description="auto: our own for bfloat16 on a CPU with a C++ compiler, and on a "
-                             "GPU with Triton, if they pass a trial; else torch's; native: our CPU kernels, if a trial "
-                             "shows that drafts change no bit, else an error; torch: only torch's, in drafts too")
-    quantize: Quantize = Field("none", description="int8: for kernels of our own on a CPU; fp8: for GPUs (Hopper or "
-                               "newer); both may change answers")
-    tensor_parallel: int = Field(1, ge=1, le=16, description="GPUs among which each layer of a target's model is "
-                                 "cut; its heads and intermediate_size must divide by it")
+    threads: int = Field(0, ge=0, description="CPU threads of the model; 0: all cores (a draft: half of them, or "
+                         "all while an EAGLE head has a single session)")
+    kernels: Kernels = Field("auto", description="auto: our kernels for bfloat16 on a CPU with a C++ compiler, and "
+                             "on a GPU with Triton, if they pass a test at start, else torch's; native: our CPU "
+                             "kernels, or an error if the test shows that drafts change a bit; torch: only torch's, in "
+                             "drafts too")
+    quantize: Quantize = Field("none", description="int8: for our kernels on a CPU; fp8: for GPUs (Hopper or newer); "
+                               "both may change answers")
+    tensor_parallel: int = Field(1, ge=1, le=16, description="GPUs that share each layer of a target's model; its "
+                                 "heads and intermediate_size must be divisible by it")
 
 
 class GrowthSection(Section):
-    """The shape of a model drafter's tree. `slipstream tune` finds the one that pays on a device."""
+    """The shape of a model drafter's tree. `slipstream tune` finds the best one for a device."""
 
     num_steps: int = Field(3, ge=1, le=16, description="depth of the tree")
     topk: int = Field(4, ge=1, le=16, description="children of a node; 1 is a chain")
-    num_draft_tokens: int = Field(8, ge=1, le=63, description="nodes that are sent, root not counted")
+    num_draft_tokens: int = Field(8, ge=1, le=63, description="nodes sent to the target, without the root")
 
 
 class DraftSection(Section):
@@ -128,17 +129,17 @@ class DraftSection(Section):
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     max_sessions: int = Field(256, ge=1)
-    run_ahead: int = Field(0, ge=0, le=1023, description="nodes grown ahead, beyond those that the target "
-                                                       "verifies next; 0: one growth a commit")
+    run_ahead: int = Field(0, ge=0, le=1023, description="nodes grown while the target verifies, beyond "
+                                                       "those that it asked for; 0: none")
     growth: GrowthSection = GrowthSection()
 
 
 class PolicySection(Section):
     """When speculation pays, and when it stops."""
 
-    max_nodes: int = Field(16, ge=0, le=63, description="draft nodes of one session in one step, root not counted; "
+    max_nodes: int = Field(16, ge=0, le=63, description="draft tokens (nodes) of one session in one step; "
                            "0: plain decoding")
-    always: bool = Field(False, description="draft, and verify whole trees, whether it pays or not: to measure "
+    always: bool = Field(False, description="draft and verify whole trees even if it does not pay: to measure "
                          "drafters, and for tests")
     deadline_max_s: float = Field(0.25, gt=0, description="a step never waits longer for a drafter")
 
@@ -146,22 +147,22 @@ class PolicySection(Section):
 class TargetSection(Section):
     listen: Listen = "127.0.0.1:8051"
     metrics_listen: Listen = "127.0.0.1:9101"
-    engine: Engine = Field("ours", description="vllm: vLLM's own, where it and slipstream-vllm are installed; with "
-                           "arguments of its engine {vllm: {gpu_memory_utilization: 0.8}}")
+    engine: Engine = Field("ours", description="vllm: vLLM's, if it and slipstream-vllm are installed; with "
+                           "arguments for it: {vllm: {gpu_memory_utilization: 0.8}}")
     drafts: Peers = Field(("127.0.0.1:8052",),
-                                    description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
+                                    description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; []: no drafts")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
     slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
     max_context: int = Field(0, ge=0, description="longest prompt plus answer; 0: the model's own limit")
-    shared_cores: bool = Field(False, description="drafts run on this target's cores, so a tree that is not "
-                               "worth a wait is not asked for; `slipstream run` sets it on a CPU")
+    shared_cores: bool = Field(False, description="drafts run on this target's CPU cores, so it asks for no "
+                               "tree that is not worth waiting for; `slipstream run` sets it on a CPU")
     prompt_lookup: bool = Field(True, description="verify tokens that followed the newest ones earlier in the "
-                                "same text, or that a grammar forces, where that pays more than plain steps and a "
+                                "same text, or that a grammar forces, where that is faster than plain steps and a "
                                 "drafter's trees")
     drain_s: float = Field(45.0, ge=0, description="time for running answers to finish when the service is told to "
                            "stop; then another target goes on with them or, if none can, this one")
-    accept_threshold_single: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes a draft "
-                                           "token whose probability is at least this")
+    accept_threshold_single: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: sampled answers accept draft "
+                                           "tokens whose probability is at least this")
     accept_threshold_acc: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes draft "
                                         "tokens 1 / this times as often as their probability says")
     policy: PolicySection = PolicySection()
@@ -196,7 +197,7 @@ class TlsSection(Section):
     """Mutual TLS between the services. A server's certificate has the dialled name; behind a kubernetes:/// address,
     SERVICE.NAMESPACE.svc."""
 
-    folder: File = Field("", description="with three PEM files: tls.crt and tls.key, this service's certificate as "
+    folder: File = Field("", description="has three PEM files: tls.crt and tls.key, this service's certificate as "
                               "server and client, and ca.crt, the authority of the others' certificates; "
                               "empty: plain text")
     allowed_names: tuple[str, ...] = Field((), description="a client's certificate must have one of these names (DNS, "
