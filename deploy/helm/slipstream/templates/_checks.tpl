@@ -156,7 +156,7 @@
 {{- fail (printf "draft.pools: the shares add up to %d per cent; leave some for a pool without a share" (int $shares)) -}}
 {{- end -}}
 {{- if and (not .Values.draft.pools) .Values.draft.replicas -}}
-{{- fail (printf "draft.pools is empty but draft.replicas is %d: name a pool for them, or set draft.replicas=0 for plain decoding" (int .Values.draft.replicas)) -}}
+{{- fail (printf "draft.pools is empty but draft.replicas is %d: name a pool for them, or set draft.replicas=0 to decode without drafts" (int .Values.draft.replicas)) -}}
 {{- end -}}
 {{- if and .Values.draft.pools (eq (int $open) 0) -}}
 {{- fail "draft.pools: every pool has a share; one without a share takes the rest" -}}
@@ -164,7 +164,7 @@
 {{- range .Values.draft.pools -}}
 {{- $replicas := include "slipstream.poolReplicas" (dict "root" $ "pool" .) | int -}}
 {{- if and (gt (int $.Values.draft.replicas) 0) (lt $replicas 1) -}}
-{{- fail (printf "draft.replicas is %d, which leaves none for the pool %q: raise it, or set it to 0 for plain decoding" (int $.Values.draft.replicas) .name) -}}
+{{- fail (printf "draft.replicas is %d, which leaves none for the pool %q: raise it, or set it to 0 to decode without drafts" (int $.Values.draft.replicas) .name) -}}
 {{- end -}}
 {{- if and (gt $replicas 1) (not $.Values.discovery.enabled) -}}
 {{- fail (printf "draft.replicas gives the pool %q %d pods but discovery.enabled is false: without it a target knows one of them, set discovery.enabled=true" .name $replicas) -}}
