@@ -501,24 +501,12 @@ class Asked:
     endpoint: str
     model: str
     options: Options
-    messages: Sequence[Mapping[str, Any]] | bytes = field(default=(), repr=False)  # or as JSON
+    messages: Any = field(default=(), repr=False)  # objects, or these as JSON
     prompts: Sequence[str | bytes | Sequence[int]] = field(default=(), repr=False)  # texts, too, may be UTF-8
     begun: Begun | None = None  # of its only answer
     turn: Turn = ASSISTANT
     add_special_tokens: bool = True  # to prompts that are texts
     num_chars: int | None = None  # ``size``, where it is known
-
-    def packed(self) -> Asked:
-        """What may wait for long, as it came: one character beyond 16 bits makes four bytes of each other of its text,
-        and objects of JSON take ten times what they are written in."""
-        written = orjson.dumps(self.messages) if self.messages else b""  # in sixteen times the room
-        return replace(self, messages=bytes(memoryview(written)), num_chars=self.size,
-                       prompts=[prompt.encode() if isinstance(prompt, str) else prompt for prompt in self.prompts])
-
-    def unpacked(self) -> Asked:
-        """With its prompts as texts."""
-        return replace(self, prompts=[prompt.decode() if isinstance(prompt, bytes) else prompt
-                                      for prompt in self.prompts])
 
     def again(self, seed: int, identity: str) -> Asked:
         """For the very answer that this seed gave, by whose tag that is."""
@@ -538,13 +526,9 @@ class Asked:
     @property
     def size(self) -> int:
         """Characters and token ids."""
-        if self.num_chars is not None:
-            return self.num_chars
-        assert not isinstance(self.messages, bytes)
-        begun = 0 if self.begun is None else len(self.begun.tokens)
+        begun, names = 0 if self.begun is None else len(self.begun.tokens), _num_bytes(self.turn.names)
         words = sum(MESSAGE + len(word) for word in self.options.bad_words)  # each is spelt by itself
-        given = sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _num_bytes(self.turn.names)
-        return given + begun + words
+        return self.num_chars or sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + names + begun + words
 
 
 @dataclass(frozen=True, slots=True)
