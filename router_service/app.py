@@ -5,16 +5,17 @@ Rules:
    that do not exist. OPTIONS does nothing, and needs none.
 2. Every answer carries ``x-request-id`` (and ``request-id``, as Anthropic's clients read it): the client's if it is a
    decent one, else a new one.
-3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
-4. A body is capped before it is read, and read before anything is done for it.
+3. An unexpected error becomes a plain 500; its type and place are logged, but not its message, which may hold a user's
+   text.
+4. A body's size is limited before it is read, and nothing else is done before it is read.
 5. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
    ``{"error": …}`` followed by ``[DONE]``.
-6. Who reads server-sent events by the book says so (``accept: text/event-stream``), and gets events with ids. Who shows
-   the last of them with the same body gets what came after it. Nobody else pays for them.
-7. A page of another origin may ask and read where keys are set, as it has to show one; else only a page of this
-   machine, or of a program that shows its own: what is open to all who reach it is not for every page that they visit.
-   No cookies are ever known. What another page posts is refused, as a browser sends it unasked, and to any address that
-   the page's own name stands for.
+6. A client that sends ``accept: text/event-stream`` gets events with ids. If it sends the last id with the same body,
+   it gets what came after that event. Other clients get no ids, which would only cost them bytes.
+7. Web pages of any origin may call where keys are set, because they need a key. Without keys only pages of this machine
+   may, or of a program with its own origin scheme: web pages that the router's users visit must not reach it. Cookies
+   are never used. Posts of other pages are refused, because a browser sends them without asking, even to an address
+   that the page's own DNS name points to.
 
 It knows nothing about targets or how a request is answered.
 """
@@ -44,6 +45,7 @@ from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody, TextReply
+from router_service.dialects.fields import Unknown, known
 from router_service.dialects.openai import (
     DECENT_ID,
     Asked,
@@ -51,8 +53,6 @@ from router_service.dialects.openai import (
     Chunks,
     Generation,
     Reply,
-    Unknown,
-    known,
     parse,
     read_body,
 )
@@ -98,7 +98,7 @@ def create_app(gateway: Gateway, keys: ApiKeys | None, measured: Measured | None
 
 
 class Surface:
-    """All pages. What is asked for one that is not here, or in a way that it does not take, is told which there are."""
+    """All pages. An unknown path or method gets an error that lists the known ones."""
 
     def __init__(self, gateway: Gateway, measured: Measured | None = None) -> None:
         self._gateway = gateway
@@ -149,7 +149,7 @@ class Surface:
 
     async def responses(self, request: Request) -> Response:
         return await self._translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply,
-                                      responses.told_again)
+                                      responses.told_again, "input")
 
     async def count_tokens(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
@@ -291,8 +291,9 @@ class Surface:
 
     async def _translated(self, request: Request, chat_of: Callable[[dict[str, Any]], dict[str, Any]],
                           names: Mapping[str, str], reply_to: Callable[[Told], Narrative],
-                          told_again: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}) -> Response:
-        """An answer of a dialect that is a translation onto chat."""
+                          told_again: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {},
+                          conversation: str = "messages") -> Response:
+        """An answer of a dialect that is a translation onto chat. ``conversation``: the field that has it."""
         raw, unknown = await self._json(request)
         with written_as(names):
             body = parse(ChatBody, chat_of(raw), unknown)
@@ -309,7 +310,7 @@ class Surface:
                 raise InvalidRequest(name, f"is told by {CHAT} and {COMPLETIONS} alone", "unsupported_parameter")
         if request.headers.get(LAST_EVENT_ID):
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
-        with written_as(names):
+        with written_as({**names, "messages": conversation}):
             client, run = await self._begun(request, asked)
         markups = run.job.markups(self._gateway.codec)
         reply = reply_to(Told(options.answer_id or run.id, run.created, asked.model, markups[0] if markups else None,
@@ -347,7 +348,7 @@ class Surface:
         if not (body.stream and asked.num_answers == 1 and self._gateway.repeats(options)) or options.tells_prompt:
             raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
         if ((options.max_tokens is not None and reached.tokens > options.max_tokens)
-                or (body.seed is not None and options.sampling.seed != reached.origin.seed)):
+                or (options.seeded and options.sampling.seed != reached.origin.seed)):
             raise InvalidRequest(LAST_EVENT_ID, "is of another request; send the one that it belongs to")
         return reached
 

@@ -1,4 +1,4 @@
-"""Connections: uvicorn's HTTP on a socket of ours, with bounds on what comes in and a short way out.
+"""Connections: uvicorn's HTTP on our own sockets, with limits on input and a short path for output.
 
 In: what uvicorn and its parser, llhttp, leave unbounded. Out: server-sent events go straight to the socket. Between a
 handler and the socket lie calls, messages and a state machine for each piece, and an answer has hundreds. A body's head
@@ -8,22 +8,23 @@ Rules:
 1. Nothing that a client sends grows without a bound: a head, trailers, what stands between chunks
    (``MAX_HEADER_BYTES`` each), requests that wait for their turn (``MAX_WAITING``), and the time for all of a head
    (``HEAD_S``). The application bounds bodies and answers.
-2. What is no request gets a typed answer and the end of the connection. Answers that run or wait are not touched: they
-   go out first, and nothing is said about what came behind them.
-3. Of two readings of a request none is taken: it has one host, at most one length, and no coding but chunked.
-4. Trailers are dropped, for nobody looks at them where headers are checked. Nobody offers another protocol here, so an
-   upgrade that is asked for is not heard, and its request is answered like any other.
-5. Events go the short way where their body goes out in chunks (HTTP/1.1). ``Connection.write`` does not wait: whoever
-   writes looks whether ``flow`` is paused, and waits then. What is written to a connection that has ended is dropped;
-   who watches it hears of its end.
-6. A client that goes away ends the work for it at once, also while it waits for its first byte. One that reads nothing
-   of what waits for it for ``STALL_S`` counts as gone, and its connection ends, also when all is answered.
-7. Connections are not requests. Of connections there is room for twice the requests and more, half of it for one
-   address; beyond that whoever has kept the server waiting longest goes, be it without a request, in a head or in a
-   body. A request that is here whole is never broken off. Beyond ``requests`` that are, others are refused with 429,
-   but those for a probe. The bodies of all that are not answered have ``MOST_BODIES`` bytes; beyond those, of those
-   with more than a connection's share the one that has been coming for longest goes: large ones that wait keep nobody
-   out who says little. It is one of a tenant that holds more than his part; for others there is an eighth more.
+2. Input that is no request gets an error answer, and the connection ends. Answers that run or wait are finished first;
+   then the connection ends without an error for the input after them.
+3. An ambiguous request is refused: it must have one host, at most one length, and no transfer coding but chunked.
+4. Trailers are dropped, because headers are checked before they come. A request to upgrade to another protocol is
+   ignored and answered like any other.
+5. Events take the short path where their body is chunked (HTTP/1.1). ``Connection.write`` does not wait: the writer
+   must check ``flow`` and wait while it is paused. Writes to a connection that has ended are dropped; its watcher is
+   called at the end.
+6. When a client goes away, its work ends at once, also before its first byte. A client that reads nothing of its
+   waiting output for ``STALL_S`` counts as gone, and its connection ends, also when all requests are answered.
+7. Connections and requests have separate limits. There may be more than twice as many connections as requests, half of
+   them from one address; beyond that, the connection that has kept the server waiting longest is closed, whether before
+   a request, in a head or in a body. A request that has arrived whole is never cut off. Beyond ``requests`` whole ones,
+   further requests get 429, except probes. Bodies of unanswered requests have ``MOST_BODIES`` bytes together; beyond
+   that, of the bodies larger than a connection's share the one that has been arriving for longest is closed, if its
+   tenant holds more than its part; an eighth more is kept for other tenants. So large waiting bodies keep no small
+   request out.
 
 Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events. It knows nothing about routes.
 """
@@ -142,11 +143,11 @@ class Room:
             del self._held[whose]
 
     def whole(self, connection: Connection) -> None:
-        """Its body is here."""
+        """The request's body has arrived whole."""
         self._coming.pop(connection, None)
 
     def lets_go(self, connection: Connection) -> None:
-        """Nothing of it is kept any more."""
+        """The request's body is no longer kept."""
         self.whole(connection)
         self._count(connection.whose, -self._bodies.pop(connection, 0))
 
@@ -214,7 +215,7 @@ class Connection(HttpToolsProtocol):
             self._watcher()
 
     def give_way(self) -> None:
-        """End at once, for others need the place: with a word to a client that was asking for something."""
+        """Close the connection at once to make room; a client in the middle of a request gets an error answer."""
         self._refused = True
         self._stop_timer()
         if self._in_head or (self._in_body and not self.cycle.response_started):
@@ -226,7 +227,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """In place of uvicorn's own, which says nothing of what was wrong, and breaks off answers that run."""
+        """Replaces uvicorn's method, which does not say what was wrong and cuts off running answers."""
         self._unset_keepalive_if_required()
         if self._refused:
             return
@@ -467,8 +468,8 @@ def _in_lines(events: bytes) -> bytes:
 
 
 class Presence(Limit):
-    """The client of one request: ``with presence: await …`` raises ClientDisconnect when it goes away. Make it when the
-    body has been read, and ``close`` it."""
+    """The client of one request: ``with presence: await …`` raises ClientDisconnect when the client goes away. Create
+    it after the body has been read, and ``close`` it."""
 
     __slots__ = ("connection",)
 
@@ -484,7 +485,8 @@ class Presence(Limit):
 
 
 class EventStream(Response):
-    """Sends ``events`` until they end or ``client`` goes away, which it closes; ``close`` is awaited in any case."""
+    """Sends ``events`` until they end or ``client`` goes away, and closes ``client``; ``close`` is awaited in any
+    case."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], client: Presence, close: Callable[[], Awaitable[None]],
                  headers: Mapping[str, str], stall_s: float = STALL_S) -> None:

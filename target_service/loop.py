@@ -1,13 +1,13 @@
 """TargetWorker: the engine thread of the target service. It owns every sequence from its request to its last token.
 
 Rules:
-1. One thread makes and changes sequences, slots, trees and policies; the outside only posts.
+1. One thread creates and changes sequences, slots, trees and policies; other threads only post to its inbox.
 2. A turn: receive → schedule → forward → commit → send. Drafters hear of a commit before clients and counters do, as
    they are waited for.
 3. Whatever a drafter does (nothing, nonsense, death), the turn goes on with smaller trees.
-4. An error in one answer ends that answer. An error of a step ends the answers that were in it, with their slots freed.
-   One behind which the device does nothing any more ends the thread, and with it the service.
-5. Pieces leave in one go (``Telling.deliver``): when the next step computes, or when none comes.
+4. An error in one answer ends that answer. An error of a step ends the answers that were in it, and frees their slots.
+   An error after which the device no longer works ends the thread, and with it the service.
+5. Pieces are delivered together (``Telling.deliver``): while the next step computes, or when there is none.
 
 It knows nothing about text, HTTP or how frames travel.
 """
@@ -68,17 +68,17 @@ class Telling:
             self._metrics.request(finish)
 
     def prompt(self, one: Sequence, scores: PromptScores | None, finish: Finish = "") -> None:
-        """Of its prompt, before its first token; or that nothing else was wanted."""
+        """Scores of its prompt, before its first token; or the end of an answer that wanted only these."""
         state: State = one.followed.policy.mode.value
         self._pieces.append((one.sink, self._first(one, Piece((), prompt=scores, finish=finish, state=state))))
         if finish:
             self._metrics.request(finish)
 
     def _first(self, one: Sequence, piece: Piece) -> Piece:
-        if one.told or one.first_step_s is None:
+        if one.told:
             return piece
         one.told = True
-        return piece._replace(cached_tokens=one.cached_tokens, queue_s=max(0.0, one.first_step_s - one.arrived_s))
+        return piece._replace(cached_tokens=one.cached_tokens)
 
     def failed(self, one: Sequence, error: Exception, outcome: str = "failed") -> None:
         """It ends with ``error``."""
@@ -158,7 +158,7 @@ class TargetWorker:
 
     @property
     def num_open(self) -> int:
-        """Answers that are asked for and not over, in whose hands they ever are. With the thread all have ended."""
+        """Answers that were asked for and are not over, waiting or running; 0 after the thread has ended."""
         return self._num_asked - self._num_over if self._failed is None else 0
 
     @property
@@ -181,9 +181,8 @@ class TargetWorker:
     def ask(self, number: int, request: Request, sink: Sink, rule: Rule | None = None) -> None:
         """An answer is wanted; ``sink`` takes its pieces, or the error that ends it. ``rule``: what it is bound to; it
         is the engine thread's from now on."""
-        arrived_s = self._clock()
         self._num_asked += 1
-        self.post(lambda: self._arrive(number, request, sink, arrived_s, rule))
+        self.post(lambda: self._arrive(number, request, sink, rule))
         if self._failed is not None:  # it failed since somebody looked
             self._dispatch([(sink, self._failed)])
 
@@ -252,8 +251,8 @@ class TargetWorker:
         return self.turn()
 
     def turn(self) -> float | None:
-        """What was received is done already. Returns for how long there is nothing to do: 0.0 go on, None until
-        something comes."""
+        """One turn after the inbox was handled. Returns how many seconds there is nothing to do: 0.0: go on; None:
+        until an event comes."""
         self.following.flush()
         plan, waiting = self._queues.schedule(self._clock(), self._kv, self.shedding)
         held_s = self._held_s(plan, waiting)
@@ -299,7 +298,7 @@ class TargetWorker:
         for number in plan.admit:
             one = self._queues.admit(number)
             self._kv.admit(one)
-            if one.first_step_s is None:
+            if not one.stepped:
                 one.cached_tokens = one.computed
                 self._metrics.prompt(one.base, one.computed)
             if one.request.max_tokens:
@@ -336,7 +335,7 @@ class TargetWorker:
         if self._trace.keeps:
             self._trace.span("device", "verify", began_s, step.ended_s, rows=rows)
         for one, _ in [*prefill, *trees]:
-            one.first_step_s = one.first_step_s or began_s
+            one.stepped = True
         return Done(step, [one for one, _ in prefill], self._without_broken(outcomes), scored)
 
     def _without_broken(self, outcomes: list[Outcome]) -> list[Outcome]:
@@ -385,13 +384,12 @@ class TargetWorker:
 
     def _end_if_over(self, one: Sequence) -> None:
         if one.over:
-            one.first_step_s = one.first_step_s or self._clock()  # all of its prompt may be cached: it needs no step
             self._telling.prompt(one, None, "length")
             self._end(one)
 
-    def _arrive(self, number: int, request: Request, sink: Sink, arrived_s: float, rule: Rule | None) -> None:
+    def _arrive(self, number: int, request: Request, sink: Sink, rule: Rule | None) -> None:
         try:
-            one = Sequence.begin(number, request, sink, arrived_s, self.following, self._spans, rule)
+            one = Sequence.begin(number, request, sink, self.following, self._spans, rule)
         except Exception as error:  # its reader hears of it, and nobody else
             self._log.exception("request not begun", session=number, answer_id=request.request_id)
             self._metrics.request("failed")
@@ -428,5 +426,5 @@ class TargetWorker:
 
 
 def handed_back() -> Draining:
-    """What ends an answer that another target is to go on with."""
+    """The error that ends an answer here, so that another target goes on with it."""
     return Draining("the target is shutting down; another one will go on")

@@ -268,7 +268,7 @@ async def test_a_number_used_twice_or_bytes_that_are_no_frame_end_the_call() -> 
 
 def test_items_cross_and_join() -> None:
     piece = Piece((1, 2), 1, 4, (TokenLogprob(-0.5, ((3, -1.0),)), TokenLogprob(-1.5)), "stop", 0.25, 0.125, "plain", 7,
-                  0.5, True)
+                  True, 0.5)
     told = [TAKEN, piece, Reported.of(CapacityError("full", 2.0)), Reported.of(ValueError("secret"))]
     data = b"".join(encode_told(n, content) for n, content in enumerate(told))
     assert decode_told(data) == list(enumerate(told)) and b"secret" not in data

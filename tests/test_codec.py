@@ -117,7 +117,7 @@ TARGET_ITEMS = [Open(3, ints(1, 2, 3, 4, 5), 4, SAMPLING, 9), FEATURES,
 DRAFT_ITEMS = [growth(), Growth.empty(4, 6), Drop(5, "capacity", 7)]
 REQUEST = Request("r-1", (1, 2, 3), SAMPLING, 16, 0, False)
 PIECE = Piece((1, 2), 1, 3, (TokenLogprob(-0.5, ((1, -0.5), (9, -2.0))), TokenLogprob(-1.0)), "stop", 0.25, 0.125,
-              "shadow", 8, 0.5)
+              "shadow", 8, plain_s=0.5)
 INFO = TargetInfo("tiny", VOCAB, CONTEXT, "abc", 1, 2, True, (DraftStatus("d:1", False, "ngram", "vocab"),))
 OPTIONS = ChatOptions(8, 0.5, 0.75, 3, 0.25, 0.5, -0.5, 1.25, ((5, -1.5),), 11, ("end",), 2, True, 3, False)
 DELTA = Delta("ab", (TextToken(1, "a", True, -0.5), TextToken(2, "b")), "stop", Usage(1, 2, 3, 4, 5, 6))
@@ -144,7 +144,7 @@ GOLDEN = {
     "control": "0a0608031a020802",
     "piece": (
         "0a5008031a4c0a08010000000200000010011803221f09000000000000e0bf120201091a10000000000000e0bf0000000000"
-        "0000c0220909000000000000f0bf28013090a10f38c8d0074002480850a0c21e"
+        "0000c0220909000000000000f0bf28013090a10f38c8d0074002480860a0c21e"
     ),
     "info": "0a0474696e7910e80718f403220361626328013002480152130a03643a311a056e6772616d2205766f636162",
     "chat": (
@@ -208,6 +208,12 @@ def test_a_commit_of_a_release_that_told_how_many_were_verified_is_one_without_t
     wire.frame.items[2].commit.MergeFromString(b"\x20\x04")
     items, faults = decode_target_frame(wire.SerializeToString(), INCARNATION, LIMITS)
     assert not faults and len(items) == 4 and all(map(same, items, TARGET_ITEMS))
+
+
+def test_a_piece_of_a_release_that_told_how_long_it_was_queued_is_one_without_that() -> None:
+    wire = target_pb2.GenerateManyResponse.FromString(encode_told(3, PIECE))
+    wire.items[0].piece.MergeFromString(b"\x50\x07")
+    assert told(wire.SerializeToString()) == [(3, PIECE)]
 
 
 def test_hellos_come_back() -> None:

@@ -7,7 +7,7 @@ import json
 import random
 import resource
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from router_service import connection
 from router_service.connection import Room
 from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
-from slipstream.base.errors import CapacityError, Unavailable
+from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from slipstream.base.guests import Guests, network_of
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.chat import ChatOptions, Delta, Message
@@ -463,6 +463,32 @@ async def test_so_many_requests_over_grpc_wait_for_room_and_the_newest_goes_on_f
             await client.models()
         held.cancel()
         assert await asyncio.gather(*waiting) == [["tiny"]] * 2
+
+
+async def test_who_comes_while_a_request_over_grpc_runs_out_of_time_waits_for_its_room() -> None:
+    """He got an error of ours, and the room that he had waited for was nobody's for ever."""
+    bodies = Bodies(100, 100, slow_s=0.0)
+
+    async def silent() -> bytes:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.1)  # to be cancelled takes a moment
+        return b""
+
+    async def hello() -> bytes:
+        return b"hello"
+
+    async def size(read: Callable[[], Awaitable[bytes]], within_s: float) -> int:
+        async with bodies.held(read, within_s, len) as length:
+            return length
+
+    late = asyncio.create_task(size(silent, 0.05))
+    await asyncio.sleep(0.1)
+    assert await size(hello, 10.0) == 5
+    with pytest.raises(InvalidRequest, match="did not arrive"):
+        await late
+    assert await size(hello, 0.1) == 5
 
 
 def test_few_open_files_leave_room_for_few(monkeypatch: pytest.MonkeyPatch) -> None:

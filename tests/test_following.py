@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from draft_service.worker import DraftWorker
-from slipstream.base.config import TargetSection
+from slipstream.base.config import PolicySection, TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.decision.decide import Mode
@@ -48,6 +48,7 @@ HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", 4, 2, 4096)
 SILENT = DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8)
 SPEC = FeatureSpec((1,), 2, "float32")
 STEP_S = 0.002
+PATIENT = PolicySection(always=True, deadline_max_s=30.0)  # with a draft in a thread, on a machine that has work
 
 
 def chosen(tokens: Sequence[int]) -> int:
@@ -101,7 +102,8 @@ class Waits(SimpleQueue[Callable[[], None] | None]):
 
 def following(gives: Callable[[FeatureSpec], bool] | None = None, lookup: bool = False,
               world: Waits | None = None) -> Following:
-    section = TargetSection(policy=STUBBORN, drafts=(), prompt_lookup=lookup)
+    policy = STUBBORN if world is not None else PATIENT
+    section = TargetSection(policy=policy, drafts=(), prompt_lookup=lookup)
     costs, metrics = StepCosts({1: STEP_S, 64: 2 * STEP_S}), TargetMetrics("function")
     if world is not None:
         return Following(section, costs, metrics, gives or no_rows, clock=lambda: world.now_s,
@@ -126,8 +128,9 @@ def answer(target: Following, sessions: Sequence[Followed], count: int,
     """Play the engine until each has so many tokens more. Returns how many of them were drafted."""
     accepted, left = 0, list(sessions)
     target.begin(sessions, time.monotonic())
+    target.flush()
     while left:
-        trees = target.take(left, within_s=0.5)
+        trees = target.take(left, within_s=PATIENT.deadline_max_s)
         began_s = time.monotonic()
         batch = [verify(one, tree) for one, tree in zip(left, trees, strict=True)]
         rows = len(batch) + sum(one.drafted for one in batch)
@@ -360,6 +363,30 @@ def test_who_has_no_drafter_keeps_nobody_else_from_being_grown_ahead(gone: str) 
     target.committed([Verified(one.session, (5,), 0, 0, 0) for one in kept], Step(1.0, STEP_S, 2, 2))
     target.flush()
     assert [item.ahead for item in links[0].items if isinstance(item, Commit)] == [True, True]
+
+
+def test_a_draft_that_went_often_is_tried_as_soon_as_it_is_back() -> None:
+    """Each time that it goes it is looked for later; that it is there again is known."""
+    world, link = Waits(), Heard()
+    target = following(world=world)
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+
+    def follows(at_s: float) -> bool:
+        world.now_s = at_s
+        target.committed([Verified(1, (5,), 0, 0, 0)], Step(at_s - STEP_S, STEP_S, 1, 1))
+        return one.link is link
+
+    for gone_s in (40.0, 80.0, 120.0, 160.0):
+        target.link_up(link, SILENT)
+        target.inbox.drain()
+        assert follows(gone_s)
+        target.link_down(link, "cut")
+        target.inbox.drain()
+        assert one.policy.mode is Mode.PLAIN, "nobody else is there"
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    assert not follows(161.0) and follows(163.0), "it would be looked for after eight seconds"
 
 
 def test_a_lease_that_ends_in_a_long_prompt_costs_no_speculation() -> None:

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from router_service.dialects.formats import grammar_of
+from router_service.dialects.tools import ToolUse
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
 from slipstream.grammar.patterns import without_lookaheads
+from slipstream.grammar.trial import tried
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.tree import DraftTree
 from tests.tiny import EOS, VOCAB
 
 INT64 = {"type": "integer", "format": "int64", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
@@ -64,11 +68,83 @@ def test_what_cannot_be_counted_is_refused_by_name(schema: Any, tiny_folder: Pat
         goes(schema, "{}", tiny_folder)
 
 
+AGE: Any = {"type": "object", "properties": {"age": {"type": "integer", "nullable": True}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (AGE, '{"age": null}', True), (AGE, '{"age": 31}', True), (AGE, '{"age": "', False), (AGE, "null", False),
+    ({"type": "string", "nullable": True, "enum": ["a", None]}, "null", True),
+    ({"type": "string", "nullable": True, "enum": ["a"]}, "null", False),
+    ({"type": "string", "nullable": True, "maxLength": 1}, '"ab', False),
+    ({"type": "string", "nullable": False}, "null", False)])
+def test_what_openapi_calls_nullable_may_be_null(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+def test_arguments_of_a_forced_call_are_an_object_whatever_is_nullable(tiny_folder: Path) -> None:
+    function = {"name": "f", "parameters": {**AGE, "nullable": True}}
+    source = ToolUse(({"type": "function", "function": function},), "f", True).grammar().source
+    assert goes(json.loads(source), '{"age": null}', tiny_folder) and not goes(json.loads(source), "n", tiny_folder)
+
+
+@pytest.mark.parametrize(("form", "said", "others"), [
+    ("uri-reference", ("/problems/no-credit?x=1#f", "../x", "https://a.b:80/c%20d", "file:///etc/x", "urn:a:b"),
+     ("a b", "1:b", "/a%2", "https://a b")),
+    ("iri", ("https://ja.wikipedia.org/wiki/日本", "mailto:a@b.c"), ("/é", "x", "http://a b")),
+    ("iri-reference", ("/é?ü", "//müller.de"), ("é f",)), ("json-pointer", ("/a~1b/0", "/é"), ("a", "/~2")),
+    ("relative-json-pointer", ("0#", "12/a"), ("01", "/a")), ("idn-email", ("a@b.c",), ("ab\n",)),
+    ("uri-template", ("https://a.b/{id}{?q,page*}", "{+path:3}"), ("{", "{a b", "}")),
+    ("idn-hostname", ("a.b",), ("a b",))])
+def test_formats_that_llguidance_does_not_know_are_kept_to(form: str, said: tuple[str, ...], others: tuple[str, ...],
+                                                           tiny_folder: Path) -> None:
+    schema = {"type": "string", "format": form}
+    assert all(goes(schema, json.dumps(text, ensure_ascii=False), tiny_folder) for text in said)
+    assert not any(goes(schema, json.dumps(text, ensure_ascii=False), tiny_folder) for text in others)
+
+
+def test_of_a_large_schema_counts_what_binds() -> None:
+    """A schema for an extraction is mostly words about its fields."""
+    words = {"description": "x" * 1000, "examples": ["x" * 200], "title": "T"}
+    fields: Any = {f"f{i}": {"type": "string", **words} for i in range(100)}
+    fields["title"] = {"const": {"title": "a"}, **words}
+    schema = {"type": "object", "properties": fields, "required": [*fields], **words}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    large = grammar_of({"response_format": asked})
+    assert large is not None and json.loads(large[1].source) == {
+        "type": "object", "required": [*fields],
+        "properties": {f"f{i}": {"type": "string"} for i in range(100)} | {"title": {"const": {"title": "a"}}}}
+    small = {"type": "string", **words}
+    found = grammar_of({"guided_json": small})
+    assert found is not None and json.loads(found[1].source) == small
+    for least in ({"const": "x" * (64 << 10)}, {"description": "x" * (512 << 10)}):
+        with pytest.raises(InvalidRequest, match="larger"):
+            grammar_of({"guided_json": least})
+
+
+@pytest.mark.parametrize("keyword", ["dependentSchemas", "dependencies"])
+def test_arguments_may_be_named_by_what_depends_on_others(keyword: str, tiny_folder: Path) -> None:
+    card = {"properties": {"c": {"type": "integer"}}, "required": ["c"]}
+    function = {"name": "f", "parameters": {**TWO, keyword: {"a": card}}}
+    source = ToolUse(({"type": "function", "function": function},), "f", True).grammar().source
+    assert goes(json.loads(source), '{"a": null, "c": 1}', tiny_folder)
+    assert not goes(json.loads(source), '{"a": null}', tiny_folder)
+
+
+def test_a_name_that_others_depend_on_may_be_that_of_a_note(tiny_folder: Path) -> None:
+    schema = {"type": "object", "properties": {"title": {"type": "null"}, "b": {"type": "null"}}}
+    for keyword in ("dependentRequired", "dependencies"):
+        function = {"name": "f", "parameters": {**schema, keyword: {"title": ["b"]}}}
+        source = ToolUse(({"type": "function", "function": function},), "required").grammar().source
+        begun = '[{"name": "f", "arguments": {"title": null'
+        assert goes(json.loads(source), begun + ', "b": null}}]', tiny_folder)
+        assert not goes(json.loads(source), begun + "}", tiny_folder)
+
+
 def goes(schema: Any, text: str, folder: Path) -> bool:
     """Whether an answer bound to ``schema`` may begin with ``text``."""
     vocabulary = Vocabulary(load_tokenizer(folder), VOCAB)
     matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), Ends((EOS,)))
-    return matcher.commit([*text.encode()]) == len(text)
+    return matcher.commit([*text.encode()]) == len(text.encode())
 
 
 def decimal(behind: str) -> str:
@@ -169,3 +245,86 @@ def test_which_names_an_object_has_is_kept_to(schema: Any, text: str, fits: bool
 def test_what_else_is_denied_is_refused_by_name(schema: Any, tiny_folder: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"not|oneOf|allOf|dependentRequired|valid"):
         goes(schema, "{}", tiny_folder)
+
+
+@pytest.mark.parametrize(("schema", "text"), [
+    ({"type": "object", "patternProperties": {"^.{1,255}$": {"type": "string"}}}, '{"ada": "x"}'),
+    ({"type": "string", "pattern": r"^(?:\S+\s+){0,29}\S+$", "maxLength": 500}, '"some words of many"'),
+    ({"type": "integer", "multipleOf": 3600, "minimum": 86400, "maximum": 2592000}, "864000")], ids=str)
+def test_what_is_bound_twice_is_followed_to_its_end(schema: Any, text: str, tiny_folder: Path) -> None:
+    """A mask's work had a bound by which the answer ended with an error behind its first letter, each time."""
+    vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
+    matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), Ends((EOS,)))
+    for token in text.encode():
+        assert matcher.masks(DraftTree.root_only(1, 0))[1], matcher.problem
+        assert matcher.commit([token])
+
+
+def test_what_cannot_be_followed_late_in_an_answer_is_refused_at_once_and_by_name(tiny_folder: Path) -> None:
+    """The request was taken, and the answer ended with an error where it came to the pattern."""
+    vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
+    for pattern, said in ((r"^(?:\S+\s+){0,999}\S+$", "cannot be followed: pattern ^("), ("^a+$", "")):
+        costly = {"type": "string", "pattern": pattern, "maxLength": 20_000}
+        late = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"items": costly}},
+                "required": ["a", "b"]}
+        problem = tried(vocabulary, Grammar("json_schema", json.dumps(late)))
+        assert problem.startswith(said) and bool(problem) == bool(said) and len(problem) < 400
+
+
+KIND: Any = {"type": "object", "properties": {"kind": {"$ref": "#/$defs/kind"}, "x": {"type": "integer"}, "y": {}},
+             "$defs": {"kind": {"enum": ["a", "b", "c"]}}}
+IS_A: Any = {"properties": {"kind": {"const": "a"}}}
+BY_KIND: Any = {**KIND, "if": IS_A, "then": {"required": ["x"]}, "else": {"required": ["y"]}}
+EACH: Any = {**KIND, "required": ["kind"], "allOf": [
+    {"if": {**IS_A, "required": ["kind"]}, "then": {"properties": {"x": {"minimum": 5}}, "required": ["x"]}},
+    {"if": {"properties": {"kind": {"enum": ["b", "c"]}}}, "then": {"required": ["y"]}}, {"required": ["x"]}]}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (BY_KIND, '{"kind": "a", "x": 1}', True), (BY_KIND, '{"kind": "a"}', False), (BY_KIND, '{"x": 1}', True),
+    (BY_KIND, '{"kind": "b", "y": 1}', True), (BY_KIND, '{"kind": "b", "x": 1}', False), (BY_KIND, '{"y": 1}', False),
+    ({**BY_KIND, "if": {**IS_A, "required": ["kind"]}}, '{"y": 1}', True), (EACH, '{"kind": "a", "x": 6}', True),
+    ({**BY_KIND, "else": False}, '{"kind": "b', False), (EACH, '{"kind": "a", "x": 4}', False),
+    (EACH, '{"kind": "c", "x": 4}', False),
+    (EACH, '{"kind": "c", "x": 4, "y": 1}', True), (EACH, '{"x"', False)])
+def test_what_depends_on_a_listed_value_is_kept_to(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+@pytest.mark.parametrize("schema", [
+    {**KIND, "if": {"properties": {"x": {"const": 1}}}, "then": {"required": ["y"]}},
+    {**KIND, "if": {"required": ["x"]}, "then": {"required": ["y"]}}, {**BY_KIND, "type": ["object", "null"]},
+    {**BY_KIND, "then": {"if": IS_A, "then": {"required": ["x"]}}}, {**KIND, "if": IS_A, "allOf": [{"if": 1}]},
+    {**BY_KIND, "if": {**IS_A, "minProperties": 2}}, {**BY_KIND, "then": {"enum": ["x" * 30_000]}},
+    {**BY_KIND, "items": {"$id": "other", "$defs": {"kind": {"enum": ["d"]}}}}], ids=lambda schema: str(schema)[:80])
+def test_conditions_of_other_forms_are_refused_by_name(schema: Any, tiny_folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="if"):
+        goes(schema, "{}", tiny_folder)
+
+
+NEVER: Any = {"$defs": {"none": {"not": {}}, "other": {"$ref": "#/$defs/none"}, "false": False}, "type": "object",
+              "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/other"}, "c": {"$ref": "#/$defs/false"},
+                             "d": {"anyOf": [{"$ref": "#/$defs/none"}, {"type": "null"}]}}}
+
+
+@pytest.mark.parametrize(("text", "fits"), [('{"a": 1}', True), ('{"b"', False), ('{"c"', False), ('{"d": null}', True),
+                                            ('{"d": 1', False)])
+def test_what_never_is_may_be_referred_to(text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(NEVER, text, tiny_folder) == fits
+
+
+ZOD_TIME = r"^(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?$"
+
+
+@pytest.mark.parametrize(("pattern", "text", "fits"), [
+    (ZOD_TIME, '"12:30"', True), (ZOD_TIME, '"12:30:00Z', False), ("^(0[89]|1[0-7]):", '"09:15:00+01:00"', True),
+    ("^(0[89]|1[0-7]):", '"09:x', False), ("^(0[89]|1[0-7]):", '"19', False), ("Z$", '"12:30:00Z"', True),
+    (r"^\d\d:\d\d:\d\d[+-]\d\d:\d\d$", '"12:30:00-05:00"', True), (r"^[\d:]+[+-][\d:]+$", '"9', False)])
+def test_a_time_keeps_to_its_format_beside_a_pattern(pattern: str, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes({"type": "string", "format": "time", "pattern": pattern}, text, tiny_folder) == fits
+
+
+def test_many_patterns_of_one_schema_have_room_together(tiny_folder: Path) -> None:
+    """Each costs what it costs; a dozen with a line break between two texts were refused."""
+    lines = {f"p{i}": {"type": "string", "pattern": f"^.+\\n.+{i}$", "maxLength": 200 + i} for i in range(12)}
+    assert goes({"type": "object", "properties": lines}, '{"p1": "a\\nb1"', tiny_folder)

@@ -219,7 +219,7 @@ def test_a_rule_is_asked_about_no_more_nodes_than_can_be_verified(monkeypatch: p
     """A drafter that runs ahead has the target hold many times as many, and each costs a mask."""
     following = Following(TargetSection(drafts=()), StepCosts({1: 0.01}), TargetMetrics("tiny"))
     request = Request("r", (1, 2), Sampling(), 100, bad_words=((1, 5),))
-    one = Sequence.begin(1, request, lambda piece: None, 0.0, following, None, Permitted.of(request, VOCAB))
+    one = Sequence.begin(1, request, lambda piece: None, following, None, Permitted.of(request, VOCAB))
     held = range(1, MAX_HELD)
     one.followed.side.tree = one.followed.side.tree.append(held, [-2] * len(held), held, [-0.01 * i for i in held])
     asked, kept = list[DraftTree](), Permitted.kept

@@ -1,4 +1,4 @@
-"""OpenAI's completions: what may be asked, and how it is answered, whole and in chunks.
+"""OpenAI's completions: the fields of a request, and the forms of answers, whole and in chunks.
 
 Format: the OpenAI API. It knows nothing about models, routes or the network.
 """

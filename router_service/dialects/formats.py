@@ -4,7 +4,8 @@
 Rules:
 1. One of them at most. Null, and ``response_format`` of type text, ask for nothing.
 2. ``strict`` changes nothing: an answer always keeps to its schema.
-3. A refusal names the field as the client wrote it.
+3. A schema that is too large is taken without what it tells readers, which may be most of it.
+4. A refusal names the field as the client wrote it.
 
 It knows nothing about whether a grammar can be compiled.
 """
@@ -22,6 +23,12 @@ from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.grammar import JSON_OBJECT, MAX_SOURCE, Grammar, Kind
 
 MAX_CHOICES = 1024
+MAX_WRITTEN = 512 << 10  # bytes of a schema with what it tells readers
+NAMES = frozenset({"properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies", "$defs",
+                   "definitions"})  # of schemas, or of what they ask for
+VALUES = frozenset({"const", "enum"})  # no schemas, whatever they look like
+# For who reads a schema: of many tools they are most of it, and a grammar has only so many bytes.
+NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 EBNF = re.compile(r"^[ \t]*[A-Za-z][\w-]{0,99}[ \t]*::=", re.MULTILINE | re.ASCII)  # no rule of Lark's begins so
 # vLLM's options of how to compile, with the values that ask for nothing. One way of all.
 ASKED_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({
@@ -74,7 +81,20 @@ def _structured_outputs(name: str, value: Any) -> Grammar | None:
 def _schema(name: str, value: Any) -> Grammar:
     if isinstance(value, str):
         return made(name, "json_schema", value)
-    return made(name, "json_schema", orjson.dumps(_object(name, value)).decode())
+    source = orjson.dumps(_object(name, value))
+    if MAX_SOURCE < len(source) <= MAX_WRITTEN:
+        source = orjson.dumps(_binding(value))
+    return made(name, "json_schema", source.decode())
+
+
+def _binding(part: Any, names: bool = False) -> Any:
+    """A part of a schema without ``NOTES``. names: its keys are a client's names for schemas."""
+    if isinstance(part, list):
+        return [_binding(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    return {key: value if key in VALUES and not names else _binding(value, key in NAMES and not names)
+            for key, value in part.items() if names or key not in NOTES}
 
 
 def _any_object(name: str, value: Any) -> Grammar:

@@ -1,4 +1,4 @@
-"""What an answer's text comes in: tokens, and deltas of what a commit added; and those of several answers, merged.
+"""The pieces of an answer's text: tokens, and deltas (what one commit added); and the merged deltas of several answers.
 
 Tokens and deltas are named tuples: one of each is made for every token, and a frozen dataclass takes four times as
 long. It knows nothing about how tokens become text.
@@ -57,7 +57,8 @@ class TextDelta(NamedTuple):
     stop: str | int | None = None  # the stop string or token that came, in the last one
 
     def ended_by(self, ids: Collection[int]) -> str | int | None:
-        """What of a request ended its answer, a stop string or one of these ``ids``; None where the model did."""
+        """The stop that ended the answer, a stop string or one of these ``ids``; None where the model ended it by
+        itself."""
         return self.stop if isinstance(self.stop, str) or self.stop in ids else None
 
     def __repr__(self) -> str:

@@ -1,9 +1,9 @@
-"""The drafter without a model: what followed the newest tokens the last times that they stood in this session.
+"""The drafter without a model: it proposes the tokens that followed earlier occurrences of the session's newest tokens.
 
 Rules:
 1. Suffixes of the prompt and the answer are matched, the longest first; continuations of shorter matches are merged in.
-2. The tree grows best first by an estimate of acceptance: a longer match is more to be trusted, and what the first
-   choices of a node are believed to take is not left for the later ones (the escape of PPM, Cleary and Witten 1984).
+2. The tree grows best first by estimated acceptance: a longer match is more reliable, and later choices of a node share
+   only the probability that the first ones leave (the escape of PPM, Cleary and Witten 1984).
 3. A node is expanded only when the target has it, so a second ``grow`` at the same base sends further nodes. Trees are
    those of ``tree.GrowingTree``.
 4. A continuation that reaches the end of the text goes on with its own beginning, as an overlapping copy in LZ77 does.
@@ -117,7 +117,7 @@ class NgramDrafter:
                 for session_id, budget in zip(ids, budgets, strict=True) if session_id in self._sessions]
 
     def read(self, ids: Sequence[int]) -> list[int]:
-        """Nothing: it has read whatever it was told."""
+        """Nothing to do: it reads tokens at once."""
         return []
 
     def tree(self, session: int) -> GrowingTree:

@@ -1,9 +1,12 @@
-r"""Patterns with lookaheads that libraries write of types of theirs, said without: llguidance has none.
+r"""Replaces patterns with lookaheads, which libraries write for their types, by patterns without: llguidance has no
+lookaheads. And formats of JSON Schema that llguidance does not know, as patterns.
 
 Rules:
-1. What is said instead lets nothing through that the pattern does not. Of Zod's it is the same; of Pydantic's decimals
-   those that begin with a digit, and a number that is split where it may be.
-2. A pattern that is not known stays as it is, and llguidance has its say.
+1. A replacement matches no text that the original does not. For Zod's patterns it matches the same; for Pydantic's
+   decimals it may match less: a number must begin with a digit, and some splits before and after the point are left
+   out.
+2. An unknown pattern stays as it is, and llguidance accepts or refuses it.
+3. A URI's host is a name or an IPv4 address, without a user name before it.
 
 It knows nothing about schemas.
 """
@@ -23,8 +26,28 @@ KNOWN = {
 }
 
 
+def _reference(scheme: str, beyond: str = "") -> str:
+    """A URI. scheme: "?" where it may lack its own; beyond: what an IRI has besides."""
+    letter = f"[A-Za-z0-9._~!$&'()*+,;=@{beyond}-]|%[0-9A-Fa-f]{{2}}"
+    part, rest = f"({letter}|:)", f"({letter}|[:/?])*"
+    way, host = f"(/{part}*)*", f"//[A-Za-z0-9{beyond}]([A-Za-z0-9._~{beyond}-]*[A-Za-z0-9{beyond}])?(:[0-9]{{1,5}})?"
+    own = "[A-Za-z][A-Za-z0-9+.-]*:"
+    named = f"({own}){scheme}({host}{way}|/({part}+{way})?)|{own}(///)?{part}+{way}"
+    alone = f"|({letter})+{way}|" if scheme else ""
+    return rf"^({named}{alone})(\?{rest})?(#{rest})?$"
+
+
+_POINTER, _NAME = "(/([^/~]|~[01])*)*", r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*(\*|:[1-9][0-9]{0,3})?"
+_BEYOND = "\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
+OF_FORMATS = {
+    "uri-reference": _reference("?"), "iri": _reference("", _BEYOND), "iri-reference": _reference("?", _BEYOND),
+    "json-pointer": f"^{_POINTER}$", "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
+    "uri-template": r"^([A-Za-z0-9._~!$&()*+,;=@:/?#-]|%[0-9A-Fa-f]{2}|\{[+#./;?&]?" rf"{_NAME}(,{_NAME})*\}})*$"}
+NARROWER = {"idn-email": "email", "idn-hostname": "hostname"}
+
+
 def without_lookaheads(pattern: str) -> str:
-    """The same, or stricter; ``pattern`` itself where nobody knows how."""
+    """An equal or stricter pattern without lookaheads; ``pattern`` itself if it is not a known one."""
     if (known := KNOWN.get(pattern)) is not None:
         return known
     for form, said in DECIMALS:
