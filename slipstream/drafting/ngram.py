@@ -1,11 +1,12 @@
-"""The drafter without a model: what followed the newest tokens the last times that they stood in this session.
+"""The drafter without a model: it proposes the tokens that followed earlier occurrences of the newest tokens in this
+session.
 
 Rules:
 1. Suffixes of the prompt and the answer are matched, the longest first; continuations of shorter matches are merged in.
-2. The tree grows best first by an estimate of acceptance: a longer match is more to be trusted, and what the first
-   choices of a node are believed to take is not left for the later ones (the escape of PPM, Cleary and Witten 1984).
-3. A node is expanded only when the target has it, so a second ``grow`` at the same base sends further nodes. Trees are
-   those of ``tree.GrowingTree``.
+2. The tree grows best first by an estimated chance of acceptance. A longer match counts more, and a later child of a
+   node shares only the chance that its earlier siblings leave (the escape of PPM, Cleary and Witten 1984).
+3. Only nodes that are sent get children, so a second ``grow`` at the same base sends further nodes. Trees are those of
+   ``tree.GrowingTree``.
 4. A continuation that reaches the end of the text goes on with its own beginning, as an overlapping copy in LZ77 does.
 
 It knows nothing about sampling: the same tree is right for greedy and sampled requests.
@@ -24,11 +25,11 @@ from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, 
 from slipstream.protocol.session import DOUBT, Match, SuffixIndex
 from slipstream.protocol.tree import MAX_NODES
 
-# Constants, as no measurement speaks for other values.
+# Constants and no settings: no measurement favoured other values.
 ORDERS = (2, 4, 8, 16)  # suffixes that are looked up; below the shortest nothing is proposed
-LONGEST = 18  # tokens of a match that are counted, and the depth of a tree
-BREADTH = 4  # children of a node after the shortest match; after the longest there is one
-KEEP = 1_000_000 // 18  # newest tokens of a session, as many as SGLang's trie of a million nodes holds
+LONGEST = 18  # most tokens of a match that count, and the greatest depth of a tree
+BREADTH = 4  # children of a node after the shortest match; one after the longest
+KEEP = 1_000_000 // 18  # newest tokens of a session that are kept: as many as SGLang's trie of a million nodes holds
 
 
 class Branch(NamedTuple):
@@ -46,13 +47,13 @@ class Branch(NamedTuple):
 class NgramSession:
     index: SuffixIndex
     tree: GrowingTree
-    asked: bool = False  # for matches at this base
+    asked: bool = False  # whether matches were looked up at this base
     heap: list[Branch] = field(default_factory=list)
     age: int = 0
 
 
 class NgramDrafter:
-    """See the module. All costs are host microseconds; batches are loops."""
+    """See the module. It costs only microseconds on the host, so batches are loops."""
 
     name = "ngram"
     features: FeatureSpec | None = None
@@ -101,7 +102,7 @@ class NgramDrafter:
                 for session_id, budget in zip(ids, budgets, strict=True) if session_id in self._sessions]
 
     def read(self, ids: Sequence[int]) -> list[int]:
-        """Nothing: it has read whatever it was told."""
+        """Nothing to do: ``open`` and ``commit`` read all tokens at once."""
         return []
 
     def tree(self, session: int) -> GrowingTree:

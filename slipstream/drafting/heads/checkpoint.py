@@ -1,9 +1,10 @@
 """A head as it is published, of any kind: ``config.json`` and safetensors, read and checked against its target.
 
 Rules of every head:
-1. Whatever is missing, of a wrong shape or of a foreign vocabulary is a ModelError that names it, expected and found.
+1. A tensor that is missing, has a wrong shape or belongs to another vocabulary raises a ModelError with its name, what
+   was expected and what was found.
 2. Only safetensors are read. A folder of pickles is refused with the command that converts it.
-3. The target may be of any family, and lends what the head brings not (``lender``).
+3. The target may be of any family. Tensors that the head's folder lacks are read from the target's (``lender``).
 
 Rules of EAGLE:
 4. Two layouts: the authors' (fields at the top of ``config.json``, as SGLang and SpecForge write it too) and vLLM's
@@ -13,8 +14,8 @@ Rules of EAGLE:
 6. Rotary positions are the head's own, also where they differ from the target's: it was trained with them. A config
    without ``rope_theta`` means 10000, as it does where such heads are trained and served. A difference is warned of,
    because converted configs are known to carry a wrong value.
-7. A tensor that nothing would read (a norm, a bias that the config does not speak of) is refused by name: without it
-   the head would run, and draft badly. So is a field that others compute with and nothing here does (``NEUTRAL``).
+7. A tensor that our code does not read (a norm, a bias without its config field) is refused by name: without it the
+   head would run, and draft badly. So is a config field that only other engines compute with (``NEUTRAL``).
    ``layer_types`` says whether layers slide (vLLM's speculators are trained so), whatever the layer's family.
 
 Rules of EAGLE-3 (``read_head``):
