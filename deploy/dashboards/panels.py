@@ -106,7 +106,7 @@ def quantiles(metric: str, selector: str, *by: str) -> tuple[tuple[str, str], ..
 
 
 def rate(metric: str, selector: str, *by: str) -> str:
-    """Per second, summed; by labels if some are given."""
+    """PromQL: the rate per second, summed, by labels if given."""
     labels = f" by ({', '.join(by)})" if by else ""
     return f"sum{labels} (rate({metric}{{{selector}}}[$__rate_interval]))"
 
@@ -116,7 +116,7 @@ def ratio(over: str, under: str) -> str:
 
 
 def share(parts: str, whole: str) -> str:
-    """Each of the series ``parts`` over the one series ``whole``."""
+    """PromQL: each of the series ``parts`` divided by the one series ``whole``."""
     return f"{parts} / on () group_left () ({whole} > 0)"
 
 
