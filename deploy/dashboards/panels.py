@@ -64,8 +64,7 @@ class Dashboard:
         return (panel for row in self.rows for panel in row.panels)
 
     def placed(self) -> Iterator[tuple[Row | Panel, int, int]]:
-        """Titles of rows and panels, each with where it stands: 24ths of the width from the left, and units from the
-        top."""
+        """Rows and panels, each with its x (24ths of the width) and y (Grafana's height units)."""
         top = 0
         for row in self.rows:
             yield row, 0, top
