@@ -257,8 +257,9 @@ def in_turn(ones: abc.Iterable[Sequence], have: Counter[str]) -> list[Sequence]:
     elsewhere already; ``ones`` are added to it."""
     turns = list[int]()
     for one in ones:
-        turns.append(have[one.request.owner])
-        have[one.request.owner] += 1
+        owner = one.request.owner
+        turns.append(have[owner])
+        have[owner] += 1
     if len(have) < 2:
         return list(ones)
     return [one for _, one in sorted(zip(turns, ones, strict=True), key=itemgetter(0))]

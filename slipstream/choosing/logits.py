@@ -1,5 +1,5 @@
-"""What a request makes of a row of logits before a token is drawn: penalties, bias, min_tokens, a grammar; and what
-top-k, top-p and min-p leave of it.
+"""How a request changes a row of logits before a token is drawn: penalties, bias, min_tokens, a grammar; and which
+tokens top-k, top-p and min-p keep.
 
 Rules:
 1. The order is: repetition penalty, frequency penalty, presence penalty, logit bias, min_tokens, grammar; top-k, top-p,
@@ -7,10 +7,10 @@ Rules:
 2. Penalties look along each row's own path: the answer so far and the draft tokens between the root and the row. The
    repetition penalty counts the prompt too; frequency and presence count the answer alone. A token that has no column
    (a draft's smaller vocabulary) cannot be chosen there, so it is left out.
-3. Every filter is a threshold on probability, so tokens of equal probability live or die together: no filter depends on
-   the order in which a sort happens to leave them.
-4. Survivors are a prefix of the descending order, so the search looks at ever more candidates until every row's prefix
-   ends inside them; a whole sort is the last resort.
+3. Every filter is a threshold on probability, so tokens of equal probability are kept or dropped together, and no
+   filter depends on the order of a sort.
+4. The kept tokens are a prefix of the descending order, so the search takes more and more candidates until every row's
+   prefix ends among them; only then would it sort a whole row.
 5. The mass of a whole vocabulary, which top-p without top-k needs, is summed in the logits' own type (float32 at
    least), block by block in an order that does not depend on how many rows there are.
 
@@ -45,8 +45,8 @@ class TokenHistory:
 
     @staticmethod
     def of(sampling: Sampling, tokens: Sequence[int] = (), prompt: int | None = None) -> TokenHistory | None:
-        """The history that ``sampling`` needs of a text, whose first ``prompt`` tokens (None: all) are the prompt: none
-        without penalties, no prompt without a repetition penalty."""
+        """The history that ``sampling`` needs of a text, whose first ``prompt`` tokens (None: all) are the prompt. None
+        without penalties. Without a repetition penalty it has no prompt tokens."""
         repetition = sampling.repetition_penalty != 1.0
         if not repetition and sampling.presence_penalty == sampling.frequency_penalty == 0.0:
             return None
@@ -122,7 +122,7 @@ def bias(rows: torch.Tensor, columns: Columns, logit_bias: Sequence[tuple[int, f
 
 
 def forbid_stops(rows: torch.Tensor, columns: Columns, sampling: Sampling, num_output: Sequence[int]) -> None:
-    """Make stop tokens impossible in the rows before which fewer than min_tokens answer tokens stand, in place."""
+    """Make stop tokens impossible, in place, in rows with fewer than min_tokens answer tokens before them."""
     early = [row for row, count in enumerate(num_output) if count < sampling.min_tokens]
     if early and sampling.stop_token_ids:
         where, _ = columns.find(sampling.stop_token_ids)

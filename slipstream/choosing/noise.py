@@ -1,12 +1,12 @@
 """Keyed noise: Gumbel noise that is a pure function of (seed, absolute position, token id), and the winners under it.
 
 Rules:
-1. noise = -log(E), where the E of all tokens at a position are independent exponential numbers. They are made block
-   by block: the least E of ``BLOCK`` ids is exponential at BLOCK times the rate and falls to each of them alike; the
-   others have that and an exponential number of their own more (an exponential number has no memory). What this gives
-   is the very law of independent noise.
-2. So the largest noise of a block is known from one hash, and bounds what its tokens can score. ``leaders`` makes the
-   noise of those tokens alone that could be among the best, a few dozen of a whole vocabulary.
+1. noise = -log(E), where the E of all tokens at a position are independent exponential numbers. They are made block by
+   block: the least E of ``BLOCK`` ids is exponential at BLOCK times the rate and falls to each of them alike; each
+   other id has that least E plus an exponential number of its own (exponential numbers have no memory). The result has
+   exactly the distribution of independent noise.
+2. So one hash gives the largest noise of a block, which bounds its tokens' scores. ``leaders`` computes noise only for
+   tokens that could be among the best, a few dozen of a whole vocabulary.
 3. The hash are two keyed rounds of SplitMix64's finaliser (Steele, Lea, Flood, 2014). Its top 52 bits become a uniform
    number strictly between 0 and 1; the low 6 bits of a block's hash name the token with the least E.
 

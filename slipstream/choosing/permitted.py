@@ -1,11 +1,11 @@
-"""Permitted: what ``allowed_token_ids`` and ``bad_words`` leave at each node of a tree.
+"""Permitted: the tokens that ``allowed_token_ids`` and ``bad_words`` allow at each node of a tree.
 
 Rules:
 1. What may be chosen at a node depends on the answer's tokens and the node's path alone. The prompt's tokens are no
    part of a bad word.
-2. A bad word of one token is never said; of one with more, the last token is forbidden where the others stand before.
+2. A bad word of one token is forbidden everywhere; of a longer one, its last token is forbidden after the others.
 3. min_tokens is in it: stop tokens are forbidden before so many.
-4. Where nothing else is left an answer may end; where it has no end, a bad word may stand.
+4. Where no other token is left, a stop token is allowed; if the answer has none, a bad word is allowed.
 
 It knows nothing about logits or grammars, which are not combined with it.
 """

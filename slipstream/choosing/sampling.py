@@ -49,7 +49,7 @@ RUNNERS_UP = 8  # ranked beyond what is asked for, so that equal scores at the e
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRows:
-    """One session's rows of the logits. All sequences have one entry a row; of a plain greedy one nobody reads them."""
+    """One session's rows of the logits. Its lists have one entry a row; for plain greedy rows they are not read."""
 
     sampling: Sampling
     rows: range  # of the logits
@@ -74,7 +74,7 @@ class ChoiceRows:
 
     @property
     def penalised(self) -> bool:
-        """Whether the history counts."""
+        """Whether penalties change the logits."""
         return self.sampling.path_dependent and TokenHistory.of(self.sampling) is not None
 
     def part(self, cut: slice) -> ChoiceRows:
@@ -113,8 +113,8 @@ class Winners:
 
 
 class Race(Protocol):
-    """Finds what this module would choose, faster; made for the columns of one model's logits. Of rows that it does not
-    take it is not sure."""
+    """A faster way to find what this module would choose, made for the columns of one model's logits. It reports rows
+    that it cannot decide, and the module then chooses for these."""
 
     def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
         """The ``most`` best of the sessions' rows of ``logits`` [R, V]; None: such logits it does not take."""
@@ -283,7 +283,7 @@ Children = tuple[Sequence[int], Sequence[float]]  # tokens of one row, best firs
 
 def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabulary: torch.Tensor | None = None,
            race: Race | None = None) -> list[Children]:
-    """What ``rank`` says of each row of all ``sessions``, one behind the other. race: made for ``vocabulary``."""
+    """The results of ``rank`` for each row of all ``sessions``, concatenated. race: made for ``vocabulary``."""
     told: dict[int, Children] = {}
     sampled = [session for session in sessions if not session.sampling.greedy]
     won = race(logits, sampled, k + RUNNERS_UP) if race is not None and sampled else None

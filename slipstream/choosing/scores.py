@@ -1,8 +1,8 @@
 """Log probabilities: of tokens that were chosen, and of a prompt's tokens. torch, no model.
 
 Rules:
-1. Raw ones are of the model's own logits; tempered ones of what penalties, bias, forbidden tokens and the temperature
-   make of them; processed ones are the chances by which the token was drawn, after top-k, top-p and min-p, too. A
+1. Raw ones come from the model's own logits; tempered ones from the logits after penalties, bias, forbidden tokens and
+   temperature; processed ones are the probabilities from which the token was drawn, after top-k, top-p and min-p too. A
    greedy token has no temperature and no filters.
 2. All are natural, in float64, and of a row alone: they do not depend on the rows beside it.
 3. A prompt's rows become logits a few at a time, so memory has a bound however long the prompt is.

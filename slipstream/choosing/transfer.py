@@ -1,4 +1,4 @@
-"""Numbers on their way from the host to a device that has work to do: nobody waits for it.
+"""Copies of numbers from the host to a busy device, without waiting for it.
 
 It knows nothing about what they mean.
 """

@@ -6,8 +6,8 @@ Rules of a drafter:
 2. It is a cache of the target's committed tokens. Only ``open``, which begins a session or begins it again, and
    ``commit``, which appends, change a session's tokens.
 3. ``grow`` returns one ``Growth`` for each id that it knows, possibly empty, with at most ``budget`` new nodes. It
-   never raises for a session that is late, unknown or over the drafter's context: such a session is left out or grows
-   nothing.
+   never raises for a session that lacks states, is unknown or exceeds the drafter's context: such a session is left out
+   or grows nothing.
 4. Node ids are positive and not used twice while a session is open.
 
 It knows nothing about the network, about verification or about policies. The code that loads models is imported only
@@ -58,7 +58,7 @@ class Drafter(Protocol):
     def max_sessions(self) -> int: ...
 
     def open(self, opens: Sequence[Open]) -> list[int]:
-        """Begin sessions, or begin them again. Returns the ids beyond ``max_sessions`` (they stay closed)."""
+        """Begin sessions, or begin them again. Returns the ids for which there is no room (they stay closed)."""
         ...
 
     def absorb(self, features: Sequence[Features]) -> None:
@@ -104,7 +104,9 @@ def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Dr
     if section.token_map and section.drafter in NO_TOKEN_MAP:
         raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":
-        return NgramDrafter(section.max_sessions)
+        from slipstream.engine.runner import limited_memory
+
+        return NgramDrafter(section.max_sessions, left=lambda: (limited_memory() or (None, None))[0])
     if not section.model and section.drafter != "mtp":
         raise ConfigError(f"draft.model: the drafter {section.drafter} needs a draft model: give its name or folder")
     from slipstream.drafting.loading import load

@@ -1,4 +1,5 @@
-"""Attention over slots: who sees what, torch's own way to compute it, and what other kernels stand in for.
+"""Attention over slots: the visibility rule, torch's implementation (the specification), and the protocol of other
+kernels.
 
 Rules:
 1. A page is a slot. A segment's KV is a list of slots (``indices`` between two of ``kv_indptr``), its own rows last.
@@ -10,9 +11,10 @@ Rules:
    so K and V are never repeated. Segments alike in size (same power of two of rows and of KV entries) share one padded
    call; a segment alone is taken as it is, without a gather if its slots are one run. Padding reads the segment's own
    last slot, never foreign memory.
-5. A *fixed* attention is planned again and again for one number of rows and segments: what it reads stays where it is,
-   so that a captured graph may hold it. Who made it writes that, all of it, before each plan is taken.
-6. Before another attention serves, ``disagreement`` asks it both ways beside torch's, with NaN where no row may read.
+5. A *fixed* attention is planned repeatedly for one number of rows and segments: its inputs stay at the same addresses,
+   so that a captured graph may read them. Its owner writes all of them before each ``take``.
+6. Before another attention serves, ``disagreement`` compares both of its ways (planned, fixed) with torch's, with NaN
+   in slots that no row may read.
 
 It knows nothing about layers, weights or why a row is there. Which attention serves: ``flashinfer.attention_for``.
 Dimension key: see the package.

@@ -10,7 +10,7 @@ Rules:
    all rows. With words, ``mask_len`` is at most 64; with ``mask_len == 0`` the segment is causal.
 3. A row's KV is written to its slot before attention, so a row sees itself.
 4. Built once, read-only afterwards. Lists until ``build``, tensors after: lists are cheap to append to.
-5. Numbers go from the host to a device without waiting for what the device was given before (``choosing.transfer``).
+5. Numbers are copied to a device without waiting for its earlier work (``choosing.transfer``).
 
 It knows nothing about sessions, sampling or why a row is there.
 """

@@ -1,10 +1,11 @@
 """FlashInfer's paged attention, with this engine's own rule of who sees whom compiled into its kernel.
 
 Rules:
-1. One kernel for every kind of row: the variant below asks the three numbers of ``attention`` about each score that not
-   every row of its segment sees. No mask tensor exists, on the host or on the device.
+1. One kernel for every kind of row: for each score that not every row of its segment may use, the variant below checks
+   the three numbers of ``attention``. There is no mask tensor, on the host or on the device.
 2. The backend is always ``fa2``: fa3 has no masks of one's own, and ``auto`` may choose what downloads its kernels.
-3. Plans are made from arrays on the host, so planning waits for nothing; results go where they are told to.
+3. Plans are made from arrays on the host, so planning does not wait for the device; results are written to a given
+   place.
 4. A plan is staged in pinned memory of its wrapper, which is not touched again before the device has read it.
 5. One float workspace for all plans of an engine: what is planned runs one after the other. Contexts that are spread
    over the whole device leave 17 MB there on an H100, whatever the heads; the largest graphs of models of as many KV

@@ -4,13 +4,13 @@ rate.
 Rules:
 1. Numbers are e4m3, which ends at 448. A matrix has a scale for each of its rows (what a row sums to), an activation
    one for each row of the batch, taken from its own largest number: a row does not depend on its company.
-2. Products and sums are the GPU's; their result is bfloat16. ``specified`` says in plain torch what they must be, and
-   is what runs on a CPU: slow there, and of use to see what answers become.
+2. Products and sums are the GPU's; their result is bfloat16. ``specified`` is the specification in plain torch. It also
+   runs on a CPU: slowly, but enough to see how answers change.
 3. Matrices whose sides are no multiples of 16 stay as they are: the kernel does not take them.
-4. Rounding is the same bits whoever does it: ``rounded`` is the rule, and a kernel that does it in one launch is taken
-   where there is one (see ``ops.fused``). It rounds the weights, too, so that it is compiled before anything is served.
-5. The weights take the place of those they were made of. A target's head stays as it is: its rounding is the one that
-   answers show. A draft's head does not matter so.
+4. All implementations round to the same bits: ``rounded`` is the specification, and a kernel with one launch is used
+   where there is one (see ``ops.fused``). It rounds the weights too, so it is compiled before anything is served.
+5. The new weights replace the old ones. A target's lm_head is not rounded, because its rounding changes answers most. A
+   draft's lm_head is.
 
 It knows nothing about files or batches. Format: OCP 8-bit floating point, e4m3 ("fn").
 """

@@ -2,7 +2,7 @@
 the FP8 folders of Qwen3): read as bfloat16, which is how their publishers convert them.
 
 Rules:
-1. ``config.json`` says so (``FIELD``), and how large a block is. What else it may say there is somebody else's affair.
+1. ``config.json`` has the method and the block's size (``FIELD``). Other keys of that field are ignored.
 2. A matrix W has e4m3 numbers and, beside them, W_scale_inv [rows / block, columns / block], rounded up: a weight is
    its number times the scale of its block. What has no scales is stored as it is.
 3. Numbers of 8 bits without scales, or with such as cannot be, are a ModelError that names the tensor.

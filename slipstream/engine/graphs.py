@@ -6,9 +6,9 @@ Rules:
 2. One function writes every static buffer, each over its whole length, before each replay.
 3. Results are copied out before another replay may write over them.
 4. Dummy rows write to slots beyond those that the pool hands out, so they touch nobody's KV.
-5. What does not fit any graph, and what cannot be captured, runs as it would without graphs. Nothing is refused.
-6. Capturing and trying are one act: a new graph replays a step beside the same step without it, on slots of its own,
-   also while others are served. One that fails is given up alone, and tried again when it has been missed for long.
+5. A batch that fits no graph, or cannot be captured, runs as it would without graphs. Nothing is refused.
+6. Each new graph is tried when it is captured: it replays a step that also runs without it, on slots of its own, also
+   while answers are served. A graph that fails is left out alone, and tried again after many steps without it.
 
 How a graph is captured is given: CUDA's on a GPU; on a CPU the same function is called again on the same buffers, which
 is all of this but the speed. It knows nothing about sessions or sampling.
@@ -57,7 +57,8 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """Of a graph. It takes a batch that is as large, or one with room for at least one dummy row and segment."""
+    """The size of a graph. It takes a batch of exactly that size, or a smaller one with room for at least one dummy row
+    and segment."""
 
     rows: int
     segments: int
@@ -76,7 +77,7 @@ def sizes(rows: Sequence[int] = ROWS, segments: Sequence[int] = SEGMENTS,
 
 
 def needed(every: Sequence[Size], most_segments: int) -> set[Size]:
-    """Of sizes, the cheapest first, those that batches of so many segments take."""
+    """Those of the sizes (cheapest first) that batches of so many segments use."""
     found, most = set[Size](), min(most_segments, max(size.segments for size in every))
     for count in range(1, most + 1):
         fitting = [size for size in every if size.segments >= count]
@@ -198,7 +199,8 @@ class CapturedStep:
 
 @dataclass(slots=True)
 class Refusal:
-    """Of a size that failed. Steps are counted, not seconds, so that all ranks of a model try again together."""
+    """When to try a failed size again. It counts steps, not seconds, so that all ranks of a model try again
+    together."""
 
     left: int  # steps until it is tried again
     next: int  # and after the next failure

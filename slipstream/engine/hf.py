@@ -6,11 +6,11 @@ Rules:
    slots. Batch and pool travel as arguments of the forward call. The only thing that is process-wide is the function's
    name in transformers' registry; the function itself holds no state.
 2. Local files only; remote code is never run.
-3. Windows are taken from the masks that a family makes, and what it does behind its decoder (scales, soft caps) is done
-   by its own code.
-4. What this engine cannot keep exact is refused when the model is loaded: layers without attention, soft-capped or
-   sunken scores; and whatever fails its trial (see ``trial``). Where positions depend on the length of a text, a model
-   is served as far as they do not (``_reach``).
+3. Windows are read from the masks that a family makes; steps after the decoder (scales, soft caps) are done by the
+   family's own code.
+4. A model that this engine cannot compute exactly is refused when it is loaded: layers without attention, soft-capped
+   scores, attention sinks; and whatever fails its trial (see ``trial``). Where positions depend on the length of a
+   text, a model is served up to the length at which they begin to (``_reach``).
 
 It knows nothing about sessions. transformers computes its norms in float32, so float64 is not float64 throughout here.
 """
@@ -192,7 +192,7 @@ class HFModel:
 
 
 def tried(config: Any) -> None:
-    """Tries the model that a configuration of transformers describes, and logs what that took. Raises ModelError."""
+    """Try the model that a transformers configuration describes, and log the time. Raises ModelError."""
     began = time.perf_counter()
     check(config, with_random_weights, HFModel)
     logger("engine").info("a tiny copy computes what the model's own forward does", model_type=config.model_type,

@@ -1,4 +1,4 @@
-"""Weights as whole numbers of 8 bits, for the CPU kernels of our own: half of what a step reads.
+"""Weights as 8-bit integers for our CPU kernels: a step reads half as many bytes.
 
 Rules:
 1. A row of a matrix (what sums to one output) has a scale: its largest size / 127. A number is its weight over the

@@ -11,12 +11,11 @@ RadixCache: prompts that were computed once, kept by their tokens so that the ne
 Rules of the cache:
 1. A tree of runs: an edge carries tokens and the slots of their KV, one each; children of a node differ in their first
    token.
-2. The cache owns every slot in it, those of running answers' prompts too, which lock them. ``insert`` hands ownership
-   over; what the cache holds already is freed.
+2. The cache owns every slot in it, also those of running answers' prompts, which lock them. ``insert`` gives the cache
+   ownership; slots of tokens that it holds already are freed.
 3. A locked node and everything above it stays; the rest may be evicted, leaves first, the least recently used first.
-4. Each namespace has a tree of its own: what is kept in one is found from no other, so that nobody learns what others
-   asked from what his own prompts cost. Eviction is over all of them.
-Idea: radix attention (SGLang, arXiv 2312.07104), page size one.
+4. Each namespace has its own tree, which no other can find, so that the cost of a prompt does not reveal what others
+   asked. Eviction is over all of them. Idea: radix attention (SGLang, arXiv 2312.07104), page size one.
 
 SlotTable: which slot each token of each sequence has, a row for each sequence.
 
@@ -25,8 +24,8 @@ Rules of the table:
    prompt rows, nodes of a tree. So a batch names rows and lengths, and lists no context.
 2. Row 0 belongs to the dummies of captured steps, and holds their slots.
 3. It grows when a row is wanted that it has no room for; rows keep their numbers.
-4. ``known`` says how many of a row's first entries a device's copy has right. So entries are written by ``Row.put``
-   and by who builds a batch (``place``) alone, which lower it; the copy is sent what lies behind.
+4. ``known`` is the number of a row's first entries that a device's copy has. Only ``Row.put`` and batch builders
+   (``place``) write entries, and they lower ``known``; the copy then gets the entries after it.
 
 It knows nothing about sessions, trees or models.
 """
@@ -83,7 +82,7 @@ class Slots:
         return slots
 
     def alloc_behind(self, wanted: Sequence[tuple[int, int]]) -> list[int]:
-        """For each (count, slot) so many slots: what follows in the run of ``slot``, then runs that nobody fills yet,
+        """For each (count, slot), ``count`` slots: those that follow ``slot`` in its run, then slots of unused runs,
         else the lowest free ones. Raises CapacityError, and changes nothing, when fewer are free in all."""
         n = sum([count for count, _ in wanted])
         if n > self._num_free:
@@ -172,8 +171,8 @@ LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of Arm
 
 
 def in_large_pages(memory: torch.Tensor) -> torch.Tensor:
-    """The same, with large pages below it where the system has some to give: what is read from one end to the other
-    is read faster. Memory that no one has written to yet takes no more than before."""
+    """The same memory, in large pages where the system has some: reading it from end to end is faster. Memory that was
+    never written still takes no room."""
     if memory.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
@@ -270,7 +269,7 @@ class RadixCache:
         return at, locked
 
     def kept_by(self, match: Match) -> int:
-        """Slots that its lock alone keeps."""
+        """How many slots only this lock keeps from eviction."""
         return sum([len(node.slots) for node in _path(match.node) if node.locks == 1])
 
     def lock(self, match: Match, behind: Match | None = None) -> None:

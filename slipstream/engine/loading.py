@@ -1,19 +1,18 @@
-"""From a model folder to a model that is ready: which engine, kernels, attention and kind of numbers serve it.
+"""From a model folder to a ready model: which engine, kernels, attention and dtype serve it.
 
 Rules:
-1. What was asked for and cannot be had is a ModelError that names the field, before anything is loaded where it can be.
-2. What was left to be chosen is chosen once, here, and the log says what and why.
-3. Kernels that are to be exact are tried first: the rows of a random tree, and of a prompt, beside plain steps, bit for
-   bit. What passes are the CPU kernels (``native``), whose sums are in one order; torch's depend on the number of rows.
+1. A setting that cannot be met is a ModelError that names the field, if possible before anything is loaded.
+2. Settings on "auto" are decided once, here, and the log has the choice and the reason.
+3. Exact kernels are tried first: the rows of a random tree, and of a prompt, must equal plain steps bit for bit. Only
+   the CPU kernels (``native``) pass, whose sums have one order; torch's depend on the number of rows.
 
 It knows nothing about where folders come from (see ``slipstream.models``), sessions or pools.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,19 +46,20 @@ from slipstream.engine.native.program import Team
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.trial import Sessions
+from slipstream.models.folder import code_digest
 from slipstream.observe.log import logger
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.tree import DraftTree
 
 CONTEXT, ROWS = 120, 16  # of the trial of exactness: tokens before a random tree, and its rows
 ROOT = Path(__file__).parents[1]
-CHOOSING, SOURCES = ("choosing", "engine", "grammar"), (".cpp", ".h", ".py")
+CHOOSING = ("choosing", "engine", "grammar")
 
 
 @fitting("the model")
 def load_model(folder: str | Path, section: ModelSection, compile_layers: bool = False) -> CausalModel:
-    """The model in ``folder`` as ``section`` says, ready; where it lies and on how many devices is not its to read.
-    compile_layers: see ``compiled``. Raises ModelError."""
+    """The model in ``folder``, loaded as ``section`` says. The section's ``path`` and ``tensor_parallel`` are not read
+    here. compile_layers: see ``compiled``. Raises ModelError."""
     noted, insisted = holds_int8(folder), section.kernels == "native"
     whole = noted or section.quantize == "int8"
     ours = section.engine == "decoder" and not compile_layers and section.kernels != "torch"
@@ -96,25 +96,16 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
 
 
 def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Identity:
-    """Of a model that was loaded as ``section`` says from files of the hash ``weights``. Kernels that round alike bear
-    one name: those of one kind, for one kind of device, of one release of torch and one commit of ours."""
+    """The identity of a model loaded as ``section`` says from files with the hash ``weights``. Kernels get the same
+    name only if they round alike: one kind, one kind of device, one release of torch and one commit of ours."""
     if model.device.type == "cuda":
         found = torch.cuda.get_device_properties(model.device)  # products and attention are split by processors
         device = f"cuda {found.major}.{found.minor} of {found.multi_processor_count}"
     else:
         device = f"{model.device.type} {torch.backends.cpu.get_cpu_capability()}"
     return Identity(weights, str(model.dtype).removeprefix("torch."), section.quantize,
-                    f"slipstream {__version__} {code_digest(ROOT)}, torch {torch.__version__}, {section.engine}, "
-                    f"{model.kernels}, {device}, ranks {section.tensor_parallel}")
-
-
-@cache
-def code_digest(root: Path) -> str:
-    """Of what computes and chooses tokens there: two commits of one release may do it otherwise."""
-    digest = hashlib.sha256()
-    for path in sorted(path for folder in CHOOSING for path in (root / folder).rglob("*") if path.suffix in SOURCES):
-        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:8]
+                    f"slipstream {__version__} {code_digest(ROOT, CHOOSING)}, torch {torch.__version__}, "
+                    f"{section.engine}, {model.kernels}, {device}, ranks {section.tensor_parallel}")
 
 
 def graphed(model: CausalModel, agreed: Callable[[bool], bool] = bool) -> CausalModel:

@@ -1,11 +1,13 @@
-"""Mirror: a table of slots where a model's device is, kept up to date by what changed, and what kernels list of it.
+"""Mirror: a copy of the slot table on the model's device, updated by changes only, and the slot lists that kernels read
+from it.
 
 Rules:
-1. What a step needs of the host goes there in one copy: its rows, what changed in the table, where segments begin.
+1. One copy brings everything that a step needs from the host: its rows, the table's changes, where segments begin.
 2. Kernels that read slots one segment behind the other have them gathered on the device: however long contexts are,
    the host sends what is new.
 3. Nothing here waits for the device.
-4. A copy that failed half-way, as a device was full, begins anew: what the table counts as known may not be there.
+4. If a copy failed half-way (a full device), the next one sends all entries again, because entries that count as known
+   may be missing.
 
 It knows nothing about graphs or sessions. The specification is ``PagePlan.indices``.
 """

@@ -139,7 +139,7 @@ class CausalModel(Protocol):
 
     @property
     def kernels(self) -> str:
-        """Whose compute: with others a model is the same, its rounding is not."""
+        """The name of the kernels that compute. Other kernels give the same model with other rounding."""
         ...
 
     def forward(self, batch: ForwardBatch, pool: KVPool,
@@ -174,7 +174,7 @@ def device_of(name: str) -> torch.device:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """``what`` is loaded inside. Raises ModelError where its device has no memory for it."""
+    """A context in which ``what`` is loaded. Raises ModelError where its device has no memory for it."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -245,7 +245,7 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
 
 
 def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """The base of rotary positions and how they are stretched. Raises ModelError."""
+    """The rotary base (theta) and the scaling of rotary positions. Raises ModelError."""
     said = [_rope(fields, name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)]
     if said and said[0] != said[-1]:
         raise ModelError(f"{fields.where}: rope_scaling: it says other positions than rope_parameters; keep one")
@@ -322,7 +322,7 @@ NAMES_SHOWN, NAME_SHOWN = 5, 120  # of tensors that nothing reads, and character
 
 
 class Noted(dict[str, torch.Tensor]):
-    """Tensors that remember which of them were taken."""
+    """A mapping of tensors that records which of them were taken."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__(tensors)
@@ -334,7 +334,7 @@ class Noted(dict[str, torch.Tensor]):
 
 
 def take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
-    """The tensor called ``name``; of a vector a copy, or its few numbers would keep a whole file in memory. Raises
+    """The tensor called ``name``. A vector is copied, because a view would keep the whole file in memory. Raises
     ModelError when it is missing or has another shape."""
     if name not in tensors:
         raise ModelError(f"tensor {name} is missing from the model's safetensors")

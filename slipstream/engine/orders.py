@@ -1,9 +1,9 @@
-"""What passes between the ranks of one model: orders of rank 0 through a pipe, and tensors between their devices.
+"""Communication between the ranks of one model: orders of rank 0 through a pipe, and tensors between their devices.
 
 Rules:
 1. An order is an array of int32: a kind, lengths, values. A batch travels as what the host knows of it.
-2. Between orders a rank waits for ever, and the end of the pipe is the end of the rank. Whoever gives orders waits at
-   most ``TIMEOUT_S`` for a rank to take one.
+2. A rank waits for orders without a time limit, and exits when the pipe closes. Rank 0 waits at most ``TIMEOUT_S`` for
+   a rank to take an order.
 3. Ranks call the same operations of their ``Group`` in the same order; one that the others do not join ends after
    ``TIMEOUT_S``: with an error where the host waits for it (gloo), with the process where the device does (NCCL's
    watchdog). None but ``agreed`` waits for the host on a GPU, so that a graph may capture it.

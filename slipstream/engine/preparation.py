@@ -1,11 +1,11 @@
-"""A model's folder in another kind of numbers: prepared once, and loaded without being converted again.
+"""A model folder in another dtype: prepared once, and loaded without another conversion.
 
 Rules:
 1. ``int8`` writes what ``int8.rounded`` makes of the matrices, so answers are bit for bit those of ``model.quantize``;
    what stays is stored as it is, the embedding in bfloat16. Other kinds are dtypes, of matrices: vectors stay.
-2. A folder is written beside its place and renamed when complete. It says in ``slipstream.json`` what it was made of,
-   by the receipt or the SHA-256 of its source, and of what stands beside the weights: the same again takes no time, and
-   anything else is never overwritten.
+2. A folder is written beside its place and renamed when complete. Its ``slipstream.json`` names its source, by the
+   source's receipt or SHA-256, and the digests of the files beside the weights. Preparing the same source again does
+   nothing; a folder from another source is never overwritten.
 3. A known model stays one under its name: the head that is shipped for it drafts for the new folder too.
 
 It knows nothing about engines. Format: see ``int8``.

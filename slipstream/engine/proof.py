@@ -1,12 +1,11 @@
 """Proof: whether kernels may serve on this GPU, found in a process of its own.
 
 Rules:
-1. A kernel that reads what is not there ends its process's use of the GPU for good. So what this GPU has not been seen
-   to run is run by another process first (``witness``), before a model is loaded. Whatever becomes of it, this one can
-   fall back.
-2. What it says, or which signal ended it, is kept by GPU, driver, versions and the model's measures: the next start
-   asks nobody. That it took too long, ran out of memory, or had no compiler, says nothing about the next time and is
-   not kept.
+1. After a kernel's invalid memory access a process cannot use the GPU any more. So a kernel that has not run on this
+   GPU runs in another process first (``witness``), before a model is loaded. If that one dies, this process can still
+   use torch.
+2. The result, or the signal that killed it, is stored for this GPU, driver, versions and model sizes, so the next start
+   needs no trial. A timeout, a lack of memory or a missing compiler may not happen next time, so these are not stored.
 
 It knows nothing about kernels. Format of a verdict: JSON, one file each in the user's cache.
 """

@@ -6,9 +6,9 @@ Rules of the ranks:
    on a pool of the same number everywhere, each with the heads of its own part. Only rank 0 answers anybody.
 2. ``config`` has the measures of one rank's part: pools, memory and attention are sized from it. Everything else in it
    (width, layers, vocabulary) is the whole model's.
-3. A rank that dies, or an error inside of an order, leaves the ranks out of step for good: every call is a RanksLost
-   from then on, and whoever watches is told once. There is no way back but a new start of all. An error before the
-   first order is told to rank 0 in words; a later one ends the process.
+3. After a rank dies, or an order raises an error, the ranks are out of step for good: every call raises RanksLost from
+   then on, and the watcher is told once. Only a restart of all helps. A rank sends an error before the first order to
+   rank 0 as text; a later one ends its process.
 4. Nothing waits for ever: see ``orders`` for what bounds each wait.
 
 Rules of the cut:

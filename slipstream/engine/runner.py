@@ -12,7 +12,7 @@ Rules:
    tokens. A step is bounded from shapes, for the most rows that it may have: logits in float32 with two more copies for
    choosing, the widest activations twice, and what torch's attention gathers and masks of a context. Feature rows are
    counted from the start.
-4. What cannot fit is a ConfigError with numbers, before it is allocated.
+4. If it cannot fit, a ConfigError with numbers is raised before anything is allocated.
 
 It knows nothing about sessions, trees, sampling or the network, nor how memory is given back when it runs out all the
 same (see the target's ``Shedding``).

@@ -1,4 +1,5 @@
-"""The trial of a model of transformers: a tiny copy of it runs through our slots, and beside that by its own forward.
+"""The trial of a transformers model: a tiny copy of it runs through our slots and by its own forward, and the results
+are compared.
 
 Rules:
 1. The copy has the folder's configuration and random float32 weights. Its layers are few, but of every kind that there
@@ -9,8 +10,8 @@ Rules:
 3. What differs is refused, by the name of the step that differs first. Whatever raises is a refusal too.
 4. It runs on the CPU, whatever serves, before any weight is read; most copies take less than a second.
 
-What it cannot see: what depends on lengths that no name below stands for, and faults of a device or of narrow numbers.
-It knows nothing about transformers: how a copy is built, and how it is served, is given to it.
+What it cannot find: faults that depend on lengths whose fields are not named below, and faults of a device or of narrow
+dtypes. It knows nothing about transformers: how a copy is built, and how it is served, is given to it.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ Rules:
    for a head that comes with Slipstream, for its folder below ``HEADS_ROOT``.
 2. ``prepare`` converts once: into a temporary folder beside the destination, renamed when complete. A prepared folder
    says so in ``slipstream.json``; one that is incomplete or of another format is prepared again.
-3. What is converted is pinned by its SHA-256: another file is refused before anything reads it.
-4. A head is for the model that it was trained for, known by its name or by its prepared folder, wherever that is.
-   ``draft.drafter: auto`` stands for it; any other target gets n-grams, which fit all.
+3. Source files are pinned by their SHA-256: another file is refused before anything reads it.
+4. A head fits the model that it was trained for, recognised by name or by its prepared folder, wherever that is.
+   ``draft.drafter: auto`` takes it; any other target gets n-grams, which fit all.
 
 Importing it costs no torch, transformers, gguf or rich: the router imports it too, and other engines do.
 It knows nothing about the weights' meaning.
@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,6 +53,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 LFS = b"version https://git-lfs.github.com/spec/"  # begins what stands for a file in a clone without Git LFS
 # Of a model folder: what its answers depend on. Pickles are read by other engines alone.
 ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
+SOURCES = (".cpp", ".h", ".py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +321,15 @@ def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
         raise ModelError(f"{folder}: cannot be read: {error}") from error
     return hashlib.sha256(repr([(path.name, digest) for path, digest in zip(files, digests, strict=True)]).encode()
                           ).hexdigest()
+
+
+@cache
+def code_digest(root: Path, folders: tuple[str, ...]) -> str:
+    """Of what computes and chooses tokens there: two commits of one release may do it otherwise."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SOURCES):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def made_for(folder: Path) -> str:

@@ -5,7 +5,7 @@ Rules:
    what was measured, host work included. Prompts take no time.
 2. A schedule is compared with both on one device. It pays where it gives more than ``LEAST`` times as much: what is
    simulated is no nearer to the truth than that, and a device more is to be run.
-3. ``bound``: what a draft apart would give if it took no time, and its way none.
+3. ``bound``: the speed if a draft apart took no time, and its network none.
 
 It knows nothing about how devices are measured.
 """

@@ -1,8 +1,8 @@
 """A real pair in simulated time: records of its answers (``drafting.records``) are a target's text and what a drafter
 says.
 
-All answers are one text. A target begins at a place of its own and reads it round and round. A drafter knows of each
-place what the real one said there; like a head it begins anew behind each commit.
+All recorded answers form one text. Each target begins at its own place and reads the text in a circle. At each place
+the drafter proposes what the real one proposed there; like a head it begins a new tree after each commit.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A deployment in simulated time: real workers, scheduler, policy and sessions on timed devices, without a clock.
 
 Rules:
-1. Each worker has a time of its own. What it is given to do is done at once, and its time moves on by what its device
-   would take; what is sent to it meanwhile lies in its inbox with the time at which it came.
+1. Each worker has its own clock. Its work is done at once, and its clock then moves on by the time that the device
+   would take; messages sent to it meanwhile stay in its inbox with their arrival times.
 2. A message takes half a round trip plus ``hop_s``. Events are played in order of time, so a run depends on its seed
    alone: two schedules can be compared without the noise of a machine.
-3. Host work takes no time but what ``host_s`` says of each target step.
+3. Host work takes ``host_s`` for each target step, and no other time.
 
 It is what ``slipstream simulate`` runs. It knows nothing about processes or sockets.
 """
@@ -50,7 +50,7 @@ ANSWER = 2000  # tokens; who has read them asks for more
 
 
 class Cast(Protocol):
-    """What is said at set times, and asked."""
+    """The texts and drafters of a simulation."""
 
     @property
     def answer(self) -> int:
@@ -299,7 +299,7 @@ def describe(schedule: str, targets: int, drafts: int, batch: int, rtt_ms: float
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Of all targets together, over the time that was counted."""
+    """Results of all targets together, over the measured time."""
 
     tokens_per_s: float
     hit_rate: float  # rounds whose tree was there

@@ -4,9 +4,9 @@ Everything around them is real: scheduler, workers, policy, sessions, wire. So s
 without an accelerator, and a run says what the schedule costs, not what the arithmetic costs.
 
 Rules:
-1. The text is a law: the token after position p of a stream is a function of (seed, stream, p). A token carries its
-   stream, so an answer follows from the last token of its prompt, and no two streams meet.
-2. Which of a drafter's children is right is drawn by (seed, stream, position), so every schedule meets the same luck.
+1. The text is fixed: the token after position p of a stream is a function of (seed, stream, p). A token names its
+   stream, so an answer follows from the last token of its prompt, and streams share no tokens.
+2. Which of a drafter's children is right is drawn by (seed, stream, position), so it is the same for every schedule.
 3. A device sleeps on its engine thread until what it was given would be done; host work inside counts as its own.
    Sockets and event loops go on meanwhile, as they do beside a real device.
 4. Two timed things that share a ``Device`` never run at once: target and drafter on one accelerator.

@@ -1,8 +1,8 @@
-"""The first stage: the target talks until there are conversations enough or time is up (see ``talk``).
+"""The first stage: the target generates conversations until there are enough or time is up (see ``talk``).
 
 Rules:
-1. What a folder holds already counts: numbers that are there are not made again, an interrupted run goes on. What a
-   kill loses is at most a shard's worth of tokens, or ``save_every_s`` of time.
+1. Conversations in the folder count: their numbers are not generated again, so an interrupted run goes on. A kill loses
+   at most one shard of tokens, or ``save_every_s`` of time.
 2. Shards are of one target: its fingerprint, its weights and the layers that are kept are their identity.
 
 It knows nothing about heads or training.

@@ -1,7 +1,8 @@
 """A crew: processes that compute one training step together, each a part of its conversations on one thread.
 
 Rules:
-1. Weights lie in shared memory: who steps the optimiser steps it for all. Gradients come back in shared memory too.
+1. Weights are in shared memory, so one process steps the optimiser for all. Gradients are returned in shared memory
+   too.
 2. The gradient of a step is the mean over its rows, however they are divided: parts weigh as many rows as they count.
 3. A crew of one is this process alone. Others end with it, however it ends.
 

@@ -1,9 +1,9 @@
 """What conversations the target is asked to have: its own questions, or given ones; and the text around the turns.
 
 Rules:
-1. A plan is a pure function of (seed, number): an interrupted run makes the same plans again. The number of a given
-   prompt follows from its text, in whatever file and place it stands: what was asked is not asked again, and what was
-   not is, also where the target asked itself before.
+1. A plan is a pure function of (seed, number), so an interrupted run makes the same plans again. The number of a given
+   prompt follows from its text, not from its file or place: a prompt that was asked is not asked again, and a new one
+   is, also in a folder of self-asked questions.
 2. Questions are the target's own (Magpie, arXiv 2406.08464): its chat template up to where the user speaks, then an
    opener or nothing, then what it writes itself. Or they are given. No benchmark's prompts are in here.
 3. Two fifths of the answers are greedy, a fifth at temperature 0.7 and two fifths at 1: a head serves all of them, and

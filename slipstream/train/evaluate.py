@@ -1,4 +1,4 @@
-"""What a head is worth: real drafting against the real target, acceptance length and acceptance by depth.
+"""Evaluates a head: real drafting against the real target gives acceptance length and acceptance by depth.
 
 Rules:
 1. The head is loaded from its exported folder by the code that serves it, and its trees are verified by the engine

@@ -5,8 +5,8 @@ Rules:
 2. Progress is steps done of steps allowed or time spent of time allowed, whichever is further; the learning rate
    follows it. Time and steps of earlier runs count.
 3. Weights are float32; products are bfloat16 under autocast where that is faster on this device (measured once).
-4. A step whose loss or gradient is no number (a state that is none, a weight that has left all bounds) changes nothing:
-   it would be in all weights for ever. Where a whole epoch is so, training ends.
+4. A step whose loss or gradient is not finite (a NaN state, an overflowing weight) is skipped, because it would make
+   all weights NaN. If a whole epoch is so, training ends.
 
 It knows nothing about generation or drafting.
 """

@@ -1,11 +1,11 @@
-"""Where a head goes, and what is made on the way: looked at before hours of work go into them.
+"""The folders of a head and of its training data, checked before hours of work.
 
 Rules:
-1. A head replaces nothing but an earlier head of ours: its folder is empty, not there, or says whom it was made for.
+1. A head replaces only an earlier head of ours: its folder is missing, empty, or names the target of its head.
 2. What the system says of a folder becomes an error that names the option.
-3. What cannot be written whole is removed: it would keep the room that is wanted.
-4. One run at a time makes things in a folder: two would remove each other's halves and checkpoints. The system forgets
-   a run that is killed.
+3. Files that cannot be written completely are removed, because they would fill the disk.
+4. One run at a time uses a folder, because two would remove each other's temporary files and checkpoints. The lock of a
+   killed run is released by the system.
 
 It knows nothing about what is written.
 """

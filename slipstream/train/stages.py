@@ -5,8 +5,8 @@ Rules:
 1. ``work`` keeps what is made on the way: shards, and checkpoints of the one training that runs on them. The same
    command again goes on; another recipe for the head is refused by name, and a second run meanwhile, too.
 2. Further folders of shards (``data``) of the same target are trained on too.
-3. The draft vocabulary is chosen once, when training begins, and lives in the checkpoints. A head that began with an
-   earlier one has that one's.
+3. The draft vocabulary is chosen once, when training begins, and is stored in the checkpoints. A head that begins with
+   another head has that head's vocabulary.
 
 It knows nothing about progress bars; ``Watcher`` is told.
 """

@@ -5,9 +5,9 @@ Rules:
    not agree on anything, and an interrupted run goes on with any number of them.
 2. Each process writes shards of its own. A shard's seconds are its share of what all of them spent, so that the sum
    over a folder is the time that a clock showed.
-3. The first process says when it is enough, also when its own plans are used up; the others look for its word after
-   every step and end with it, however it ends. It ends with the first of them that fails, too: alone it would talk for
-   hours, and say so only then.
+3. The first process decides when there is enough, also after its own plans are used up. The others check after every
+   step and end with it, however it ends. If one of them fails, the first ends too; alone it would run for hours before
+   the error showed.
 
 On a CPU this scales where threads inside an operation do not. It knows nothing about what is enough.
 """

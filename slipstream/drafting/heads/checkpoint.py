@@ -41,9 +41,8 @@ Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head wi
 
 It knows nothing about sessions or forwards. Formats: arXiv 2401.15077, 2406.16858, 2503.01840, their reference
 repositories' checkpoints (``LlamaForCausalLMEagle3``, which AngelSlim calls as vLLM does; of the authors'
-``LlamaForCausalLM`` or, for Qwen2, that one's name, which is why a whole model's folder is told by its missing ``fc``;
-SGLang adds ``Eagle``) and those of vLLM's speculators library; tensor names of targets as in transformers'
-checkpoints.
+``LlamaForCausalLM`` or, for Qwen2, that one's name, so a whole model's folder is recognised by its missing ``fc``;
+SGLang adds ``Eagle``) and those of vLLM's speculators library; tensor names of targets as in transformers' checkpoints.
 """
 
 from __future__ import annotations
@@ -327,7 +326,7 @@ def _check_kind(published: Published, kind: Kind) -> None:
 
 
 def usual_taps(num_layers: int) -> tuple[int, int, int]:
-    """What an EAGLE-3 head reads that does not say what."""
+    """The default layers that an EAGLE-3 head reads if its config names none."""
     return 2, num_layers // 2, num_layers - 3
 
 

@@ -20,8 +20,8 @@ M = TypeVar("M")
 
 def native_or(choice: str, dtype: torch.dtype, device: torch.device, what: str, native: Callable[[Team], M],
               other: Callable[[], M]) -> M:
-    """What ``native`` makes with as many threads as torch has now; what ``other`` makes where these kernels are not
-    wanted (choice "torch") or (choice "auto") cannot be had. what: for the log. Raises ModelError."""
+    """The result of ``native`` with as many threads as torch has now; the result of ``other`` if these kernels are not
+    wanted (choice "torch") or, with choice "auto", not available. what: for the log. Raises ModelError."""
     if choice == "torch" or (choice == "auto" and (dtype != torch.bfloat16 or device.type != "cpu")):
         return other()
     try:

@@ -1,6 +1,6 @@
 """Keyed choices on the CPU kernels: the rows of many sessions in one call (see ``races.h``).
 
-``choosing`` is the specification. What is told here is what it would say; rows of which that is not certain are named.
+``choosing`` is the specification. Results here are the same; rows for which that is not certain are reported.
 
 It knows nothing about sessions beyond what their rows ask for.
 """

@@ -1,11 +1,11 @@
-"""Which operations stand between a layer's products, and which rounds for products in 8 bits: kernels of our own on a
-GPU where Triton is, torch's elsewhere.
+"""The choice of operations between a layer's products, and of the rounding for 8-bit products: our own kernels on a GPU
+with Triton, torch's elsewhere.
 
 Rules:
-1. Whether is decided once, before anything is served, and the log says it. ``kernels: torch`` asks for torch's.
+1. The choice is made once, before anything is served, and logged. ``kernels: torch`` asks for torch's.
 2. Before kernels of our own are used, they compute a few rows of the model's own measures beside torch's: in another
-   process (``proof``), then in this one. What fails there, or differs by more than rounding (what rounds: by a bit), is
-   a warning, and torch computes: nobody's answers depend on a GPU that we have not seen.
+   process (``proof``), then in this one. If one fails, or differs by more than rounding (for rounding kernels: by one
+   bit), there is a warning and torch computes, so that answers do not depend on a GPU that was never tried.
 3. That trial also compiles them: nothing is compiled, measured or waited for afterwards, so they can be captured.
 
 It knows nothing about batches or attention.

@@ -5,8 +5,8 @@ Rules:
 1. ``TORCH`` says what operations compute; others compute the same and round where it does. float64 stays float64
    throughout: a model in float64 gives the same choice whatever batch a row stands in.
 2. Weights that are read together are one matrix: q, k, v; gate and up.
-3. A layer reads what whoever feeds it has normed, which may be more than its residual stream: draft heads are such
-   layers. It is told the norm behind it, so that its last sum and that norm are one operation.
+3. A layer's input is already normed by its caller, and may be wider than the residual stream, as in draft heads. The
+   layer gets the norm that follows it, so that its last sum and that norm are one operation.
 4. What changes between layers is an argument. No shape but the number of rows T depends on the batch.
 5. Rotary positions are in the half-split layout of transformers, angles in float32 as there. What depends only on
    positions is computed once a forward, not once a layer.
@@ -259,8 +259,8 @@ class LayerOps(Protocol):
 
     def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
               norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual stream x [T, H] and what attention gave [T, Q * D] -> the stream behind the layer [T, H], and its
-        norm with weight ``norm`` [H]; None: the stream again."""
+        """Residual stream x [T, H] and attention's output [T, Q * D] -> the stream after the layer [T, H], and its norm
+        with weight ``norm`` [H]; None: the stream again."""
         ...
 
 
@@ -289,7 +289,7 @@ class DecoderLayer:
 
 
 def norms_behind(layers: Sequence[DecoderLayer], last: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Of each layer that which the next one reads by; ``last`` behind all."""
+    """For each layer, the input norm of the next one; ``last`` for the last layer."""
     return [*(layer.weights.norm for layer in layers[1:]), last]
 
 

@@ -8,13 +8,13 @@ Rules:
    each other: logarithms of their shares, of those K under noise, of the whole row without. They are ordered by these,
    as rounded, the lowest token id first among equals. Where one is no number or none is finite, all are NaN.
 3. Every filter is a threshold on the logit, so what wins among its survivors is the first survivor in the order of all
-   scores. Whether one survives is told by how many tokens are likelier, and their mass: ``part_masses`` counts them for
-   the best of all, ``first_survivor`` judges. Where none survives, or a mass is so near to its limit that the order of
-   a sum could decide, it says so.
+   scores. Whether it survives depends on how many tokens are likelier, and on their mass: ``part_masses`` counts them
+   for the best of all, ``first_survivor`` judges. Where none survives, or a mass is so near to its limit that the order
+   of a sum could decide, it says so.
 4. Sizes are constants of a kernel and the number of rows is its grid, so that one compilation serves a model, and a
    captured launch is any other. How many are wanted is told at the launch and compiles nothing.
-5. Logarithms of shares are told as float32 holds them. Without noise they are made in it, as torch makes them; the
-   whole row's sum has an order of its own.
+5. Logarithms of shares are rounded to float32. Without noise they are made in it, as torch makes them; the whole row's
+   sum has an order of its own.
 
 It is imported where Triton is installed (see ``races``) and knows nothing about sessions. Capitals are constants.
 Format: Triton's language, 3.6 and later.

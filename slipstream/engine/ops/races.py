@@ -1,14 +1,14 @@
-"""Which finds the best columns of rows of logits: kernels of our own on a GPU where Triton is, torch's elsewhere.
+"""The choice of kernels that find the best columns of rows of logits: our own on a GPU with Triton, torch's elsewhere.
 
 Rules:
-1. ``choosing`` is the specification: what is told here is what it would say. The integers of the noise are the same,
-   logarithms may differ in the last unit, so two scores that are as near to each other could change places.
+1. ``choosing`` is the specification: results here are the same. The integers of the noise are the same, logarithms may
+   differ in the last unit, so two scores that are as near to each other could change places.
 2. A race takes the rows of sampled sessions whose logits nothing changes; filtered ones for one winner alone, not where
    top-p counts what a top-k above ``GREATEST`` left, and not where they are so cold that noise is lost beside a logit.
-   Of all others it says that it is not sure. Whether it takes a row depends on the row's own session, on what is wanted
-   and on the model, never on the other rows.
-3. It is not sure either of what nobody can choose from, of what is no number, and of a filtered row of whose
-   ``CANDIDATES`` best scores none survives, or one by so little that the order of a sum could decide.
+   All other rows are reported as not decided. Whether it takes a row depends on the row's own session, the wanted
+   results and the model, never on the other rows.
+3. Also not decided are rows without a possible token, rows with NaN, and filtered rows of whose ``CANDIDATES`` best
+   scores none survives, or one by so little that the order of a sum could matter.
 4. Numbers go to the device in one copy and come back in one, and nobody waits in between.
 5. Whether kernels serve is decided as with a layer's (``fused``): once, by a trial in another process and one in this,
    which compile all that is ever launched.
