@@ -1,18 +1,18 @@
 """vLLM as a target: its ``AsyncLLM`` behind the wire of ours. ``VllmService`` implements ``requests.Backend``.
 
 Rules:
-1. What a request asks becomes vLLM's own parameters whole, or is refused by field (``vllm_words``). A grammar is tried
-   first: vLLM compiles it in the process of its engine.
+1. All fields of a request become vLLM's own parameters, or the request is refused and the error names the field
+   (``vllm_words``). A grammar is compiled on trial first, because vLLM compiles it in the process of its engine.
 2. A piece has the tokens that one step of vLLM gave one answer: all but the newest were drafted and accepted. Scores of
    the prompt come before. If no token is wanted, the one that vLLM computes is dropped.
-3. An answer that another target began goes on as if it had never stopped: a greedy one, and a sampled one where its
-   noise is keyed. Another is refused.
+3. An answer that another target began goes on unchanged if it is greedy, or sampled with keyed noise. Any other begun
+   answer is refused.
 4. vLLM's workers decide whether an answer is drafted for; this module tells them which must not be. Their report of a
    step (``Rounds``) goes with its pieces; a piece does not wait for it.
 5. The engine is polled between steps, whether answers run or not, because vLLM waits for ever for a machine that is
    gone. If the engine does not answer, all answers end with Unavailable, and the service ends.
-6. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish, or are
-   handed back (Draining) when time is up: those that could go on elsewhere. Begun ones are taken all the same.
+6. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish. When
+   time is up, those that another target can continue are handed back (Draining). Begun answers are still taken.
 
 It imports no vLLM (``vllm_start`` does), and knows nothing about gRPC or drafts.
 """

@@ -1,18 +1,19 @@
-"""GraphLevels: trees of a head on a GPU, pending rows, root and all levels, as one captured graph.
+"""GraphLevels: the trees of a head on a GPU (pending rows, root and all levels) as one captured graph.
 
 Rules:
-1. Level by level as ``tree.GrowingTree`` does it with a host between: the ``topk`` best candidates of a level, the
+1. It grows level by level as ``tree.GrowingTree`` does on the host: the ``topk`` best candidates of a level, the
    earlier first among equals, are the rows of the next. Sums are float64 here too, so both choose the same.
-2. What the host knows beforehand is planned beforehand: pending rows once, and all levels at once, whose rows list the
-   whole tree. What it cannot know, the ancestors of each row, is computed on the device, as ancestor words. Rows do not
-   see slots outside their words, and these hold zeros until they are written.
-3. Sessions are padded, never tensors: a dummy has rows and slots of its own. One call writes every static buffer.
-4. Nothing of a tree waits for the host, so that a graph may hold all of it; one copy brings it back.
-5. Greedy sessions and those whose tokens are drawn have graphs of their own; what is drawn is ranked without filters
+2. The host makes two plans before a replay: of the pending rows, and of all levels, whose rows list the whole tree. The
+   ancestors of each row are only known during the replay: the device computes them as words. Rows do not see slots
+   outside their words, and these hold zeros until they are written.
+3. Missing sessions are filled up with dummies, which have rows and slots of their own; tensors are not padded in
+   another way. One call writes every static buffer.
+4. No level waits for the host, so one graph holds the whole tree; one copy brings the result back.
+5. Greedy and sampled sessions have separate graphs; sampled ones are ranked with noise but without filters
    (``is_narrow``). For a session that wants fewer levels all are computed, and only its own are returned.
-6. A graph has room for the pending rows that a round leaves. Older ones are a forward of their own before it. Where no
-   graph can be replayed, the root's children are all that is grown. What cannot be captured for so many sessions is
-   left out for good, with a warning; fewer sessions keep theirs.
+6. A graph has room for the pending rows that one round leaves; a forward before it computes older ones. Where no graph
+   can be replayed, only the root's children are grown. If capturing fails for a number of sessions, graphs for that
+   many and more are given up with a warning; those for fewer stay.
 
 It knows nothing about sessions or the owners of slots. The way to capture a graph is passed in (see ``engine.graphs``).
 """
