@@ -114,7 +114,7 @@ class ServiceValues(Section):
 
 class ApiKeysValues(Section):
     existingSecret: str = Field("", description="empty: whoever reaches the router may ask")
-    key: str = Field("api-keys", min_length=1, description="its entry: one key a line, then whose it is, as in "
+    key: str = Field("api-keys", min_length=1, description="its entry: one key a line, then its tenant, as in "
                                                            "name=alice")
 
 

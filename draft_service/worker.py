@@ -3,33 +3,34 @@
 Rules of the worker:
 1. One thread owns the drafter and every session; the outside only enqueues (``peer_up`` alone runs on the caller's
    thread and touches nothing that changes).
-2. A round: take what waits, of each peer a bounded part, tell the drafter (batch-first), grow, answer each peer with
-   one frame.
+2. A round: take a bounded part of each peer's waiting items, pass them to the drafter in one batch, grow, and send each
+   peer one frame.
 3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
-4. With ``run_ahead``, sessions whose targets allow it are grown on, a level at a time, whenever the inbox is empty
-   and growing pays (``Drafted``); others get one growth a commit. A text that was too long for that is read on then,
-   and a prompt as its states come.
+4. With ``run_ahead``, sessions whose targets allow it keep growing, a level at a time, whenever the inbox is empty and
+   growing pays (``Drafted``); others get one growth a commit. In such idle moments the drafter also reads on in texts
+   too long for one round, and in prompts as their states come.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted, too many end the stream.
-6. Where all places are taken, a host that has two more than another gives one up for it, and so of one host a peer.
+6. When all places are taken, a host with at least two more than another gives one up for it; so do peers of one host.
 
-Intake: what targets have said and the drafter has not heard yet, each target's apart.
+Intake: the items of each target that the drafter has not processed yet.
 
 Rules of the intake:
-1. It is filled from any thread and taken from the worker's. What waits of one target is bounded in items and bytes;
-   beyond that (``full``) the target is not read any more.
-2. A round takes of each target in turn, and of each no more than ``ROUND`` tokens: nobody waits for all that another
-   has to say.
-3. While others are served too, a target whose texts took more than ``RESTS`` of the time is left out for a while.
+1. Any thread fills it, and the worker's thread takes from it. Each target's waiting items are limited in number and
+   bytes; beyond that (``full``) no more is read from the target.
+2. A round takes items of each target in turn, at most ``ROUND`` tokens of each, so that no target waits for another's
+   long texts.
+3. While others are served too, a target whose texts took more than the share ``RESTS`` of the time is skipped for a
+   while.
 
 Drafted: all that the draft service holds of one session, and whether growing on pays while its target verifies.
 
 Rules of a session:
-1. What the target holds is known from the tree, which is re-rooted on every commit as the target's is: what is left
-   then can be verified without waiting.
-2. A target that holds nothing, or little, waits or goes on without drafts: its next growth is a whole tree, sent at
-   once. One that holds more gets further levels as they are made, if it allows that.
-3. Growth stops at ``extra`` nodes beyond what the target would verify, where nothing likely is left, where the
-   drafter has nothing more to say, or at as many growths as were asked for (``conduct``); a commit begins it anew.
+1. The session's tree shows which nodes the target holds, because both sides re-root on every commit. The target can
+   verify the remaining nodes without waiting.
+2. If the target holds no or few nodes, it waits or goes on without drafts: the next growth is a whole tree, sent at
+   once. If it holds more, it gets further levels as they are made, if it allows that.
+3. Growth stops at ``extra`` nodes beyond what the target would verify, when no likely node is left, when the drafter
+   proposes no more, or at the allowed number of growths (``conduct``). A commit starts it again.
 
 It knows nothing about verification, policies or how frames travel.
 """
@@ -88,7 +89,7 @@ Said = DraftBound | tuple[int, RemoteProtocolError]
 
 
 def weight_of(item: Said) -> tuple[int, int]:
-    """Tokens that a drafter has to read of it, and bytes that it keeps; about."""
+    """An item's weight, roughly: tokens that the drafter has to read, and bytes that it occupies."""
     if isinstance(item, Commit):
         count = len(item.tokens)
         return count, 4 * count + (0 if item.features is None else len(item.features.rows))
@@ -99,7 +100,7 @@ def weight_of(item: Said) -> tuple[int, int]:
 
 
 class Tray:
-    """Of one target."""
+    """The waiting items of one target."""
 
     __slots__ = ("came", "done", "items", "pace", "rests_until_s", "took")
 
@@ -131,7 +132,7 @@ class Intake:
         return came[0] - done[0] >= MOST_ITEMS or came[1] - done[1] >= MOST_BYTES
 
     def came(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> Callable[[object], None]:
-        """What the worker's thread has to do about it."""
+        """Store arrived items. Returns the function that the worker's thread has to call for them."""
         tray = self._trays.get(peer)
         if tray is None:
             tray = self._trays[peer] = Tray(Pace(RESTS, self._clock))
@@ -165,7 +166,7 @@ class Intake:
         return rounds
 
     def told(self, seconds: float) -> None:
-        """The drafter took so long to hear what the round took."""
+        """Count the time that the drafter needed for the items of the round."""
         if not self._shared:
             return
         trays = [tray for tray in list(self._trays.values()) if tray.took]
@@ -196,14 +197,14 @@ class Drafted:
     behind: bool = False  # there is text that was not read, and more of that may be read
 
     def told(self, message: Open | Commit, run_ahead: int) -> None:
-        """The target said what is committed and what it wants."""
+        """Take the target's commit and the number of nodes that it wants."""
         self.wanted, self.stale, self.barren, self.said = message.wanted, message.wanted > 0, 0, 0
         self.extra = run_ahead if message.ahead else 0
         self.behind = False
 
     def grew(self, growth: Growth) -> bool:
-        """``growth`` is the drafter's. Whether there is anything to say: a target may wait to hear of its newest
-        commit, be it that there is nothing."""
+        """Take the drafter's ``growth``. Returns whether to send it: an empty one is sent if the target may wait for an
+        answer to its newest commit."""
         answer, self.stale = self.stale or len(growth.ids) > 0, False
         self.said += answer
         self.behind = len(growth.ids) == 0 and not self.tree.begun
@@ -228,16 +229,16 @@ class Drafted:
 
     @property
     def hungry(self) -> bool:
-        """Whether to grow on. A drafter that began anew after a commit says nothing new until it is below what the
-        target holds, so it may be silent for as many levels as the tree has."""
+        """Whether to grow further. A drafter that began anew after a commit proposes nothing new until it is below the
+        nodes that the target holds, so its growths may be empty for as many levels as the tree has."""
         if not self.extra or self.wanted < 1 or not self.room or self.said >= GROWTHS:
             return False
         return not self.barren or self.barren <= self.tree.sent_depth()
 
     @property
     def budget(self) -> int:
-        """Nodes of its next growth at most. A level's best are sent, and not all that it found: better ones may come
-        from the levels below, and the tree has an end."""
+        """The most nodes of the next growth. Only a level's best nodes are sent, because better ones may come from the
+        levels below, and the tree's size is limited."""
         if not self.extra:
             return self.wanted
         return min(self.wanted if self.starving else max(PIECE, self.extra // SHARE), self.room)
@@ -273,7 +274,7 @@ class Round:
             peer.send(items)
 
     def unsay(self, number: int) -> None:
-        """What was to be told of a session is void."""
+        """Drop everything that is collected for a session."""
         self.opens = [o for o in self.opens if o.session != number]
         self.features = [f for f in self.features if f.session != number]
         self.commits = [c for c in self.commits if c.session != number]
@@ -376,8 +377,8 @@ class DraftWorker:
                 self._engine.pulse.beaten_s = self.vitals.clock()
 
     def turn(self, block: bool = True) -> bool:
-        """Wait for something to come (or for a lease to end), and do it; with nothing there, grow on where that pays.
-        Returns False when told to stop."""
+        """Wait for items (or for a lease to end) and process them; if there are none, grow further where that pays.
+        Returns False after ``stop``."""
         events: list[Callable[[Round], None]] = []
         wait_s = max(0.0, self._next_sweep_s - self._clock())
         rests_s = self.rests_s if wait_s > 0 else None

@@ -1,33 +1,32 @@
-"""Admission: which answers run, which wait for room and which are turned away; whether they speculate; limits on waits.
+"""Admission: which answers run, which wait for room and which are refused; whether they speculate; limits on waits.
 
 Rules:
-1. First come, first served within a tenant: a request for several answers is not overtaken by its own while it waits.
-   It has no more places than its tenant's share while others wait, too, and keeps none empty for more.
-   Between tenants a place goes to who has least for its weight, so that a tenant's share is its own however much others
-   ask for, and nobody's while nobody wants it.
-2. Waiting is bounded. Who would wait longer than ``max_wait_s``, at the pace at which places were given back lately, is
-   refused at once, and so is who has its share of the queue waiting already; who has waited so long is refused then.
-   Every refusal says when to come back, which is when those who wait now should be in, and what bounds who may run.
-3. A tenant has no more answers at once than it may have: further ones wait. One that has used up its tokens of a minute
-   is refused until it has some again.
-4. Closing turns away everyone who waits; who is inside may finish.
-5. ``with limit: await …`` raises what the limit was made with when it fires, and nothing else differs from waiting
-   without it: who is cancelled from outside stays cancelled. It takes no task or timer for each wait: those cost more
-   than a token's other work. One task waits within a limit at a time; one that has fired lets nobody begin to wait.
-6. Whether a model's draft pool pays is decided as a target does for a session, by the same ``decide`` on beliefs of the
-   pool's own, made of what pieces of all answers say (steps with and without drafts, waits, drafted and accepted
-   tokens). Each piece of an answer that may speculate is a round. The first piece of an answer is none: its step was
-   the prompt's. The decision is followed in its mode, and in whether it is a probe; it holds until one of them changes.
-   How many nodes are verified and how long they are waited for is each target's own decision.
-7. While the pool does not pay, new answers begin without drafts and running ones are switched in mid-answer; what a
-   target finds in an answer's own text needs no pool, and goes on. While a probe runs, a share of the answers
-   speculates and is judged alone; the time of all of them pays for it. Nobody who asked for plain decoding is ever
-   switched.
+1. First come, first served within a tenant: while a request for several answers waits, no later request of its tenant
+   overtakes it. While other tenants wait too, it gets at most its tenant's share of the places, and keeps no place
+   empty to wait for more. Between tenants, the next place goes to the one with the fewest answers for its weight. So a
+   tenant has its share however much others ask for, and others may use what it leaves.
+2. Waiting is bounded. A request is refused at once if it would wait longer than ``max_wait_s`` at the latest pace of
+   freed places, or if its tenant's share of the queue is full. A request that has waited ``max_wait_s`` is refused
+   then. Every refusal says when to retry (when all that wait now should have started) and which limit applied.
+3. A tenant runs at most ``requests`` answers at once: further ones wait. A tenant that has used up its tokens of a
+   minute is refused until it has some again.
+4. Closing refuses all waiting requests; running ones may finish.
+5. ``with limit: await …`` raises the limit's error when it fires; a cancellation from outside stays one. It makes no
+   task or timer for each wait, which would cost more than the other work of a token. One task at a time waits within a
+   limit; after a limit has fired, a new wait raises at once.
+6. Whether a model's draft pool pays is decided as a target does for a session: by the same ``decide``, on measurements
+   of the pool, taken from the pieces of all answers (steps with and without drafts, waits, drafted and accepted
+   tokens). Each piece of an answer that may speculate is a round, except its first, whose step computed the prompt.
+   Only the decision's mode, and whether it is a probe, are used; they hold until one of them changes. How many nodes to
+   verify and how long to wait is each target's own decision.
+7. While the pool does not pay, new answers begin without drafts and running ones are switched over; prompt lookup needs
+   no pool, and goes on. During a probe a share of the answers speculates, and only these are judged; the probe's budget
+   is a share of the time of all answers. An answer whose client asked for plain decoding is never switched.
 8. Every transition is logged with its numbers and counted, with the scope ``pool``.
-9. Pieces are judged together, as many as there are answers, which are those of one step: a judge that is called for
-   each piece has left the caches in between. A single answer's are judged at once.
+9. Pieces are judged together, as many as there are answers (about one step's), because a call for each piece would run
+   with cold caches. Pieces of a single answer are judged at once.
 
-It knows nothing about targets, text or HTTP, nor what is awaited.
+It knows nothing about targets, text or HTTP, nor about what is waited for.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ POOL = Seen(followed=True)
 
 
 class Limit:
-    """Ends whoever waits within it once it is told to ``fire``, or ``after_s`` seconds from now unless it is closed
-    (make it on the event loop then). ``error`` makes what is raised."""
+    """Ends the wait inside it when ``fire`` is called, or ``after_s`` seconds from now unless it is closed (create it
+    on the event loop then). ``error`` makes the exception."""
 
     __slots__ = ("_cancelling", "_error", "_task", "_timer", "fired")
 
@@ -74,7 +73,7 @@ class Limit:
         self._timer = None if after_s is None else asyncio.get_running_loop().call_later(after_s, self.fire)
 
     def close(self) -> None:
-        """Time fires it no more."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -111,7 +110,7 @@ class Turn:
 
 
 class Account:
-    """What one tenant has inside and waiting, and what is left of its tokens."""
+    """One tenant's running and waiting answers, and what is left of its tokens."""
 
     def __init__(self, tenant: Tenant, now_s: float) -> None:
         self.tenant = tenant
@@ -123,7 +122,7 @@ class Account:
 
     @property
     def level(self) -> float:
-        """What it has for its weight."""
+        """Running answers divided by the weight."""
         return self.in_flight / self.tenant.weight
 
     @property
@@ -136,7 +135,7 @@ class Account:
         return not (self.in_flight or self.queued or self.tenant.tokens_per_minute)
 
     def renew(self, tenant: Tenant, now_s: float) -> None:
-        """Its line may have changed. A limit that is new begins with all of its tokens."""
+        """Take over the tenant's present limits. A new token limit begins with all of its tokens."""
         if not self.tenant.tokens_per_minute:
             self._tokens, self._at_s = float(tenant.tokens_per_minute), now_s
         self.tenant = tenant
@@ -151,14 +150,15 @@ class Account:
         return (1.0 - self._tokens) / rate if self._tokens <= 0 else 0.0
 
     def spend(self, tokens: int) -> None:
-        """It may owe some afterwards: what an answer takes is known when it is over. Without a limit nobody owes."""
+        """Take tokens off. The rest may become negative, because an answer's tokens are known only at its end. Without
+        a limit this does nothing."""
         if self.tenant.tokens_per_minute:
             self._tokens -= tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a request that was let in holds until it leaves."""
+    """What an admitted request holds until it leaves."""
 
     account: Account
     answers: int  # that may run at once
@@ -200,9 +200,9 @@ class Admission:
                 return
 
     async def enter(self, tenant: Tenant, answers: int) -> Place:
-        """Wait for room for so many answers, or for half of the places, if they are more than may run, or for the
-        tenant's share, if others wait, too: they take turns then, and others go on beside them. Raises CapacityError
-        or Draining."""
+        """Wait for places for ``answers`` answers. If more are asked for than may run, wait for half of the places; if
+        others wait too, for the tenant's share: its answers then take turns in fewer places. Raises CapacityError or
+        Draining."""
         if self.closed:
             raise _leaving()
         most = min(self._max_in_flight, tenant.requests or self._max_in_flight)
@@ -223,7 +223,7 @@ class Admission:
         return Place(account, turn.answers, self._clock())
 
     def leave(self, place: Place) -> None:
-        """Who held ``place`` leaves, once."""
+        """Give ``place`` back. Call it once."""
         held_s = self._clock() - place.since_s
         self._held_s = FADE * self._held_s + place.answers * held_s
         self._held = FADE * self._held + place.answers
@@ -232,7 +232,7 @@ class Admission:
         self._forget_idle(place.account)
 
     def overloaded(self, place: Place, error: CapacityError) -> CapacityError:
-        """What a request is told that was let in, and whose target had no room after all."""
+        """The error for an admitted request whose target had no room after all."""
         after_s = max(error.retry_after_s, self.wait_s(place.account, place.answers))
         return self._refusal(place.account, "target", after_s, str(error))
 
@@ -260,7 +260,7 @@ class Admission:
         return max(missing * self._hold_s(), SHORTEST_S)
 
     def all_in_s(self) -> float:
-        """Seconds until those who wait now should be in."""
+        """Seconds until all that wait now should have started."""
         return min(self.queued / self._max_in_flight * self._hold_s(), MAX_RETRY_AFTER_S)
 
     def _hold_s(self) -> float:
@@ -453,7 +453,7 @@ class PoolFallback:
         self._followed.discard(answer)
 
     def tick(self) -> None:
-        """What was heard is judged; a probe may begin."""
+        """Judge the pieces since the last call; a probe may begin."""
         self._judge_all()
         self._policy.tick(self._clock())
         self._heed(None)
@@ -518,7 +518,7 @@ class FollowedAnswer:
         return piece
 
     def set_speculation(self, allowed: bool) -> None:
-        """What the fallback decides; an answer that is not to speculate stays as it is."""
+        """Follow the fallback's decision; an answer that must not speculate stays plain."""
         if self.wanted and allowed != self.allowed:
             self.allowed = allowed
             self._answer.set_speculation(allowed)

@@ -5,16 +5,17 @@ Rules:
    that do not exist. OPTIONS does nothing, and needs none.
 2. Every answer carries ``x-request-id`` (and ``request-id``, as Anthropic's clients read it): the client's if it is a
    decent one, else a new one.
-3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
-4. A body is capped before it is read, and read before anything is done for it.
+3. An unexpected error becomes a plain 500; its type and place are logged, but not its message, which may hold a user's
+   text.
+4. A body's size is limited before it is read, and nothing else is done before it is read.
 5. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
    ``{"error": …}`` followed by ``[DONE]``.
-6. Who reads server-sent events by the book says so (``accept: text/event-stream``), and gets events with ids. Who shows
-   the last of them with the same body gets what came after it. Nobody else pays for them.
-7. A page of another origin may ask and read where keys are set, as it has to show one; else only a page of this
-   machine, or of a program that shows its own: what is open to all who reach it is not for every page that they visit.
-   No cookies are ever known. What another page posts is refused, as a browser sends it unasked, and to any address that
-   the page's own name stands for.
+6. A client that sends ``accept: text/event-stream`` gets events with ids. If it sends the last id with the same body,
+   it gets what came after that event. Other clients get no ids, which would only cost them bytes.
+7. Web pages of any origin may call where keys are set, because they need a key. Without keys only pages of this machine
+   may, or of a program with its own origin scheme: web pages that the router's users visit must not reach it. Cookies
+   are never used. Posts of other pages are refused, because a browser sends them without asking, even to an address
+   that the page's own DNS name points to.
 
 It knows nothing about targets or how a request is answered.
 """
@@ -44,13 +45,23 @@ from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody, TextReply
-from router_service.dialects.openai import DECENT_ID, Asked, Body, Chunks, Reply, Unknown, known, parse, read_body
+from router_service.dialects.fields import Unknown, known
+from router_service.dialects.openai import (
+    DECENT_ID,
+    Asked,
+    Body,
+    Chunks,
+    Generation,
+    Reply,
+    parse,
+    read_body,
+)
 from router_service.dialects.problems import Problem, http_problem, problem_of, written_as
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
 from router_service.gateway import Gateway, Run
 from router_service.tenants import ANYONE, ApiKeys, Tenant
-from router_service.text.deltas import TextDelta
+from router_service.text.deltas import Gathered, TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
@@ -87,7 +98,7 @@ def create_app(gateway: Gateway, keys: ApiKeys | None, measured: Measured | None
 
 
 class Surface:
-    """All pages. What is asked for one that is not here, or in a way that it does not take, is told which there are."""
+    """All pages. An unknown path or method gets an error that lists the known ones."""
 
     def __init__(self, gateway: Gateway, measured: Measured | None = None) -> None:
         self._gateway = gateway
@@ -127,19 +138,18 @@ class Surface:
         return self.other_method if path in self._posts or path in self._gets else self.no_page
 
     async def chat(self, request: Request) -> Response:
-        body, unknown = await self._read(request, ChatBody)
-        return await self._answer(request, self._gateway.plan_chat(body), ChatReply, body, unknown)
+        return await self._answer(request, ChatReply, *await self._read(request, ChatBody, self._gateway.plan_chat))
 
     async def complete(self, request: Request) -> Response:
-        body, unknown = await self._read(request, CompletionBody)
-        return await self._answer(request, self._gateway.plan_completion(body), TextReply, body, unknown)
+        read = await self._read(request, CompletionBody, self._gateway.plan_completion)
+        return await self._answer(request, TextReply, *read)
 
     async def messages(self, request: Request) -> Response:
         return await self._translated(request, messages.chat_of, messages.NAMES, messages.MessagesReply)
 
     async def responses(self, request: Request) -> Response:
         return await self._translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply,
-                                      responses.told_again)
+                                      responses.told_again, "input")
 
     async def count_tokens(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
@@ -225,9 +235,12 @@ class Surface:
                             at=_places(error))
         return problem_response(problem, path)
 
-    async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, Unknown]:
+    async def _read(self, request: Request, kind: type[Body],
+                    plan: Callable[[Body], Asked]) -> tuple[Asked, Generation, Unknown]:
+        """What is asked, and what of its body is looked at later: the rest of that may be large, and may wait."""
         raw, unknown = await self._json(request)
-        return parse(kind, raw, unknown), unknown
+        body = parse(kind, raw, unknown)
+        return plan(body), Generation(stream=body.stream, stream_options=body.stream_options, seed=body.seed), unknown
 
     async def _json(self, request: Request) -> tuple[dict[str, Any], Unknown]:
         """A body, and what takes those of its fields that nobody knows."""
@@ -245,8 +258,8 @@ class Surface:
         await self._gateway.lanes.pause(len(data))
         return read_body(data), Unknown(self._gateway.strict)
 
-    async def _answer(self, request: Request, asked: Asked, reply_to: type[ChatReply | TextReply],
-                      body: ChatBody | CompletionBody, unknown: Unknown) -> Response:
+    async def _answer(self, request: Request, reply_to: type[ChatReply | TextReply], asked: Asked, body: Generation,
+                      unknown: Unknown) -> Response:
         reached = self._reached(request, asked, body)
         if reached is not None:
             asked = asked.again(reached.origin.seed, reached.origin.identity)
@@ -260,10 +273,11 @@ class Surface:
         if body.stream:
             events = self._events(run, reply, self._ids(request, run, origin, reached), body, request.scope[REQUEST_ID])
             return EventStream(events, client, run.aclose, headers)
-        answers: list[list[TextDelta]] = [[] for _ in range(run.job.num_answers)]
-        await _taken(run, client, lambda number, delta: answers[number].append(delta))
+        answers = [Gathered(reply.detailed) for _ in range(run.job.num_answers)]
+        await _taken(run, client, lambda number, delta: answers[number].add(delta))
+        deltas = [answer.deltas for answer in answers]
         written = await self._gateway.lanes.beside(
-            run.num_told, lambda: orjson.dumps(reply.whole(answers, run.usage())), run.place.tenant.id)
+            run.num_told, lambda: orjson.dumps(reply.whole(deltas, run.usage())), run.place.tenant.id)
         return Response(written, headers=headers, media_type="application/json")
 
     async def _begun(self, request: Request, asked: Asked) -> tuple[Presence, Run]:
@@ -277,13 +291,15 @@ class Surface:
 
     async def _translated(self, request: Request, chat_of: Callable[[dict[str, Any]], dict[str, Any]],
                           names: Mapping[str, str], reply_to: Callable[[Told], Narrative],
-                          told_again: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}) -> Response:
-        """An answer of a dialect that is a translation onto chat."""
+                          told_again: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {},
+                          conversation: str = "messages") -> Response:
+        """An answer of a dialect that is a translation onto chat. ``conversation``: the field that has it."""
         raw, unknown = await self._json(request)
         with written_as(names):
             body = parse(ChatBody, chat_of(raw), unknown)
             raw = told_again(raw)
-            asked = self._gateway.plan_chat(body)
+            asked, streamed = self._gateway.plan_chat(body), bool(body.stream)
+            del body
         if asked.num_answers > 1:
             raise InvalidRequest("n", "must be 1")
         options = asked.options
@@ -294,13 +310,13 @@ class Surface:
                 raise InvalidRequest(name, f"is told by {CHAT} and {COMPLETIONS} alone", "unsupported_parameter")
         if request.headers.get(LAST_EVENT_ID):
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
-        with written_as(names):
+        with written_as({**names, "messages": conversation}):
             client, run = await self._begun(request, asked)
         markups = run.job.markups(self._gateway.codec)
         reply = reply_to(Told(options.answer_id or run.id, run.created, asked.model, markups[0] if markups else None,
                               raw, options.tell_reasoning))
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
-        if body.stream:
+        if streamed:
             return EventStream(self._narrated(run, reply, request.scope[REQUEST_ID]), client, run.aclose, headers)
         await _taken(run, client, lambda _, delta: reply.told(delta))
         return json_response(reply.whole(run.usage(), run.completions[0].stopped_by), headers=headers)
@@ -323,7 +339,7 @@ class Surface:
         run.fail()
         self._gateway.failed(run.job.endpoint, error)
 
-    def _reached(self, request: Request, asked: Asked, body: ChatBody | CompletionBody) -> Reached | None:
+    def _reached(self, request: Request, asked: Asked, body: Generation) -> Reached | None:
         """What the client shows that it has of the answer. Raises InvalidRequest where it cannot be this request's."""
         shown, options = request.headers.get(LAST_EVENT_ID), asked.options
         if not shown:
@@ -332,7 +348,7 @@ class Surface:
         if not (body.stream and asked.num_answers == 1 and self._gateway.repeats(options)) or options.tells_prompt:
             raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
         if ((options.max_tokens is not None and reached.tokens > options.max_tokens)
-                or (body.seed is not None and options.sampling.seed != reached.origin.seed)):
+                or (options.seeded and options.sampling.seed != reached.origin.seed)):
             raise InvalidRequest(LAST_EVENT_ID, "is of another request; send the one that it belongs to")
         return reached
 
@@ -352,7 +368,7 @@ class Surface:
             self._log.info("fields left out that nobody knows", names=new)
         return {"x-slipstream-ignored": ", ".join(unknown)}
 
-    async def _events(self, run: Run, reply: Reply, ids: EventIds | None, body: ChatBody | CompletionBody,
+    async def _events(self, run: Run, reply: Reply, ids: EventIds | None, body: Generation,
                       request_id: str) -> AsyncGenerator[bytes, None]:
         chunks = Chunks(reply, run.usage if body.continuous_usage else None)
         number = "" if ids is None else ids.after(TextDelta())
@@ -483,6 +499,8 @@ class Gate:
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
+        if tenant is not None and (connection := connection_of(scope)) is not None:
+            connection.belongs(tenant.id)
         origin = headers.get(b"origin", b"")
         if scope["method"] == "POST" and not self._reads(origin):
             refusal = http_problem(403, "a router without API keys takes posts of its own machine's pages alone; set "

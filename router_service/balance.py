@@ -6,17 +6,18 @@ Rules:
    hashing: a target that comes or goes moves only its own share). Where contexts differ, as while they are changed, a
    request goes where it fits.
 2. A target that fails several requests in a row is ejected for a time that doubles; then one request probes it, and
-   until that is answered others go elsewhere. If no other is left, ejected ones are used all the same, and such as
-   discovery no longer lists, while they answer: the last target is never ejected.
+   until that is answered others go elsewhere. If no other target is left, ejected ones are used all the same, and so
+   are those that discovery no longer lists but that still answer.
 3. A request whose target fails or drains moves to another one. Before its first token that is a retry: at most a fifth
    of the requests, so that an outage is not multiplied. After it the answer is resumed, where it stopped: tokens are a
-   function of prompt, seed, position and the target's identity. A begun answer goes only where that is the same; where
-   it is gone, the answer ends with ModelChanged. Resuming is bounded by the room of the others alone, and waits for it;
-   but an answer that fells one target after the other without getting on ends. Where nobody else has its model and it
-   was the connection that broke, the same target is asked again if it answers. A target that drains takes no new work
-   and hands begun answers back; such a move is free. If nobody else has its model, it takes a begun answer again.
-4. A target that answers no poll for long, or has left and misses one, loses the requests that still wait for their
-   first piece.
+   function of prompt, seed, position and the target's identity. A begun answer goes only to a target of the same
+   identity; if there is none left, it ends with ModelChanged. Resuming waits until another target has room; but an
+   answer that loses several targets in a row without a new token ends. If no other target has its model and only the
+   connection broke, the same target is asked again once it answers. A target that drains takes no new work and hands
+   begun answers back; such a move does not count as a retry. If no other has the model, the draining target takes a
+   begun answer again.
+4. If a target answers no poll for long, or has left and misses one, the requests that still wait there for their first
+   piece fail there and may be retried elsewhere.
 5. Targets of a fixed list stay, whatever happens to them. Discovered ones follow the roster's rules: one that left gets
    new work only when no other answers, and is closed when its last answer is over.
 
@@ -89,16 +90,17 @@ class Target:
         return None if self.info is None else self.info.identity
 
     def takes(self, needs: Collection[Need]) -> bool:
-        """Whether it honours all that is asked. An older one would not look at some fields, and answer anything."""
+        """Whether the target supports all ``needs``. An older release would ignore unknown fields and answer as if they
+        were not set."""
         return not needs or (self.info is not None and set(needs).issubset(self.info.takes))
 
     def fits(self, request: Request) -> bool:
-        """Whether it has the context for all of it, as far as it is known."""
+        """Whether the request fits the target's context, as far as that is known."""
         whole = len(request.tokens) - request.answered + request.max_tokens
         return self.info is None or whole <= self.info.max_context
 
     def rests(self, now_s: float) -> bool:
-        """Whether it is ejected, or has its probe: who came along would fail with it."""
+        """Whether the target is ejected, or a probe of it runs: another request would probably fail, too."""
         return self.ejected_until > now_s or self.probe is not None
 
     @property
@@ -107,18 +109,19 @@ class Target:
         return max(reported + self.in_flight - self.in_flight_at_poll, self.in_flight)
 
     def answered(self, info: TargetInfo, problem: str) -> None:
-        """A poll. ``problem``: why it gets no work all the same; "" for none."""
+        """The target answered a poll. ``problem``: why it gets no work all the same; "" for none."""
         self.info, self.problem = info, problem
         self.draining, self.ready = info.draining, not problem and not info.draining
         self.missed_polls, self.in_flight_at_poll, self.gone = 0, self.in_flight, False
 
     def missed(self, problem: str) -> None:
-        """A poll that it did not answer."""
+        """The target did not answer a poll."""
         self.missed_polls += 1
         self.problem, self.ready = problem, False
 
     def lose(self) -> None:
-        """It answers nobody: those who wait for their first piece need wait no longer."""
+        """The target answers nobody: end the waits for a first piece, so that these requests may be retried
+        elsewhere."""
         self.gone = True
         for limit in list(self.awaited):
             limit.fire()
@@ -152,11 +155,11 @@ class Targets:
                 self._log.info("target left" if left else "target back", target=target.name, running=target.in_flight)
 
     def heard(self, target: Target) -> None:
-        """It answered."""
+        """The target answered."""
         self._roster.heard(target.name)
 
     async def sweep(self) -> list[Target]:
-        """Close and forget those that are over. Returns them."""
+        """Close and forget targets whose time is over. Returns them."""
         over = [self.known[name] for name in self._roster.over() if self.known[name].in_flight == 0]
         for target in over:  # all at once: who waits to be closed gets no request
             self._log.info("target forgotten", target=target.name, left=target.left)
@@ -234,7 +237,7 @@ class Balancer:
         return info
 
     def unmet(self, needs: Collection[Need]) -> Need | None:
-        """One of ``needs`` that the target which honours most of them does not; None: one honours them all."""
+        """None if one target supports all ``needs``; else one that the best target does not support."""
         lacking = [[need for need in needs if need not in target.info.takes]
                    for target in self._known if target.info is not None]
         least = min(lacking, key=len)
@@ -246,7 +249,7 @@ class Balancer:
         return any(draft.connected for target in self._known if target.info is not None for draft in target.info.drafts)
 
     def identity(self, tag: str) -> Identity:
-        """Whose ``tag`` that is, among the targets that are known. Raises ModelChanged, or Unavailable."""
+        """The identity that ``tag`` is the digest of, among known targets. Raises ModelChanged, or Unavailable."""
         known = [target.identity for target in self._known if target.identity is not None]
         found = next((identity for identity in known if identity.tag == tag), None)
         if found is None:
@@ -307,8 +310,8 @@ class Balancer:
         return ""
 
     def pick(self, request: Request, tried: Collection[str] = ()) -> Target:
-        """The target for ``request``; one of ``tried`` never, and for an answer that is begun, or that is to be some
-        model's, only one of that identity. Raises Draining, ModelChanged or Unavailable."""
+        """The target for ``request``, never one of ``tried``; if the request names an identity (a begun answer), only a
+        target of that identity. Raises Draining, ModelChanged or Unavailable."""
         needs = request.needs  # once: there may be hundreds of targets
         taking = [t for t in self._known if t.takes(needs)]
         known = [t for t in taking if t.name not in tried]
@@ -343,7 +346,8 @@ class Balancer:
         return idlest[0] if len(idlest) == 1 else max(idlest, key=lambda t: t.affinity(prefix))
 
     def sent(self, target: Target, answer: RoutedAnswer) -> None:
-        """``answer`` is asked of ``target``: as its probe where it was ejected, and its time is over."""
+        """Count ``answer``, which is sent to ``target``; it is the target's probe if the time of an ejection is
+        over."""
         target.in_flight += 1
         if target.ejections and not target.rests(self._clock()):
             target.probe = answer
@@ -401,7 +405,7 @@ class Balancer:
         return False
 
     async def room(self, request: Request, full: Collection[str]) -> bool:
-        """Wait while nobody but who is ``full`` could take ``request``. Returns whether it had to wait."""
+        """Wait while only targets in ``full`` could take ``request``. Returns whether it had to wait."""
         if self._has(request, full):
             return False
         turn = asyncio.get_running_loop().create_future()
@@ -435,14 +439,14 @@ class Balancer:
             self._metrics.retried(target.name)
 
     async def renewed(self, target: Target, asked: Identity | None) -> bool:
-        """``target`` says that its model is not the one that was ``asked`` for. Returns whether another is known now:
-        it is asked again unless somebody else has done so since."""
+        """``target`` refused because its model is not the one ``asked`` for. Returns whether its known identity has
+        changed now; polls the target again unless another request did."""
         if target.identity == asked:
             await self._ask(target)
         return target.identity != asked
 
     def told(self, request: Request, tried: Collection[str], target: Target, error: SlipstreamError) -> SlipstreamError:
-        """What the client is told of ``error``, with which ``request`` goes nowhere: nothing of addresses inside."""
+        """The error for the client when ``request`` cannot go on after ``error``. It names no inner address."""
         if not request.answered:
             return (Unavailable("the target did not take the request; try again soon")
                     if isinstance(error, Unavailable) else error)
@@ -464,7 +468,7 @@ def _gone() -> ModelChanged:
 
 
 class RoutedAnswer:
-    """An answer that finds its target, and another one when that cannot finish it."""
+    """An answer that picks a target, and another one when the first cannot finish it."""
 
     def __init__(self, balancer: Balancer, request: Request) -> None:
         self._balancer = balancer

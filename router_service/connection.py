@@ -1,4 +1,4 @@
-"""Connections: uvicorn's HTTP on a socket of ours, with bounds on what comes in and a short way out.
+"""Connections: uvicorn's HTTP on our own sockets, with limits on input and a short path for output.
 
 In: what uvicorn and its parser, llhttp, leave unbounded. Out: server-sent events go straight to the socket. Between a
 handler and the socket lie calls, messages and a state machine for each piece, and an answer has hundreds. A body's head
@@ -8,22 +8,23 @@ Rules:
 1. Nothing that a client sends grows without a bound: a head, trailers, what stands between chunks
    (``MAX_HEADER_BYTES`` each), requests that wait for their turn (``MAX_WAITING``), and the time for all of a head
    (``HEAD_S``). The application bounds bodies and answers.
-2. What is no request gets a typed answer and the end of the connection. Answers that run or wait are not touched: they
-   go out first, and nothing is said about what came behind them.
-3. Of two readings of a request none is taken: it has one host, at most one length, and no coding but chunked.
-4. Trailers are dropped, for nobody looks at them where headers are checked. Nobody offers another protocol here, so an
-   upgrade that is asked for is not heard, and its request is answered like any other.
-5. Events go the short way where their body goes out in chunks (HTTP/1.1). ``Connection.write`` does not wait: whoever
-   writes looks whether ``flow`` is paused, and waits then. What is written to a connection that has ended is dropped;
-   who watches it hears of its end.
-6. A client that goes away ends the work for it at once, also while it waits for its first byte. One that reads nothing
-   of what waits for it for ``STALL_S`` counts as gone, and its connection ends, also when all is answered.
-7. Connections are not requests. Of connections there is room for twice the requests and more, half of it for one
-   address; beyond that whoever has kept the server waiting longest goes, be it without a request, in a head or in a
-   body. A request that is here whole is never broken off. Beyond ``requests`` that are, others are refused with 429,
-   but those for a probe. The bodies of all that are not answered have ``MOST_BODIES`` bytes; beyond those, of those
-   with more than a connection's share the one that has been coming for longest goes: large ones that wait keep nobody
-   out who says little.
+2. Input that is no request gets an error answer, and the connection ends. Answers that run or wait are finished first;
+   then the connection ends without an error for the input after them.
+3. An ambiguous request is refused: it must have one host, at most one length, and no transfer coding but chunked.
+4. Trailers are dropped, because headers are checked before they come. A request to upgrade to another protocol is
+   ignored and answered like any other.
+5. Events take the short path where their body is chunked (HTTP/1.1). ``Connection.write`` does not wait: the writer
+   must check ``flow`` and wait while it is paused. Writes to a connection that has ended are dropped; its watcher is
+   called at the end.
+6. When a client goes away, its work ends at once, also before its first byte. A client that reads nothing of its
+   waiting output for ``STALL_S`` counts as gone, and its connection ends, also when all requests are answered.
+7. Connections and requests have separate limits. There may be more than twice as many connections as requests, half of
+   them from one address; beyond that, the connection that has kept the server waiting longest is closed, whether before
+   a request, in a head or in a body. A request that has arrived whole is never cut off. Beyond ``requests`` whole ones,
+   further requests get 429, except probes. Bodies of unanswered requests have ``MOST_BODIES`` bytes together; beyond
+   that, of the bodies larger than a connection's share the one that has been arriving for longest is closed, if its
+   tenant holds more than its part; an eighth more is kept for other tenants. So large waiting bodies keep no small
+   request out.
 
 Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events. It knows nothing about routes.
 """
@@ -34,6 +35,7 @@ import asyncio
 import resource
 import secrets
 import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -100,6 +102,7 @@ class Room:
         self._bodies: dict[Connection, int] = {}  # bytes that came, of requests that are not answered
         self._coming: dict[Connection, None] = {}  # those beyond their share that are not whole, the oldest first
         self._share = MOST_BODIES // most
+        self._held = Counter[str]()  # bytes, by whose they are; together:
         self._num_bytes = 0
         metrics.connections(lambda: self.guests.num_idle, lambda: self.guests.num_at_work)
 
@@ -113,22 +116,40 @@ class Room:
     def comes(self, connection: Connection, num_bytes: int, alone: bool) -> None:
         """More of a body; ``alone``: no request before it waits for its answer on this connection."""
         self._bodies[connection] = self._bodies.get(connection, 0) + num_bytes
-        self._num_bytes += num_bytes
+        self._count(connection.whose, num_bytes)
         if alone and self._bodies[connection] > self._share:
             self._coming[connection] = None
-        while self._num_bytes > MOST_BODIES and self._coming:
-            oldest = next(iter(self._coming))
-            self.lets_go(oldest)
-            self._end(oldest, "bodies")
+        while self._num_bytes > MOST_BODIES and (goes := self._goes()) is not None:
+            self.lets_go(goes)
+            self._end(goes, "bodies")
+
+    def belongs(self, connection: Connection, whose: str) -> None:
+        """What comes there is a tenant's."""
+        if whose != connection.whose:
+            kept = self._bodies.get(connection, 0)
+            self._count(connection.whose, -kept)
+            connection.whose = whose
+            self._count(whose, kept)
+
+    def _goes(self) -> Connection | None:
+        part = MOST_BODIES // max(1, len(self._held))
+        goes = next((one for one in self._coming if self._held[one.whose] > part), None)
+        return goes or (next(iter(self._coming), None) if self._num_bytes > MOST_BODIES * 9 // 8 else None)
+
+    def _count(self, whose: str, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._held[whose] += num_bytes
+        if not self._held[whose]:
+            del self._held[whose]
 
     def whole(self, connection: Connection) -> None:
-        """Its body is here."""
+        """The request's body has arrived whole."""
         self._coming.pop(connection, None)
 
     def lets_go(self, connection: Connection) -> None:
-        """Nothing of it is kept any more."""
+        """The request's body is no longer kept."""
         self.whole(connection)
-        self._num_bytes -= self._bodies.pop(connection, 0)
+        self._count(connection.whose, -self._bodies.pop(connection, 0))
 
     def _end(self, connection: Connection, why: str) -> None:
         self._metrics.connection_refused(why)
@@ -151,6 +172,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, {**app_state, STATE: weakref.ref(self)}, _loop)
         self.parser = httptools.HttpRequestParser(self)  # without the leniency of uvicorn's
         self._room = room
+        self.whose = ""
         self._at_work = False
         self._in_head = False
         self._in_body = False
@@ -161,6 +183,10 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._lost = False
         self._watcher: Callable[[], None] | None = None
+
+    def belongs(self, whose: str) -> None:
+        """Its request is a tenant's."""
+        self._room.belongs(self, whose)
 
     def watch(self, watcher: Callable[[], None] | None) -> None:
         """Call ``watcher`` when the connection is over, which it may be already; None: nobody any more."""
@@ -189,7 +215,7 @@ class Connection(HttpToolsProtocol):
             self._watcher()
 
     def give_way(self) -> None:
-        """End at once, for others need the place: with a word to a client that was asking for something."""
+        """Close the connection at once to make room; a client in the middle of a request gets an error answer."""
         self._refused = True
         self._stop_timer()
         if self._in_head or (self._in_body and not self.cycle.response_started):
@@ -201,7 +227,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """In place of uvicorn's own, which says nothing of what was wrong, and breaks off answers that run."""
+        """Replaces uvicorn's method, which does not say what was wrong and cuts off running answers."""
         self._unset_keepalive_if_required()
         if self._refused:
             return
@@ -442,8 +468,8 @@ def _in_lines(events: bytes) -> bytes:
 
 
 class Presence(Limit):
-    """The client of one request: ``with presence: await …`` raises ClientDisconnect when it goes away. Make it when the
-    body has been read, and ``close`` it."""
+    """The client of one request: ``with presence: await …`` raises ClientDisconnect when the client goes away. Create
+    it after the body has been read, and ``close`` it."""
 
     __slots__ = ("connection",)
 
@@ -459,7 +485,8 @@ class Presence(Limit):
 
 
 class EventStream(Response):
-    """Sends ``events`` until they end or ``client`` goes away, which it closes; ``close`` is awaited in any case."""
+    """Sends ``events`` until they end or ``client`` goes away, and closes ``client``; ``close`` is awaited in any
+    case."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], client: Presence, close: Callable[[], Awaitable[None]],
                  headers: Mapping[str, str], stall_s: float = STALL_S) -> None:

@@ -1,13 +1,13 @@
 """Ids of a stream's events: how far an answer went out, so that any router can go on with it.
 
 Rules:
-1. An answer is a function of its request, its seed and who computes it. So an id holds no token: it says whose answer
-   that is and how many tokens of it went out. Who goes on computes it again from the start, and leaves out what its
-   client has. All ids are of the same length, and cost the same at every token of an answer.
-2. A check over the prompt and the tokens so far tells another answer from this one. One that comes out otherwise ends
-   with an error; it is never joined.
-3. An id is what its client says. It is not signed: who makes one up gets the end of an answer that he could ask for.
-   ``secret`` of the check is what a tenant's prompts are kept under, so that nobody tries out another's ids.
+1. An answer is a function of its request, its seed and the model's identity. So an id holds no tokens: only what
+   identifies the answer, and how many tokens of it went out. To go on, a router computes the answer again from the
+   start and leaves out what the client has. All ids have the same length.
+2. A checksum over the prompt and the tokens so far detects a different answer. Such an answer ends with an error; it is
+   never joined to the old one.
+3. Ids come from the client and are not signed: an invented id gives only the end of an answer that the client could ask
+   for anyway. The checksum's ``secret`` is the tenant's cache namespace, so that nobody can test another tenant's ids.
 
 Format: ``ID``, in the URL's alphabet of base64. It knows nothing about HTTP or how an answer is found.
 """
@@ -42,7 +42,7 @@ class Origin(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """What an id says. ``tokens`` went out, and with ``finished`` also why the answer ended."""
+    """The content of an id: how many ``tokens`` went out, and (``finished``) whether the finish reason did too."""
 
     origin: Origin
     tokens: int
@@ -86,7 +86,8 @@ class EventIds:
         return self._head + urlsafe_b64encode(REACHED.pack(self._tokens, self._finished, self._check)).decode()
 
     def split(self, delta: TextDelta) -> tuple[TextDelta, TextDelta]:
-        """What its client has of ``delta``, and what is new. Raises InvalidRequest where that is another answer."""
+        """The part of ``delta`` that the client has, and the new part. Raises InvalidRequest if the answer differs from
+        the client's."""
         reached = self.reached
         assert reached is not None
         ahead = reached.tokens - self._tokens

@@ -1,10 +1,10 @@
-"""The public gRPC service's answers: the same bodies, checks and runs as over HTTP, other clothes.
+"""The public gRPC service's answers: the same bodies, checks and runs as over HTTP, in other messages.
 
 Rules:
 1. Options become a body and pass through ``openai.parse``: both surfaces have the same defaults and limits.
-2. Calls and reasoning are told apart by what does it over HTTP. Where an answer goes on, that is shown again what its
-   client has.
-3. The first delta says whose the answer is, so that another router can go on with it (``Begun``).
+2. Calls and reasoning are separated by the same parser as over HTTP. For a resumed answer the parser first reads the
+   part that the client has.
+3. The first delta has the answer's identity, so that another router can go on with it (``Begun``).
 4. An empty model name means the one that is here.
 
 It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
@@ -82,7 +82,9 @@ class GatewayFront:
     async def _run(self, endpoint: str, plan: Callable[[], Asked],
                    names: Mapping[str, str] = NAMES) -> AsyncGenerator[Delta, None]:
         try:
-            run = await self._gateway.start(plan(), self._tenant, self._trace)
+            asked = plan()
+            del plan  # and what it was made of, which may be large, and may wait
+            run = await self._gateway.start(asked, self._tenant, self._trace)
             try:
                 identity, told, markup = run.identity, run.job.told(self._gateway.codec), await self._markup(run)
                 async for _, delta in run:

@@ -1,14 +1,14 @@
-"""The gateway: from a checked body to running answers, for whoever asks (HTTP or gRPC).
+"""The gateway: from a checked body to running answers, for HTTP and gRPC.
 
 Rules:
-1. What costs nothing to check (the model's name, counts) is checked before a request waits. It has room before its text
-   is rendered and tokenized, beside the event loop, and is checked against the model's context before it takes more.
+1. Cheap checks (the model's name, counts) come before a request waits. It gets its place before its text is rendered
+   and tokenized (beside the event loop), and is checked against the model's context before it takes more.
 2. A ``Run`` holds its place and its answers until ``aclose``, which frees all of them at once and is never left out.
 3. No run outlives ``request_timeout_s``, which counts from its arrival; nor does what comes before it.
-4. An answer that another router began goes on at a target of the identity that began it, from the tokens that its
-   client shows; without any it is computed again from its start.
-5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for. Where the client
-   gives no seed, each prompt has its own: the same one several times is asked for other answers.
+4. An answer that another router began goes on at a target of the same identity, from the tokens that the client sends;
+   without tokens it is computed again from its start.
+5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for. If the client gives
+   no seed, each prompt gets its own, so that a repeated prompt gets different answers.
 
 It knows nothing about HTTP or gRPC, nor how answers are written.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -109,7 +110,8 @@ class Gateway:
         return options.sampling.temperature == 0 or not (self.info.lossy or "keyed_sampling" in self.info.without)
 
     def leave(self) -> None:
-        """Say to whoever asks that the next request had better go elsewhere; this one is still answered."""
+        """From now on each answer asks its client to send the next request elsewhere; the request itself is still
+        answered."""
         self.leaving = True
 
     async def warm(self) -> None:
@@ -152,7 +154,7 @@ class Gateway:
         return body.model_copy(update=left) if left else body
 
     async def start(self, asked: Asked, tenant: Tenant, trace: str = "") -> Run:
-        """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.
+        """Wait for room, start all answers and wait for the first delta, so that errors before it are raised here.
         ``trace``: the client's traceparent. Raises CapacityError, Draining, InvalidRequest, or what answers raise."""
         try:
             run = await self._made(asked, tenant, trace)
@@ -196,12 +198,12 @@ class Gateway:
         except BaseException as error:
             limit.close()
             if span is not None:
-                span.end(failed=int(isinstance(error, SlipstreamError)))
+                span.end(failed=int(isinstance(error, Exception)))
             raise
 
     async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
-        """Those of the prompt that is ``asked`` about, also more than the context holds: who counts cuts it then. It
-        waits for room as an answer would. Raises as ``start``."""
+        """The tokens of the prompt of ``asked``, even if they exceed the context: a client may count them in order to
+        cut the prompt. Waits for room as an answer does. Raises as ``start``."""
         place = await self.admission.enter(tenant, 1)
         try:
             return await self.lanes.run(asked.size, partial(self._counted, asked), tenant.id, not asked.messages)
@@ -239,7 +241,7 @@ class Gateway:
                           options.keep_stop, self._shown(options), self._within(job, prompt), options.tells_all)
 
     def begun(self, job: Job) -> Iterator[str]:
-        """The text that a client shows that it has of its answer, as far as its characters are whole, as it came."""
+        """The text of the begun tokens that a client sends, token by token, up to the last whole character."""
         return map(Detokenizer(self.codec, self._shown(job.options), self._within(job, 0)).push, job.begun)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
@@ -288,7 +290,7 @@ class Gateway:
             _check_ids(param, tokens, info.vocab_size)
         if asked.begun is not None and asked.options.tells_prompt:
             raise InvalidRequest("begun", "is for answers without their prompt")
-        return asked
+        return asked.packed()
 
     async def _try(self, options: Options, tenant: Tenant) -> Options:
         """With the grammar that can be kept to. Raises InvalidRequest where none can, and CapacityError."""
@@ -303,7 +305,7 @@ class Gateway:
 
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""
-        info = self.info
+        info, asked = self.info, asked.unpacked()
         prompts = self._prompts(asked, info.max_context)
         limits = tuple(_room(_param(asked, i), prompt, asked.options, info) for i, prompt in enumerate(prompts))
         if (sent := sum(map(len, prompts)) * asked.options.n) > MAX_SENT:
@@ -313,7 +315,7 @@ class Gateway:
             limits = tuple(min(limit, most) for limit in limits)
         shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
         words = [run for i, word in enumerate(asked.options.bad_words) for run in self._spelt(i, word)]
-        job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
+        job = Job(asked.endpoint, asked.model, tuple(array("i", prompt) for prompt in prompts), limits, asked.options,
                   info.vocab_size, not asked.messages or asked.turn.continued, shown=shown,
                   bad_words=tuple(dict.fromkeys(words)))
         if job.num_scores > MAX_SCORES:
@@ -322,7 +324,7 @@ class Gateway:
         return job if asked.begun is None else self._going_on(job, asked.begun)
 
     def _counted(self, asked: Asked) -> list[int]:
-        (tokens,) = self._prompts(asked, None)
+        (tokens,) = self._prompts(asked.unpacked(), None)
         _check_ids("prompt", tokens, self.info.vocab_size)
         return list(tokens)
 
@@ -390,19 +392,20 @@ def _check_ids(param: str, tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def _room(param: str, prompt: Sequence[int], options: Options, info: TargetInfo) -> int:
-    """The tokens that the answer to ``prompt`` may have."""
+    """The tokens that the answer to ``prompt`` may have. Many ask for a fixed number behind every prompt, so that is
+    the most; more than the whole context is refused."""
     if not prompt:
         raise InvalidRequest(param, "is empty")
-    left, wanted = info.max_context - len(prompt), 1 if options.max_tokens is None else options.max_tokens
+    left, most = info.max_context - len(prompt), options.max_tokens
     if left < 1:
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
     _check_ids(param, prompt, info.vocab_size)
-    if wanted > left:  # in the words by which agents know it, and ask for less
+    if most is not None and most > info.max_context:  # in the words by which agents know it, and ask for less
         raise InvalidRequest(
-            options.limited_by, f"input length and `max_tokens` exceed context limit: {len(prompt)} + {wanted} > "
+            options.limited_by, f"input length and `max_tokens` exceed context limit: {len(prompt)} + {most} > "
             f"{info.max_context}; this model's maximum context length is {info.max_context} tokens",
             "context_length_exceeded")
-    return left if options.max_tokens is None else options.max_tokens
+    return left if most is None else min(most, left)
 
 
 class Run:
@@ -443,7 +446,7 @@ class Run:
 
     @property
     def identity(self) -> str:
-        """The tag of whose the first answer is; "" for nobody known."""
+        """The tag of the first answer's identity; "" where it is unknown."""
         identity = self.completions[0].identity()
         return "" if identity is None else _tag(identity)
 
@@ -477,7 +480,7 @@ class Run:
         return found
 
     def fail(self) -> None:
-        """It ends with an error, which whoever meets it counts."""
+        """Mark the run as failed; the caller counts the error."""
         self._failed = True
 
     @property
@@ -486,7 +489,7 @@ class Run:
         return self.job.num_scores + self._generated() * (1 + (self.job.options.top_logprobs or 0))
 
     def usage(self, number: int | None = None) -> Usage:
-        """Of one answer, or of all together: a prompt counts once then, however many choices it has."""
+        """The usage of one answer, or of all together; then each prompt counts once, however many choices it has."""
         prompts, completions = self.job.prompts, self.completions
         if number is not None:
             prompts, completions = (prompts[number // self.job.options.n],), [completions[number]]

@@ -1,8 +1,8 @@
 """The HTTP listener: a server on a socket of ours, whose connections are ``connection``'s.
 
 Rules:
-1. Beyond loopback HTTP needs API keys, or leave in so many words.
-2. The process's signals are not the server's: whoever puts the service together starts and closes it.
+1. To listen beyond loopback, HTTP needs ``wire.insecure_allow_plaintext``, with API keys or without.
+2. The server takes no signals of the process: the composition root starts and closes it.
 
 It knows nothing about what is asked.
 """

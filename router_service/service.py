@@ -37,7 +37,7 @@ QUIET_S = 0.5  # nobody asks any more: what was sent when the last answer went w
 
 
 class RouterService:
-    """A router over ``targets`` (name to backend), and over what ``connect`` opens for discovered ones. Make, start and
+    """A router over ``targets`` (name to backend) and over discovered ones, which ``connect`` opens. Create, start and
     drain it on one event loop."""
 
     def __init__(self, config: Config, targets: Mapping[str, Backend], connect: Connect | None = None) -> None:
@@ -85,7 +85,7 @@ class RouterService:
         return GatewayFront(self.gateway, tenant, trace)
 
     async def start(self) -> None:
-        """Listen, after one look at the targets; whether one is ready shows in the health."""
+        """Poll the targets once, then listen. The health shows whether a target is ready."""
         if self._metrics is not None:
             self._metrics.start()
         await self._balancer.poll()

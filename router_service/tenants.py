@@ -1,16 +1,16 @@
-"""Tenants: who may ask, what each of them may have, and under which name their prompts are kept.
+"""Tenants: which keys are valid, the limits of each tenant, and the namespace in which its prompts are cached.
 
 Rules:
 1. Keys come from a file, one a line, each followed by what its tenant may have as ``field=value`` (``Grant``). Empty
    lines and lines that begin with # do not count. Without a file whoever asks is one tenant, ``ANYONE``.
 2. Keys of one name are one tenant. A key without a name is a tenant of its own.
-3. A tenant's prompts are kept under a namespace of its own, and so nobody learns what others asked from what his own
-   prompts cost. Only ``cache`` says that tenants share one. The namespace is a keyed digest: it tells nothing of a key,
-   and who does not have the key cannot name it.
-4. Only digests of keys are kept. A key is looked up by its own, so a question costs the same however many there are,
-   and what its time tells is of a digest, by which nobody finds a key.
-5. The file is read again when it changes. One that cannot be read, holds no key or has a mistake changes nothing: keys
-   never go, and the door never opens, by a mistake. No key is ever logged, nor a line of the file.
+3. A tenant's prompts are cached in its own namespace, so the cost of a prompt does not reveal what others asked. Only
+   tenants with the same ``cache`` share one. The namespace is a keyed digest: it reveals nothing of a key, and cannot
+   be computed without the key.
+4. Only digests of keys are kept. A key is looked up by its digest: the time does not depend on the number of keys, and
+   could reveal only parts of a digest, which do not help to find a key.
+5. The file is read again when it changes. A file that cannot be read, has no key or has a mistake changes nothing: a
+   mistake never removes keys and never lets everyone in. No key or line of the file is ever logged.
 
 It knows nothing about HTTP, gRPC or how a tenant's share is kept.
 """
@@ -35,7 +35,7 @@ NAME = r"^[A-Za-z0-9._-]{1,64}$"
 
 
 class Grant(BaseModel):
-    """What a line of the file says beside the key."""
+    """The fields of a line of the file, except the key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -68,7 +68,7 @@ class Line(NamedTuple):
 
 
 class ApiKeys:
-    """The keys of a file that open the door, and whose they are."""
+    """The valid keys of a file, and the tenant of each."""
 
     def __init__(self, file: Path) -> None:
         """Raises ConfigError for a file that cannot be read, holds no key, or has a line that is wrong."""
@@ -92,7 +92,7 @@ class ApiKeys:
                 self._log.error("keys not read again; the old ones stay", problem=str(error))
 
     def tenant(self, key: str) -> Tenant | None:
-        """Whose ``key`` is; None: nobody's, and the door stays shut."""
+        """The tenant of ``key``; None: the key is not valid."""
         return self._tenants.get(_digest(key))
 
 

@@ -1,9 +1,10 @@
-"""How a target ends: its running answers finish here, or at another target, or here after all.
+"""How a target drains: its running answers finish here or, after a time, at another target, or here if no other takes
+them.
 
 Rules:
-1. They have a time to finish. Those that do not are handed back, and go on wherever their model is served.
-2. What comes back is taken: nobody else can finish it. It runs to its end, however long that takes; what bounds it is
-   the request's own time limit, and the patience of whoever ends this process.
+1. Answers have a time limit to finish. The rest are handed back, and go on at another target of their identity.
+2. An answer that comes back is taken, because no other target can finish it. It runs to its end; only the request's own
+   time limit and the process's grace period bound it.
 
 It knows nothing about engines.
 """

@@ -1,13 +1,13 @@
 """TargetWorker: the engine thread of the target service. It owns every sequence from its request to its last token.
 
 Rules:
-1. One thread makes and changes sequences, slots, trees and policies; the outside only posts.
+1. One thread creates and changes sequences, slots, trees and policies; other threads only post to its inbox.
 2. A turn: receive → schedule → forward → commit → send. Drafters hear of a commit before clients and counters do, as
    they are waited for.
 3. Whatever a drafter does (nothing, nonsense, death), the turn goes on with smaller trees.
-4. An error in one answer ends that answer. An error of a step ends the answers that were in it, with their slots freed.
-   One behind which the device does nothing any more ends the thread, and with it the service.
-5. Pieces leave in one go (``Telling.deliver``): when the next step computes, or when none comes.
+4. An error in one answer ends that answer. An error of a step ends the answers that were in it, and frees their slots.
+   An error after which the device no longer works ends the thread, and with it the service.
+5. Pieces are delivered together (``Telling.deliver``): while the next step computes, or when there is none.
 
 It knows nothing about text, HTTP or how frames travel.
 """
@@ -68,7 +68,7 @@ class Telling:
             self._metrics.request(finish)
 
     def prompt(self, one: Sequence, scores: PromptScores | None, finish: Finish = "") -> None:
-        """Of its prompt, before its first token; or that nothing else was wanted."""
+        """Scores of its prompt, before its first token; or the end of an answer that wanted only these."""
         state: State = one.followed.policy.mode.value
         self._pieces.append((one.sink, self._first(one, Piece((), prompt=scores, finish=finish, state=state))))
         if finish:
@@ -158,7 +158,7 @@ class TargetWorker:
 
     @property
     def num_open(self) -> int:
-        """Answers that are asked for and not over, in whose hands they ever are. With the thread all have ended."""
+        """Answers that were asked for and are not over, waiting or running; 0 after the thread has ended."""
         return self._num_asked - self._num_over if self._failed is None else 0
 
     @property
@@ -251,8 +251,8 @@ class TargetWorker:
         return self.turn()
 
     def turn(self) -> float | None:
-        """What was received is done already. Returns for how long there is nothing to do: 0.0 go on, None until
-        something comes."""
+        """One turn after the inbox was handled. Returns how many seconds there is nothing to do: 0.0: go on; None:
+        until an event comes."""
         self.following.flush()
         plan, waiting = self._queues.schedule(self._clock(), self._kv, self.shedding)
         held_s = self._held_s(plan, waiting)
@@ -426,5 +426,5 @@ class TargetWorker:
 
 
 def handed_back() -> Draining:
-    """What ends an answer that another target is to go on with."""
+    """The error that ends an answer here, so that another target goes on with it."""
     return Draining("the target is shutting down; another one will go on")

@@ -1,4 +1,4 @@
-"""Sequence: one answer in the making: what was asked, its slots, and what is followed of it.
+"""Sequence: one running answer: its request, its slots, and its drafting state.
 
 Rules of a sequence:
 1. ``slots`` is its row of the runner's table, and ``slots[:computed]`` are the KV slots of committed tokens
@@ -7,14 +7,14 @@ Rules of a sequence:
 2. The first ``borrowed`` of them belong to the prefix cache, the rest to this answer.
 3. It is made on the engine thread, and only that thread touches it.
 
-KV: which slots belong to which sequence, to the prefix cache, or to nobody; and what of it drafters read.
+KV: which slots belong to which sequence, to the prefix cache, or to nobody; and the feature rows that drafters read.
 
 Rules of the KV:
-1. Admission takes what the prefix cache holds. What is computed of a prompt is the cache's at once, so that answers
-   with the same beginning share it while they run; release gives it the rest.
+1. Admission reuses what the prefix cache holds. Computed parts of a prompt belong to the cache at once, so that running
+   answers with the same beginning share them; at its release an answer gives the cache the rest.
 2. Every slot is free or owned once (``prove``).
-3. Feature rows of the newest tokens of all sequences are made in one product. Whatever goes wrong there costs drafts
-   and no answer: a device that is lost shows in the next step.
+3. Feature rows of the newest tokens of all sequences are computed in one product. An error there costs drafts, not
+   answers: a lost device shows in the next step.
 
 It knows nothing about the schedule, the links or the device.
 """
@@ -144,8 +144,8 @@ class Sequence:
         return self.request.prompt_logprobs is not None and self.scored < self.followed.side.prompt_len - 1
 
     def beginning(self, known: int) -> Beginning | None:
-        """What somebody has to compute next behind the first ``known`` tokens, if it is worth waiting for: for all who
-        have the same beginning it is the same."""
+        """The next tokens to compute after the first ``known`` ones, if they are worth waiting for; equal for all
+        answers with the same beginning."""
         count = 1 - -known // SHARED
         if self.scores or count * SHARED >= self.base:
             return None
@@ -156,11 +156,11 @@ class Sequence:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is wanted but its prompt, and that is computed."""
+        """Whether only the prompt was wanted (no tokens), and it is computed."""
         return self.request.max_tokens == 0 and not self.prefilling
 
     def cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
-        """What of ``tokens`` becomes part of the answer, and whether it ends there. To be asked once a commit."""
+        """The part of ``tokens`` that joins the answer, and whether the answer ends there. Call it once a commit."""
         room, stops = self.followed.left, self.request.sampling.stop_token_ids
         finish: Finish = ""
         for count, token in enumerate(tokens[:room] if stops else (), start=1):
@@ -178,11 +178,11 @@ class Sequence:
         return cut, finish
 
     def forced(self, finish: Finish) -> abc.Sequence[int]:
-        """What has to come next, by its rule, where that may be verified. To be asked behind ``cut``."""
+        """The tokens that its rule forces next, where they may be verified. Call it after ``cut``."""
         return self.rule.forced() if self.rule is not None and not finish and self.followed.looks_up else ()
 
     def take(self, rows: int) -> DraftTree:
-        """What to verify in so many rows, at most ``followed.nodes``: nothing that its rule forbids."""
+        """The tree to verify in so many rows, at most ``followed.nodes``, without nodes that its rule forbids."""
         tree = self.followed.tree
         if self.rule is not None:  # it looks at each node, and a target may hold many times as many as it verifies
             tree = tree.best(MAX_NODES)
@@ -211,7 +211,7 @@ class Sequence:
             self.take_slots([own[node] for node in path])
 
     def untake_slots(self, count: int) -> NDArray[np.int64]:
-        """The newest ``count`` slots, which hold nothing after all."""
+        """Remove the newest ``count`` slots, which hold no KV after all."""
         self.computed -= count
         return self.slots[self.computed : self.computed + count].copy()
 
@@ -265,7 +265,7 @@ class KV:
         return own if self._cache is None or one.match is None else own + self._cache.kept_by(one.match)
 
     def share(self, ones: Iterable[Sequence]) -> None:
-        """What is computed of their prompts is the prefix cache's from now on."""
+        """Give the computed parts of their prompts to the prefix cache."""
         if (cache := self._cache) is None:
             return
         for one in ones:
@@ -310,8 +310,8 @@ class KV:
         self._runner.slots.check([*owned, *(self._cache.owned() if self._cache else ())])
 
     def keep_rows(self, spec: FeatureSpec) -> bool:
-        """Feature rows of what is computed from now on are kept as ``spec`` says. False: that failed, for lack of
-        memory mostly; they are kept as before then, or, where that fails too, not at all."""
+        """From now on keep feature rows as ``spec`` says. Returns False if that failed (mostly for lack of memory);
+        rows are then kept as before or, if that fails too, not at all."""
         try:
             self._rows = self._runner.keep(spec)
         except Exception as error:

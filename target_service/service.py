@@ -3,7 +3,7 @@
 Rules:
 1. An answer that its reader leaves (``aclose``, cancellation) is cancelled within one step.
 2. While draining, new requests are refused and running ones finish, or are handed back (Draining) when time is up.
-   Answers that are begun are taken all the same: nobody else may have their model.
+   Begun answers are still taken, because no other target may have their model.
 
 It knows nothing about gRPC or HTTP; ``wire.target`` serves it to the network.
 """
@@ -171,7 +171,7 @@ def _nobody(_: Piece) -> bool:
 
 
 def send_over(loop: asyncio.AbstractEventLoop, pieces: list[tuple[Sink, Piece | Exception]]) -> None:
-    """From the engine thread, to who reads them on the event loop: one call a step."""
+    """Called on the engine thread: hand pieces to their readers on the event loop, with one call a step."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(hand_over, pieces)
 

@@ -1,18 +1,19 @@
 """One step of the target: what it does, which is a pure function of plain facts, and doing it on the device.
 
 Rules of a schedule:
-1. First come, first served: answers are admitted, prefilled and kept in order of arrival, where owners take turns:
-   the first of each, then the second of each. The oldest always advances, so nobody starves; when slots run out, the
-   last in that order is put back and computed again later.
+1. First come, first served: answers are admitted, prefilled and kept in order of arrival, where owners take turns: the
+   first answer of each, then the second of each. The first in this order always advances, so none starves; when slots
+   run out, the last is put back and computed again later.
 2. Rows go first to answers that decode, one each, then to prompts, chunk by chunk, so long prompts do not stop running
    answers. A row that is scored counts as ``SCORED``. The step that ends a prompt chooses the first token, too.
-3. Trees have what is left, and shrink before anyone is put back: draft nodes are a bet, answers are a promise.
-4. An answer that waits for its drafter is left out until growth comes or its deadline passes; for its first token it
-   waits for nobody, as drafters read its prompt meanwhile. The step itself is held for it where one step of all is
-   sooner over than two.
+3. Trees get the remaining rows and slots, and shrink before any answer is put back: a draft only may help, an answer
+   must be finished.
+4. An answer that waits for its drafter is left out until growth comes or its deadline passes. The step of its first
+   token does not wait: drafters read its prompt meanwhile. The step itself is delayed for it if one step of all ends
+   sooner than two.
 
-``Queues`` (who is computed and who waits, in order of arrival) become the plain facts that ``schedule`` reads. Who
-would compute what another computes just now stays where it is until the prefix cache has it, and holds nobody up.
+``Queues`` (running and waiting answers, in order of arrival) become the plain facts that ``schedule`` reads. An answer
+that would compute what another is computing stays in its queue until the prefix cache has it, without delaying others.
 
 Rules of the device (``run_step``):
 1. One forward for everything. Plain decoding is a tree with one node, in the same batch as all others.
@@ -20,13 +21,13 @@ Rules of the device (``run_step``):
    KV is copied.
 3. The choice at a node depends on that node's own path alone: penalties, min_tokens, what is allowed and noise follow
    the path.
-4. What a grammar allows is found while a device computes. A verdict ends before a node where that is not known; one
-   that is empty says that its answer cannot go on.
+4. The allowed tokens of a grammar are found while the device computes. A verdict ends before a node where they are not
+   known; an empty verdict means that the answer cannot go on.
 5. Rows of a prompt that are to be scored go through the head a few at a time, behind the forward that computes them.
 
-Rules of ``Shedding`` (what is asked of a device whose memory ran out, until it has been calm for a while):
+Rules of ``Shedding`` (smaller steps for a device whose memory ran out, until no step has failed for a while):
 1. A step that did not fit loses nothing: nothing of it was committed, and the next turn asks for less.
-2. Each time a step may have half the rows of the one that did not fit. Drafts go first, as they are a bet; new answers
+2. After each failure a step may have half the rows of the one that did not fit. Drafts are given up first; new answers
    are refused last, and running ones go on.
 3. With no draft, nothing admitted and ``FEWEST_ROWS``, a step that still does not fit ends its answers.
 4. Each level is left when no step has failed for ``CALM_S``.
@@ -143,8 +144,8 @@ def schedule(running: abc.Sequence[Facts], waiting: abc.Sequence[Facts], free_sl
 
 
 def holds(ready: int, coming: int, missing_s: float, cost: Callable[[int], float]) -> bool:
-    """Whether a step of ``ready`` rows should be held for ``missing_s``, until ``coming`` further rows are there: one
-    step of all, later, against two steps one after the other. A device that reads its weights once for all wins so."""
+    """Whether to delay a step of ``ready`` rows by ``missing_s`` until ``coming`` more rows are there: compares one
+    later step of all with two steps one after the other. One step reads the weights only once."""
     return missing_s + cost(ready + coming) < cost(ready) + cost(coming)
 
 
@@ -185,14 +186,14 @@ class Queues:
         return next((one for one in self.everyone() if one.number == number), None)
 
     def put_back(self, number: int) -> Sequence:
-        """It waits again, before all others."""
+        """Move the answer back to the waiting ones, before all others."""
         one = next(one for one in self.running if one.number == number)
         self.running.remove(one)
         self.waiting.appendleft(one)
         return one
 
     def admit(self, number: int) -> Sequence:
-        """It runs from now on."""
+        """Move the answer to the running ones."""
         one = next(one for one in self.waiting if one.number == number)
         self.waiting.remove(one)
         self.running.append(one)
@@ -200,7 +201,7 @@ class Queues:
         return one
 
     def remove(self, one: Sequence) -> None:
-        """It is over."""
+        """Forget the answer."""
         (self.running if one in self.running else self.waiting).remove(one)
 
     def schedule(self, now_s: float, kv: KV, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:
@@ -250,12 +251,13 @@ class Queues:
 
 
 def in_turn(ones: abc.Iterable[Sequence], have: Counter[str]) -> list[Sequence]:
-    """``ones``, in order of arrival, by how many of its owner stand before each. ``have``: those that are elsewhere
-    already; counts ``ones`` too."""
+    """Sort ``ones`` (in order of arrival) by how many of the same owner stand before each. ``have``: each owner's
+    number in another queue; it is increased by ``ones``."""
     turns = list[int]()
     for one in ones:
-        turns.append(have[one.request.owner])
-        have[one.request.owner] += 1
+        owner = one.request.owner
+        turns.append(have[owner])
+        have[owner] += 1
     if len(have) < 2:
         return list(ones)
     return [one for _, one in sorted(zip(turns, ones, strict=True), key=itemgetter(0))]
@@ -287,7 +289,7 @@ class Scoring:
                              first, one.request.prompt_logprobs or 0)
 
     def keep(self, scores: PromptScores) -> tuple[Sequence, PromptScores]:
-        """They are there for good: the step has not failed."""
+        """The step has not failed: keep the scores."""
         self.sequence.scored += len(self.rows)
         return self.sequence, scores
 
@@ -298,9 +300,9 @@ Trees = abc.Sequence[tuple[Sequence, DraftTree]]
 
 def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], trees: Trees, thresholds: Thresholds,
              meanwhile: abc.Callable[[], None]) -> tuple[list[Outcome], Scored]:
-    """Compute the prompt chunks (so many rows each) and verify the trees. Slots must be there: the caller made room.
-    ``meanwhile`` is called when all is ready: what it wakes other threads for, they do while the device computes.
-    Returns the verdicts, and the scores of those whose prompts are to be scored.
+    """Compute the prompt chunks (so many rows each) and verify the trees. The caller has made room for the slots.
+    ``meanwhile`` is called when the batch is ready, so that threads it wakes work while the device computes. Returns
+    the verdicts, and the scores of those whose prompts are to be scored.
 
     Afterwards each answer's ``slots`` cover what was computed for it; committing the verdicts is the caller's.
     """
@@ -473,7 +475,7 @@ class Shedding:
         return self._level == len(LEVELS) - 1
 
     def failed(self, rows: int) -> bool:
-        """The device had no room for a step of so many rows. Returns whether less can be asked for."""
+        """The device had no memory for a step of so many rows. Returns whether a smaller step is possible."""
         self._changed_s = self._clock()
         hopeless = self.refuses and rows <= FEWEST_ROWS
         self._level = min(self._level + 1, len(LEVELS) - 1)

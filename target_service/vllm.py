@@ -3,14 +3,14 @@
 Rules:
 1. What a request asks becomes vLLM's own parameters whole, or is refused by field (``vllm_words``). A grammar is tried
    first: vLLM compiles it in the process of its engine.
-2. A piece is what one step of vLLM gave one answer: all its tokens but the newest were drafted and accepted. Scores of
-   its prompt come before. Where no token is wanted, the one that vLLM makes is dropped.
+2. A piece has the tokens that one step of vLLM gave one answer: all but the newest were drafted and accepted. Scores of
+   the prompt come before. If no token is wanted, the one that vLLM computes is dropped.
 3. An answer that another target began goes on as if it had never stopped: a greedy one, and a sampled one where its
    noise is keyed. Another is refused.
-4. Whether an answer is drafted for is decided beside vLLM's model, in its workers; here is told who may not. What the
-   workers tell of a step (``Rounds``) goes with its pieces; a piece does not wait for it.
-5. The engine is asked again and again, between two steps, whether answers run or not: vLLM itself waits for ever for
-   a machine that is gone. One that does not answer ends all answers with Unavailable, and the service with them.
+4. vLLM's workers decide whether an answer is drafted for; this module tells them which must not be. Their report of a
+   step (``Rounds``) goes with its pieces; a piece does not wait for it.
+5. The engine is polled between steps, whether answers run or not, because vLLM waits for ever for a machine that is
+   gone. If the engine does not answer, all answers end with Unavailable, and the service ends.
 6. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish, or are
    handed back (Draining) when time is up: those that could go on elsewhere. Begun ones are taken all the same.
 
@@ -23,7 +23,7 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from slipstream.following.followed import LOOKED_UP
 from slipstream.following.rounds import Told, ToldStep, decode
 from slipstream.grammar.trial import Trials
 from slipstream.observe.log import logger
-from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.metrics import Counts, TargetMetrics
 from slipstream.observe.spans import HEADER, Spans
 from slipstream.observe.vitals import Vitals
 from slipstream.protocol.requests import (
@@ -74,6 +74,14 @@ class Collected(Protocol):
     def get_nowait(self) -> Any: ...
 
 
+class Cores(Protocol):
+    """What ``collective_rpc`` asks all of, to tell the answer of the first."""
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        """The answer of each."""
+        ...
+
+
 class Engine(Protocol):
     """As much of vLLM's ``AsyncLLM`` as is used."""
 
@@ -86,20 +94,24 @@ class Engine(Protocol):
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any: ...
 
+    @property
+    def engine_core(self) -> Cores: ...
+
     def shutdown(self) -> None: ...
 
 
 @dataclass(slots=True)
 class Fill:
-    """How full vLLM's KV cache is, as its newest step said, and how many requests lost theirs to others so far."""
+    """How full the KV cache of each core of vLLM is, as its newest step said, and how many requests lost theirs to
+    others so far."""
 
-    share: float = 0.0
+    shares: dict[int, float] = field(default_factory=dict)
     preempted: int = 0
 
 
 class Rounds:
-    """What vLLM's workers tell of their steps, over a datagram socket of this machine, until the pieces that belong to
-    it leave. What is late, or nobody's, is dropped."""
+    """Reports of vLLM's workers about their steps, received over a local datagram socket and kept until the pieces of
+    that step leave. Late or unknown reports are dropped."""
 
     def __init__(self, path: Path) -> None:
         """path: of the socket that is made."""
@@ -126,7 +138,7 @@ class Rounds:
         self._of.pop(request, None)
 
     def take(self, request: str, length: int) -> tuple[ToldStep, Told] | None:
-        """Of the step behind which ``request`` had so many tokens; None: it has not come, or was lost."""
+        """The report of the step after which ``request`` had so many tokens; None: it has not come, or was lost."""
         known = self._of.get(request, {})
         taken = known.pop(length, None)
         for passed in [other for other in known if other < length]:
@@ -167,6 +179,7 @@ class Running:
     trials: Trials | None = None  # of grammars; None: vLLM's tokenizer is of no use for them
     bounds: Bounds = field(default_factory=Bounds)
     step_s: float = 300.0  # what vLLM gives a step
+    cores: int = 1  # data-parallel: each has its own KV, runs max_sessions answers, and talks to drafts
 
 
 class VllmAnswer:
@@ -366,6 +379,27 @@ class VllmAnswer:
         return piece._replace(finish=FINISHES[completion.finish_reason])
 
 
+def together(told: Iterable[Iterable[DraftStatus]]) -> tuple[DraftStatus, ...]:
+    """What each core says of its drafts, as of one: of a draft that some have not, what the first of these says."""
+    known = dict[str, DraftStatus]()
+    for draft in itertools.chain.from_iterable(told):
+        if draft.address not in known or known[draft.address].connected:
+            known[draft.address] = draft
+    return tuple(known.values())
+
+
+def added(told: Sequence[Counts]) -> Counts:
+    """What each core counts, as of one. When a series began is no count."""
+    sums = dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]]()
+    for family, samples in itertools.chain.from_iterable(told):
+        of = sums.setdefault(family, {})
+        for name, labels, value in samples:
+            key = name, tuple(labels.items())
+            of[key] = min(of.get(key, value), value) if name.endswith("_created") else of.get(key, 0.0) + value
+    return [(family, [(name, dict(labels), value) for (name, labels), value in of.items()])
+            for family, of in sums.items()]
+
+
 class VllmService:
     """Takes requests for one vLLM. Make and use it on one event loop."""
 
@@ -373,6 +407,7 @@ class VllmService:
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._running, self._config, self._metrics, self._spans = running, config, metrics, spans
         self._clock = clock
+        self._most = config.max_sessions * running.cores  # answers that run at once
         self._numbers = itertools.count(1)
         self._answers: set[VllmAnswer] = set()
         self._drafts = tuple(DraftStatus(address, False, problem="not connected yet") for address in config.drafts
@@ -394,7 +429,7 @@ class VllmService:
             raise InvalidRequest("grammar", "this model's tokenizer is of no use for one", "unsupported_parameter")
         served = self._running.served
         served.check(request, min(served.max_context, served.num_slots))
-        if (waiting := len(self._answers) - self._config.max_sessions) > MAX_WAITING:
+        if (waiting := len(self._answers) - self._most) > MAX_WAITING:
             raise CapacityError(f"{waiting} requests are waiting already")
         name = f"{request.request_id or 'request'}-{next(self._numbers)}"
         answer = VllmAnswer(self._running, name, request, self._metrics, self._spans, self._answers.discard)
@@ -403,7 +438,7 @@ class VllmService:
         return answer
 
     async def info(self) -> TargetInfo:
-        served, all_, most = self._running.served, len(self._answers), self._config.max_sessions
+        served, all_, most = self._running.served, len(self._answers), self._most
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           min(all_, most), max(0, all_ - most), self._draining, self._drafts,
                           engine=f"vllm {self._running.version}", without=self._without,
@@ -444,11 +479,12 @@ class VllmService:
             raise
 
     async def ask(self) -> None:
-        """Ask the workers for their drafts, which they tell between two steps. Raises Unavailable when the engine has
-        ended, or no answer comes in the time that what it does may take."""
+        """Ask the workers for the status of their drafts, which they give between two steps. Raises Unavailable if the
+        engine has ended, or if no answer comes within the time that its present work may take."""
         self._ran = bool(self._answers)
         drafted = self._running.drafted
-        asked = asyncio.ensure_future(self._running.engine.collective_rpc(DRAFTS if drafted else HEALTH))
+        asked = asyncio.ensure_future(self._running.engine.engine_core.call_utility_all_async(
+            "collective_rpc", DRAFTS if drafted else HEALTH, None, (), None))
         try:
             await self._answered(asked)
         finally:
@@ -456,12 +492,12 @@ class VllmService:
         self._idle = not self._ran
         if asked.exception() or not drafted:
             return
-        # Of all workers one talks to them; where it is on another machine, nobody may tell.
-        for expected, known, counts in filter(None, asked.result()):
-            self._drafts = tuple(DraftStatus(*draft) for draft in known)
-            self._metrics.drafts_expected(expected)
+        # Of the workers of a core one talks to them; where it is on another machine, nobody may tell.
+        if told := [answer for core in asked.result() for answer in core if answer]:
+            self._drafts = together([[DraftStatus(*draft) for draft in known] for _, known, _ in told])
+            self._metrics.drafts_expected(max(expected for expected, _, _ in told))
             self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))
-            self._metrics.registry.hear(counts)
+            self._metrics.registry.hear(added([counts for _, _, counts in told]))
 
     async def _answered(self, asked: asyncio.Future[Any]) -> None:
         """Looks are counted, not seconds: those in which this process was stopped say nothing about the engine."""
@@ -482,13 +518,13 @@ class VllmService:
         if self._running.engine.errored:
             raise Unavailable(ENDED)
         running, total = len(self._answers), self._running.served.num_slots
-        free = round(total * (1.0 - self._running.fill.share))
-        self._metrics.sessions(min(running, self._config.max_sessions), max(0, running - self._config.max_sessions))
+        free = round(total * (1.0 - sum(self._running.fill.shares.values()) / self._running.cores))
+        self._metrics.sessions(min(running, self._most), max(0, running - self._most))
         self._metrics.slots(total, free, 0)  # vLLM counts what it keeps as free
         preempted, self._preempted = self._preempted, self._running.fill.preempted
         self._metrics.preempted(self._preempted - preempted)
 
     def end(self) -> None:
+        self._running.rounds.close()  # first: while it is there, vLLM's processes leave a signal to this one
         self._running.engine.shutdown()
-        self._running.rounds.close()
         self.vitals.end()

@@ -24,11 +24,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import slipstream
 from slipstream.base.config import Config, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, Unavailable
 from slipstream.following.rounds import SOCKET
 from slipstream.grammar.trial import AGAIN_S, Trial, Trials
-from slipstream.models.folder import called, resolve, tokenizer_hash, weights_hash
+from slipstream.models.folder import called, code_digest, resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
@@ -43,6 +44,7 @@ EXTENSION = "slipstream_vllm.worker.Drafted"
 # Arguments that only say how much fits, and where machines meet: answers are the same with any.
 ROOM = ("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "master_addr",
         "master_port", "node_rank")
+ROOT, CHOOSING = Path(slipstream.__file__).parent, ("choosing",)
 RAW = "raw_logprobs"
 V2_SCORES = 1024  # rows of a prompt that vLLM's second model runner scores at once; the first one scores all of a step
 MEET_S = 30.0
@@ -155,7 +157,6 @@ def start(config: Config) -> Running:
     from slipstream_vllm.sampling import refusal
     from vllm import envs
     from vllm.exceptions import VLLMClientError
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     folder = resolve(config.model.path)
@@ -163,11 +164,12 @@ def start(config: Config) -> Running:
     fill, rounds = Fill(), Rounds(Path(tempfile.mkdtemp(prefix="slipstream-")) / "rounds")
 
     class Filled(StatLoggerBase):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            self._core = engine_index
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is not None:
-                fill.share = scheduler_stats.kv_cache_usage
+                fill.shares[self._core] = scheduler_stats.kv_cache_usage
             if iteration_stats is not None:
                 fill.preempted += iteration_stats.num_preempted_reqs
 
@@ -175,23 +177,48 @@ def start(config: Config) -> Running:
 
     try:
         os.environ[SOCKET] = str(rounds.path)  # for its processes
-        engine = AsyncLLM.from_engine_args(_args(config, folder, name), stat_loggers=[Filled])
+        engine = _engine(config, folder, name, Filled)
     except Exception as error:
         rounds.close()
         if isinstance(error, ConfigError):
             raise
         raise ModelError(f"vLLM {version} did not start: {error}") from error
-    shape, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
+    model, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
     slots = (cache.num_gpu_blocks or 0) * cache.block_size
-    served = Served(name, shape.get_vocab_size(), shape.max_model_len, tokenizer_hash(folder), slots,
-                    _identity(engine.vllm_config, folder, version, config.target.vllm or {}))
-    logger("target").info("model ready", model=name, engine=f"vllm {version}", dtype=str(shape.dtype), slots=slots,
-                          max_context=served.max_context, drafts=drafts(config))
     options = (engine.vllm_config.additional_config or {}).get("slipstream", {})
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
-
+    served = Served(name, model.get_vocab_size(), model.max_model_len, tokenizer_hash(folder), slots,
+                    identity_of(engine.vllm_config, folder, version, config.target.vllm or {}, keyed))
+    logger("target").info("model ready", model=name, engine=f"vllm {version}", dtype=str(model.dtype), slots=slots,
+                          max_context=served.max_context, drafts=drafts(config))
     return Running(engine, version, params_of(), (VLLMClientError, ValueError), served, drafts(config), keyed, fill,
-                   rounds, trials_of(folder), _bounds(engine.vllm_config), envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+                   rounds, trials_of(folder), _bounds(engine.vllm_config), envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+                   len(engine.engine_core.core_engines))
+
+
+def _engine(config: Config, folder: Path, name: str, told: type) -> Any:
+    """vLLM's, as its own ``from_engine_args`` makes it. ``told``: of its steps, as its stat loggers are."""
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    asked = _args(config, folder, name)
+    shape = asked.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if drafts(config):
+        check_layers(shape)
+    return AsyncLLM.from_vllm_config(shape, stat_loggers=[told], enable_log_requests=asked.enable_log_requests,
+                                     disable_log_stats=asked.disable_log_stats)
+
+
+def check_layers(shape: Any) -> None:
+    """``shape``: vLLM's configuration. Raises ConfigError for states of layers that its model has not: a worker would
+    say it, and the service, minutes later, no more than that vLLM did not start."""
+    from slipstream_vllm.features import Taps
+
+    options = shape.additional_config["slipstream"]
+    try:
+        Taps(tuple(options.get("layers", ())), shape.model_config.hf_text_config.num_hidden_layers)
+    except ConfigError as error:
+        raise ConfigError(f"target.engine.vllm.additional_config.{error}") from error
 
 
 def params_of() -> Callable[..., Any]:
@@ -303,14 +330,19 @@ class Node:
             self._executor.shutdown()
 
 
-def _identity(running: Any, folder: Path, version: str, given: Mapping[str, Any]) -> Identity:
-    """``running``: vLLM's configuration. ``given``: its arguments that somebody wrote."""
+def identity_of(running: Any, folder: Path, version: str, given: Mapping[str, Any], keyed: bool) -> Identity:
+    """``running``: vLLM's configuration. ``given``: its arguments that somebody wrote. ``keyed``: code of ours chooses
+    sampled tokens."""
+    import slipstream_vllm
     import torch
     from vllm.platforms import current_platform
 
     model, told = running.model_config, {name: given[name] for name in sorted(given) if name not in ROOM}
     kernels = (f"vllm {version}, torch {torch.__version__}, {current_platform.get_device_name()}, "
                f"ranks {running.parallel_config.world_size}")
+    if keyed:
+        beside = Path(slipstream_vllm.__file__).parent
+        kernels += f", slipstream {code_digest(ROOT, CHOOSING)} {code_digest(beside.parent, (beside.name,))}"
     if told:
         kernels += f", arguments {hashlib.sha256(repr(told).encode()).hexdigest()[:16]}"
     return Identity(weights_hash(folder), str(model.dtype).removeprefix("torch."), str(model.quantization or "none"),

@@ -1,14 +1,16 @@
-"""What a request asks, in vLLM's words; and what vLLM tells of tokens, in ours.
+"""Our requests as vLLM's parameters, and vLLM's log probabilities as our values.
 
 Rules:
 1. Each field of a request becomes a parameter of vLLM, goes another way, or is refused.
 2. What has no way is refused by field (``check``), before vLLM sees it. What vLLM itself refuses bears the
    field of ours that the parameter came from. What would take too much of it, or end its process, is refused here.
-3. A grammar is vLLM's structured output of the same kind, and means what it means to our own engine: JSON is written
-   as there, for the backend that knows how (``vllm_start`` asks for it), EBNF is told as the Lark that we read in it.
-4. Of a token that was chosen is told: its log probability and those of the best, without what could not be chosen.
-5. Of a prompt: ``PromptScores`` of so many tokens that a message of them is small, one behind the other. vLLM counts a
-   token's equals before it in its rank; where the alternatives tell better, they do.
+3. A grammar is vLLM's structured output of the same kind, and means what it means to our own engine: JSON is written as
+   there, for the backend that knows how (``vllm_start`` asks for it), EBNF is passed on as the Lark grammar into which
+   we translate it.
+4. For a chosen token we return its log probability and those of the best tokens, without tokens that could not be
+   chosen.
+5. For a prompt we return several ``PromptScores``, each of few enough tokens for a small message. vLLM's rank of a
+   token counts equally likely ones as better; where the alternatives show the right rank, it is used.
 
 It imports no vLLM.
 """

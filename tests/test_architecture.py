@@ -50,7 +50,8 @@ def test_settings_do_not_come_from_the_environment() -> None:
                if isinstance(node, ast.Attribute) and dotted(node) in ("os.environ", "os.getenv", "os.putenv")}
     assert readers <= {"slipstream/models/folder.py", "slipstream/base/offload.py", "slipstream/cli/process.py",
                        "bench/fleet.py", "deploy/image.py", "build_hook.py", "target_service/vllm_start.py",
-                       "integrations/vllm/slipstream_vllm/remote.py"}, (
+                       "integrations/vllm/slipstream_vllm/remote.py",
+                       "integrations/vllm/slipstream_vllm/signals.py"}, (
         "the environment names the user's cache folder, is passed on to child processes, and tells a build and vLLM's "
         "processes what they can be told in no other way")
 

@@ -257,7 +257,7 @@ def test_requests_and_texts_come_back() -> None:
     assert decode_complete(encode_complete("m", "hi", bound)) == ("m", "hi", bound)
     assert decode_chat(encode_chat("m", (Message("user", "hi"),), OPTIONS)) == ("m", (Message("user", "hi"),), OPTIONS)
     assert decode_complete(encode_complete("m", "hi", ChatOptions())) == ("m", "hi", ChatOptions())
-    begun = ChatOptions(begun=Begun("whose", (3, 1, 2)))
+    begun = ChatOptions(begun=Begun("whose", array("i", (3, 1, 2))))
     assert decode_complete(encode_complete("m", "hi", begun)) == ("m", "hi", begun)
     first = Delta("a", (TextToken(1, "a"),), identity="whose")
     assert decode_delta(encode_delta(first)) == first

@@ -7,7 +7,7 @@ import json
 import random
 import resource
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from router_service import connection
 from router_service.connection import Room
 from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
-from slipstream.base.errors import CapacityError, Unavailable
+from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from slipstream.base.guests import Guests, network_of
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.chat import ChatOptions, Delta, Message
@@ -273,6 +273,39 @@ async def test_who_says_little_is_heard_beside_large_bodies_that_wait(monkeypatc
         assert [await answer(reader) for reader in (little, *(reader for reader, _ in large))] == [200] * 3
 
 
+async def test_large_bodies_of_one_tenant_keep_no_other_s_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred and thirty of 2 MiB, as one may have running and waiting, closed each of others beyond 146 KiB."""
+    class Theirs(Slow):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if (found := connection.connection_of(scope)) is not None:
+                found.belongs(scope["path"])
+            await super().__call__(scope, receive, send)
+
+    def asks(path: str, length: int) -> bytes:
+        return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+
+    monkeypatch.setattr(connection, "MOST_BODIES", 2500)
+    app = Theirs()
+    async with door(monkeypatch, app) as found:
+
+        async def comes(path: str) -> asyncio.StreamReader:
+            reader, writer = await found.knock(asks(path, 300) + bytes(200))
+            probe, _ = await found.knock(PROBE)
+            assert await answer(probe) == 200
+            writer.write(bytes(100))
+            return reader
+
+        large = [(await found.knock(asks("/a", 1200) + bytes(1200)))[0] for _ in range(2)]
+        for _ in large:
+            await app.asked.acquire()
+        assert await answer(await comes("/a")) == 503
+        other = await comes("/b")
+        await app.asked.acquire()
+        assert await answer(await comes("/b")) == 503, "nor is it without a bound"
+        app.go.set()
+        assert [await answer(reader) for reader in (other, *large)] == [200] * 3
+
+
 async def test_a_request_that_is_here_whole_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     app = Slow()
     async with door(monkeypatch, app) as found:
@@ -430,6 +463,32 @@ async def test_so_many_requests_over_grpc_wait_for_room_and_the_newest_goes_on_f
             await client.models()
         held.cancel()
         assert await asyncio.gather(*waiting) == [["tiny"]] * 2
+
+
+async def test_who_comes_while_a_request_over_grpc_runs_out_of_time_waits_for_its_room() -> None:
+    """He got an error of ours, and the room that he had waited for was nobody's for ever."""
+    bodies = Bodies(100, 100, slow_s=0.0)
+
+    async def silent() -> bytes:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.1)  # to be cancelled takes a moment
+        return b""
+
+    async def hello() -> bytes:
+        return b"hello"
+
+    async def size(read: Callable[[], Awaitable[bytes]], within_s: float) -> int:
+        async with bodies.held(read, within_s, len) as length:
+            return length
+
+    late = asyncio.create_task(size(silent, 0.05))
+    await asyncio.sleep(0.1)
+    assert await size(hello, 10.0) == 5
+    with pytest.raises(InvalidRequest, match="did not arrive"):
+        await late
+    assert await size(hello, 0.1) == 5
 
 
 def test_few_open_files_leave_room_for_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,12 @@ from slipstream.grammar.matcher import Ends
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import Piece, Request, Sampling
+from slipstream.protocol.tree import DraftTree
 from tests.bound import BATCH, Bench, bench, is_wrong, swept
 from tests.grammars import MAKERS, made
 from tests.pair import HASTY, STUBBORN, drafting, local_link, target
 from tests.test_lossless import DRAFTERS, FATES, drafter, folders, joined, tokens_of
-from tests.tiny import EOS, VOCAB
+from tests.tiny import EOS, VOCAB, tiny_tokenizer
 
 __all__ = ["folders"]
 
@@ -199,3 +200,22 @@ def test_what_fits_no_grammar_is_told(kind: str) -> None:
     ("lark", "1"), ("lark", "((12))"), ("ebnf", "(1)"), ("any object", '{"a": {}}'), ("tools", '{}'), ("choice", "x")])
 def test_what_fits_a_grammar_is_told(kind: str, text: str) -> None:
     assert any(made(kind, np.random.default_rng(seed)).fits(text) for seed in range(40))
+
+
+def test_what_has_too_many_readings_ends_without_being_read_again() -> None:
+    """It was begun afresh, in vain: a second of work behind 150 tokens, which all other answers waited for."""
+    tokenizer = tiny_tokenizer(("aa", "aaaa", 8 * "a", 16 * "a"))
+    vocabulary, grammar = Vocabulary(tokenizer, tokenizer.get_vocab_size()), Grammar(
+        "lark", 'start: e\ne: e e e | e e | "a" | "b"')
+    plain, drafted = (vocabulary.compile(grammar, Ends((EOS,))) for _ in range(2))
+    begun, known = list[int](), frozenset({0})
+    for matcher in (plain, drafted):
+        matcher._begun = begun.append  # type: ignore[assignment]
+    while known:
+        ids = range(31)
+        tree = DraftTree(1, [0, *30 * b"a"], [at - 1 for at in ids], [*ids], [-float(at) for at in ids])
+        right, known = plain.masks(DraftTree.root_only(1, 0))
+        masks, also = drafted.masks(tree)
+        assert (masks[0] == right[0]).all() and (0 in also) == (0 in known)
+        assert plain.commit(b"a") == drafted.commit(b"a") == bool(known)
+    assert not begun and "Too many items" in plain.problem

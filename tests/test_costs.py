@@ -6,10 +6,11 @@ import asyncio
 import gc
 import json
 import re
+import sys
 import threading
 import tracemalloc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +27,20 @@ from router_service.dialects.completions import CompletionBody, TextReply
 from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, MESSAGE, Asked, Job, Options, parse
 from router_service.dialects.tools import ToolUse
 from router_service.tenants import Tenant
-from router_service.text.deltas import AnswerToken, TextDelta
+from router_service.text.deltas import AnswerToken, Gathered, TextDelta
 from router_service.text.files import longest_token
 from router_service.text.marks import Style
-from router_service.text.tokens import ASSISTANT, BRIEF_TEXT, LARGE_BODY, LONG_TEXT, MAX_TEXTS, Lanes, TextCodec, Turn
+from router_service.text.tokens import (
+    ASSISTANT,
+    BRIEF_TEXT,
+    LARGE_BODY,
+    LONG_TEXT,
+    MAX_TEXTS,
+    Lanes,
+    Messages,
+    TextCodec,
+    Turn,
+)
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.observe.vitals import LAG_EVERY_S, kept_up, watch_lag
 from slipstream.protocol.chat import (
@@ -67,7 +78,7 @@ class WatchedCodec(TextCodec):
         self.threads.append(threading.get_ident())
         return super().encode(text, room, add_special_tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT, room: int | None = None) -> list[int]:
+    def chat(self, messages: Messages, turn: Turn = ASSISTANT, room: int | None = None) -> list[int]:
         self.threads.append(threading.get_ident())
         return super().chat(messages, turn, room)
 
@@ -405,6 +416,43 @@ def test_ids_that_wait_take_no_more_than_they_came_in() -> None:
         assert kept and taken < 1.2 * 4 * len(ids), taken
 
 
+LONG = "a" * 300_000
+CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": {
+    "name": "f", "arguments": json.dumps({f"{i:06d}": i for i in range(18_000)})}}]}
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    (CHAT, {"messages": [{"role": "user", "content": f"{LONG}\U0001f600"}]}),
+    (CHAT, {"messages": [*HELLO, CALLED]}),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "text", "of no use": list(range(300, 60_000))}}),
+    (COMPLETIONS, {"prompt": f"{LONG}\U0001f600"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": f"{LONG}\U0001f600"}], "max_tokens": 9}),
+])
+async def test_what_waits_takes_no_more_than_it_came_in(path: str, body: dict[str, Any], tiny_folder: Path) -> None:
+    """A character beyond 16 bits makes four bytes of each other of a text, and names and numbers fifty."""
+    sent, echo = json.dumps(body, ensure_ascii=False).encode(), EchoTarget(stall_after=0)
+    async with routing(tiny_folder, echo, max_in_flight=1) as r:
+        asked = [asyncio.ensure_future(r.post(CHAT, messages=HELLO))]
+        await eventually(lambda: echo.stalled == 1)
+        tracemalloc.start()
+        asked += [asyncio.ensure_future(r.http.post(path, content=sent)) for _ in range(2)]
+        await eventually(lambda: r.service.gateway.admission.queued == 2)
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        for one in asked:
+            one.cancel()
+    assert taken < 2 * 1.3 * len(sent) + 500_000, (taken, len(sent))
+
+
+async def test_tokens_of_a_prompt_take_four_bytes_each_while_it_is_answered(tiny_folder: Path) -> None:
+    echo = EchoTarget()
+    echo.context = 10_000
+    async with routing(tiny_folder, echo) as r:
+        assert (await r.post(COMPLETIONS, prompt="a" * 5000, max_tokens=1)).status_code == 200
+    assert sys.getsizeof(echo.requests[0].tokens) < 4.1 * 5000
+
+
 async def test_of_a_response_s_body_only_what_counts_is_kept_while_it_is_answered(tiny_folder: Path) -> None:
     echo = EchoTarget(stall_after=1)
     body = (b'{"model":"tiny","input":"x","user":[["of no", "use"]],"tools":[{"type":"function","name":"f",'
@@ -431,6 +479,25 @@ def test_scores_of_a_long_answer_are_written_in_parts(kind: type[ChatReply | Tex
     assert most < 4 * len(told), (most, len(told))
     scored = json.loads(told)["choices"][0]["logprobs"]
     assert len(scored["content"] if kind is ChatReply else scored["top_logprobs"]) == 4000
+
+
+@pytest.mark.parametrize(("detailed", "count", "most"), [(True, 2000, 700), (False, 20_000, 20)])
+def test_a_whole_answer_takes_little_until_it_is_told(detailed: bool, count: int, most: int) -> None:
+    """As objects a million scores, or tokens, took 140 MB and more, and several requests may have as many."""
+    tracemalloc.start()
+    kept = Gathered(detailed)
+    for i in range(count):
+        scored = TokenLogprob(-i / 7, tuple((300 + k, -k / 7) for k in range(20))) if detailed else None
+        last = i == count - 1
+        kept.add(TextDelta(str(i % 10), (AnswerToken(300 + i, "x", False, scored),), "length" if last else "", 1))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < most * count + 200_000, taken / count
+    assert "".join(delta.text for delta in kept.deltas) == "0123456789" * (count // 10)
+    assert kept.deltas[-1].finish == "length" and sum(delta.num_tokens for delta in kept.deltas) == count
+    if detailed:
+        found = kept.deltas[70].tokens[0].logprob
+        assert found and (found.logprob, found.top) == (-10.0, tuple((300 + k, -k / 7) for k in range(20)))
 
 
 async def test_lists_and_objects_of_a_body_are_counted_before_it_is_read(tiny_folder: Path) -> None:

@@ -479,6 +479,7 @@ async def test_agents_know_a_full_context_by_its_words(tiny_folder: Path, path: 
             assert refused.status_code == 400
             told = refused.json()["error"]["message"]
             assert re.search(pattern, told) and f"maximum context length is {CONTEXT} tokens" in told, told
+            assert told.startswith((f"{most}: ", "input: " if path == RESPONSES else "messages: ")), told
 
 
 async def test_tokens_are_counted_as_messages_are_answered(tiny_folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.echo import EOS, EchoTarget
+from tests.echo import CONTEXT, EOS, EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing
 
 
@@ -30,3 +30,21 @@ async def test_what_ended_an_answer_is_told(tiny_folder: Path, path: str, fields
         told = [choice for event in events((await r.post(path, stream=True, **asked)).text)
                 for choice in event["choices"] if choice["finish_reason"]]
         assert [(choice["finish_reason"], choice["stop_reason"]) for choice in told] == [(finish, reason)]
+
+
+@pytest.mark.parametrize(("most", "status"), [(CONTEXT - 1, 200), (CONTEXT, 200), (CONTEXT + 1, 400)])
+async def test_an_answer_ends_with_the_context_whatever_more_it_might_have(tiny_folder: Path, most: int,
+                                                                           status: int) -> None:
+    """opencode and others ask for 32,000 tokens behind every prompt, or for as many as ``/v1/models`` tells."""
+    target = EchoTarget(end=CONTEXT)
+    async with routing(tiny_folder, target) as r:
+        for path, fields in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello"}),
+                             ("/v1/messages", {"messages": HELLO})):
+            answer = await r.post(path, **fields, max_tokens=most)
+            assert answer.status_code == status, answer.text
+            if status == 200:
+                asked, told = target.requests[-1], answer.json()["usage"]
+                assert asked.max_tokens == CONTEXT - len(asked.tokens)
+                assert told.get("completion_tokens", told.get("output_tokens")) == asked.max_tokens
+        await r.post(COMPLETIONS, prompt="x" * (CONTEXT - 5))  # which may have 16 where nobody says how many
+        assert target.requests[-1].max_tokens == 5

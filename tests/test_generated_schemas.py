@@ -16,8 +16,10 @@ from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
 from slipstream.grammar.patterns import without_lookaheads
+from slipstream.grammar.trial import tried
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.tree import DraftTree
 from tests.tiny import EOS, VOCAB
 
 INT64 = {"type": "integer", "format": "int64", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
@@ -243,3 +245,80 @@ def test_which_names_an_object_has_is_kept_to(schema: Any, text: str, fits: bool
 def test_what_else_is_denied_is_refused_by_name(schema: Any, tiny_folder: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"not|oneOf|allOf|dependentRequired|valid"):
         goes(schema, "{}", tiny_folder)
+
+
+@pytest.mark.parametrize(("schema", "text"), [
+    ({"type": "object", "patternProperties": {"^.{1,255}$": {"type": "string"}}}, '{"ada": "x"}'),
+    ({"type": "string", "pattern": r"^(?:\S+\s+){0,29}\S+$", "maxLength": 500}, '"some words of many"'),
+    ({"type": "integer", "multipleOf": 3600, "minimum": 86400, "maximum": 2592000}, "864000")], ids=str)
+def test_what_is_bound_twice_is_followed_to_its_end(schema: Any, text: str, tiny_folder: Path) -> None:
+    """A mask's work had a bound by which the answer ended with an error behind its first letter, each time."""
+    vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
+    matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), Ends((EOS,)))
+    for token in text.encode():
+        assert matcher.masks(DraftTree.root_only(1, 0))[1], matcher.problem
+        assert matcher.commit([token])
+
+
+def test_what_cannot_be_followed_late_in_an_answer_is_refused_at_once_and_by_name(tiny_folder: Path) -> None:
+    """The request was taken, and the answer ended with an error where it came to the pattern."""
+    vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
+    for pattern, said in ((r"^(?:\S+\s+){0,999}\S+$", "cannot be followed: pattern ^("), ("^a+$", "")):
+        costly = {"type": "string", "pattern": pattern, "maxLength": 20_000}
+        late = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"items": costly}},
+                "required": ["a", "b"]}
+        problem = tried(vocabulary, Grammar("json_schema", json.dumps(late)))
+        assert problem.startswith(said) and bool(problem) == bool(said) and len(problem) < 400
+
+
+KIND: Any = {"type": "object", "properties": {"kind": {"$ref": "#/$defs/kind"}, "x": {"type": "integer"}, "y": {}},
+             "$defs": {"kind": {"enum": ["a", "b", "c"]}}}
+IS_A: Any = {"properties": {"kind": {"const": "a"}}}
+BY_KIND: Any = {**KIND, "if": IS_A, "then": {"required": ["x"]}, "else": {"required": ["y"]}}
+EACH: Any = {**KIND, "required": ["kind"], "allOf": [
+    {"if": {**IS_A, "required": ["kind"]}, "then": {"properties": {"x": {"minimum": 5}}, "required": ["x"]}},
+    {"if": {"properties": {"kind": {"enum": ["b", "c"]}}}, "then": {"required": ["y"]}}, {"required": ["x"]}]}
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (BY_KIND, '{"kind": "a", "x": 1}', True), (BY_KIND, '{"kind": "a"}', False), (BY_KIND, '{"x": 1}', True),
+    (BY_KIND, '{"kind": "b", "y": 1}', True), (BY_KIND, '{"kind": "b", "x": 1}', False), (BY_KIND, '{"y": 1}', False),
+    ({**BY_KIND, "if": {**IS_A, "required": ["kind"]}}, '{"y": 1}', True), (EACH, '{"kind": "a", "x": 6}', True),
+    ({**BY_KIND, "else": False}, '{"kind": "b', False), (EACH, '{"kind": "a", "x": 4}', False),
+    (EACH, '{"kind": "c", "x": 4}', False),
+    (EACH, '{"kind": "c", "x": 4, "y": 1}', True), (EACH, '{"x"', False)])
+def test_what_depends_on_a_listed_value_is_kept_to(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(schema, text, tiny_folder) == fits
+
+
+@pytest.mark.parametrize("schema", [
+    {**KIND, "if": {"properties": {"x": {"const": 1}}}, "then": {"required": ["y"]}},
+    {**KIND, "if": {"required": ["x"]}, "then": {"required": ["y"]}}, {**BY_KIND, "type": ["object", "null"]},
+    {**BY_KIND, "then": {"if": IS_A, "then": {"required": ["x"]}}}, {**KIND, "if": IS_A, "allOf": [{"if": 1}]},
+    {**BY_KIND, "if": {**IS_A, "minProperties": 2}}, {**BY_KIND, "then": {"enum": ["x" * 30_000]}},
+    {**BY_KIND, "items": {"$id": "other", "$defs": {"kind": {"enum": ["d"]}}}}], ids=lambda schema: str(schema)[:80])
+def test_conditions_of_other_forms_are_refused_by_name(schema: Any, tiny_folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="if"):
+        goes(schema, "{}", tiny_folder)
+
+
+NEVER: Any = {"$defs": {"none": {"not": {}}, "other": {"$ref": "#/$defs/none"}, "false": False}, "type": "object",
+              "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/other"}, "c": {"$ref": "#/$defs/false"},
+                             "d": {"anyOf": [{"$ref": "#/$defs/none"}, {"type": "null"}]}}}
+
+
+@pytest.mark.parametrize(("text", "fits"), [('{"a": 1}', True), ('{"b"', False), ('{"c"', False), ('{"d": null}', True),
+                                            ('{"d": 1', False)])
+def test_what_never_is_may_be_referred_to(text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes(NEVER, text, tiny_folder) == fits
+
+
+ZOD_TIME = r"^(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?$"
+
+
+@pytest.mark.parametrize(("pattern", "text", "fits"), [
+    (ZOD_TIME, '"12:30"', True), (ZOD_TIME, '"12:30:00Z', False), ("^(0[89]|1[0-7]):", '"09:15:00+01:00"', True),
+    ("^(0[89]|1[0-7]):", '"09:x', False), ("^(0[89]|1[0-7]):", '"19', False), ("Z$", '"12:30:00Z"', True),
+    (r"^\d\d:\d\d:\d\d[+-]\d\d:\d\d$", '"12:30:00-05:00"', True), (r"^[\d:]+[+-][\d:]+$", '"9', False)])
+def test_a_time_keeps_to_its_format_beside_a_pattern(pattern: str, text: str, fits: bool, tiny_folder: Path) -> None:
+    assert goes({"type": "string", "format": "time", "pattern": pattern}, text, tiny_folder) == fits

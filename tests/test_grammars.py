@@ -254,7 +254,7 @@ async def test_a_client_is_told_which_field_and_the_router_goes_on(tiny_folder: 
 def test_one_answer_leaves_nothing_of_its_grammar_to_another(tiny_folder: Path) -> None:
     """llguidance counts what all copies of a matcher have built: of two answers, one would have ended the other."""
     vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
-    dear = Grammar("regex", ".*(a.{200}b|b.{200}c).*")
+    dear = Grammar("regex", ".*(a.{800}b|b.{800}c).*")
 
     def said(most: int) -> int:
         """Tokens until the answer has built all that one may."""
@@ -548,10 +548,11 @@ def test_what_is_forced_is_asked_for_once_however_long_it_is(tiny_folder: Path, 
 def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> None:
     """A draft goes, as often as it is let, where the grammar explodes; the answer never does."""
     vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
-    matcher = vocabulary.compile(Grammar("lark", 'start: /a*/ "b" /((x|xx|xxx){1,40}){1,40}/'), Ends((EOS,), 90))
+    matcher = vocabulary.compile(Grammar("lark", 'start: /a*/ "b" T\nT: /(x+y+){0,999}x+/ & /(.|\\n){0,20000}/'),
+                                 Ends((EOS,), 90))
     plain = vocabulary.compile(Grammar("lark", "start: /a*/ \"b\""), Ends((EOS,), 90))
     for said in range(20):
-        tree = chain(said + 1, [*b"b" + 50 * b"x"])
+        tree = chain(said + 1, [*b"b" + 25 * b"xy"])
         kept = matcher.kept(tree)
         masks, known = matcher.masks(tree.select(kept))
         assert 0 in known, (said, matcher.problem)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,16 +24,17 @@ from slipstream.engine.attention import TorchAttention
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, capture_eager
 from slipstream.engine.hf import HFModel
-from slipstream.engine.loading import ROOT, code_digest, identity_of, load_model
+from slipstream.engine.loading import CHOOSING, ROOT, identity_of, load_model
 from slipstream.engine.model import CausalModel, ModelConfig, load_tensors
 from slipstream.engine.ops.layer import TORCH, LayerOps
-from slipstream.models.folder import weights_hash
+from slipstream.models.folder import code_digest, weights_hash
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.answers import decode_asked, decode_info, encode_asked, encode_info
 from slipstream.wire.client import AsyncClient
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
+from target_service import vllm_start
 from tests.echo import EchoAnswer, EchoTarget, answer_bytes
 from tests.loop import eventually, settled
 from tests.pair import WIRE, Rig, target
@@ -130,6 +134,21 @@ async def test_a_rollout_under_load_mixes_no_two_models(tiny_folder: Path, tmp_p
             assert stream.error["type"] == stream.error["code"] == "model_changed"
             assert "no longer served" in stream.error["message"]
     assert bool(ended) == (how == "killed")
+
+
+def test_on_vllm_commits_that_choose_otherwise_are_told_apart(tiny_folder: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sampling is keyed, code of ours chooses from vLLM's logits."""
+    device = SimpleNamespace(get_device_name=lambda: "cpu")
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=device))
+    shape = SimpleNamespace(model_config=SimpleNamespace(dtype="torch.float32", quantization=None),
+                            parallel_config=SimpleNamespace(world_size=1))
+    found = set[str]()
+    for commit, keyed in product(("1f", "2e"), (True, False)):
+        monkeypatch.setattr(vllm_start, "code_digest", lambda root, folders, of=commit: f"{folders[0]}@{of}")
+        found.add(vllm_start.identity_of(shape, tiny_folder, "0.32.0", {}, keyed).kernels)
+    assert len(found) == 3 and all(f"slipstream choosing@{of} slipstream_vllm@{of}" in "; ".join(found)
+                                   for of in ("1f", "2e"))
 
 
 async def test_a_begun_answer_goes_past_targets_of_another_identity() -> None:
@@ -280,14 +299,14 @@ def test_kernels_that_round_otherwise_are_told_apart(tiny_folder: Path) -> None:
 def test_commits_that_compute_otherwise_are_told_apart(tiny_folder: Path, tmp_path: Path) -> None:
     """Two of one release round and choose as each does: an answer went on at the other's target in an upgrade."""
     model, section = load_model(tiny_folder, ModelSection(kernels="torch")), ModelSection()
-    assert f" {code_digest(ROOT)}, torch" in identity_of(model, section, "w").kernels
+    assert f" {code_digest(ROOT, CHOOSING)}, torch" in identity_of(model, section, "w").kernels
     file = tmp_path / "engine" / "native" / "products.h"
     file.parent.mkdir(parents=True)
     found = set[str]()
     for content in ("", "// sums", "// sums", "// sums of other order"):
         file.write_text(content)
         code_digest.cache_clear()
-        found.add(code_digest(tmp_path))
+        found.add(code_digest(tmp_path, CHOOSING))
     assert len(found) == 3
     code_digest.cache_clear()
 

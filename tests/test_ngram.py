@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from slipstream.drafting.ngram import BREADTH, LONGEST, ORDERS, NgramDrafter
+from slipstream.drafting.ngram import A_TOKEN, BREADTH, LONGEST, ORDERS, SPARE, NgramDrafter
 from slipstream.protocol.messages import Commit, Growth, Open
 from slipstream.protocol.requests import Sampling
 from tests.growth_rules import GrowthLedger, scored_paths
@@ -99,6 +99,23 @@ def test_room_and_strangers() -> None:
     assert drafter.grow([9, 1], [4, 4]) == []
     drafter.close([7, 55])
     assert drafter.open([opens[2]]) == []
+
+
+def test_texts_take_no_more_memory_than_is_left() -> None:
+    """Sixty-four answers to prompts of 100,000 tokens took 2.7 GB, and a draft of the chart has 2 GiB."""
+    left = SPARE + 1500 * A_TOKEN
+    drafter = NgramDrafter(8, left=lambda: left)
+
+    def opens(session: int, count: int) -> list[int]:
+        return drafter.open([Open(session, np.zeros(count, np.int32), 1, Sampling())])
+
+    assert opens(1, 1000) == []
+    left = SPARE + 500 * A_TOKEN
+    assert opens(2, 1000) == [2] and opens(3, 500) == []
+    left = SPARE
+    assert opens(3, 501) == [3] and opens(3, 500) == [], "what it had is there again"
+    drafter.close([1])
+    assert opens(2, 1000) == []
 
 
 def test_opening_again_forgets_the_text_but_not_the_ids() -> None:

@@ -299,7 +299,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"logit_bias": {"260": 1}}, 400, "logit_bias", "invalid_value"),
     (CHAT, {"logit_bias": {str(i): 1 for i in range(301)}}, 400, "logit_bias", "invalid_value"),
     (CHAT, {"max_tokens": -1}, 400, "max_tokens", "invalid_value"),
-    (CHAT, {"max_tokens": CONTEXT}, 400, "max_tokens", "context_length_exceeded"),
+    (CHAT, {"max_tokens": CONTEXT + 1}, 400, "max_tokens", "context_length_exceeded"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "messages", "context_length_exceeded"),
     (CHAT, {"seed": 1 << 64}, 400, "seed", "invalid_value"),
     (COMPLETIONS, {"prompt": ""}, 400, "prompt", "invalid_value"),
@@ -382,6 +382,12 @@ async def test_loose_clients_and_those_of_vllm_are_served(tiny_folder: Path) -> 
         assert target.requests[-1].sampling.stop_token_ids == (257, ord("w"))
         named = (await r.post(COMPLETIONS, prompt=PROMPT, request_id="my-1")).json()
         assert named["id"] == "cmpl-my-1"
+        for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": HELLO})):
+            for seed in (-1, -1.0):  # as vLLM and llama.cpp have it: applications that cannot leave it out
+                await r.post(path, **body, seed=seed)
+        async with AsyncClient(f"127.0.0.1:{r.service.grpc_port}") as client:
+            assert [delta async for delta in client.complete(PROMPT, seed=-1)]
+        assert len({request.sampling.seed for request in target.requests[-5:]} - {(1 << 64) - 1}) == 5
         for salt in ("a", "b", "a", ""):
             await r.post(COMPLETIONS, prompt=PROMPT, cache_salt=salt)
         spaces = [request.namespace for request in target.requests[-4:]]
@@ -471,7 +477,7 @@ async def test_prompts_are_cut_at_their_beginning(tiny_folder: Path) -> None:
         for last, left in ((4, 4), (-1, CONTEXT - 7), (CONTEXT - 7, CONTEXT - 7)):
             cut = await r.post(COMPLETIONS, prompt=long, truncate_prompt_tokens=last, max_tokens=7)
             assert cut.status_code == 200
-            assert bytes(target.requests[-1].tokens).decode() == long[-left:]
+            assert bytes([*target.requests[-1].tokens]).decode() == long[-left:]
         for path, asked in ((COMPLETIONS, {"prompt": long}), (CHAT, {"messages": HELLO})):
             for last in (0, -2):
                 refused = await r.post(path, **asked, truncate_prompt_tokens=last)

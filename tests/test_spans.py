@@ -178,8 +178,9 @@ async def test_a_request_that_fails_is_marked_where_traces_are_searched(tiny_fol
     assert [span.status.status_code.name for span in kept.get_finished_spans()] == ["UNSET", "ERROR", "ERROR", "ERROR"]
 
 
-async def test_a_request_is_followed_from_its_arrival(tiny_folder: Path) -> None:
-    """The wait for its turn was missing, and one that is refused had no span at all."""
+async def test_a_request_is_followed_from_its_arrival(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for its turn was missing, and one that is refused had no span at all. One that ends with 500 before any
+    token looked well."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="the extra otel is not installed")
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -199,11 +200,15 @@ async def test_a_request_is_followed_from_its_arrival(tiny_folder: Path) -> None
         let_in_ns = time.time_ns()
         admission.leave(place)
         assert (await waits).status_code == 200
+        with monkeypatch.context() as broken:
+            broken.setattr(gateway.lanes, "run", None)
+            assert (await r.post(CHAT, messages=HELLO)).status_code == 500
         gateway.drain()
         refused = await r.http.post(CHAT, json={"messages": HELLO}, headers={"traceparent": SHOWN})
         assert refused.status_code == 503
-    let_in, turned_away = kept.get_finished_spans()
+    let_in, unforeseen, turned_away = kept.get_finished_spans()
     assert let_in.start_time is not None and let_in.start_time <= let_in_ns and let_in.status.is_unset
+    assert unforeseen.status.status_code.name == "ERROR"
     assert turned_away.parent is not None and f"{turned_away.parent.span_id:016x}" == PARENT
     assert turned_away.status.status_code.name == "ERROR"
 

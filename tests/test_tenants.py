@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router_service import tenants
+from router_service import connection, tenants
 from router_service.tenants import ANYONE, ApiKeys
 from slipstream.base.errors import (
     CapacityError,
@@ -215,6 +215,24 @@ async def test_one_key_s_quota_and_queue_are_its_own_and_refusals_are_counted_by
         assert len(page) == 2 and all("key-of" not in line for line in page)
         assert any('reason="queue"' in line and 'tenant="a"' in line for line in page)
         assert any('reason="tokens"' in line and 'tenant="b"' in line for line in page)
+
+
+async def test_large_bodies_of_one_key_that_wait_shut_no_other_s_out(tiny_folder: Path, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MOST_BODIES", 100_000)
+    keys, echo = written(tmp_path, "key-of-a name=a", "key-of-b name=b"), EchoTarget(hang=True)
+    echo.context = 1 << 20
+    async with routing(tiny_folder, echo, api_keys_file=str(keys), max_in_flight=1) as r:
+        async def ask(key: str, length: int) -> httpx.Response:
+            return await r.http.post(COMPLETIONS, json={"prompt": "x" * length},
+                                     headers={"authorization": f"Bearer {key}"})
+
+        waiting = [asyncio.ensure_future(ask("key-of-a", 48_000)) for _ in range(2)]
+        await eventually(lambda: r.service.gateway.admission.queued == 1)
+        waiting.append(asyncio.ensure_future(ask("key-of-b", 10_000)))
+        await eventually(lambda: r.service.gateway.admission.queued == 2)
+        for one in waiting:
+            one.cancel()
 
 
 async def test_tokens_that_a_client_says_it_has_are_taken_from_its_quota(tiny_folder: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from bench.vllm.host import SleepingRunner
 from draft_service.worker import DraftWorker
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
-from slipstream.following.chains import PLAIN, SWITCH, Chains, Row
+from slipstream.following.chains import OVER, PLAIN, SWITCH, Chains, Row
 from slipstream.following.rounds import ToldStep
 from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.metrics import TargetMetrics
@@ -54,7 +54,8 @@ class Runner:
     def __init__(self, requests: Sequence[str], max_tokens: int, temperature: float = 0.0, device: str = "cpu") -> None:
         self.max_model_len, self.device, self.most = 4096, SimpleNamespace(type=device), 4
         self.requests = {request: SimpleNamespace(sampling_params=SimpleNamespace(
-            max_tokens=max_tokens, temperature=temperature, extra_args=None, min_tokens=0))
+            max_tokens=max_tokens, temperature=temperature, extra_args=None, min_tokens=0, stop_token_ids=[],
+            eos_token_id=None))
             for request in requests}
         self.texts = {request: list(PROMPT) for request in requests}
         self.input_batch = SimpleNamespace(req_ids=list(requests), vocab_size=260)
@@ -166,6 +167,20 @@ def test_a_schedule_of_vllm_by_the_size_of_a_batch_is_kept_to(most: int) -> None
             assert {len(chain) for chain in proposed} <= {0, most}
         runner.most = 4
         assert play(runner, chains, 20) > 10
+
+
+@pytest.mark.parametrize("stop", [{"stop_token_ids": [chosen(PROMPT)]}, {"eos_token_id": chosen(PROMPT)}])
+def test_nobody_is_asked_behind_the_token_that_ends_an_answer(stop: dict[str, Any]) -> None:
+    """A draft that is silent would hold the step's tokens back until the deadline, and all who are in its batch."""
+    runner, chains, silent = Runner(["a", "b"], 400), fresh(0.01), Heard()
+    chains.following.link_up(silent, DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8))
+    vars(runner.requests["a"].sampling_params).update(stop)
+    play(runner, chains, 1)
+    assert len([item for item in silent.items if isinstance(item, Open)]) == 1, "a was over before it began"
+    vars(runner.requests["b"].sampling_params).update({"stop_token_ids": [chosen(runner.texts["b"])]})
+    silent.items.clear()
+    output, sampled = runner.step([[], [chosen(runner.texts["b"])]])
+    assert chains.step(rows_of(runner, output, sampled)[1:], ["a"], 2) == [[]] and not silent.items
 
 
 def test_a_request_that_was_computed_anew_is_followed_again() -> None:
@@ -360,6 +375,7 @@ def test_what_many_users_say_of_drafts_is_told_once_and_silences_nothing() -> No
     runner = Runner([str(number) for number in range(100)], 400)
     for request, known in runner.requests.items():
         known.sampling_params = SimpleNamespace(max_tokens=400, temperature=0.0, min_tokens=0,
+                                                stop_token_ids=[], eos_token_id=None,
                                                 extra_args={"slipstream": ["no", request], "traceparent": ["x"] * 9})
     with capture_logs() as lines:
         chains = fresh(0.01)
@@ -425,6 +441,18 @@ def test_what_is_said_of_a_request_behind_its_end_is_not_kept() -> None:
     chains.allow("a", False)
     with drafted(chains):
         assert play(runner, chains, 30) > 20, "it is held against another of its name"
+
+
+def test_what_is_said_of_requests_that_another_engine_runs_is_not_kept_for_ever() -> None:
+    """With ``data_parallel_size`` each engine hears of all requests, and of the end of its own alone."""
+    chains = fresh()
+    for number in range(3 * OVER):
+        chains.allow(f"another's {number}", False)
+    assert len(chains._allowed) <= OVER
+    runner = Runner(["a"], 400)
+    chains.allow("a", False)
+    with drafted(chains):
+        assert play(runner, chains, 20) == 0, "what is said of its own holds"
 
 
 def test_a_batch_that_an_adapter_cannot_read_costs_its_drafts_alone() -> None:

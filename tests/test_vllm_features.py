@@ -66,7 +66,8 @@ class Runner:
 
     def __init__(self, texts: Mapping[str, Sequence[int]], blocks: Mapping[str, Sequence[int]]) -> None:
         self.max_model_len, self.device = 4096, SimpleNamespace(type="cpu")
-        sampling = SimpleNamespace(max_tokens=400, temperature=0.0, extra_args=None, min_tokens=0)
+        sampling = SimpleNamespace(max_tokens=400, temperature=0.0, extra_args=None, min_tokens=0,
+                                   stop_token_ids=[], eos_token_id=None)
         self.requests = {request: SimpleNamespace(sampling_params=sampling) for request in texts}
         self.texts = {request: list(text) for request, text in texts.items()}
         self.prompts = {request: len(text) for request, text in texts.items()}

@@ -44,6 +44,7 @@ class Params:
     max_tokens: int = 1000
     ignore_eos: bool = True
     stop_token_ids: tuple[int, ...] = ()
+    eos_token_id: int | None = None
     extra_args: None = None
     all_stop_token_ids: frozenset[int] = frozenset()
 

@@ -38,7 +38,7 @@ from slipstream.wire.target import TargetClient, TargetServicer
 from target_service import vllm_start, vllm_words
 from target_service.__main__ import serve
 from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Rounds, Running, VllmService
-from target_service.vllm_start import arguments, trials_of
+from target_service.vllm_start import arguments, check_layers, trials_of
 from tests.loop import hurried, still
 from tests.test_following import PROMPT as SAID
 from tests.test_following import SILENT, Heard, chosen, plain
@@ -98,6 +98,7 @@ class FakeEngine:
     said: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     collected: list[Collected] = field(default_factory=list)
+    others: Sequence[FakeEngine] = ()  # data-parallel ones
 
     async def add_request(self, request_id: str, prompt: Any, params: dict[str, Any]) -> Collected:
         if params["top_k"] == 13:
@@ -149,6 +150,15 @@ class FakeEngine:
         await self._goes_on()
         told = self.expected, list(self.drafts), self.counts.tell()
         return [None, told] if method == DRAFTS else [None, None]
+
+    @property
+    def engine_core(self) -> FakeEngine:
+        return self
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        """Of each core; vLLM's ``collective_rpc`` gives the first one's answer."""
+        assert method == "collective_rpc"
+        return [await core.collective_rpc(args[0], args=args[2]) for core in (self, *self.others)]
 
     async def _goes_on(self) -> None:
         while self.stuck:
@@ -205,7 +215,8 @@ async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, 
     engine.rounds = Rounds(Path(tempfile.mkdtemp()) / "rounds")
     served = Served("function", 260, 512, "", 1024, IDENTITY)
     running = Running(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
-                      fill or Fill(0.25), engine.rounds, Trials(Tried()) if tries else None)
+                      fill or Fill({0: 0.25}), engine.rounds, Trials(Tried()) if tries else None,
+                      cores=1 + len(engine.others))
     loop = asyncio.get_running_loop()
     service = VllmService(running, TargetSection(**settings), metrics or TargetMetrics("function"), spans,
                           lambda: loop.time())
@@ -637,6 +648,30 @@ async def test_what_workers_count_of_drafts_is_on_the_targets_page() -> None:
     assert f"slipstream_drafts_total{{{of}}} 0.0" in page and not [line for line in page if "of its worker" in line]
 
 
+async def test_of_data_parallel_cores_all_are_told_of() -> None:
+    """``data_parallel_size``: each has a KV cache of its own and talks to drafts."""
+    lost = ("127.0.0.1:8053", False, "", "not reachable")
+    first = FakeEngine(drafts=(DRAFT, (lost[0], True, "ngram", "")))
+    engine, metrics = replace(first, others=[FakeEngine(drafts=(lost, DRAFT))]), TargetMetrics("function")
+    for core, wrong in ((engine, 1), (engine.others[0], 2)):
+        for _ in range(wrong):
+            core.counts.invalid_growth()
+        core.counts.step(3, 0.1, 0.2, 0.3)
+    async with served(engine, metrics=metrics, fill=Fill({0: 0.75, 1: 0.25}), max_sessions=1) as service:
+        await service.ask()
+        for _ in range(3):
+            service.submit(request())
+        info = await service.info()
+        service._look()
+    assert info.drafts == (DraftStatus(*DRAFT), DraftStatus(*lost))
+    assert (info.sessions_running, info.sessions_waiting) == (2, 1)
+    page, of = metrics.registry.page("")[1].decode(), 'model="function",service="target"'
+    assert f"slipstream_invalid_growths_total{{{of}}} 3.0" in page
+    assert 'slipstream_step_seconds_count{model="function",phase="verify",service="target"} 2.0' in page
+    assert f'slipstream_drafts_connected{{{of}}} 1.0' in page
+    assert f'slipstream_kv_slots{{{of},state="free"}} 512.0' in page
+
+
 async def test_a_machine_that_is_told_to_end_computes_until_the_first_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where its node is drained: the pods of a group end together, and the first has answers to finish."""
     first_ended = threading.Event()
@@ -668,7 +703,7 @@ async def test_a_machine_that_is_told_to_end_computes_until_the_first_one_has(mo
 
 
 async def test_answers_that_vllm_puts_back_for_others_are_counted() -> None:
-    engine, metrics, fill = FakeEngine(), TargetMetrics("function"), Fill(0.25, 3)
+    engine, metrics, fill = FakeEngine(), TargetMetrics("function"), Fill({0: 0.25}, 3)
     async with served(engine, metrics=metrics, fill=fill) as service:
         watch = asyncio.create_task(service.watch())
         with still() as passes:
@@ -873,6 +908,18 @@ def test_settings_become_vllms_arguments() -> None:
 def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         arguments(settings(*overrides), Path("/m"), "m", ARGUMENTS)
+
+
+def test_layers_that_the_model_has_not_are_refused_before_vllm_begins() -> None:
+    def shape(more: dict[str, Any]) -> Any:
+        model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=30))
+        return SimpleNamespace(additional_config=more, model_config=model)
+
+    for known in ({"slipstream": {}}, {"slipstream": {"layers": [2, 15, 30]}}):
+        check_layers(shape(known))
+    with pytest.raises(ConfigError, match=r"vllm\.additional_config\.slipstream\.layers: \[2, 40\] are not layers of a "
+                                          "target with 30"):
+        check_layers(shape({"slipstream": {"layers": [2, 40]}}))
 
 
 @pytest.mark.parametrize("wrong", ["sglang", "{vllm: 3}", "{sglang: {}}", "3"])

@@ -82,7 +82,8 @@ async def tried(client: Client, rooms: Mapping[str, Path], place: Place, logs: P
     home.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **place.environment, "HOME": str(home), "PWD": str(home),
                    "SLIPSTREAM_SCRATCH": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("PYTHONPATH", None)
+    for ours in ("PYTHONPATH", "PYTHONSAFEPATH"):  # programs import what stands beside them
+        environment.pop(ours, None)
     log = logs / f"{client.program.partition('.')[0].rstrip('_')}.log"
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=asyncio.subprocess.STDOUT,

@@ -63,7 +63,8 @@ class SleepingRunner:
 
     def __post_init__(self) -> None:
         names = [f"request-{number}" for number in range(self.count)]
-        sampling = SimpleNamespace(max_tokens=self.max_model_len - 64, temperature=0.0, extra_args=None, min_tokens=0)
+        sampling = SimpleNamespace(max_tokens=self.max_model_len - 64, temperature=0.0, extra_args=None, min_tokens=0,
+                                   stop_token_ids=[], eos_token_id=None)
         self.requests = {name: SimpleNamespace(sampling_params=sampling) for name in names}
         self.law = Law(self.timing)
         tokens = np.zeros((self.count, self.max_model_len), np.int32)

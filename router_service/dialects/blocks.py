@@ -22,7 +22,7 @@ What = Literal["begin", "add", "end"]
 
 @dataclass(slots=True)
 class Block:
-    """``name`` and ``call_id`` are a call's. ``cut``: it broke off."""
+    """``name``, ``call_id`` and ``namespace`` are a call's. ``cut``: it broke off."""
 
     index: int
     kind: Kind
@@ -31,6 +31,7 @@ class Block:
     call_id: str = ""
     pieces: list[str] = field(default_factory=list)
     cut: bool = False
+    namespace: str = ""
 
     @property
     def text(self) -> str:
@@ -39,8 +40,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What an answer is headed with. ``markup`` tells calls and reasoning apart; None: all is text. ``asked``: the body
-    that asks for it, checked. ``tell_reasoning``: whether it is told at all."""
+    """The head of an answer. ``markup`` separates calls and reasoning; None: all is text. ``asked``: the checked body
+    of its request. ``tell_reasoning``: whether reasoning is returned."""
 
     answer_id: str
     created: int
@@ -51,7 +52,7 @@ class Told:
 
 
 def as_written(given: Any, prefix: str) -> Any:
-    """The id of a call in history as templates take it: without the ``prefix`` of a dialect where it is one of ours."""
+    """The id of a call in the history, as templates take it: without the ``prefix`` of a dialect, if we made the id."""
     ours = isinstance(given, str) and given.startswith(prefix) and len(given) == len(prefix) + CALL_ID
     return given.removeprefix(prefix) if ours else given
 
@@ -62,7 +63,7 @@ def event_of(name: str, fields: Mapping[str, Any]) -> bytes:
 
 
 class Blocks:
-    """Those of one answer. ``finish``: why it ended. ``tell_reasoning``: whether that is told at all."""
+    """The blocks of one answer. ``finish``: why it ended. ``tell_reasoning``: whether reasoning is returned."""
 
     def __init__(self, answer_id: str, markup: Markup | Named | None, tell_reasoning: bool = True) -> None:
         self.finish = ""
@@ -73,7 +74,7 @@ class Blocks:
         self._open = False
 
     def take(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
-        """What happens to which block with ``delta``; the text is what is added."""
+        """The changes of blocks by ``delta``; the text is the added part."""
         for part in self._parts(delta):
             if isinstance(part, Said):
                 if part.kind != "reasoning" or self._tell_reasoning:

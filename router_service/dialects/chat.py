@@ -1,9 +1,9 @@
-"""OpenAI's chat completions: what may be asked, and how it is answered, whole and in chunks.
+"""OpenAI's chat completions: the fields of a request, and the forms of answers, whole and in chunks.
 
 Rules:
-1. Arguments of calls in history are objects written as JSON, as the API gives them; templates are given the objects.
-   Text that is none was cut, or a model wrote it: refused, it would end the conversation that holds it. It is given as
-   {}, and so is null, which others write for a call without arguments.
+1. Arguments of calls in the history are JSON texts of objects, as the API returns them; templates get the objects. Text
+   that is no such JSON (cut off, or wrongly written by a model) is given as {}, because a refusal would end its
+   conversation. So is null, which some clients send for a call without arguments.
 2. Parts of text are joined; the name that newer clients have for the system's role is replaced.
 
 Format: the OpenAI API. It knows nothing about models, routes or the network.
@@ -18,17 +18,15 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field, SkipValidation, ValidationInfo, field_validator
 
-from router_service.dialects.fields import OF_MESSAGE, THINKING
+from router_service.dialects.fields import OF_MESSAGE, THINKING, UNSEEN, Unknown, kind_of, known, legible
 from router_service.dialects.openai import (
     MAX_CONTAINERS,
     Generation,
     Job,
     Options,
     Strict,
-    Unknown,
     Whole,
     at_most,
-    known,
     num_containers,
     read_json,
     unknown_of,
@@ -37,7 +35,7 @@ from router_service.dialects.openai import (
 from router_service.dialects.prompts import AT_ONCE, LOWEST, parts_of, written
 from router_service.dialects.tools import Json, ToolUse, use_of
 from router_service.text.calls import Call, call_id
-from router_service.text.deltas import AnswerToken, TextDelta
+from router_service.text.deltas import AnswerToken, PackedLogprob, TextDelta
 from router_service.text.markup import finish_of
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest
@@ -157,6 +155,8 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
     if isinstance(message.get("reasoning", ()), str | None):  # as vLLM and OpenRouter call it
         message = {"reasoning_content": message["reasoning"], **message}
         del message["reasoning"]
+    if isinstance(message.get("refusal"), str) and not message.get("content"):  # what a model said instead
+        message = {**message, "content": message["refusal"], "refusal": None}
     plain = known(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
     if plain.get("role") == "function":
         raise InvalidRequest(f"{at}.role", "is not served here; use tools and the role 'tool'", "unsupported_parameter")
@@ -167,13 +167,20 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if isinstance(plain.get("content"), list):
-        plain["content"] = "\n".join(_part(f"{at}.content[{i}]", part) for i, part in enumerate(plain["content"]))
+        plain["content"] = "\n".join(_part(f"{at}.content[{i}]", part, plain.get("role") == "tool", unknown)
+                                     for i, part in enumerate(plain["content"]))
     return plain
 
 
-def _part(at: str, part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+def _part(at: str, part: Any, gave: bool, unknown: Unknown) -> str:
+    """The text of a part. ``gave``: of what a tool gave, where others do not end the conversation."""
+    part = legible(part)
+    kind = kind_of(part)
+    if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
+    if gave and kind in UNSEEN:
+        unknown.met(kind, f"{at}.", ())
+        return UNSEEN[kind]
     raise InvalidRequest(at, "only parts of type 'text' are supported by this server", "unsupported_parameter")
 
 
@@ -302,7 +309,7 @@ class ChatReply:
         content = written(entries) if len(tokens) > AT_ONCE else next(entries, [])
         return {"content": content, "refusal": None}
 
-    def _scored_token(self, token: int, scored: TokenLogprob) -> Json:
+    def _scored_token(self, token: int, scored: TokenLogprob | PackedLogprob) -> Json:
         return {**self._entry(token, scored.logprob), "top_logprobs": [self._entry(*one) for one in scored.top]}
 
     def _entry(self, token: int, logprob: float) -> Json:

@@ -1,4 +1,4 @@
-"""OpenAI's completions: what may be asked, and how it is answered, whole and in chunks.
+"""OpenAI's completions: the fields of a request, and the forms of answers, whole and in chunks.
 
 Format: the OpenAI API. It knows nothing about models, routes or the network.
 """
@@ -15,7 +15,7 @@ from pydantic import Field, SkipValidation, field_validator
 from router_service.dialects.openai import Generation, Job, Options, Whole, at_most, usage_told
 from router_service.dialects.prompts import AT_ONCE, LOWEST, alternatives, parts_of, written
 from router_service.dialects.tools import Json
-from router_service.text.deltas import AnswerToken, TextDelta
+from router_service.text.deltas import AnswerToken, PackedLogprob, TextDelta
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import Usage
@@ -112,7 +112,7 @@ class TextReply:
 
     def _columns(self, tokens: Sequence[AnswerToken], offset: int) -> dict[str, Iterator[list[Any]]]:
         """OpenAI's ``logprobs``, in parts."""
-        rows = list[tuple[int, int, TokenLogprob]]()
+        rows = list[tuple[int, int, TokenLogprob | PackedLogprob]]()
         for token in tokens:
             if token.logprob is not None:
                 rows.append((offset, token.id, token.logprob))

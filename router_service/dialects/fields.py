@@ -1,22 +1,26 @@
 """Every field that a client may send, and what becomes of it: one table for OpenAI's, vLLM's and SGLang's names.
 
-Rule: a field is honoured; or inert, as it says nothing about the answer; or refused, unless with a value that asks for
-nothing. null asks for nothing. A refusal says what to do instead. At the end: how dialects that are translations read
-fields of their own.
+Rule: a field is honoured; or inert (it does not concern the answer); or refused, except with a value that asks for
+nothing, as null does. A refusal says what to do instead. At the end of the file: how translated dialects read fields of
+their own.
 
 It knows nothing about how a field is honoured; the pages about the API are printed from here.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS
+
+MAX_UNKNOWN = 64  # names of one request
+TOLD_NAMES, NAME_CHARS = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,12 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "model": "the one here; as `GET /v1/models` names it",
     "messages": "of chats; roles `system` (or `developer`), `user`, `assistant`, `tool`; content: text, or parts of it",
     "prompt": "of completions; a text, token ids, or a list of either: 1,024 answers, in turn where fewer may run",
-    "max_tokens": "what the context leaves; completions: 16; 0: the prompt alone",
+    "max_tokens": "at most what the context leaves; completions: 16; 0: the prompt alone",
     "max_completion_tokens": "chat's name of `max_tokens`",
     "temperature": "1; 0 to 100, 0 always takes the likeliest token", "top_p": "1, off; 0: the likeliest token",
     "top_k": "0, off", "min_p": "0, off", "presence_penalty": "0; -2 to 2", "frequency_penalty": "0; -2 to 2",
     "repetition_penalty": "1; above 0, at most 100", "logit_bias": "token id → -100 to 100, 300 at most",
-    "seed": "random; the same seed and prompt give the same answer, with drafts and without",
+    "seed": "-1, random; the same seed and prompt give the same answer, with drafts and without",
     "stop": "a text or at most 32, of at most 1,024 characters each; no part of the answer",
     "include_stop_str_in_output": "false; the answer ends with what stopped it", "stop_token_ids": "at most 48",
     "min_tokens": "0; no end before so many", "ignore_eos": "false; no end by itself",
@@ -75,8 +79,9 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "speculate": "true; false: plain decoding",
 })
 
-IMAGES = ("image", "input_image")  # parts of what a tool gave
-UNSEEN = "(an image, which cannot be seen here)"
+UNSEEN: Mapping[Any, str] = MappingProxyType({  # parts of what a tool gave, and what is told instead
+    **dict.fromkeys(("image", "input_image", "image_url"), "(an image, which cannot be seen here)"),
+    **dict.fromkeys(("document", "input_file", "file"), "(a file, which cannot be read here)")})
 THINKING = ("enable_thinking", "thinking")  # what chat templates call the switch: Qwen's and GLM's, DeepSeek's
 
 # Over gRPC an option bears the name of its field, but for these; what is said there instead.
@@ -143,8 +148,9 @@ OF_MESSAGE: Mapping[str, Refused] = MappingProxyType({
 
 
 def others(raw: Mapping[str, Any], known: Collection[str], chat: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``raw``, a body of another dialect, that one does not know: fields of a chat, or nobody's. ``chat``: what
-    the others became. Raises InvalidRequest for one of a chat that says otherwise than the dialect's own."""
+    """The fields of ``raw``, a body of another dialect, that the dialect does not know: fields of a chat, or unknown
+    ones. ``chat``: the translation of the known fields. Raises InvalidRequest if a chat field contradicts one of the
+    dialect's own."""
     left = {name: value for name, value in raw.items() if name not in known and not (value is None and name in chat)}
     for name in left.keys() & chat.keys():
         if left[name] != chat[name]:
@@ -152,13 +158,63 @@ def others(raw: Mapping[str, Any], known: Collection[str], chat: Mapping[str, An
     return left
 
 
+class Unknown:
+    """The fields of one request that nobody knows: refused by name where it is ``strict``, else left out and kept by
+    name."""
+
+    __slots__ = ("_at", "_names", "_place", "_strict")
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._names: set[str] = set()
+        self._at = self._place = ""  # the latest, and how it is told: once for all fields of an object
+
+    def __iter__(self) -> Iterator[str]:
+        """The first few names, fit for a header and a log."""
+        return iter(sorted({re.sub(r"[^\w.\[\]-]", "?", name[:NAME_CHARS], flags=re.ASCII)
+                            for name in self._names})[:TOLD_NAMES])
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def met(self, name: str, at: str, known: Collection[str]) -> None:
+        """``name`` is not ``known`` at the place ``at``. Raises InvalidRequest."""
+        if self._strict:
+            near = difflib.get_close_matches(name[:NAME_CHARS], known, n=1, cutoff=0.6)
+            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
+            raise InvalidRequest((at + name)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
+        if at != self._at:
+            self._at, self._place = at, re.sub(r"\[\d+\]", "[]", at)
+        self._names.add(self._place + name[:NAME_CHARS])
+        if len(self._names) > MAX_UNKNOWN:
+            raise InvalidRequest((at + name)[:200] or "body", f"is one of more than {MAX_UNKNOWN} unknown fields",
+                                 "unknown_parameter")
+
+
+def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[str, Refused], unknown: Unknown,
+          at: str = "") -> dict[str, Any]:
+    """What of ``raw``, an object at the place ``at``, is ``honoured``. Raises InvalidRequest for the first field that
+    is ``refused``."""
+    kept = {}
+    for name, value in raw.items():
+        if name in honoured:
+            kept[name] = value
+        elif name in refused:
+            if refused[name].asks(value):
+                raise InvalidRequest(at + name, f"is not served here; {refused[name].advice}", "unsupported_parameter")
+        elif at or name not in INERT:
+            unknown.met(name, at, honoured)
+    return kept
+
+
 def parts_left(name: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, bool]:
-    """Parts of the field ``name`` that nobody knows, as fields of their own."""
+    """The unknown parts of the field ``name``, as fields of their own."""
     return {f"{name}.{part}": True for part, value in given.items() if part not in known and value is not None}
 
 
 def object_of(raw: Mapping[str, Any], name: str, at: str = "") -> dict[str, Any]:
-    """The field ``name`` of ``raw``, which stands at the place ``at``; {} for none. Raises InvalidRequest."""
+    """The object in the field ``name`` of ``raw`` (which is at the place ``at``); {} for none. Raises
+    InvalidRequest."""
     value = raw.get(name)
     if not isinstance(value, dict | None):
         raise InvalidRequest(at + name, "must be an object")
@@ -176,13 +232,38 @@ def text_of(at: str, value: Any) -> str:
 
 
 def result_of(at: str, value: Any, unseen: dict[str, bool]) -> str:
-    """What a tool gave, as ``text_of``. Nobody can take an image out of a conversation that goes on: the model reads
-    that there was one, and ``unseen`` gets where, as a field that nobody knows."""
-    if isinstance(value, list):
-        kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
-        unseen |= {f"{re.sub(r'[0-9]+', '', at)}[].{kind}": True for kind in kinds if kind in IMAGES}
-        value = [{"text": UNSEEN} if kind in IMAGES else part for kind, part in zip(kinds, value, strict=True)]
-    return text_of(at, value)
+    """A tool's result as text, as ``text_of``."""
+    return text_of(at, [told_of(at, part, unseen) for part in value] if isinstance(value, list) else value)
+
+
+def told_of(at: str, part: Any, unseen: dict[str, bool]) -> Any:
+    """A part of a tool's result, at the place ``at``. A file in it is replaced by a note that there was one, because a
+    client cannot remove it from its conversation; ``unseen`` gets its place, reported like an unknown field."""
+    part = legible(part)
+    kind = kind_of(part)
+    if kind not in UNSEEN:
+        return part
+    unseen[f"{re.sub(r'[0-9]+', '', at)}[].{kind}"] = True
+    return {"type": "text", "text": UNSEEN[kind]}
+
+
+def legible(part: Any) -> Any:
+    """A text document, its title first, a model's refusal, or a tool that a search found (all tools are offered
+    anyway), as a text part; other parts unchanged."""
+    if kind_of(part) == "refusal" and "refusal" in part:
+        return {"type": "text", "text": part["refusal"]}
+    if kind_of(part) == "tool_reference" and isinstance(part.get("tool_name"), str):
+        return {"type": "text", "text": f"(the tool {part['tool_name']} may be called)"}
+    source = part.get("source") if kind_of(part) == "document" else None
+    if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):
+        return part
+    title = part.get("title")
+    return {"type": "text", "text": f"{title}\n{source['data']}" if isinstance(title, str) else source["data"]}
+
+
+def kind_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else ""
 
 
 def _same(value: Any, nothing: Any) -> bool:

@@ -5,11 +5,13 @@ Rules:
    and tools may have the chat's names.
 2. Content comes in blocks: thinking, text, calls, in the order in which the model wrote them.
 3. Turns of one role are one. An answer continues the last where that is the assistant's.
-4. What the system says between turns is part of the user's turn before it, marked as Claude Code marks such words:
-   many templates take a system's message at the beginning alone. That agent sends one with every request.
-5. A model thinks where it is asked to, for as long as it likes; its template may begin reasoning all the same.
-6. Tools are functions; of blocks only text, calls, their results and thinking are known. A chat has no mark for a
-   result that is an error: its text says so.
+4. A system message between turns becomes part of the user's turn before it, marked as Claude Code marks such text: many
+   templates take a system message only at the beginning, and that agent sends one with every request.
+5. Thinking is switched on where the request asks for it; its budget has no effect. Some templates begin reasoning in
+   any case.
+6. Tools are functions; of blocks only text, calls, their results, thinking and text documents are known. What stands
+   beside a tool's result is part of it: Claude Code sends files so. A chat has no mark for a result that is an error:
+   its text says so.
 
 It knows nothing about models, routes or the network.
 """
@@ -24,7 +26,17 @@ from typing import Any
 import orjson
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import THINKING, object_of, others, parts_left, result_of, text_of
+from router_service.dialects.fields import (
+    THINKING,
+    kind_of,
+    legible,
+    object_of,
+    others,
+    parts_left,
+    result_of,
+    text_of,
+    told_of,
+)
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.calls import loaded
@@ -116,8 +128,10 @@ def _messages(at: str, message: Any, first: bool, unseen: dict[str, bool]) -> It
     if not isinstance(content, list):
         raise InvalidRequest(f"{at}.content", "must be a string or a list of blocks")
     texts, calls, thoughts = [], [], []
+    gave = message["role"] == "user" and any(kind_of(block) == "tool_result" for block in content)
     for i, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
+        block = told_of(f"{at}.content", block, unseen) if gave else legible(block)
+        kind = kind_of(block)
         where = f"{at}.content[{i}]"
         if kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
@@ -190,7 +204,7 @@ class MessagesReply:
         return event_of("error", error_of(problem))
 
     def whole(self, usage: Usage, stop: str | None) -> Json:
-        """What was told, as one object."""
+        """The whole answer as one object."""
         content = [_block(block, block.text) for block in self._blocks.all]
         return {**self._head, "content": content, **self._ended(stop), "usage": _usage(usage)}
 

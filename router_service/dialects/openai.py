@@ -1,30 +1,29 @@
 """The OpenAI API, as far as chats and completions share it: bodies, checked to the last field; chunks and usage.
 
 Rules:
-1. What becomes of a field says the table (``fields``): honoured, inert, refused with 400 and its name. What is in no
-   table is unknown: left out and told by name, or refused where the router is strict. Names of unknown fields are
-   bounded in length and number before anybody is told of them.
+1. The table (``fields``) decides about each field: honoured, inert, or refused with 400 and its name. Other fields are
+   unknown: ignored and named in a header, or refused where the router is strict. Their names are limited in length and
+   number.
 2. Whole numbers may be written as 1.0; an empty stop string is none.
-3. Counts come first: what is too much is not looked at. Both surfaces, HTTP and gRPC, come through here, so that limits
-   and messages are the same.
-4. Lists and objects of JSON are counted before it is read: two bytes of one take hundred of memory, and a million keep
-   everybody waiting. They lie in one another ``MAX_DEPTH`` deep at most: whatever walks or writes them again calls
-   itself for each level.
+3. Counts are checked first: a list that is too long is not read. HTTP and gRPC both use this module, so limits and
+   messages are the same.
+4. Lists and objects are counted before JSON is parsed: each takes two bytes of text but a hundred of memory, and a
+   million of them would block the event loop. They may be nested ``MAX_DEPTH`` deep, because code that walks them is
+   recursive.
 5. ``usage.completion_tokens_details`` says what speculation did, in the fields that the API has for predicted tokens.
    The object ``slipstream`` is an extension of whole answers and of the usage chunk; other clients skip it.
-6. A chunk that would say nothing is not made (None).
-7. What is asked (``Asked``) has been checked as far as that costs nothing; a ``Job`` can be run.
+6. An empty chunk is not made (None).
+7. An ``Asked`` is a request after all cheap checks; a ``Job`` is ready to run.
 
 Format: the OpenAI API, with vLLM's extensions and ``speculate``. It knows nothing about models, routes or the network.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 import secrets
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -42,7 +41,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from router_service.dialects.fields import INERT, REFUSED, Refused
+from router_service.dialects.fields import REFUSED, Unknown, known
 from router_service.dialects.formats import READERS, grammar_of
 from router_service.dialects.problems import refusal_of
 from router_service.dialects.prompts import Prompts
@@ -71,8 +70,6 @@ MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their
 MAX_DEPTH = 128
 OPENING, CLOSING = b"[{", b"]}"
 OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING + b'"'))
-MAX_UNKNOWN = 64  # names of one request
-TOLD_NAMES, NAME_CHARS = 8, 64
 PLACE = "\x00text\x00"
 
 
@@ -130,7 +127,7 @@ class Options:
         return self.echo or self.token_ids or self.by_ids
 
     def names(self, codec: TextCodec) -> Callable[[int], str]:
-        """How log probabilities name a token: texts are for readers, and several tokens may have the same."""
+        """How log probabilities name a token: by text, or by id, since several tokens may have the same text."""
         return "token_id:{}".format if self.by_ids else codec.token_text
 
     def told_apart(self, style: Style) -> bool:
@@ -147,8 +144,8 @@ class Options:
         return self.use is not None and self.grammar is not None and self.grammar.kind == "json_schema"
 
     def ends(self, own: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-        """What ends an answer of a model that names its ``own``: one that was cut out of a larger one may have some of
-        them no more."""
+        """The stop tokens of an answer, from the model's ``own``: a model with a reduced vocabulary may lack some of
+        them."""
         kept = () if self.ignore_eos else [token for token in own if token < vocab_size]
         return tuple(dict.fromkeys((*kept, *self.sampling.stop_token_ids)))
 
@@ -268,14 +265,15 @@ class Generation(Strict):
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
         if given.get("top_p") == 0:  # of what is likeliest, the first
             given |= {"temperature": 0.0, "top_p": 1.0}
+        seed = None if self.seed == -1 else self.seed  # -1: a random one, as for vLLM and llama.cpp
         sampling = Sampling(**{"temperature": 1.0, **given}, top_k=max(self.top_k or 0, 0),
                             logit_bias=_biases(self.logit_bias or {}),
                             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
-                            seed=secrets.randbits(64) if self.seed is None else self.seed % SEEDS)
+                            seed=secrets.randbits(64) if seed is None else seed % SEEDS)
         binding = {name: value for name in READERS if (value := getattr(self, name)) is not None}
         bound_by, grammar = (grammar_of(binding) if binding else None) or ("", None)
         return Options(
-            sampling, max_tokens, seeded=self.seed is not None, n=self.n or 1,
+            sampling, max_tokens, seeded=seed is not None, n=self.n or 1,
             stop=tuple(filter(None, self.stop or ())), keep_stop=bool(self.include_stop_str_in_output),
             show_specials=self.skip_special_tokens is False, top_logprobs=top_logprobs,
             token_ids=bool(self.return_token_ids), by_ids=bool(self.return_tokens_as_token_ids),
@@ -314,57 +312,7 @@ def _biases(raw: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     for key in raw:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise InvalidRequest("logit_bias", "keys must be token ids")
-    biases = {int(key): float(bias) for key, bias in raw.items()}
-    return tuple(sorted(biases.items()))
-
-
-class Unknown:
-    """The fields of one request that nobody knows: refused by name where it is ``strict``, else left out and kept by
-    name."""
-
-    __slots__ = ("_at", "_names", "_place", "_strict")
-
-    def __init__(self, strict: bool) -> None:
-        self._strict = strict
-        self._names: set[str] = set()
-        self._at = self._place = ""  # the latest, and how it is told: once for all fields of an object
-
-    def __iter__(self) -> Iterator[str]:
-        """The first few names, fit for a header and a log."""
-        return iter(sorted({re.sub(r"[^\w.\[\]-]", "?", name[:NAME_CHARS], flags=re.ASCII)
-                            for name in self._names})[:TOLD_NAMES])
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
-
-    def met(self, name: str, at: str, known: Collection[str]) -> None:
-        """``name`` is not ``known`` at the place ``at``. Raises InvalidRequest."""
-        if self._strict:
-            near = difflib.get_close_matches(name[:NAME_CHARS], known, n=1, cutoff=0.6)
-            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
-            raise InvalidRequest((at + name)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
-        if at != self._at:
-            self._at, self._place = at, re.sub(r"\[\d+\]", "[]", at)
-        self._names.add(self._place + name[:NAME_CHARS])
-        if len(self._names) > MAX_UNKNOWN:
-            raise InvalidRequest((at + name)[:200] or "body", f"is one of more than {MAX_UNKNOWN} unknown fields",
-                                 "unknown_parameter")
-
-
-def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[str, Refused], unknown: Unknown,
-          at: str = "") -> dict[str, Any]:
-    """What of ``raw``, an object at the place ``at``, is ``honoured``. Raises InvalidRequest for the first field that
-    is ``refused``."""
-    kept = {}
-    for name, value in raw.items():
-        if name in honoured:
-            kept[name] = value
-        elif name in refused:
-            if refused[name].asks(value):
-                raise InvalidRequest(at + name, f"is not served here; {refused[name].advice}", "unsupported_parameter")
-        elif at or name not in INERT:
-            unknown.met(name, at, honoured)
-    return kept
+    return tuple(sorted({int(key): float(bias) for key, bias in raw.items()}.items()))
 
 
 def read_body(data: bytes | bytearray) -> Json:
@@ -464,7 +412,7 @@ class Chunks:
 
 
 def usage_told(usage: Usage, reasoning: int | None = None) -> Json:
-    """Of whole answers, and of the chunk that has it. ``reasoning``: tokens of it, where they were told apart."""
+    """The usage object of answers and of the usage chunk. ``reasoning``: reasoning tokens, if counted."""
     drafted = usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
     return {
         "usage": {
@@ -501,11 +449,24 @@ class Asked:
     endpoint: str
     model: str
     options: Options
-    messages: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
-    prompts: Sequence[str | Sequence[int]] = field(default=(), repr=False)
+    messages: Sequence[Mapping[str, Any]] | bytes = field(default=(), repr=False)  # or as JSON
+    prompts: Sequence[str | bytes | Sequence[int]] = field(default=(), repr=False)  # texts, too, may be UTF-8
     begun: Begun | None = None  # of its only answer
     turn: Turn = ASSISTANT
     add_special_tokens: bool = True  # to prompts that are texts
+    num_chars: int | None = None  # ``size``, where it is known
+
+    def packed(self) -> Asked:
+        """What may wait for long, as it came: one character beyond 16 bits makes four bytes of each other of its text,
+        and objects of JSON take ten times what they are written in."""
+        written = orjson.dumps(self.messages) if self.messages else b""  # in sixteen times the room
+        return replace(self, messages=bytes(memoryview(written)), num_chars=self.size,
+                       prompts=[prompt.encode() if isinstance(prompt, str) else prompt for prompt in self.prompts])
+
+    def unpacked(self) -> Asked:
+        """With its prompts as texts."""
+        return replace(self, prompts=[prompt.decode() if isinstance(prompt, bytes) else prompt
+                                      for prompt in self.prompts])
 
     def again(self, seed: int, identity: str) -> Asked:
         """For the very answer that this seed gave, by whose tag that is."""
@@ -525,6 +486,9 @@ class Asked:
     @property
     def size(self) -> int:
         """Characters and token ids."""
+        if self.num_chars is not None:
+            return self.num_chars
+        assert not isinstance(self.messages, bytes)
         begun = 0 if self.begun is None else len(self.begun.tokens)
         words = sum(MESSAGE + len(word) for word in self.options.bad_words)  # each is spelt by itself
         given = sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _num_bytes(self.turn.names)
@@ -537,18 +501,18 @@ class Job:
 
     endpoint: str
     model: str
-    prompts: tuple[tuple[int, ...], ...] = field(repr=False)
+    prompts: tuple[Sequence[int], ...] = field(repr=False)
     max_tokens: tuple[int, ...]  # one a prompt
     options: Options
     vocab_size: int
     continues: bool = False  # the answers go on from the prompts, not a turn of their own
-    begun: tuple[int, ...] = field(default=(), repr=False)  # tokens of the only answer that its client has
+    begun: Sequence[int] = field(default=(), repr=False)  # tokens of the only answer that its client has
     identity: Identity | None = None  # whose answer it is to be; None: anybody's
     shown: tuple[str, ...] = field(default=(), repr=False)  # the prompts as texts, where they are echoed
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def told(self, codec: TextCodec) -> Prompts | None:
-        """What is told of the prompts with the answers; None: nothing."""
+        """The prompts to return with the answers; None: none."""
         options = self.options
         if not options.tells_prompt:
             return None
@@ -557,7 +521,7 @@ class Job:
                        options.prompt_logprobs)
 
     def markups(self, codec: TextCodec) -> list[Markup | Named]:
-        """What tells calls and reasoning apart, one an answer to the only prompt; [] where nobody asks for it."""
+        """A parser of calls and reasoning for each answer to the only prompt; [] if not asked for."""
         options, count = self.options, self.num_answers
         if not options.told_apart(codec.style):
             return []

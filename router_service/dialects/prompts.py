@@ -1,14 +1,14 @@
-"""How prompts are told with their answers: echoed as OpenAI's completions have it, scored as vLLM writes it.
+"""How prompts are returned with their answers: echoed as in OpenAI's completions, scored as in vLLM.
 
 Rules:
 1. The first token of a prompt has no log probability: null.
 2. An echoed text is what the client wrote, where its tokens spell that. Offsets count from its beginning; a token that
    the tokenizer put before it stands at 0.
-3. Of tokens that spell alike, the likeliest is told.
-4. Scores, also of answers, are written ``AT_ONCE`` tokens at a time: a hundred thousand objects that are there
-   together keep the interpreter from everybody else while they are written, and while it looks for garbage.
+3. Of tokens with the same text, only the likeliest is returned.
+4. Scores, also of answers, are written ``AT_ONCE`` tokens at a time: a hundred thousand objects at once would hold the
+   interpreter while they are written, and while it collects garbage.
 
-It knows nothing about models, routes or the network. Many tokens take long: whoever asks does it beside an event loop.
+It knows nothing about models, routes or the network. Many tokens take long, so call it outside of the event loop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Prompts:
     told: int | None = None
 
     def text(self, number: int) -> str:
-        """What stands before the text of answer ``number``."""
+        """The echoed prompt text before the text of answer ``number``."""
         return self.texts[number // self.n] if self.texts else ""
 
     def columns(self, number: int, scores: Sequence[PromptScores],

@@ -4,9 +4,10 @@ Rules:
 1. A request becomes a body of a chat, and is checked as one. Refusals name this API's fields; those within messages
    and tools may have the chat's names.
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
-3. Tools are functions; others are left out and named. Of input items messages, calls, their results and reasoning are
-   known. Reasoning is of the message or the calls behind it: what a template shows of it again is its own affair. It
-   is told a second time as its encrypted content, in which nothing is hidden: some clients send that alone again.
+3. Tools are functions, also those in namespaces: the model gets both names as one. Other tools are left out and named.
+   Known input items are messages, calls, their results and reasoning. Reasoning belongs to the message or calls after
+   it; the template decides whether to show it. It is also returned as "encrypted" content (in plain text), because
+   some clients send back only that.
 4. Turns of one role are one: agents send instructions and what a developer says, then several messages of a user.
 
 It knows nothing about models, routes or the network.
@@ -14,12 +15,12 @@ It knows nothing about models, routes or the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
-from router_service.dialects.fields import Refused, object_of, others, parts_left, result_of, text_of
+from router_service.dialects.fields import Refused, legible, object_of, others, parts_left, result_of, text_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -43,6 +44,7 @@ INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt
 UNSEALED = "unsealed:"  # begins a thought's encrypted content: that of others tells nothing here
 CALL = "call_"  # begins the ids of calls
 TOOL = ("type", "name", "description", "parameters", "strict")  # what is told again of one
+KNOWN = ("function", "namespace")  # types of tools
 MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
 # The chat's fields that are called otherwise here.
 NAMES = MappingProxyType({"tool_choice.allowed_tools": "tool_choice",
@@ -95,10 +97,12 @@ def _messages(at: str, item: Any, unseen: dict[str, bool]) -> Iterator[Json]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
-        yield {"role": role, "content": text_of(f"{at}.content", item.get("content"))}
+        said = item.get("content")
+        yield {"role": role, "content": text_of(
+            f"{at}.content", list(map(legible, said)) if isinstance(said, list) else said)}
     elif kind == "function_call":
         call = {"id": as_written(item.get("call_id"), CALL), "type": "function",
-                "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
+                "function": {"name": _whole_name(item.get("namespace"), item), "arguments": item.get("arguments")}}
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
     elif kind == "function_call_output":
         yield {"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
@@ -120,25 +124,54 @@ def _tools(tools: Any, choice: Any) -> Json:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequest("tools", "must be a list of functions")
     made = [{"type": "function", "function": {
-        "name": tool.get("name"), "description": tool.get("description") or "",
-        "parameters": tool.get("parameters") or {}}} for tool in tools if tool.get("type") == "function"]
+        "name": _whole_name(space, tool), "description": tool.get("description") or "",
+        "parameters": tool.get("parameters") or {}}} for space, tool in _functions(tools)]
     # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
-    theirs: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") != "function"}
+    theirs: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") not in KNOWN}
+    theirs |= {f"tools[].tools[].{tool.get('type')}": True for group in tools for tool in _within(group)
+               if tool.get("type") != "function"}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice["tools"] if isinstance(choice.get("tools"), list) else []
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": [
-            {"type": "function", "function": {"name": tool.get("name")}} for tool in allowed
+            {"type": "function", "function": {"name": _whole_name(tool.get("namespace"), tool)}} for tool in allowed
             if isinstance(tool, dict) and tool.get("type") == "function"]}}
     elif isinstance(choice, dict):
         if not isinstance(choice.get("name"), str):
             raise InvalidRequest("tool_choice", 'must name a function, as in {"type": "function", "name": "..."}')
-        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
+        choice = {"type": choice.get("type"), "function": {"name": _whole_name(choice.get("namespace"), choice)}}
     return {"tools": made, **({"tool_choice": choice} if choice is not None else {}), **theirs}
 
 
+def _functions(tools: Iterable[Json]) -> Iterator[tuple[Any, Json]]:
+    """Those that a model is told of, and the namespace of each; None: none."""
+    for tool in tools:
+        if tool.get("type") == "function":
+            yield None, tool
+        yield from ((tool.get("name"), one) for one in _within(tool) if one.get("type") == "function")
+
+
+def _within(tool: Json) -> list[Json]:
+    """The tools of a namespace."""
+    tools = tool.get("tools") if tool.get("type") == "namespace" else None
+    return [one for one in tools if isinstance(one, dict)] if isinstance(tools, list) else []
+
+
+def _whole_name(space: Any, tool: Json) -> Any:
+    """What a model calls a function, as vLLM has it."""
+    name = tool.get("name")
+    if space is None:
+        return name
+    return f"{space}__{name}" if isinstance(space, str) and isinstance(name, str) else None
+
+
+def _told(tool: Json) -> Json:
+    within = [_told(one) for one in _within(tool) if one.get("type") == "function"]
+    return {name: tool[name] for name in TOOL if name in tool} | ({"tools": within} if within else {})
+
+
 def told_again(asked: Mapping[str, Any]) -> Json:
-    """Of what was asked, what counted, and nothing else: all of a body takes much memory while it waits. Of what this
-    gave it gives the same."""
+    """The fields of a request that its response repeats, and nothing else, because a whole body takes much memory while
+    it waits. Applied to its own result it changes nothing."""
     choice, tools = asked.get("tool_choice") or "auto", asked.get("tools") or []
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice["tools"] if isinstance(choice.get("tools"), list) else []
@@ -147,9 +180,8 @@ def told_again(asked: Mapping[str, Any]) -> Json:
             for tool in allowed if isinstance(tool, dict)]}
     elif isinstance(choice, dict):
         choice = {"type": "function", "name": choice.get("name")}
-    functions = [tool for tool in tools if tool.get("type") == "function"]
     return {"instructions": asked.get("instructions"),
-            "tools": [{name: tool[name] for name in TOOL if name in tool} for tool in functions],
+            "tools": [_told(tool) for tool in tools if tool.get("type") in KNOWN],
             "metadata": asked.get("metadata") or {},
             "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
             "tool_choice": choice,
@@ -166,6 +198,8 @@ class ResponsesReply:
             **told_again(told.asked)}
         self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
         self._sent = 0
+        self._spaces = {_whole_name(space, tool): (space, tool["name"])
+                        for space, tool in _functions(self._head["tools"]) if space is not None}
 
     def opening(self, usage: Usage) -> bytes:
         """The events before any token."""
@@ -176,8 +210,15 @@ class ResponsesReply:
     def told(self, delta: TextDelta) -> bytes:
         """The events of ``delta``; b"" for none."""
         return b"".join(self._event(f"response.{name}", {"output_index": block.index, **fields})
-                        for what, block, text in self._blocks.take(delta)
+                        for what, block, text in self._taken(delta)
                         for name, fields in _steps(what, block, text))
+
+    def _taken(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
+        """With calls as clients name them."""
+        for what, block, text in self._blocks.take(delta):
+            if what == "begin":
+                block.namespace, block.name = self._spaces.get(block.name, ("", block.name))
+            yield what, block, text
 
     def closing(self, usage: Usage, stop: str | None) -> bytes:
         """The last events."""
@@ -194,7 +235,7 @@ class ResponsesReply:
             "response.failed", {"response": failed})
 
     def whole(self, usage: Usage, stop: str | None) -> Json:
-        """What was told, as one object."""
+        """The whole answer as one object."""
         cut = self._blocks.finish == "length"
         return {**self._head, "status": "incomplete" if cut else "completed",
                 "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -236,7 +277,7 @@ def _item(block: Block, open_: bool = False) -> Json:
     status = "in_progress" if open_ else "incomplete" if block.cut else "completed"
     if block.kind == "call":
         return {"type": "function_call", "id": _id(block), "call_id": CALL + block.call_id, "name": block.name,
-                "arguments": text, "status": status}
+                "arguments": text, "status": status, **({"namespace": block.namespace} if block.namespace else {})}
     if block.kind == "text":
         content = [] if open_ else [_part(text)]
         return {"type": "message", "id": _id(block), "role": "assistant", "status": status, "content": content}

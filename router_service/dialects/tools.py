@@ -1,13 +1,14 @@
-"""Tools in a request: what may be called, what that binds an answer to, and how a model is told of it.
+"""Tools in a request: the callable functions, the grammar that they impose on an answer, and their description for the
+model.
 
 Rules:
 1. Only functions are known. Their schemas are bounded with the body that brings them, their number here.
-2. A template that takes no tools is told of them in the system's message, and of calls and results in the words of
-   ``<tool_call>`` and ``<tool_response>``. Results are the user's, and turns of one role are one: many want them to
-   alternate.
-3. A call that has to be made binds the answer to a grammar: the arguments of the one that is named, else a list of
-   calls, also where a JSON schema says what text would be. Where the answer is bound to one and may call, it is either
-   one call or what the schema says.
+2. For a template without tools, the system message describes them, and calls and results are written as ``<tool_call>``
+   and ``<tool_response>``. Results become user turns, and neighbouring turns of one role are joined, because many
+   templates want roles to alternate.
+3. A forced call binds the answer to a grammar: the arguments of the named function, else a list of calls; a JSON schema
+   for the text is then not used. Where calls are only allowed, an answer with a JSON schema is either one call or JSON
+   of that schema.
 
 Format: the OpenAI API's. It knows nothing about what a model answers.
 """
@@ -45,7 +46,7 @@ To call one, answer with its name and arguments in this form and nothing else:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What may be called. ``choice``: "auto", "required", or one of the names (``named``)."""
+    """The functions that may be called. ``choice``: "auto", "required", or one of the names (``named``)."""
 
     tools: tuple[Json, ...] = field(default=(), repr=False)  # as the client wrote them
     choice: str = "auto"
@@ -59,7 +60,7 @@ class ToolUse:
 
     @property
     def whole(self) -> list[Json]:
-        """``tools`` with what a function need not have and some templates read all the same."""
+        """``tools`` with defaults for optional fields, because some templates read them."""
         return [{**tool, "function": {**tool["function"], **{
             name: nothing for name, nothing in LEFT_OUT.items() if tool["function"].get(name) is None}}}
                 for tool in self.tools]
@@ -77,9 +78,9 @@ class ToolUse:
         return _forcing({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs})
 
     def beside(self, field: str, schema: Any) -> tuple[Grammar, Grammar]:
-        """What the JSON ``schema`` of ``field`` lets through, or a call of one of the tools; and the same with any
-        arguments: where nobody asks for a call, a tool's schema that no grammar can be made of is nothing to refuse.
-        Raises InvalidRequest."""
+        """A grammar for JSON of ``schema`` (of ``field``) or one call of a tool; and the same with any arguments, for
+        tools whose schema makes no grammar: as no call is forced, that is no reason to refuse. Raises
+        InvalidRequest."""
         anything = {"additionalProperties": True}
         loose = replace(self, tools=tuple({"function": {"name": name, "parameters": anything}} for name in self.schemas)
                         )._either(field, schema)
@@ -155,7 +156,7 @@ def _closed(schema: Mapping[str, Any]) -> Json:
 
 
 def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
-    """What a body's fields ask for; None: nothing, and the model is told of none. Raises InvalidRequest."""
+    """The tools that a body's fields ask for; None: none, and the prompt has none. Raises InvalidRequest."""
     if tools is None or tools == []:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "needs tools")
@@ -228,8 +229,8 @@ def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Jso
 
 
 def numbered(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """``messages`` with ids of calls as Kimi's models write them: others tell them no function's name, and soon they
-    write no call that can be read."""
+    """``messages`` with call ids as Kimi's models write them. Other ids do not name the function, after which these
+    models write calls that cannot be read."""
     ids, count, found = dict[Any, str](), 0, list[Json]()
     for message in messages:
         calls = []

@@ -1,4 +1,4 @@
-"""Calls of tools, as each family writes them: read piece by piece, and told as soon as they are known.
+"""Tool calls, as each model family writes them: read piece by piece, and passed on as soon as they are known.
 
 Arguments come out as the model wrote them where it wrote JSON, else as JSON made of names and values, each typed by
 the tool's schema. Eight forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, Granite), ``<function=`` in it (Qwen's
@@ -45,8 +45,8 @@ class Call:
 
 
 class Calls:
-    """The calls of one answer's ``text``. ``tools``: names of those that may be called -> their schemas; ``most``:
-    calls that are told; ``tell``: hears of each piece."""
+    """The calls in one answer's ``text``. ``tools``: names of callable functions -> their schemas; ``most``: how many
+    calls to pass on; ``tell``: called with each piece."""
 
     def __init__(self, text: Scanner, tools: Mapping[str, Any], most: int | None, tell: Callable[[Call], None]) -> None:
         self._text = text

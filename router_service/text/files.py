@@ -1,5 +1,5 @@
-"""What the files of a model folder say about text: how tokens are chosen unless a request says so, special tokens as
-plain text, how much a token can say.
+"""What the router reads from a model folder: the sampling defaults, special tokens spelt as plain text, and how many
+characters a token can stand for.
 
 All of it is read once, when a router starts. It knows nothing about requests.
 """
@@ -34,8 +34,8 @@ def literals(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[in
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """What generation_config.json says of fields that a request leaves out, as vLLM and SGLang take it. Raises
-    ModelError."""
+    """The defaults in generation_config.json for sampling fields that a request leaves out, as in vLLM and SGLang.
+    Raises ModelError."""
     path = folder / "generation_config.json"
     said = read_json(path, missing_ok=True)
     found = {name: value for name in DEFAULTS if (value := said.get(name)) is not None}
@@ -50,8 +50,8 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
 
 
 def longest_token(written: Mapping[str, Any], vocab: Iterable[str]) -> int | None:
-    """The characters that one token stands for at most; None where a text may have any length for its tokens, as the
-    tokenizer drops some of it or writes unknown characters as one. ``written``: tokenizer.json."""
+    """The largest number of characters that one token can stand for; None if there is no limit, because the tokenizer
+    drops characters or joins unknown ones into one token. ``written``: tokenizer.json."""
     model, added, spelt = written["model"], written.get("added_tokens") or (), set(vocab)
     if model["type"] == "BPE" and model.get("byte_fallback"):
         complete = spelt.issuperset(f"<0x{byte:02X}>" for byte in range(256))

@@ -1,4 +1,4 @@
-"""The marks of families: what their models write around reasoning and calls of tools, read off chat templates.
+"""The marks of model families: what models write around reasoning and tool calls, found in their chat templates.
 
 It knows nothing about answers.
 """

@@ -1,10 +1,10 @@
-"""What a model writes between its words: reasoning and calls of tools, told apart as the text comes.
+"""Separates reasoning and tool calls from the other text of an answer, while it comes.
 
 Rules:
-1. However a text is cut into pieces, the parts joined are the same; what is told is never taken back.
-2. Nothing that a model writes is an error. What looks like a call and is none becomes content, without its marks; a
-   call that breaks off stays what it was until then.
-3. What a character costs does not grow with the text before it.
+1. The joined parts do not depend on how a text is cut into pieces; a part that was passed on is never taken back.
+2. No output of a model is an error. Text that looks like a call but is none becomes content, without its marks; of a
+   call that breaks off, the part so far is kept.
+3. The cost of a character does not grow with the text before it.
 4. Which marks count is read off the model's chat template. A mark that is a special token shows in the text only here.
 
 It knows nothing about requests or how answers are written.
@@ -128,13 +128,13 @@ class Markup:
         next(self._run)
 
     def push(self, text: str, over: bool = False, cut: bool = False) -> Parts:
-        """What ``text`` adds. ``over``: it is the last; ``cut``: there would be more."""
+        """The parts that ``text`` adds. ``over``: it is the last text; ``cut``: the answer was cut off."""
         self._read(text, over, cut)
         parts, self._parts = self._parts, Parts()
         return parts
 
     def take(self, delta: TextDelta) -> Parts:
-        """What ``delta`` adds. Its tokens of reasoning are counted: those before which, or behind which, it runs."""
+        """The parts that ``delta`` adds. Counts its tokens of reasoning: those before or after which reasoning runs."""
         read = 0
         for token in delta.tokens if self._thoughts is not None else ():
             thought = self._thinks
@@ -271,5 +271,5 @@ class Markup:
 
 
 def finish_of(finish: str, markup: Markup | Named | None) -> str:
-    """Why an answer ended that ``markup`` has told apart; None: nothing has."""
+    """The finish reason of an answer parsed by ``markup`` (None: not parsed)."""
     return "tool_calls" if finish == "stop" and markup is not None and markup.called else finish

@@ -1,7 +1,7 @@
-"""What a chat template leaves out of small conversations, and the rewritings that bring it back.
+"""What a chat template omits from small test conversations, and the rewritings of messages that make it appear.
 
-Each entry of ``REWRITINGS`` tries one omission on a template, beside those that were found before it, and gives the
-rewritings that it calls for. ``told`` renders a conversation, with tools or without; "" is one that is refused, which
+Each entry of ``REWRITINGS`` tests a template for one omission, with the rewritings found so far, and returns the
+rewritings needed. ``told`` renders a conversation, with or without tools; "" means that the template refused it, which
 is no omission.
 """
 
@@ -36,7 +36,7 @@ Told = Callable[[Messages, Mapping[str, Any]], str]
 
 
 def written(told: Told, *roles: str) -> list[str]:
-    """Those of whom the prompt has what they say."""
+    """The messages whose text is in the prompt."""
     said = [(role, f"Hello {i} {role}s") for i, role in enumerate(roles)]
     text = told([{"role": role, "content": words} for role, words in said], {})
     return [role for role, words in said if words in text]

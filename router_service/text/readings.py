@@ -1,7 +1,7 @@
-"""What may be said to a chat template in place of messages that it refuses, or writes in part.
+"""Rewritings of messages that a chat template refuses or writes only in part.
 
-A rewriting takes messages as ``ChatTemplate.render`` has them and gives others. None loses a word of what is said, or
-changes the messages that it is given. It knows nothing of the template: who asks knows what that takes.
+A rewriting takes messages as ``ChatTemplate.render`` does and returns new ones. It loses no text, and does not change
+its input. It knows nothing of the template: the caller tries which rewriting the template takes.
 """
 
 from __future__ import annotations

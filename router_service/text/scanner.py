@@ -3,8 +3,8 @@ readers, generators that wait where they need more.
 
 Rules:
 1. What a character costs does not grow with the text before it.
-2. ``StopStrings`` ends a text where the first stop string is complete, however the text was cut into pieces; the
-   longest one if several end there. Nothing from its start on comes out.
+2. ``StopStrings`` ends a text where the first stop string is complete (the longest, if several end there), however the
+   text is cut into pieces. Text from the start of the stop string on is not passed on.
 
 It knows nothing about tokens, families or calls.
 """
@@ -87,7 +87,7 @@ class StopStrings:
 
 
 class NoCall(Exception):
-    """What was read is none."""
+    """The text that was read is no call."""
 
 
 class Scanner:

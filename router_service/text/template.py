@@ -1,25 +1,23 @@
 """What renders the chat template of a model, in a process of its own: conversations in, prompts out.
 
-A template is a program that comes with the model, and what it costs depends on what it is given. Nothing inside a
-process ends a program in the midst of ``'a' * 10 ** 9``, so it has a process that may be ended.
+A template is a program that comes with the model, and its cost depends on its input. Inside a process nothing can stop
+``'a' * 10 ** 9``, so templates run in a child process that can be killed.
 
 Rules:
 1. Only the template of the model folder is ever rendered, in jinja2's sandbox. A request brings none.
 2. One rendering has ``cpu_s`` of the processor, ``MEMORY`` and ``MAX_RENDERED`` characters. The first ends the process;
    the next rendering starts another one.
-3. A template is tried on small conversations when it is loaded. One that is none, leaves the sandbox or exceeds a limit
-   is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own. One that
-   writes nothing of a text, as those of models that read images, too, is given lists of parts; what else it leaves out
-   is said to it in other words (``omissions``).
+3. A template is tried on small conversations when it is loaded. A ModelError is raised if it is no template, breaks the
+   sandbox or a limit, or its process ends. Messages that the template refuses are no fault. If it omits plain texts (as
+   templates of image models may), it is given lists of parts; other omissions are handled by rewriting (``omissions``).
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
-5. Messages that a template refuses are tried again in other ``readings``, none of which loses a word: clients send
-   several of the system, also in mid-conversation or where a model has no such role, and of a user; the assistant's
-   before any of a user; words beside results of tools; ids of calls as other models write them; several calls at once.
-   The API allows all that, and many templates do not. Some want arguments of calls as text, though others write JSON
-   of what they are given.
-6. Both ends write lines of JSON. The process logs nothing, and ends with its standard input.
+5. Messages that a template refuses are tried again in other ``readings``, none of which loses text. The API allows
+   several system messages (also later, or for a model without that role), several user messages in a row, an assistant
+   message first, text beside tool results, foreign call ids, and several calls at once; many templates do not. Some
+   want arguments of calls as text, others as objects.
+6. Both sides write lines of JSON. The process logs nothing, and ends when its standard input is closed.
 
 It knows nothing about tokenizers, and imports little: it starts in a tenth of a second.
 """
@@ -190,7 +188,7 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def trial(renderer: Renderer) -> None:
-    """What small conversations show of the template. Raises Problem where that is a fault."""
+    """Findings about the template from small test conversations. Raises Problem for a faulty template."""
     for roles in TRIALS:
         try:
             renderer.render([{"role": role, "content": "Hello"} for role in roles])

@@ -3,16 +3,16 @@
 Rules:
 1. The pieces of ``Detokenizer`` joined are the decoded answer: never half a character, special tokens left out. (Where
    a model writes bytes that are no UTF-8, byte-fallback tokenizers decode a run of them to other counts of U+FFFD.)
-2. A raw prompt is its author's in full: special tokens in it are tokens.
-3. What a text costs is bounded before it is paid: no token stands for more than so many characters, so a text that is
-   longer than the room times as many is refused unread. Encoding leaves the interpreter to other threads meanwhile.
+2. In a raw prompt, the text of a special token becomes that token.
+3. The cost of a text is limited before tokenizing: a token stands for at most so many characters, so a text longer than
+   the room times that number is refused. Encoding releases the interpreter lock.
 4. The text, the tokens and the usage of an answer do not depend on how its tokens came in commits: tokens are taken one
    by one, and what a commit holds beyond a stop string is no part of the answer.
-5. The texts of an answer's tokens joined are its text; only an unfinished character at the very end has no token. While
-   a stop string may be growing, tokens are held back; where it is complete, the last token is cut.
-6. A stop string that is complete within the answer's ``min_tokens`` is none.
+5. The joined texts of an answer's tokens are its text; only an unfinished character at the very end has no token. While
+   a stop string may be starting, tokens are held back; once it is complete, the last token's text is cut.
+6. A stop string that is complete within the answer's ``min_tokens`` does not count.
 7. An answer ends with a finish or with an error, never without either. Ending early frees the target at once.
-8. A text that takes longer than a thread's turn becomes tokens in a lane (``Lanes``), so that the event loop goes on.
+8. Long texts are tokenized in another thread (``Lanes``), so that the event loop goes on.
 
 It knows nothing about files (``files`` reads them), how templates are rendered (``template``), HTTP, models, torch or
 who asked.
@@ -51,12 +51,13 @@ MAX_TEXTS = 8 << 21  # characters or token ids of one that wait: a body of 2 MiB
 LARGE_BODY = 1 << 16  # bytes: two milliseconds of the event loop at worst
 PAUSE_S = 0.005  # a token takes several turns of the loop from its target to its client
 Made = TypeVar("Made")
+Messages = Sequence[Mapping[str, Any]] | bytes  # or as JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How a prompt ends: with the beginning of the assistant's turn (``begun``), or in the midst of the last message
-    (``continued``). ``names``: what else the template is given."""
+    """How a prompt ends: with the beginning of the assistant's turn (``begun``), or inside the last message
+    (``continued``). ``names``: further variables for the template."""
 
     begun: bool = True
     continued: bool = False
@@ -82,11 +83,12 @@ class ChatTemplate:
         self.toolless = False  # whether it writes nothing of the tools that it is given
         self.process = self._started()  # another one where it has ended
 
-    def render(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT) -> list[str]:
+    def render(self, messages: Messages, turn: Turn = ASSISTANT) -> list[str]:
         """The prompt in order: plain text, the text of a special token that must not become the token, plain text, and
         so on. Raises InvalidRequest("messages") for messages that the template refuses, or that take more than the
         limits; blocks meanwhile."""
-        asked = json.dumps([messages, turn.begun, turn.continued, turn.names]).encode()
+        given = messages if isinstance(messages, bytes) else json.dumps(messages).encode()
+        asked = b"[%b,%b]" % (given, json.dumps([turn.begun, turn.continued, turn.names]).encode()[1:-1])
         with self._lock:
             if self.process.ended:
                 self.process = self._restarted()
@@ -130,7 +132,7 @@ class TextCodec:
 
     ``stop_token_ids`` end an answer (the model's end-of-text and end-of-turn tokens); ``vocab_size`` is the
     tokenizer's, which may be below the model's. ``specials``: special tokens and their texts; ``marks``: those of them
-    that tell calls and reasoning apart.
+    that mark calls and reasoning.
     """
 
     __slots__ = ("_alphabet", "_bytes", "_literals", "_longest", "_template", "_texts", "_tokenizer", "defaults",
@@ -167,8 +169,7 @@ class TextCodec:
         InvalidRequest("prompt"), also for more tokens than there is ``room`` for."""
         return self._encode([text], "prompt", add_special_tokens, room)[0]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT,
-             room: int | None = None) -> list[int]:
+    def chat(self, messages: Messages, turn: Turn = ASSISTANT, room: int | None = None) -> list[int]:
         """The tokens of a conversation, as ``turn`` has it. Raises InvalidRequest("messages")."""
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; send a prompt to /v1/completions")
@@ -247,7 +248,7 @@ class TextCodec:
 
 
 def too_long(field: str, room: int, length: str) -> InvalidRequest:
-    """A prompt that cannot fit, whatever the answer may have. Agents know it by these words, and shorten their past."""
+    """The error for a prompt that cannot fit. Agents recognise these words, and shorten their history."""
     return InvalidRequest(field, f"the prompt is too long: it has {length}, and this model's maximum context length is "
                           f"{room} tokens; shorten it", "context_length_exceeded")
 
@@ -306,7 +307,7 @@ def _byte_fallback(token: str) -> bytes:
 
 @dataclass(slots=True)
 class Tally:
-    """What an answer took: tokens, rounds of the target, draft nodes verified and accepted."""
+    """An answer's counts: tokens, rounds of the target, verified and accepted draft nodes."""
 
     tokens: int = 0
     rounds: int = 0
@@ -323,8 +324,8 @@ TAIL = 64  # tokens: a character has at most four bytes
 
 
 class Completion:
-    """The text of ``answer``, which ends with a finish or an error, to ``request``, after what it has been answered
-    already. Iterate once; errors of the answer come out of the iteration. ``identity``: whose it is."""
+    """The text of ``answer`` to ``request``, after the part that was answered before. It ends with a finish or an
+    error. Iterate once; the iteration raises the answer's errors. ``identity``: of the model that answers."""
 
     def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
                  identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
@@ -479,10 +480,9 @@ def _whole(parts: Sequence[PromptScores], count: int) -> tuple[PromptScores, ...
 
 
 class Lanes:
-    """Two threads in which texts become tokens and answers are written, so that the event loop goes on. Each works on
-    one text at a time, whatever its clients do: who goes away frees his place when the work that was begun is done. A
-    short text never waits for a long one, and tenants take turns with long ones. Make it anywhere, use it on one event
-    loop."""
+    """Two threads that tokenize texts and write answers, so that the event loop goes on. Each works on one text at a
+    time; a client that leaves frees its place only when the running work is done. A short text never waits for a long
+    one, and tenants take turns with long ones. Create it anywhere, use it on one event loop."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(1, "short-texts")
@@ -491,9 +491,9 @@ class Lanes:
 
     async def run(self, size: int, work: Callable[[], Made], tenant: str = "", at_once: bool = False,
                   patient: bool = False) -> Made:
-        """What ``work`` on a text of that size returns or raises. ``at_once``: it waits for nobody, so a brief
-        text needs no thread. Raises CapacityError for more than ``MAX_TEXTS`` in long ones of a tenant, but not for
-        who is ``patient``: what is paid for, an answer that is only to be written, waits."""
+        """Run ``work`` on a text of that size; returns or raises what it does. ``at_once``: the work never blocks, so a
+        brief text needs no thread. Raises CapacityError beyond ``MAX_TEXTS`` of a tenant's long texts, except for
+        ``patient`` work (a finished answer that is only to be written), which waits."""
         if at_once and size <= BRIEF_TEXT:
             return work()
         loop = asyncio.get_running_loop()
@@ -508,8 +508,8 @@ class Lanes:
         return await self.run(size, work, tenant, at_once=True, patient=True)
 
     async def pause(self, size: int) -> None:
-        """Until a body of so many bytes may be read, which holds the event loop. Whatever follows without a wait
-        belongs to its turn."""
+        """Wait until a body of so many bytes may be parsed, which blocks the event loop. Code after it without an await
+        belongs to the same turn."""
         if size > LARGE_BODY:
             async with self._large:
                 await asyncio.sleep(PAUSE_S)

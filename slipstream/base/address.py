@@ -1,6 +1,6 @@
 """Addresses as people write them, host:port or a service of a cluster, and lists of them.
 
-Rule: what is none is refused where the configuration is read, with an example, before anything listens or dials.
+Rule: a malformed address is refused when the configuration is read, with an example, before anything listens or dials.
 
 It knows nothing about sockets, gRPC or the clients of clusters.
 """

@@ -93,15 +93,15 @@ class ModelSection(Section):
     dtype: Dtype = Field("bfloat16", description="float32 is the exact path on CPU; bfloat16 serves")
     device: str = "cpu"
     engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
-    threads: int = Field(0, ge=0, description="of the model on a CPU; 0: all cores, of which a draft takes half, "
-                         "and all for a lone session of an EAGLE head")
-    kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU with a C++ compiler, "
-                             "and on a GPU with Triton, after a trial; else torch's; native: those on a CPU, after a "
-                             "trial that drafts change no bit, or an error; torch: none of ours, drafts' included")
+    threads: int = Field(0, ge=0, description="CPU threads of the model; 0: all cores (a draft takes half of them, "
+                         "and all for a lone session of an EAGLE head)")
+    kernels: Kernels = Field("auto", description="auto: our own for bfloat16 on a CPU with a C++ compiler, and on a "
+                             "GPU with Triton, if they pass a trial; else torch's; native: our CPU kernels, if a trial "
+                             "shows that drafts change no bit, else an error; torch: only torch's, in drafts too")
     quantize: Quantize = Field("none", description="int8: for kernels of our own on a CPU; fp8: for GPUs (Hopper or "
                                "newer); both may change answers")
-    tensor_parallel: int = Field(1, ge=1, le=16, description="GPUs of one target that share its model, layer by layer; "
-                                 "its heads and intermediate_size must divide by it")
+    tensor_parallel: int = Field(1, ge=1, le=16, description="GPUs among which each layer of a target's model is "
+                                 "cut; its heads and intermediate_size must divide by it")
 
 
 class GrowthSection(Section):
@@ -124,17 +124,17 @@ class DraftSection(Section):
     compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     quantize: Literal["auto", "none", "fp8", "int8"] = Field(
         "auto", description="of the draft model or head, as in model, int8 not for eagle2, mtp, block; auto: int8 for "
-                            "an EAGLE-3 head on kernels of our own, else none; it may cost acceptance, never an answer")
+                            "an EAGLE-3 head on our CPU kernels, else none; may cost acceptance, changes no answer")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     max_sessions: int = Field(256, ge=1)
-    run_ahead: int = Field(0, ge=0, le=1023, description="nodes grown beyond what the target verifies next, while it "
-                                                       "verifies; 0: one growth a commit")
+    run_ahead: int = Field(0, ge=0, le=1023, description="nodes grown ahead, beyond those that the target "
+                                                       "verifies next; 0: one growth a commit")
     growth: GrowthSection = GrowthSection()
 
 
 class PolicySection(Section):
-    """When speculation pays, and when it is given up."""
+    """When speculation pays, and when it stops."""
 
     max_nodes: int = Field(16, ge=0, le=63, description="draft nodes of one session in one step, root not counted; "
                            "0: plain decoding")
@@ -153,13 +153,13 @@ class TargetSection(Section):
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
     slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
     max_context: int = Field(0, ge=0, description="longest prompt plus answer; 0: the model's own limit")
-    shared_cores: bool = Field(False, description="drafts compute on the cores of this target: a tree that is not "
+    shared_cores: bool = Field(False, description="drafts run on this target's cores, so a tree that is not "
                                "worth a wait is not asked for; `slipstream run` sets it on a CPU")
-    prompt_lookup: bool = Field(True, description="what followed the newest tokens earlier in the same text, or what "
-                                "a grammar forces, is verified at once, where that pays more than plain steps and a "
+    prompt_lookup: bool = Field(True, description="verify tokens that followed the newest ones earlier in the "
+                                "same text, or that a grammar forces, where that pays more than plain steps and a "
                                 "drafter's trees")
-    drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop; "
-                           "then another target goes on with them, and where none can this one finishes them")
+    drain_s: float = Field(45.0, ge=0, description="time for running answers to finish when the service is told to "
+                           "stop; then another target goes on with them or, if none can, this one")
     accept_threshold_single: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes a draft "
                                            "token whose probability is at least this")
     accept_threshold_acc: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes draft "
@@ -181,25 +181,26 @@ class RouterSection(Section):
     targets: Peers = Field(("127.0.0.1:8051",), min_length=1,
                            description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
     model_name: str = Field("", description="the name clients use; empty: the target's own")
-    api_keys_file: File = Field("", description="one key a line, then whose it is, as in name=alice; read again when "
+    api_keys_file: File = Field("", description="one key a line, then its tenant, as in name=alice; read again when "
                                 "it changes; empty: no keys")
     max_in_flight: int = Field(128, ge=1, description="answers that run at the same time; twice as many may wait")
     max_wait_s: float = Field(30.0, gt=0, description="a request that would wait longer for its turn is refused at "
-                              "once, with 429 and a time to come back")
+                              "once, with 429 and a time to retry")
     request_timeout_s: float = Field(600.0, gt=0, description="an answer that takes longer ends with an error")
-    drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
-    strict: bool = Field(False, description="refuse fields that nobody knows, instead of naming them in a header")
+    drain_s: float = Field(45.0, ge=0, description="time for running answers to finish when the service is told to "
+                           "stop")
+    strict: bool = Field(False, description="refuse unknown fields, instead of naming them in a header")
 
 
 class TlsSection(Section):
-    """Mutual TLS between the services. A server shows the name that is dialled, pods of a kubernetes:/// address
+    """Mutual TLS between the services. A server's certificate has the dialled name; behind a kubernetes:/// address,
     SERVICE.NAMESPACE.svc."""
 
-    folder: File = Field("", description="with three PEM files: tls.crt and tls.key, what this service shows, as "
-                              "server and as client, and ca.crt, who must have signed what the others show; "
+    folder: File = Field("", description="with three PEM files: tls.crt and tls.key, this service's certificate as "
+                              "server and client, and ca.crt, the authority of the others' certificates; "
                               "empty: plain text")
-    allowed_names: tuple[str, ...] = Field((), description="names (DNS, URI) that clients must show one of; empty: "
-                                                           "whoever the authority signed")
+    allowed_names: tuple[str, ...] = Field((), description="a client's certificate must have one of these names (DNS, "
+                                                           "URI); empty: any that the authority signed")
 
     @model_validator(mode="after")
     def _whole(self) -> TlsSection:

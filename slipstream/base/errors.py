@@ -45,7 +45,8 @@ class QuotaExceeded(CapacityError):
 
 
 class DeviceFull(CapacityError):
-    """The device has no memory for a step. Handled in the target while it can ask for less; else as its base."""
+    """The device has no memory for a step. The target handles it while it can make smaller steps; else it is its base
+    class."""
 
 
 class Draining(SlipstreamError):
@@ -57,11 +58,11 @@ class Unavailable(SlipstreamError):
 
 
 class ModelChanged(SlipstreamError):
-    """The model that began an answer is gone; who asks again is answered by the one that is here now."""
+    """The model that began an answer is gone; a client that asks again gets an answer of the present model."""
 
 
 class CallLost(Unavailable):
-    """A call broke off: its connection may have, or whoever was called. He may be there again at once."""
+    """A call broke off, because its connection or its server did. The server may be reachable again at once."""
 
 
 class RanksLost(Unavailable):
@@ -127,5 +128,6 @@ def status_of(error: BaseException) -> tuple[str, int, str]:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Its kind, and the first line of what it says: for errors of others, which may say anything."""
+    """The error's class and the first line of its message, for errors of other libraries, whose messages may hold
+    anything."""
     return f"{type(error).__name__}: {(str(error).strip() or 'nothing said').splitlines()[0][:300]}"

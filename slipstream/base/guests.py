@@ -1,10 +1,10 @@
-"""Guests: who is connected to a server, and who has to go when there are too many.
+"""Guests: the connections of a server, and which one is closed when there are too many.
 
 Rules:
-1. A guest is idle while the server waits for it, and at work while it waits for the server. It comes idle.
-2. Beyond ``most`` guests, or ``per_address`` of one address, whoever has been idle longest goes: of all, or of that
-   address. A newcomer goes itself where nobody else is idle. Who is at work is never sent away.
-3. Of an IPv6 address the first 64 bits count: whoever has one address of such a network has them all.
+1. A guest is idle while the server waits for it, and at work while it waits for the server. A new guest is idle.
+2. Beyond ``most`` guests, or ``per_address`` of one address, the guest that has been idle longest is closed: of all, or
+   of that address. That is the newcomer itself if no other is idle. A guest at work is never closed.
+3. Of an IPv6 address only the first 64 bits count, because one client usually owns all addresses of such a network.
 
 It knows nothing about sockets.
 """
@@ -20,7 +20,7 @@ G = TypeVar("G")
 
 
 class Guests(Generic[G]):
-    """``end`` is told whom to send away, and why: ``full`` or ``address``."""
+    """``end`` is called with the guest to close and the reason: ``full`` or ``address``."""
 
     def __init__(self, most: int, per_address: int, end: Callable[[G, str], None]) -> None:
         self._most = most
@@ -50,7 +50,7 @@ class Guests(Generic[G]):
             self._send_away(next(iter(self._idle)), "full")
 
     def idle(self, guest: G) -> None:
-        """From now on the server waits for ``guest``; it counts from now also for one that was idle."""
+        """From now on the server waits for ``guest``; a guest that was idle before counts from now, too."""
         if (network := self._networks.get(guest)) is not None:
             for idle in (self._idle, self._idle_at.setdefault(network, OrderedDict())):
                 idle[guest] = None
@@ -62,7 +62,7 @@ class Guests(Generic[G]):
             self._idle_at[network].pop(guest, None)
 
     def leave(self, guest: G) -> None:
-        """It is gone, which may be known already."""
+        """The guest has left; calling this twice is allowed."""
         self.at_work(guest)
         network = self._networks.pop(guest, None)
         if network is None:

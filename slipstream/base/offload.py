@@ -1,4 +1,4 @@
-"""Work of which nobody knows what it costs, in a process of its own that may be ended at any time.
+"""Work whose cost is unknown, in a child process that may be killed at any time.
 
 Rules:
 1. Both ends write lines of JSON. The process answers line by line, logs nothing, and ends with its standard input.
@@ -52,7 +52,7 @@ class Child:
         return self._popen.poll() == -signal.SIGPROF
 
     def ask(self, line: bytes) -> Any:
-        """What it answers; None when it ends instead."""
+        """The child's answer; None when the child ends instead."""
         stdin, stdout = self._popen.stdin, self._popen.stdout
         assert stdin is not None and stdout is not None
         with self._pipes:

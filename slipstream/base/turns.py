@@ -1,13 +1,13 @@
-"""Work that would hold up an event loop, in one thread, for which those who ask take turns.
+"""Work that would block an event loop, in one thread, in which clients take turns.
 
 Rules:
-1. Many things of one hold up another's by one at a time, whatever they cost. What is done in the thread leaves the
-   interpreter to others by itself.
-2. What waits has a size. Of one ``each`` may wait, his share of that while others wait too, and ``most`` of all. One
-   thing of each may wait whatever its share. Who finds no room is refused, and told to come back when those before him
-   will have been served at the pace of the latest one.
-3. Who goes away before his turn is passed over, and nothing of his is kept.
-4. Work that has begun may outlive the event loop that gave it; then nobody hears of its end.
+1. However many items one client has, another client waits for one of them only. Work in the thread must release the
+   interpreter lock by itself.
+2. Waiting work has a size. One client may have ``each`` waiting (its share of ``each`` while others wait too), all
+   together ``most``. One item of each client may always wait. Work beyond that is refused with a time to retry: how
+   long the waiting work would take at the pace of the latest item.
+3. A client that leaves before its turn is skipped, and its work is forgotten.
+4. Work that has begun may outlive its event loop; its result is then dropped.
 
 It knows nothing about the work.
 """

@@ -1,7 +1,7 @@
-"""``value``: a dataclass that nobody changes, for what each session makes anew each round.
+"""``value``: an immutable dataclass, for objects that each session creates in each round.
 
-The type checker refuses to set a field; Python does not look. That is what it is for: in Python 3.11 a frozen dataclass
-takes several times as long to make, and a named tuple's fields take longer to read. In a wheel a value is a class of C
+Only the type checker refuses to set a field; Python does not check. Reason: in Python 3.11 a frozen dataclass takes
+several times as long to create, and a named tuple's fields take longer to read. In a wheel a value is a class of C
 (``build_hook``): it raises TypeError for a field of another type, and ``copy`` and ``pickle`` cannot take it.
 """
 

@@ -1,7 +1,7 @@
 """What this machine has and lacks for Slipstream: a list of checks, each with what to do.
 
 Rules:
-1. A check never raises and changes nothing: what goes wrong is what it found.
+1. A check never raises and changes nothing: an exception becomes its finding.
 2. "fail" keeps the default configuration from running, "warn" makes it slower or narrower.
 
 It belongs to the command line, not to a service, and imports torch only inside its checks.

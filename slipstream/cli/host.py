@@ -3,9 +3,9 @@
 Rules:
 1. Nothing is asked: it works without a terminal, and with input closed.
 2. Ctrl-C (or SIGTERM, or a closed terminal, but under nohup) drains; a second one ends everything at once.
-3. A head that was made for another target is told of before anyone asks: the target judges it by very short answers,
-   as the first rounds of an answer are drafted whatever the policy will think of it. A drafter that is soon right is
-   through with a few of them; an n-gram drafter has nothing to be judged by.
+3. A head that was made for another target is reported at the start: the target judges it by a few very short answers,
+   because the first rounds of an answer are always drafted. A good drafter passes after a few; an n-gram drafter is not
+   judged.
 
 It knows nothing about how services are built or how frames travel.
 """
@@ -187,7 +187,8 @@ def _start(launch: Launch, console: Console) -> None:
 
 
 async def draft_missing(config: Config) -> str:
-    """That the target has no draft, and why where it says so, which ends the wait for one; "" for nothing bad."""
+    """A sentence that the target has no draft, with the reason if it has one (which ends the wait); "" if it has a
+    draft."""
     target, deadline_s = _target_of(config), time.monotonic() + DRAFT_S
     with suppress(SlipstreamError):
         try:
@@ -204,7 +205,7 @@ async def draft_missing(config: Config) -> str:
 
 
 async def pairing_problem(config: Config) -> str:
-    """What the target makes of its drafter after a few questions; "" for nothing bad."""
+    """The target's problem with its drafter after a few questions; "" for none."""
     target, right, deadline_s = _target_of(config), 0, time.monotonic() + CHECK_S
     try:
         for prompt in _beginnings(config):

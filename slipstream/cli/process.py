@@ -3,9 +3,10 @@ addresses, start, readiness, restart, drain.
 
 Rules:
 1. SIGTERM and SIGINT drain; a second one ends at once, and so does one that comes before the service was ready: it has
-   nothing to drain, and loading a large model takes minutes. What is loaded when a service is ready stays to its end,
-   and Python's collector, which stops all threads, is told not to look at it again: that took 70 ms of an idle target.
-2. Every address is tried before the first process starts; a taken one is named with the flag that changes it.
+   nothing to drain, and loading a large model takes minutes. Objects that are loaded when a service is ready stay to
+   its end, so Python's garbage collector, which stops all threads, is told to skip them: scanning them took 70 ms of an
+   idle target.
+2. Every address is tried before the first process starts; the error for a taken one has the flag that changes it.
 3. The services get one configuration, written where their logs go. A terminal's Ctrl-C does not reach them: they are
    drained in order (router, target, draft), so that answers finish before what they need goes away. A launch that is
    killed cannot do that: their standard input ends with it, and they drain by themselves.

@@ -1,1 +1,2 @@
-"""Whether drafting pays, how much and how long to wait: beliefs that were measured, and what follows. Pure."""
+"""Whether drafting pays, how many nodes to draft and how long to wait: measured beliefs and the decisions that follow.
+Pure."""

@@ -1,15 +1,15 @@
-"""Beliefs: what decisions stand on, from what was measured: step costs by rows, acceptance by depth, draft latency,
-what a second is worth, and what exploration may cost.
+"""Beliefs: the measurements that decisions use: step costs by rows, acceptance by depth, draft latency, the value of a
+second, and the budget of exploration.
 
 Rules:
-1. Seconds in, seconds out; no clock. Every belief forgets, so that a changed world is seen.
-2. A round never speaks about a depth that it did not reach: acceptance is censored at the offered depth and at the
+1. Seconds in, seconds out; no clock. Every belief forgets old measurements, so that changes are seen.
+2. A round gives no evidence about depths that it did not reach: acceptance is censored at the offered depth and at the
    first rejection.
 3. One ``Beliefs`` is shared by the sessions of a target, or by the answers of a draft pool.
-4. Where drafts have devices of their own, an exchange costs the session that waits for it; on shared cores, all. Where
-   an engine steps all together, those who wait share what it costs the others to stand.
-5. Whoever tries what should not pay takes it from the ``Purse``, and nowhere else: probes while speculation is off,
-   waits that are tried, plain steps that are measured, sessions that begin with a guess but for the first.
+4. Where drafts have their own devices, an exchange costs only the session that waits for it; on shared cores it costs
+   all sessions. Where an engine steps all sessions together, the waiting sessions share the cost of the others' wait.
+5. All exploration that should not pay is paid from the ``Purse``: probes while speculation is off, tried waits,
+   measured plain steps, and sessions that begin with a guess (except the first ones).
 
 It knows nothing about modes.
 """
@@ -61,26 +61,26 @@ class DraftLatency:
 
     @property
     def mean_s(self) -> float | None:
-        """Of the present load; None: nothing is known."""
+        """The mean at the present load; None: unknown."""
         if self._new:
             self._look_up()
         return self._known.mean_s if self._known is not None else None
 
     def least_s(self, unknown_s: float) -> float:
-        """The best that is known: what made the others dear may be over."""
+        """The lowest that is known: the cause of higher ones may be over."""
         if self._new:
             self._look_up()
         return self._known.least_s if self._known is not None else unknown_s
 
     def usual_s(self, unknown_s: float) -> float:
-        """What all but a few exchanges stay below."""
+        """A bound that all but a few exchanges stay below."""
         if self._new:
             self._look_up()
         return self._known.usual_s if self._known is not None else unknown_s
 
     def toll_s(self, unknown_s: float, wait_s: float, held: float | None = None) -> float:
-        """What an exchange with a wait of ``wait_s`` takes from the others, each of whom could step meanwhile: nothing,
-        where drafts have a device of their own and nobody is ``held`` (None: as many as in the newest step)."""
+        """Seconds that an exchange with a wait of ``wait_s`` takes from other sessions, which could step meanwhile: 0
+        where drafts have their own device and no session is ``held`` (None: as many as in the newest step)."""
         if not self.shared:
             return (self.held if held is None else held) * wait_s
         if self._new:
@@ -131,8 +131,9 @@ TOGETHER = 3  # tried waits in a row, on shared cores: one alone is not believed
 
 
 class Purse:
-    """SHARE of the time of all rounds of one target or draft pool, of the last KEPT_S at most, for each wait of a
-    row. Once it is full it affords whatever is asked: what costs more than it holds is tried rarely, not never."""
+    """The exploration budget of one target or draft pool: it earns SHARE of the time of all rounds, and holds at most
+    SHARE * KEPT_S for each session and each wait of a row of tried waits. A full purse affords any price, so that
+    expensive trials are rare, but possible."""
 
     __slots__ = ("_most_s", "_together", "left_s", "row")
 
@@ -142,7 +143,7 @@ class Purse:
         self.row = self._together = together  # that are still to be made before the next row is saved for
 
     def earn(self, seconds: float, sessions: int = 1) -> None:
-        """A round took so long, beside as many others as ``sessions`` says with it."""
+        """Earn from a round of ``seconds`` in which ``sessions`` sessions ran."""
         # For a whole row of the longest waits, too, or after a slow hour none would ever be tried again.
         left_s, most_s = self.left_s, SHARE * KEPT_S * self._together * (sessions or 1)
         self._most_s = most_s
@@ -151,27 +152,27 @@ class Purse:
             self.left_s = left_s if left_s < most_s else most_s
 
     def pay(self, seconds: float) -> None:
-        """What was lost, or (below 0) given back."""
+        """Take out ``seconds`` that were lost, or (below 0) put them back."""
         self.left_s -= seconds
 
     def affords(self, seconds: float) -> bool:
-        """Whether what loses ``seconds`` can be paid."""
+        """Whether a loss of ``seconds`` can be paid."""
         return self.left_s >= min(seconds, self._most_s)
 
     def affords_wait(self, seconds: float) -> bool:
-        """Whether a tried wait that loses ``seconds`` can be paid, and those that are left of its row."""
+        """Whether all remaining tried waits of the row can be paid, if each loses ``seconds``."""
         return self.affords(self.row * seconds)
 
     def pay_wait(self, seconds: float) -> None:
-        """A tried wait is made. Behind a whole row the next one is saved for anew: what a quiet hour left would all go
-        into the first moments of a full house."""
+        """Pay for a tried wait. After a whole row the purse must fill again, else the savings of a quiet hour would all
+        be spent in the first moments of a busy one."""
         self.pay(seconds)
         self.row -= 1
         if not self.row:
             self.row, self.left_s = self._together, min(self.left_s, 0.0)
 
     def unpay_wait(self, seconds: float) -> None:
-        """It is not made after all."""
+        """Give the money for a tried wait back, because it was not made."""
         self.pay(-seconds)
         self.row = self.row % self._together + 1
 
@@ -364,7 +365,8 @@ class Acceptance:
         return Acceptance(self._per_level, self._levels(DEPTHS)[0])
 
     def observe(self, drafted: int, accepted: int, depth: int) -> None:
-        """Of ``drafted`` nodes, ``depth`` deep at most, ``accepted`` were; nothing drafted says nothing."""
+        """Count a round: ``accepted`` of ``drafted`` nodes, at most ``depth`` deep. A round without drafted nodes is
+        ignored."""
         if drafted < 1:
             return
         if depth < accepted or not 0 < depth <= DEPTHS:
@@ -448,8 +450,8 @@ LED = 4  # sessions drafted for, above which none is grown ahead: others' steps 
 
 
 class Beliefs:
-    """What the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts compute on the
-    cores of their target. ``together``: each step is one of all sessions, so that who waits holds all."""
+    """Measurements that the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts
+    compute on the cores of their target. ``together``: each step is one of all sessions, so that a wait delays all."""
 
     __slots__ = ("_accepted", "_drafted", "_share", "alone", "costs", "latency", "purse", "together", "worth")
 
@@ -466,7 +468,7 @@ class Beliefs:
         self._drafted = 0  # sessions that ask for drafts
 
     def passed(self, earned_s: float, spent_s: float, lookup: bool) -> None:
-        """A round of any session is over. Without prompt lookup it counts as a plain one."""
+        """Count a round of any session. Without prompt lookup it counts as a plain one."""
         self.alone.add(earned_s, spent_s if lookup else earned_s, 0.0, lookup)
         self.worth = max(1.0, self.alone.gain)
 
@@ -488,7 +490,7 @@ class Beliefs:
         self._share += (1.0 - KEEP_LONG) * (drafted - self._share)
 
     def acceptance(self, sampled: bool) -> Acceptance:
-        """As all sessions have seen it."""
+        """The acceptance over all sessions."""
         return self._accepted[sampled]
 
     def asks(self, asks: bool) -> None:

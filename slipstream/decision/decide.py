@@ -1,17 +1,19 @@
-"""Decide: what one round does, as a pure function of what is believed, where the session stands and what it sees.
+"""Decide: what one round does, as a pure function of the shared beliefs, the session's own state and its present
+inputs.
 
 Rules:
-1. An action is worth its expected tokens by its seconds, own ones and those of others who wait for it. In one step with
-   others:  gain = tokens * plain / (plain + worth * ((1 + others) * (verify - plain) + wait + toll)).
-   It is above 1 exactly when more tokens are made than without a drafter: ``worth`` is what else a second would give
-   (``beliefs.alone``), so a draft has to beat prompt lookup, not just plain steps.
+1. An action's value is its expected tokens divided by its seconds: its own, and those of other sessions that wait for
+   it. In one step with others:  gain = tokens * plain / (plain + worth * ((1 + others) * (verify - plain) + wait +
+   toll)). It is above 1 exactly when more tokens are made than without a drafter: ``worth`` is what else a second would
+   give (``beliefs.alone``), so a draft has to beat prompt lookup, not just plain steps.
 2. Each tree is priced as if all of the step had one of its size: what is cheap for one is not for all at once. A chain
-   that the text foretells, which few have, is priced behind those of others; not in an engine that steps ``together``.
-3. A wait is granted while its round reaches ``leave_gain``, or ``enter_gain`` where a drafter has to read the prompt
-   first. One that does not is tried when the purse can pay for what it should lose. Where all stand while one waits,
-   it is granted to as many at once as are worth the time of all; a try is one of all.
-4. Nothing changes here. What a decision spends is said in it, and paid by whoever takes it. It is a value: it holds
-   until the next commit. ``why`` is for people: it goes to traces, spans and logs.
+   of prompt lookup, which few sessions have, is priced after the trees of others; not in an engine that steps
+   ``together``.
+3. A wait is granted if its round reaches ``leave_gain``, or ``enter_gain`` where a drafter has to read the prompt
+   first. Another wait is tried when the purse can pay its expected loss. Where all sessions stop while one waits, it is
+   granted to as many at once as are together worth the time of all; a trial then covers all.
+4. Nothing is changed here. A decision contains what it spends; the caller pays that when it takes the decision. It is a
+   value, valid until the next commit. ``why`` is for people: it goes to traces, spans and logs.
 
 It knows no clock, no drafter and no transition.
 """
@@ -34,7 +36,7 @@ IDLE_TOKENS = 128  # committed since a tree was asked for: on shared cores, to t
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a deployment moves, by ``PolicySection``. Other constants stand where they are used, with their reasons."""
+    """The settings of ``PolicySection``. Other constants are defined where they are used, with their reasons."""
 
     leave_gain: float = 0.98  # a little below 1: beliefs scatter, and to come back costs a probe
     enter_gain: float = 1.05  # above it by more than beliefs scatter, or the mode flaps
@@ -71,7 +73,7 @@ SPECULATE, PLAIN = Mode.SPECULATE, Mode.PLAIN  # an enum looks its members up sl
 
 @value
 class Seen:
-    """What is there when a session decides."""
+    """The inputs of a session's decision."""
 
     others: int = 0  # rows that others bring to the coming step
     followed: bool = False  # a drafter follows
@@ -115,7 +117,7 @@ class Round:
     lookup: bool = False  # the text's own chain was verified: it says nothing about a drafter
 
     def took_s(self, most_s: float) -> float | None:
-        """Seconds of the exchange, at most ``most_s`` where it was given up; None: it tells nothing."""
+        """Seconds of the exchange, at most ``most_s`` where the session stopped waiting; None: not measured."""
         if self.first:
             return None
         if self.exchange_s is not None:
@@ -142,7 +144,7 @@ RECENT = 10  # rounds that the recent gain looks back on, or so
 
 @dataclass(slots=True)
 class Standing:
-    """Where one session stands: what it alone has seen, and what was made of it."""
+    """One session's own measurements and mode."""
 
     mode: Mode
     acceptance: Acceptance
@@ -171,8 +173,8 @@ class Standing:
 
 @value
 class Prices:
-    """Of the coming step. ``steps``: its seconds with 0, 1, 2, … draft nodes, as they count for one of its
-    sessions; ``rows``: sessions that wait for them; ``tokens``: that these get without them."""
+    """Prices of the coming step. ``steps``: its seconds, as they count for one session, with 0, 1, 2, … draft nodes;
+    ``rows``: sessions in the step, which wait for them; ``tokens``: what these get without the nodes."""
 
     steps: Sequence[float]
     rows: int
@@ -215,7 +217,7 @@ class Prices:
 
 def tree_nodes(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules,
                acceptance: Acceptance | None = None) -> int:
-    """Of a tree that is there: what was waited for it is spent. 0: a plain step is better."""
+    """How many nodes of a present tree to verify (the wait for it is already spent). 0: a plain step is better."""
     if rules.whole_trees:
         return standing.most
     plain_s, wait_s, latency = prices.steps[0], standing.recent_wait_s, beliefs.latency
@@ -228,7 +230,7 @@ def tree_nodes(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rule
 
 
 def overloaded(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules) -> bool:
-    """Whether not even a drafter that nobody has seen would pay at this load."""
+    """Whether at this load not even a drafter as good as assumed for an unknown one would pay."""
     return not tree_nodes(prices, beliefs, standing, rules, standing.acceptance.fresh())
 
 
@@ -244,7 +246,7 @@ def exchange_s(beliefs: Beliefs, rules: Rules) -> float:
 
 
 def usual_wait_s(beliefs: Beliefs, rules: Rules) -> float:
-    """What all but a few exchanges stay below, within the limits."""
+    """A wait within which all but a few exchanges end, within the limits."""
     usual_s = beliefs.latency.usual_s(rules.deadline_max_s)
     return min(max(usual_s, rules.deadline_min_s), rules.deadline_max_s)
 

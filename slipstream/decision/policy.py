@@ -10,14 +10,14 @@ nothing is awaited. PLAIN: no draft traffic.
     any -> PLAIN            the drafter is lost, or drafts are forbidden; at once
 
 Rules:
-1. Leaving is a running sum, quick and bounded in seconds: each round adds what it lost against ``leave_gain`` and takes
-   off what it won, down to zero. Above ``PATIENCE`` plain steps, speculation stops.
+1. Leaving follows a running sum, so it is quick and its loss in seconds is bounded: each round adds its loss against
+   ``leave_gain`` or subtracts its gain, down to zero. Above ``PATIENCE`` plain steps, speculation stops.
 2. Coming back is slower: ``PROBE_ROUNDS`` drafted rounds must reach ``enter_gain``, with the seconds that the drafter
    took to catch up repaid within ``REPAY_S``. A probe ends early when it has lost what the purse had for it.
-3. Waits between probes double, up to ``PROBE_MAX_S``. They start anew only after a spell of speculation that won more
-   than leaving can lose; what hovers at the threshold therefore probes ever more rarely.
-4. A probe in which an answering drafter proposed nothing passes: an empty proposal never costs more than its wait.
-5. One wait in vain is enough: until the drafter is heard again, no step waits for it.
+3. Waits between probes double, up to ``PROBE_MAX_S``. They begin short again only after speculation that won more than
+   leaving can lose; so a session near the threshold probes ever more rarely.
+4. A probe passes if the drafter answered but proposed nothing: an empty proposal costs only its wait.
+5. After one wait without an answer, no step waits for the drafter until it answers again.
 
 A target has one for each session. A router has one for each model and draft pool, and feeds it the pieces of all its
 answers, each as one round with its own ``plain_s``. It knows no clock, no session, no drafter, and keeps no logs.
@@ -137,7 +137,7 @@ class SpeculationPolicy:
 
     @property
     def gain(self) -> float:
-        """Of the latest rounds in which drafts were asked for."""
+        """The gain over the latest rounds in which drafts were asked for."""
         return self._at.recent.gain
 
     def decide(self, seen: Seen) -> Decision:
@@ -184,11 +184,11 @@ class SpeculationPolicy:
             self._beliefs.asks(asks)
 
     def alone(self) -> None:
-        """Nobody follows it any more: until somebody does, it asks for no drafts."""
+        """No drafter follows the session any more: until one does, it asks for no drafts."""
         self._asks(False)
 
     def close(self) -> None:
-        """The session is over: it asks for no drafts, and others may spend what it has not."""
+        """The session is over: it asks for no drafts, and its unspent budget is free for others."""
         if self._stands is not None:
             self._take_back(self._stands)
         self._end_probe()
@@ -292,7 +292,7 @@ class SpeculationPolicy:
         return self._leave(now_s, PLAIN, reason)
 
     def drafter_ready(self, now_s: float) -> None:
-        """A drafter is there (again): probe soon, though later each time that it is lost at once."""
+        """A drafter is connected (again): probe soon, but later after each time that it was lost at once."""
         if self._at.mode is not SPECULATE and (self._probe is None or not self._probe.answered):
             self._end_probe()
             if not self._beliefs.latency.shared:  # how long the last one took says nothing about this one

@@ -1,12 +1,12 @@
 """Algorithms that propose trees: the small protocol that every drafter speaks, and the one place that picks among them.
 
 Rules of a drafter:
-1. It is batch-first and declares data, not identity: ``features`` says which target states it reads.
+1. It works on batches, and declares which target states it reads (``features``), not which algorithm it is.
 2. It is a cache of the target's committed tokens. ``open`` (re)sets a session, ``commit`` appends to it, and nothing
    else changes what it believes.
 3. ``grow`` returns one ``Growth`` for each id that it knows, possibly empty, with at most ``budget`` new nodes. It
-   never raises for a session that is late, unknown or over the drafter's context: such a session is left out or grows
-   nothing.
+   never raises for a session that lacks states, is unknown or exceeds the drafter's context: such a session is left out
+   or grows nothing.
 4. Node ids are positive and not used twice while a session is open.
 
 It knows nothing about the network, about verification or about policies. What loads models is imported only for a
@@ -74,12 +74,12 @@ class Drafter(Protocol):
         ...
 
     def read(self, ids: Sequence[int]) -> list[int]:
-        """Compute a part of what sessions are behind by, while there is nothing better to do. Returns those of which
-        more could be computed at once."""
+        """Compute some of the sessions' pending rows in idle time. Returns the sessions of which more could be computed
+        at once."""
         ...
 
     def tree(self, session: int) -> GrowingTree:
-        """Of an open session: what was grown, and what of it the target has."""
+        """The tree of an open session: the grown nodes, and which of them the target has."""
         ...
 
     def close(self, ids: Sequence[int]) -> None:
@@ -102,7 +102,9 @@ def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Dr
     if section.token_map and section.drafter in NO_TOKEN_MAP:
         raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":
-        return NgramDrafter(section.max_sessions)
+        from slipstream.engine.runner import limited_memory
+
+        return NgramDrafter(section.max_sessions, left=lambda: (limited_memory() or (None, None))[0])
     if not section.model and section.drafter != "mtp":
         raise ConfigError(f"draft.model: the drafter {section.drafter} needs a draft model: give its name or folder")
     from slipstream.drafting.loading import load

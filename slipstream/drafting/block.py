@@ -1,11 +1,12 @@
-"""BlockPass: what one pass over a block says of the next tokens of several sessions, and the children that follow.
+"""BlockPass: the predictions of one pass over blocks of several sessions, and the children of nodes that follow from
+them.
 
 Rules:
-1. A block predicts ``reach`` tokens below the newest one at once. Slot k says what stands k tokens below it, whatever
-   stands between: its marginal. A head may also say how what stands right before changes that (``MarkovHead``), and
-   then siblings have children of their own, all from the one pass.
-2. Of a slot only its ``CANDIDATES`` best tokens can become nodes; a bias is computed for those alone. What the others
-   weigh is kept as one number, so that scores stay shares of the whole vocabulary.
+1. A block predicts ``reach`` tokens below the newest one at once. Slot k gives the marginal distribution k tokens below
+   it, whatever the tokens between. A head may also give a bias from the token directly before (``MarkovHead``); then
+   siblings have different children, all from the one pass.
+2. Only a slot's ``CANDIDATES`` best tokens can become nodes; a bias is computed only for those. The probability of the
+   others is kept as one number, so that scores stay shares of the whole vocabulary.
 3. Candidates of sampled sessions are ranked with the shared keyed noise. It depends on the position alone, so a bias is
    added to what has the noise in it already. Penalties count what is committed, not the path within a block.
 4. A markov head adds ``W2 · l`` to a slot's logits. x is a slot's state after the final norm, e = W1[token before].

@@ -1,10 +1,11 @@
 """FreshTrees: the trees of sessions that begin together, as arrays over the sessions until their levels are grown.
 
 Rules:
-1. They are what ``tree.GrowingTree.expand`` makes of the same children, one tree after the other: it is the
-   specification. Trees that begin where the target holds something, or that grow ahead of it, are its alone.
+1. The result equals ``tree.GrowingTree.expand`` on the same children, tree by tree, which is the specification. Trees
+   of which the target holds nodes, or that grow ahead of it, are grown only there.
 2. Nodes of a level stand as its candidates do: those of the frontier's first node first.
-3. A score that is no finite number has another frontier than arrays can have: whoever grows them asks (``expand``).
+3. A score that is not finite makes a frontier that arrays cannot represent: ``expand`` returns which trees are finite,
+   and the caller must check it.
 
 A few trees cost less one by one, in lists: arrays take as long for one as for a hundred (``MANY``).
 

@@ -4,12 +4,12 @@ Rules:
 1. Level by level as ``tree.GrowingTree`` does it with a host between: the ``topk`` best candidates of a level, the
    earlier first among equals, are the rows of the next. Sums are float64 here too, so both choose the same.
 2. What the host knows beforehand is planned beforehand: pending rows once, and all levels at once, whose rows list the
-   whole tree. What it cannot know, the ancestors of each row, is computed where it is needed, as words; nobody sees
-   what no word names, and it holds zeros until it is written.
+   whole tree. What it cannot know, the ancestors of each row, is computed on the device, as ancestor words. Rows do not
+   see slots outside their words, and these hold zeros until they are written.
 3. Sessions are padded, never tensors: a dummy has rows and slots of its own. One call writes every static buffer.
 4. Nothing of a tree waits for the host, so that a graph may hold all of it; one copy brings it back.
 5. Greedy sessions and those whose tokens are drawn have graphs of their own; what is drawn is ranked without filters
-   (``is_narrow``). A session that wants fewer levels gets all of them computed, and is told of its own.
+   (``is_narrow``). For a session that wants fewer levels all are computed, and only its own are returned.
 6. A graph has room for the pending rows that a round leaves. Older ones are a forward of their own before it. Where no
    graph can be replayed, the root's children are all that is grown. What cannot be captured for so many sessions is
    left out for good, with a warning; fewer sessions keep theirs.

@@ -1,4 +1,4 @@
-"""Network: what a small model or a head is to whoever grows trees with it.
+"""Network: the interface of a small model or a head for the code that grows trees.
 
 A network is stateless between forwards but for its KV slots. ``lag`` 0: a row needs its token alone. ``lag`` 1: the
 row of the token at position p also needs the target's state at p - 1, the one from which that token was chosen; below

@@ -2,15 +2,15 @@
 
 Rules:
 1. One ``grow`` first computes pending rows of all its sessions in one forward of at most ``PREFILL_ROWS`` rows, the
-   shortest first; a session that is still behind afterwards grows nothing this time and goes on the next, or by
-   ``read`` before.
+   shortest first. A session that still has pending rows grows nothing this time; it goes on in the next ``grow``, or in
+   a ``read`` before.
 2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``). That is the
    specification. ``Levels`` (CPU kernels of our own in one call, a captured graph on a GPU) grow a whole tree, for
    sessions that begin one and rank its logits as they are, under noise or not, with few pending rows: nothing is
    different but time, and a graph's ranks of filtered sessions (``graph.is_narrow``).
 3. The host chooses each level's rows again from the numbers that came back: its rules (``tree.GrowingTree``) stay the
    only ones. Where others were chosen, the tree ends there, and goes on level by level.
-4. A session for which there are no slots, or no target states, grows nothing: late is never an error.
+4. A session without slots or target states grows nothing; that is no error.
 5. Children are ranked as the target will choose: sampling parameters, path-dependent penalties, the shared keyed noise.
 
 It knows nothing about the network's kind, links or verification.
@@ -55,8 +55,8 @@ class Levels(Protocol):
         ...
 
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
-        """Whether it grows a tree of so many levels beyond the root's children behind so many pending rows. drawn:
-        the noise that they are ranked under."""
+        """Whether it can grow a tree of so many levels below the root's children after so many pending rows. drawn: the
+        noise of the ranks."""
         ...
 
     def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
@@ -67,8 +67,8 @@ class Levels(Protocol):
 
 def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int],
                topk: int, alone: bool = False) -> dict[int, int]:
-    """Grow what can be grown so, of so many levels (the root's children are one) as sessions want; windows have room
-    for them. alone: no other session is drafted for. Returns how many each session got."""
+    """Grow whole trees where possible, with as many levels as sessions want (the root's children count as one); windows
+    have room for them. alone: no other session is drafted for. Returns each session's number of levels."""
     fitting = [c for c in contexts if _fits(backend, c, wanted[c.session], topk)]
     done: dict[int, int] = {}
     for first in range(0, len(fitting), backend.most_sessions):
@@ -135,8 +135,8 @@ def _keep(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -
 
 
 def adopted(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int]:
-    """Make what was grown the trees', as far as they choose the same rows. Returns how many levels each has then, the
-    root's children the first of at most 1 + ``levels``."""
+    """Take the grown nodes over into the trees, as long as the trees' own rules choose the same rows. Returns each
+    tree's number of levels, counting the root's children, at most 1 + ``levels``."""
     found = _adopted_together(trees, grown, levels, topk) if len(trees) >= MANY and all(map(is_fresh, trees)) else None
     if found is not None:
         return found
@@ -229,7 +229,8 @@ class NeuralDrafter:
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:
-        """Take target states of the prompt. What does not fit the spec is passed over: its session grows nothing."""
+        """Take target states of the prompt. States that do not fit the spec are ignored: their session grows
+        nothing."""
         spec = self.features
         if spec is None:
             return

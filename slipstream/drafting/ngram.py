@@ -1,12 +1,14 @@
-"""The drafter without a model: what followed the newest tokens the last times that they stood in this session.
+"""The drafter without a model: it proposes the tokens that followed earlier occurrences of the session's newest tokens.
 
 Rules:
 1. Suffixes of the prompt and the answer are matched, the longest first; continuations of shorter matches are merged in.
-2. The tree grows best first by an estimate of acceptance: a longer match is more to be trusted, and what the first
-   choices of a node are believed to take is not left for the later ones (the escape of PPM, Cleary and Witten 1984).
+2. The tree grows best first by estimated acceptance: a longer match is more reliable, and later choices of a node share
+   only the probability that the first ones leave (the escape of PPM, Cleary and Witten 1984).
 3. A node is expanded only when the target has it, so a second ``grow`` at the same base sends further nodes. Trees are
    those of ``tree.GrowingTree``.
 4. A continuation that reaches the end of the text goes on with its own beginning, as an overlapping copy in LZ77 does.
+5. Texts take the memory that is left and no more: a session for which there is none is refused, as one is for which
+   there is no place. What closed sessions have taken is taken again first.
 
 It knows nothing about sampling: the same tree is right for greedy and sampled requests.
 """
@@ -14,7 +16,7 @@ It knows nothing about sampling: the same tree is right for greedy and sampled r
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import log
 from typing import NamedTuple
@@ -28,6 +30,7 @@ from slipstream.protocol.tree import MAX_NODES
 ORDERS = (2, 4, 8, 16)  # suffixes that are looked up; below the shortest nothing is proposed
 LONGEST = 18  # tokens of a match that are counted, and the depth of a tree
 BREADTH = 4  # children of a node after the shortest match; after the longest there is one
+A_TOKEN, SPARE = 400, 128 << 20  # bytes that a remembered token takes, and of what is left for answers that go on
 KEEP = 1_000_000 // 18  # newest tokens of a session, as many as SGLang's trie of a million nodes holds
 
 
@@ -61,17 +64,20 @@ class NgramDrafter:
     max_nodes = MAX_NODES - 1
     max_context = KEEP
 
-    def __init__(self, max_sessions: int, orders: Sequence[int] = ORDERS) -> None:
-        self._orders = orders
+    def __init__(self, max_sessions: int, orders: Sequence[int] = ORDERS,
+                 left: Callable[[], int | None] = lambda: None) -> None:
+        """left: bytes of memory; None: there is no limit."""
+        self._orders, self._left = orders, left
+        self._most = 0  # tokens that were remembered at the same time
         self._sessions: dict[int, NgramSession] = {}
         self.max_sessions = max_sessions
 
     def open(self, opens: Sequence[Open]) -> list[int]:
-        """Begin sessions (again); returns the ids beyond ``max_sessions``."""
+        """Begin sessions (again); returns the ids beyond ``max_sessions``, or what is left of memory."""
         refused = []
         for message in opens:
-            known = self._sessions.get(message.session)
-            if known is None and len(self._sessions) >= self.max_sessions:
+            known = self._sessions.pop(message.session, None)
+            if len(self._sessions) >= self.max_sessions or not self._fits(min(len(message.tokens), 2 * KEEP)):
                 refused.append(message.session)
                 continue
             index = SuffixIndex(self._orders, LONGEST, KEEP)
@@ -79,6 +85,16 @@ class NgramDrafter:
             tree = GrowingTree(len(message.tokens), next_id=1 if known is None else known.tree.next_id)
             self._sessions[message.session] = NgramSession(index, tree)
         return refused
+
+    def _fits(self, count: int) -> bool:
+        """Whether so many tokens more can be remembered."""
+        whole = count + sum([len(session.index.tokens) for session in self._sessions.values()])
+        if whole > self._most:
+            left = self._left()
+            if left is not None and A_TOKEN * (whole - self._most) > left - SPARE:
+                return False
+            self._most = whole
+        return True
 
     def absorb(self, features: Sequence[Features]) -> None:
         """Nothing: it reads tokens alone."""
@@ -101,7 +117,7 @@ class NgramDrafter:
                 for session_id, budget in zip(ids, budgets, strict=True) if session_id in self._sessions]
 
     def read(self, ids: Sequence[int]) -> list[int]:
-        """Nothing: it has read whatever it was told."""
+        """Nothing to do: it reads tokens at once."""
         return []
 
     def tree(self, session: int) -> GrowingTree:

@@ -1,5 +1,5 @@
-"""Records: what a drafter says of every place of real answers, computed once, so that schedules are compared by
-simulation alone (``slipstream.simulate.replay``).
+"""Records: a drafter's trees at every position of real answers, computed once, so that schedules can be compared by
+simulation (``slipstream.simulate.replay``).
 
 1. The target answers each question plainly and greedily. Trees never change an answer, so that is every schedule's.
 2. At each position of an answer, behind the target's own states, the drafter that serves grows a tree best first, far
@@ -80,7 +80,7 @@ class Recording(NeuralDrafter):
 
 
 def place_of(root: int, tree: GrowingTree) -> Place:
-    """What ``tree`` holds below the token ``root``, but for what is hardly thought of."""
+    """The nodes of ``tree`` below the token ``root``, except very unlikely ones."""
     scores = np.array(tree.scores)
     kept = np.flatnonzero(scores >= LEAST)  # parents of what is kept are kept, too
     numbers = np.zeros(1 + len(scores), np.int64)

@@ -2,11 +2,11 @@
 which tree shape pays for a target and a drafter on this device.
 
 Rules:
-1. The drafter and the engine are those that serve: what is wrong in either shows here.
+1. The drafter and the engine are the ones that serve, so a fault in either shows here.
 2. Every tree is verified whole, greedily or at a temperature with keyed noise, and no policy looks on.
 3. The token that comes with the prompt is no round: nothing could be drafted for it.
-4. A sweep answers one prompt at a time, plain and with all shapes in turns: a slow minute hurts all of them. What
-   counts of times is the median over rounds, so that a hiccup of the machine does not.
+4. A sweep answers one prompt at a time, plain and with each shape in turn, so that a slow minute of the machine affects
+   all of them. Times are medians over rounds, so that single slow rounds do not count.
 5. A shape is judged by acceptance length / (draft + verify + exchange), an estimate: services that draft ahead while
    the target verifies are faster than that.
 

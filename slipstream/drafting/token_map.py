@@ -4,8 +4,8 @@ Rules:
 1. A map is a list of token ids: JSON, or safetensors with one tensor of integers called ``token_map`` or
    ``hot_token_id``. A pickle (``.pt``) is refused with the command that converts it.
 2. Ids are distinct, inside the vocabulary and at least as many as a node may get children.
-3. Logits are those of the kept rows of the lm_head; ids map back through ``Network.vocabulary``. The target chooses
-   from its whole vocabulary all the same: a map costs acceptance, never exactness.
+3. Logits are those of the kept rows of the lm_head; ids map back through ``Network.vocabulary``. The target still
+   chooses from its whole vocabulary: a map costs acceptance, never exactness.
 
 It knows nothing about drafters. Source: FR-Spec, arXiv 2502.14856.
 """

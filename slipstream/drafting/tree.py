@@ -7,8 +7,8 @@ Rules of a growing tree:
 2. The frontier are the nodes whose children come next: the root at first, then the ``width`` best of the newest level.
    Each gets up to ``width`` children; all of them stay proposed (EAGLE-2, arXiv 2406.16858). width = 1: a chain.
 3. Scores are cumulative logs and never rise along a path, so the best n nodes are connected.
-4. It is re-rooted once a commit, as the target re-roots its own. What the target has below the committed tokens stays,
-   under the same ids; a drafter that begins anew there proposes some of it again, which is then not sent again. A tree
+4. It is re-rooted once a commit, as the target re-roots its own. Nodes below the committed tokens that the target has
+   are kept with their ids; a drafter that begins anew there may propose them again, but they are not sent again. A tree
    that grows ahead goes on below a commit instead, where the last committed token was computed.
 5. Ahead of the target the frontier are the ``rows`` best nodes of any level that have no children yet: a forward of
    few rows costs what one row costs, and what the target will ask for next is not known. A score is the chance that
@@ -19,16 +19,16 @@ DraftContext: one session of a drafter with weights: its committed tokens, and w
 
 Rules of a context:
 1. Rows are tokens by position. ``slots`` holds the KV of rows ``start, start + 1, …``; what comes after is pending.
-2. The window: rows from ``start`` on are at most ``window``, the tree included. When they would be more, the older half
-   goes. Without features the kept half is computed again from position 0 on, as if the session had begun there: a
-   model's states depend on all that it saw. With features it is kept as it is: rotary positions matter by their
-   distances only, and KV of a head's first layer depends on a row's own input alone. What further layers, if it has
-   some, remember of rows that are gone they remember in any sliding window.
+2. The window: rows from ``start`` on are at most ``window``, the tree included. Beyond that, the older half is dropped.
+   Without features the kept half is computed again from position 0 on, as if the session had begun there, because a
+   model's states depend on all tokens before. With features it is kept as it is: only distances of rotary positions
+   matter, and the first layer's KV depends only on a row's own input. Further layers keep some influence of dropped
+   rows, as in any sliding window.
 3. With features (lag 1) a row can be computed only when the target's state before it is here. States that are known
-   already are passed over. A gap is bridged by states of zeros, as a row's token alone tells something (the default
-   head without states of a short prompt: acceptance length 1.86, beginning anew 1.77, with all states 1.97); before
-   states behind a gap of more than ``BRIDGE`` rows the context begins anew, so many rows earlier. Rows that read no
-   token (a block's) tell nothing then and are not there; what is computed before the gap stays.
+   already are passed over. In a gap the states are zeros, because a row's token alone also helps (the default head
+   without states of a short prompt: acceptance length 1.86, beginning anew 1.77, with all states 1.97); before states
+   behind a gap of more than ``BRIDGE`` rows the context begins anew, so many rows earlier. Rows that read no token (a
+   block's) tell nothing then and are not there; what is computed before the gap stays.
 4. A commit keeps the KV of drafted tokens that became true (lag 0), and none with features: those rows were computed
    from guessed states and are pending again, with the target's. The newest token stays pending, because its row gives
    the logits to grow from; unless it was drafted, and the tree goes on below it (``tree.GrowingTree``).
@@ -90,7 +90,7 @@ class GrowingTree:
         return MAX_HELD - 1 - self.num_sent
 
     def depth(self) -> int:
-        """Of the deepest node of the frontier; 0 at the root. 0 too when nothing is left to expand."""
+        """The depth of the deepest node of the frontier; 0 at the root, or if there is nothing to expand."""
         return max((self.depths[node] for node in self.frontier if node != ROOT), default=0)
 
     def path(self, node: int) -> list[int]:
@@ -170,8 +170,8 @@ class GrowingTree:
         return (parent, token) in self._held
 
     def aim(self, rows: int = AHEAD) -> None:
-        """From now on it grows ahead of the target: where growth is likely to be needed, not only down the newest
-        level. ``rows``: nodes that are expanded at once, at least AHEAD."""
+        """From now on grow ahead of the target: expand the nodes where growth is most likely needed, not only the
+        newest level. ``rows``: nodes expanded at once, at least AHEAD."""
         self.ahead, self.rows = True, max(AHEAD, rows)
         if not self.begun or not self.tokens:
             return
@@ -197,8 +197,8 @@ class GrowingTree:
                       np.array([max(scores[node], WORST) for node in nodes], np.float32))
 
     def promise(self, count: int) -> float:
-        """Tokens that the ``count`` best nodes that the target has would give, were scores true logarithms of the
-        chance of being accepted."""
+        """Expected accepted tokens of the ``count`` best nodes that the target has, if scores were the true log chances
+        of acceptance."""
         sent = [score for score, number in zip(self.scores, self.ids, strict=True) if number]
         return sum(map(exp, sorted(sent, reverse=True)[:count]))
 

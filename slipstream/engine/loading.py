@@ -12,9 +12,8 @@ It knows nothing about where folders come from (see ``slipstream.models``), sess
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,13 +47,14 @@ from slipstream.engine.native.program import Team
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.trial import Sessions
+from slipstream.models.folder import code_digest
 from slipstream.observe.log import logger
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.tree import DraftTree
 
 CONTEXT, ROWS = 120, 16  # in the trial of rule 3: tokens before the random tree, and its nodes
 ROOT = Path(__file__).parents[1]
-CHOOSING, SOURCES = ("choosing", "engine", "grammar"), (".cpp", ".h", ".py")
+CHOOSING = ("choosing", "engine", "grammar")
 
 
 @fitting("the model")
@@ -106,17 +106,8 @@ def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Iden
     else:
         device = f"{model.device.type} {torch.backends.cpu.get_cpu_capability()}"
     return Identity(weights, str(model.dtype).removeprefix("torch."), section.quantize,
-                    f"slipstream {__version__} {code_digest(ROOT)}, torch {torch.__version__}, {section.engine}, "
-                    f"{model.kernels}, {device}, ranks {section.tensor_parallel}")
-
-
-@cache
-def code_digest(root: Path) -> str:
-    """A hash of the source that computes and chooses tokens: two commits of one release may differ in it."""
-    digest = hashlib.sha256()
-    for path in sorted(path for folder in CHOOSING for path in (root / folder).rglob("*") if path.suffix in SOURCES):
-        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:8]
+                    f"slipstream {__version__} {code_digest(ROOT, CHOOSING)}, torch {torch.__version__}, "
+                    f"{section.engine}, {model.kernels}, {device}, ranks {section.tensor_parallel}")
 
 
 def graphed(model: CausalModel, agreed: Callable[[bool], bool] = bool) -> CausalModel:

@@ -247,7 +247,7 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
 
 
 def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """The base of rotary positions and how they are stretched. Raises ModelError."""
+    """The rotary base (theta) and the scaling of rotary positions. Raises ModelError."""
     said = [_rope(fields, name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)]
     if said and said[0] != said[-1]:
         raise ModelError(f"{fields.where}: rope_scaling: it says other positions than rope_parameters; keep one")

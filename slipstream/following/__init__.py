@@ -14,7 +14,7 @@ An engine calls it on its own thread. Links (``messages.Link``: gRPC, in process
         following.flush()
     following.close(one)
 
-``Chains`` does that for an engine that asks once a step and verifies all it is given.
+``Chains`` does this for an engine that asks once a step and verifies every chain it gets.
 
 It imports no torch, no asyncio, no grpc, no engine: an engine is a caller that may have feature rows to give.
 """

@@ -1,15 +1,14 @@
 """Chains: the sessions of an engine that is not ours. What each step gave in, draft tokens out.
 
 Rules:
-1. ``step`` is called once after each step of the engine, on the engine's thread. It never raises and never waits past
-   the deadline (the policy's), whatever drafts send: what goes wrong is no draft, and one log line for each new
-   problem.
+1. ``step`` is called once after each step of the engine, on the engine's thread. Whatever drafts send, it never raises
+   and never waits past the policy's deadline: an error means no draft tokens, and one log line for each new problem.
 2. What goes wrong in one request ends that request's session alone.
-3. A request that the engine computes from anew (preempted, resumed) is opened anew; one that it does not name any more
-   is closed when the engine says that it is finished.
-4. A step takes from the end of the proposal before to its own end: what the engine's host does in between is part of
-   what a token costs. Before the first request of a batch nobody knows what it did: that step teaches nothing.
-5. What is verified is the engine's affair: a draft can cost time and cannot change a greedy token.
+3. A request that the engine computes again from its start (preempted, resumed) is opened again; one that is missing
+   from a step is closed only when the engine reports it finished.
+4. A step's time runs from the end of the proposal before it to its own end, because the engine's host work between them
+   is part of a token's cost. The first step of a batch is not measured, because that work is not known.
+5. The engine decides what it verifies: a draft can cost time but cannot change a greedy token.
 
 It knows no engine: an adapter turns the engine's batch into ``Row`` values.
 """
@@ -45,7 +44,7 @@ GREEDY = Sampling()
 SWITCH = "slipstream"  # what a request says of drafts stands under it
 PLAIN = "plain"  # there: plain decoding, which tells what steps cost and earns time for probes
 TOLD = 64  # problems that are told, so that one with a number in it does not fill the log
-OVER = 4096  # requests whose end is remembered: what is said of one may come behind it
+OVER = 4096  # requests whose end is remembered, as what is said of one may come behind it; and what was said of others
 
 
 @value
@@ -65,6 +64,7 @@ class Row:
     depth: int | None = None  # of the deepest that this step verified; None: they were a chain
     trace: Any = None  # the traceparent that its drafts continue, if its user gave one
     most: int | None = None  # draft tokens that its next step can verify rightly; None: any
+    over: bool = False  # what was committed ends it: it has no next step, and nobody is asked for one
 
 
 class States(Protocol):
@@ -84,9 +84,9 @@ class States(Protocol):
 
 
 class Changes:
-    """What becomes of the drafts of one engine, in one line each, for whoever reads its log: for each draft that begins
-    or ceases to be of use, not for each request, of which an engine has hundreds. The reason is that of the last
-    request that left it. Who only ended says nothing; drafts that come and go have their lines from the links."""
+    """Log lines about the drafts of one engine: one when a draft begins to be used and one when it is used no more, not
+    one for each request. The reason is that of the last request that left the draft; a request that merely ended gives
+    none. Links log their own connects and losses."""
 
     def __init__(self, log: Any) -> None:
         self._log = log
@@ -138,7 +138,7 @@ class Chains:
         self._problems: set[str] = set()  # that were told
 
     def ended(self, requests: Iterable[str]) -> None:
-        """They are finished: their drafts need not wait for another step to hear of it. Never raises."""
+        """Close finished requests at once, so that their drafts need not wait for the next step. Never raises."""
         try:
             self._end(requests)
             self.following.flush()
@@ -147,17 +147,19 @@ class Chains:
             self._tell("requests are not closed", error)
 
     def look(self) -> None:
-        """Between two steps: what has come is done. An engine with nothing to do makes no step. Never raises."""
+        """Handle what has come between two steps; for an engine without work, which makes no steps. Never raises."""
         try:
             self.following.inbox.drain(until_s=self._clock() + GLANCE_S)
         except Exception as error:
             self._tell("what drafts said is lost", error)
 
     def allow(self, request: str, allowed: bool) -> None:
-        """Whether ``request`` may be drafted for, from the next step on; before it is known too, and for nothing behind
-        its end."""
+        """Set whether ``request`` may be drafted for, from the next step on. May be called before the request is known;
+        has no effect after its end."""
         if request not in self._over:
             self._allowed[request] = allowed
+            if len(self._allowed) > OVER:  # one that another engine of the same target runs never ends here
+                del self._allowed[next(iter(self._allowed))]
         if (one := self._sessions.get(request)) is not None:
             one.allow(allowed, self._clock())
 
@@ -240,7 +242,7 @@ class Chains:
             one = self._sessions.get(row.request)
             if one is not None and one.side.base + len(row.new) == row.length:
                 goes_on[one.session] = row, one
-            else:
+            elif not row.over:
                 opens.add(row.request)
 
         def failed(session: int, error: Exception) -> None:  # rule 2
@@ -252,14 +254,15 @@ class Chains:
             self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value,
                                    record.outcome == LOOKED_UP, record.late))
         if opens or self._states is not None:
-            return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
-        return [self._sessions.get(row.request) if row is not None else None for row in rows]
+            return [self._ready(row, row.request in opens, step) if row is not None and not row.over else None
+                    for row in rows]
+        return [self._sessions.get(row.request) if row is not None and not row.over else None for row in rows]
 
     def _verified(self, row: Row, one: Followed) -> Verified:
         newest = self._states.newest(row.request) if self._states is not None and one.reads else None
         drafted, accepted = row.drafted, len(row.new) - 1
         return Verified(one.session, row.new, drafted, accepted if accepted < drafted else drafted,
-                        drafted if row.depth is None else row.depth, "", newest)
+                        drafted if row.depth is None else row.depth, "stop" if row.over else "", newest)
 
     def _ready(self, row: Row, opens: bool, step: Step) -> Followed | None:
         """Its session, with the states that it lacks."""
@@ -345,8 +348,8 @@ class Chains:
 
 
 def allowed(asked: object) -> bool | None:
-    """What a request says under ``SWITCH``, PLAIN apart: false for no drafts (a server may make 0 of it), true or
-    nothing for drafts as elsewhere. None: neither."""
+    """Whether a request's value of ``SWITCH`` allows drafts: false (or 0) forbids them, true or no value allows them.
+    None: any other value."""
     if asked is None:
         return True
     return bool(asked) if isinstance(asked, int) and asked in (0, 1) else None

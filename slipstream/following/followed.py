@@ -3,13 +3,13 @@
 Rules:
 1. What a round needs is decided once, when the round before is committed (or a drafter joins): ``Followed.decision``
    holds until the next commit.
-2. A drafter that is wanted and not there is looked for at each commit. Where the text itself foretells more than a
-   drafter would in the same time, its chain is verified at once and nobody is asked.
+2. A session without its wanted drafter looks for one at each commit. If prompt lookup promises more tokens than a
+   drafter in the same time, its chain is verified at once and no drafter is asked.
 3. A lost or unwilling drafter costs nothing but speed: another takes over, or the session decodes alone.
-4. Draft latency is learned only from answers to commits that left nothing but the root (``Waiting``): what a drafter
-   says to a target that holds nodes tells how it deepens, not how long an answer takes.
-5. What it stood still counts from its newest commit on; before the first token, from the step that went without it.
-6. A drafter that has the whole text to read is not waited for: plain steps make tokens meanwhile.
+4. Draft latency is learned only from answers to commits that left nothing but the root (``Waiting``): growth for a
+   target that holds nodes does not show how long a whole tree takes.
+5. Waiting time counts from the newest commit on; before the first token, from the step that left the session out.
+6. A session does not wait for a drafter that still has to read the whole text: plain steps make tokens meanwhile.
 
 It belongs to the engine thread.
 """
@@ -57,7 +57,7 @@ class Step:
         return self.began_s + self.seconds
 
     def plain_s(self, costs: StepCosts, looked_up: int) -> float:
-        """What it would have taken without anybody's drafter. ``looked_up``: nodes of the texts' own chains."""
+        """Seconds that the step would have taken without drafters. ``looked_up``: nodes from prompt lookup."""
         return self.seconds * costs.cost(self.rows - self.nodes + looked_up) / costs.cost(self.rows)
 
 
@@ -80,7 +80,7 @@ LOOKED_UP = "prompt_lookup"  # an outcome: the text's own chain was verified
 
 @value
 class RoundRecord:
-    """What became of a round, and why it was as it was."""
+    """A finished round: its numbers, and the reason of its decision."""
 
     drafted: int
     accepted: int
@@ -92,7 +92,7 @@ class RoundRecord:
 
     @property
     def late(self) -> bool:
-        """Whether it stood still in vain."""
+        """Whether the session waited and no growth came in time."""
         return self.outcome == "discarded_late" and self.waited_s > 0.0
 
 
@@ -187,7 +187,7 @@ class Waiting:
         return max(0.0, answered_s - self.committed_s)
 
     def latency(self) -> float | None:
-        """What the newest answer took; told once."""
+        """The latency of the newest answer in seconds; each is returned once."""
         latency_s, self._latency_s = self._latency_s, None
         return latency_s
 
@@ -242,8 +242,8 @@ class Followed:
 
     @property
     def tree(self) -> DraftTree:
-        """What it holds, without nodes that could only stand behind the last token that may be committed: a model may
-        have no position for them."""
+        """The session's tree, without nodes after the last token that may be committed: a model may have no position
+        for them."""
         tree, left = self.side.tree, self.left
         if left >= len(tree.tokens):
             return tree
@@ -275,14 +275,14 @@ class Followed:
         self.waiting.stands(now_s, self.side.base == self.side.prompt_len)
 
     def begin(self, now_s: float, others: int) -> None:
-        """It is computed from now on, beside so many ``others``."""
+        """The session is computed from now on, beside ``others`` other sessions."""
         self.begun = True
         self.decision = self._decide(now_s, others)
         self._follow(now_s, others)
         self._await(now_s)
 
     def pause(self) -> None:
-        """It is not computed for a while."""
+        """The session is not computed for a while."""
         self.begun = False
         self.detach()
 
@@ -311,8 +311,8 @@ class Followed:
             self.decision = self._alone()
 
     def learn(self, verified: Verified, step: Step, now_s: float) -> tuple[RoundRecord, Seen | None]:
-        """What a step that ended at ``now_s`` gave. Returns what became of the round, and what the next one is decided
-        by; None: there is nothing to decide."""
+        """Take the result of a step that ended at ``now_s``. Returns the round's record and the inputs of the next
+        decision; None: there is nothing to decide."""
         tokens, drafted, accepted = verified.tokens, verified.drafted, verified.accepted
         before, waiting, side, link = self.decision, self.waiting, self.side, self.link
         lookup, first_token = before.lookup > 0, side.base == side.prompt_len

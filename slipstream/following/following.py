@@ -1,12 +1,12 @@
-"""Following: the sessions of one target that may be drafted for, and what links tell of them.
+"""Following: the sessions of one target that may be drafted for, and the events of links about them.
 
 Rules:
-1. Its verbs belong to the engine thread; what links tell (``LinkEvents``) waits in the inbox until that thread looks.
-   Whoever has little time says until when: what is left waits for the next look, however fast more of it comes.
-2. It blocks nowhere but in ``wait``, and there never longer than it is told.
-3. What can wait until the drafts have heard of a commit (counters, costs) waits until ``flush``.
-4. What the commits of one step have to say to a link leaves as one frame (``Post``). Commits that ask for nothing wait
-   for one that does, or for each other: a draft that is woken at each step takes time from the next.
+1. Its methods belong to the engine thread; events of links (``LinkEvents``) wait in the inbox until that thread reads
+   it. A caller may set a time limit: the rest waits for the next call, however fast more comes.
+2. It blocks only in ``wait``, and never longer than ``within_s``.
+3. Work that can be done after the drafts have the commit (counters, costs) is done in ``flush``.
+4. All items of one step for a link leave as one frame (``Post``). Commits that ask for no nodes wait for one that does,
+   or for each other, because a draft that wakes at each step takes time from the next step.
 5. What holds for each session alone is ``followed``'s.
 
 It knows nothing about engines, clients or sockets.
@@ -57,7 +57,7 @@ class Events(Protocol):
 
 
 class Inbox:
-    """What other threads tell an engine thread, in order, until it looks: done there, on the thread that drains."""
+    """Events from other threads, in order, handled on the engine thread that drains the inbox."""
 
     __slots__ = ("_clock", "_events", "_stopped")
 
@@ -111,8 +111,8 @@ class Lane:
 
 
 class Post:
-    """What sessions have to say to links that are up. Who stands aside is told as well that its sessions are over. Of
-    rows no more is said at once than a link holds, see ``room``."""
+    """The items of sessions for links that are up. A drafter that stands aside also gets its sessions' Close. Feature
+    rows for one flush are limited by what a link holds, see ``room``."""
 
     __slots__ = ("_due", "_rows", "_said")
 
@@ -268,15 +268,15 @@ class Following:
         return followed
 
     def begin(self, sessions: Iterable[Followed], now_s: float) -> None:
-        """They are computed from now on (again): drafters may follow."""
+        """The sessions are computed from now on (or again): drafters may follow."""
         others = sum(followed.begun for followed in self.sessions.values())
         for followed in sessions:
             followed.begin(now_s, others)
             others += 1
 
     def committed(self, batch: Sequence[Verified], step: Step, failed: Failed | None = None) -> list[RoundRecord]:
-        """What a step gave. Drafters hear of it with the next ``flush``. failed: is told of a session in which
-        something went wrong, which has no record then; without it that is raised."""
+        """Take the results of a step; drafters get them with the next ``flush``. failed: called for a session with an
+        error, which then has no record; without it the error is raised."""
         learned, now_s = list[tuple[Followed, Verified, RoundRecord, Seen | None]](), step.ended_s
         self._step = step
         if self._costs.guessed and not step.nodes:  # it may be the plain step that was due: the next one is not
@@ -319,12 +319,12 @@ class Following:
         return left
 
     def take(self, sessions: Sequence[Followed], within_s: float = 0.0) -> list[DraftTree]:
-        """What each should verify now, after ``wait``."""
+        """Call ``wait``, then return the tree that each session should verify now."""
         self.wait(sessions, within_s)
         return [followed.take(followed.nodes) for followed in sessions]
 
     def wait(self, sessions: Sequence[Followed], within_s: float) -> None:
-        """For growth that is worth it, at most so long; never for nothing, and no longer for much."""
+        """Wait at most ``within_s`` seconds for growth that is worth the wait."""
         began_s = self._clock()
         until_s = began_s + within_s
         self.inbox.drain(until_s=max(until_s, began_s + GLANCE_S))

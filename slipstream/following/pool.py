@@ -1,15 +1,16 @@
 """DraftPool: the drafts of one target.
 
 Rules:
-1. A head whose shapes fit may have been made for another model: it is right no more often than by chance
-   (``Agreement``). That is reported: a loud line once a connection, a gauge, and the problem in its status. One that
-   names no vocabulary (n-gram) has learned none and is not judged.
+1. A head whose shapes fit may have been made for another model: then it is right no more often than by chance
+   (``Agreement``). That is reported by a warning once a connection, a gauge, and ``problem`` in its status. A drafter
+   without a vocabulary (n-gram) was not trained and is not judged.
 2. A drafter that leaves, by its own word or by discovery's, gets no new session.
 3. All drafters that read features share one FeatureSpec: the one that most of them read; of two with as many, the one
-   in use. Others stand aside, with that as their problem, until the majority is theirs; a spec that the engine cannot
-   give is refused by name.
-4. Who takes more than SLOW times as long as another gets a new session only where no other has room, and loses those
-   that gave drafts up for it or had it for FORGET_S. What it took is forgotten as soon: what slowed it may be over.
+   in use. The other drafters are not used (their ``problem`` says so) until they are the majority; a spec that the
+   engine cannot give is refused by name.
+4. A drafter that takes more than SLOW times as long as another gets a new session only where no other has room. It
+   loses sessions that stopped drafting because of it, or that had it for FORGET_S. Its measured time is forgotten after
+   FORGET_S too, because the cause may be over.
 
 It knows nothing about what is said to them, what is drafted, how it is verified, or what a session decides.
 """
@@ -46,8 +47,8 @@ def no_rows(_: FeatureSpec) -> bool:
 
 @dataclass(slots=True)
 class Agreement:
-    """How often the target took one of the tokens that a drafter proposed right below the root. It costs no round of
-    its own: the answers that are made anyway are what is counted."""
+    """How often the target accepted one of the tokens that a drafter proposed directly below the root, counted in
+    ordinary rounds."""
 
     rounds: int = 0
     agreed: int = 0
@@ -61,7 +62,7 @@ class Agreement:
 
     @property
     def at_most(self) -> float:
-        """What the true share stays below with 95 % confidence (Wilson's score interval)."""
+        """An upper bound of the true share, with 95 % confidence (Wilson's score interval)."""
         if not self.rounds:
             return 1.0
         n, z = self.rounds, ONE_SIDED_95

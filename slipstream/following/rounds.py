@@ -1,8 +1,8 @@
-"""What became of a step, as bytes for another process: for whoever serves the answers of an engine that is not ours.
+"""Results of a step as bytes, for the process that serves the answers of another engine.
 
 Rules:
-1. It is told while the step's tokens are on their way, and told once. What is lost is missed by nobody but statistics.
-2. What comes is checked like anything from outside: what cannot be read is nothing.
+1. They are sent once, while the step's tokens are on their way. A loss affects only statistics.
+2. Received bytes are checked like all input from outside: an unreadable message is ignored.
 
 It knows nothing about sockets.
 """

@@ -1,10 +1,10 @@
-"""A grammar compiled by llguidance, with a bound to what that and every later mask may cost.
+"""A grammar compiled by llguidance, with a limit on the cost of the compilation and of each later mask.
 
 Rules:
-1. What is refused is an InvalidRequest for "grammar" with llguidance's own words.
-2. ``_limits`` bound the work of a compilation and of a mask by counts of its steps, never by time: what is refused here
-   is refused everywhere.
-3. A vocabulary ends texts with a token of its own that no model has: what ends an answer is the request's affair.
+1. A refusal is an InvalidRequest for "grammar" with llguidance's message.
+2. ``_limits`` bound a compilation and a mask by their numbers of steps, not by time, so every machine refuses the same
+   grammars.
+3. The vocabulary has an end token that no model has, because the request decides which tokens end an answer.
 
 It knows nothing about requests or trees.
 """
@@ -24,6 +24,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
+from slipstream.grammar.conditions import by_value
 from slipstream.grammar.exclusive import any_of, meant
 from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.grammar.patterns import NARROWER, OF_FORMATS, without_lookaheads
@@ -40,6 +41,8 @@ MOST_WRITTEN = 1 << 16  # bytes of values of names that are listed
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 OF_A_URI = "#/?!$&'()*+,;=:@%"
 INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
+LEAVES = frozenset({"pattern", "multipleOf"})
+OF_A_LEAF = frozenset({*LEAVES, *BOUNDS, "type", "format", "minLength", "maxLength"})
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
 # Those that JSON Schema has: any other one is a note for readers, and binds nobody.
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4",
@@ -49,6 +52,8 @@ FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-emai
 DAYS = ("^([0-9]{4}-(0[13-9]|1[0-2])-|[0-9]{4}-02-([01][0-9]|2[0-8])|"
         "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)")
 EXACTLY = {"date": DAYS, "time": "^[^:]*:[^:]*:[0-5]", "date-time": f"{DAYS}[^:]*:[^:]*:[0-5]"}
+# Of times, which lets no offset through, as Zod's does not: the format demands one.
+NO_OFFSET = re.compile(r"(?!.*(\[[+-]|[+-]\]))\^(\\[d.]|[\d\[\](){}|?:,*+-])+\$", re.ASCII)
 NOTES = {"deprecated": bool, "discriminator": dict, "nullable": bool}
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 END = "<|end of what a grammar allows|>"
@@ -100,9 +105,10 @@ class Vocabulary:
 
 def _limits(said: int) -> LLParserLimits:
     """Of an answer of so many tokens."""
-    # Measured: a schema of 200 properties has 807 items in a row, and nothing common a tenth of the others. What is
-    # ambiguous without end takes 15 ms for the mask that breaks the limit.
-    return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_lexer_fuel=50_000,
+    # Measured: a schema of 200 properties has 807 items in a row. What is ambiguous without end takes 20 ms for the
+    # mask that breaks the limit; a quarter of the step's fuel is too little for an address (^[^\s@]+@[^\s@]+\.[^\s@]+$)
+    # of at most 320 characters.
+    return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=300_000, step_lexer_fuel=200_000,
                           step_max_items=3000, max_lexer_states=STATES + MORE * said, max_grammar_size=50_000,
                           verbose_errors=False)
 
@@ -156,17 +162,39 @@ def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
 def restate(schema: dict[str, Any]) -> bool:
     """Write ``schema`` so that llguidance knows it, where that means the same, and without what it refuses although it
     binds nobody. Returns whether there was any."""
-    changed = False
+    changed, parts = False, [*_parts(schema)]
+    alone = not any("$id" in part for part in parts[1:])  # what refers to itself there is another
+    for part in parts if alone else ():
+        changed = by_value(schema, part) or changed
     for part in _parts(schema):
         changed = by_properties(part) or changed
     changed = any_of(schema, _parts(schema)) or changed
     for part in _parts(schema):
         changed = _reworded(part) or changed
+    for part in _parts(schema):
+        if alone and "$ref" in part and meant(schema, part).get("enum") == []:  # for which llguidance refuses all
+            del part["$ref"]
+            part["enum"], changed = [], True
     notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
     for part, name in notes:
         del part[name]
     named = [_named(schema, part) for part in reversed([*_parts(schema)])]
     return changed or bool(notes) or any(named)
+
+
+def leaves(grammar: Grammar) -> list[tuple[str, Grammar]]:
+    """What of a schema may cost much wherever an answer comes to it, by itself, and its name."""
+    found: dict[str, str] = {}
+    for part in _parts(json.loads(grammar.source)) if grammar.kind == "json_schema" else ():
+        if isinstance(names := part.get("patternProperties"), dict):
+            closed = part.get("additionalProperties") is False
+            alone: dict[str, Any] = {"type": "object", "patternProperties": dict.fromkeys(names, True),
+                                     "additionalProperties": not closed}
+            found[json.dumps(alone)] = f"patternProperties {', '.join(names)}"
+        for name in LEAVES & part.keys():
+            alone = {key: part[key] for key in OF_A_LEAF & part.keys()}
+            found[json.dumps(alone)] = f"{name} {part[name]}"
+    return [(what, Grammar("json_schema", source)) for source, what in found.items()]
 
 
 def _named(whole: dict[str, Any], part: dict[str, Any]) -> bool:
@@ -203,7 +231,7 @@ def _reworded(part: dict[str, Any]) -> bool:
         part["format"], changed = NARROWER[form], True
     if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
         part["pattern"], changed = EXACTLY[form], True
-    elif form == "time" and isinstance(part.get("pattern"), str):  # Zod's has no offset, which the format demands
+    elif form == "time" and isinstance(part.get("pattern"), str) and NO_OFFSET.fullmatch(part["pattern"]):
         del part["format"]
         changed = True
     if isinstance(pattern := part.get("pattern"), str) and pattern != (said := without_lookaheads(pattern)):

@@ -5,7 +5,7 @@ Rules:
    require with other values, or that one requires and the other forbids.
 2. A property that a ``discriminator`` names is required then, whatever default it has: without it nobody knows which
    alternative is meant, and Pydantic refuses the answer.
-3. What cannot be seen here stays as it is, and llguidance has its say.
+3. A ``oneOf`` that cannot be shown to be exclusive stays as it is, and llguidance accepts or refuses it.
 
 It knows nothing about llguidance or grammars.
 """
@@ -60,6 +60,8 @@ def _mark(whole: Schema, part: Schema, said: Iterable[Schema]) -> tuple[str, ...
 def meant(whole: Schema, part: Any) -> Schema:
     """What ``part`` refers to, or itself; {}: nobody knows."""
     for _ in range(DEEP):
+        if part is False:
+            return {"enum": []}
         if not isinstance(part, dict):
             return {}
         if "$ref" not in part:

@@ -4,23 +4,24 @@ Rules:
 1. What is allowed at a node depends on the answer and the node's path alone. Each node of a tree has a matcher of its
    own, copied from its parent's (microseconds): behind tokens that were rolled back, llguidance's masks can be wrong
    where a token closes several rules of a recursive grammar.
-2. A stop token is allowed where the answer could be over and has its ``min_tokens``; and wherever nothing else is
-   allowed, as a grammar cannot say more than it has.
-3. When a grammar has nothing more to say the answer has ended, with or without a stop token.
-4. llguidance counts what it has built for a grammar, and a matcher that exceeds a limit says no more. It begins afresh
-   then, from the answer's tokens alone, ``RESTARTS`` times, and once more for each ``WORTH`` tokens; and the more of
-   them there are the more it may build: what counts its characters (maxLength) builds for each. Drafts make it build
-   more than plain decoding does: what breaks when they had a part in it is counted apart, and after as many of these
-   no tree is visited any more. So no draft ends an answer. For the same reason no two answers share what was built.
+2. A stop token is allowed where the answer could end and has its ``min_tokens``; and wherever no other token is
+   allowed.
+3. When a grammar allows no more text the answer ends, with or without a stop token.
+4. llguidance limits the states that it builds for a grammar; beyond the limit a matcher gives no more masks. Then a new
+   matcher starts from the answer's tokens, ``RESTARTS`` times, and once more for each ``WORTH`` tokens. The limit grows
+   with the answer, because maxLength builds states for each character. Drafts cause more states than plain decoding, so
+   failures after drafts are counted apart; after as many of these, trees are not followed any more. So no draft can end
+   an answer. For the same reason no two answers share states. A grammar with too many readings is
+   not started again: it would fail again, after seconds.
 5. A grammar that counts tokens (Lark's ``max_tokens``, ``stop``) cannot be rolled back, and what it allows depends on
    which masks were computed before. No tree is visited for it, and each token that it consumes, now or again, has a
    mask computed before.
-6. What is forced can be long, and asking for it takes as long: it is asked for again when all of it has come, and never
-   again once ``UNSAID`` tokens of it were spelt otherwise.
-7. A tokenizer may have more tokens than its model: those are neither allowed nor told. A model may have more than its
-   tokenizer: llguidance breaks at one of those, so no tree is followed there.
-8. The text of a special token, where a grammar leaves no choice but that, is spelt as text: llguidance would force the
-   token itself, by which the grammar does not go on. A grammar that names the token has it.
+6. Forced text can be long, and finding it takes time: it is asked for again only after all of it has come, and never
+   again once ``UNSAID`` of its tokens came in another spelling.
+7. A tokenizer may have more tokens than its model: these are never allowed. A model may have more than its tokenizer:
+   llguidance fails at such a token, so no tree is followed there.
+8. Where a grammar forces the text of a special token, ordinary tokens spell it: llguidance would force the special
+   token itself, after which the grammar cannot go on. A grammar that names the special token gets it.
 
 It knows nothing about logits, engines or requests.
 """
@@ -39,6 +40,7 @@ from slipstream.protocol.tree import DraftTree
 AT_ONCE = 64  # forced tokens that are told
 UNSAID = 1024
 RESTARTS, WORTH = 3, 1024  # of one answer, and one more for each so many tokens: each costs a compilation
+AMBIGUOUS = "Too many items"  # llguidance's words where a text has more readings than a step may look at
 REPLAYED = 128  # tokens of an answer that are consumed before the next mask: each gives what a lexer may spend anew
 ALL = np.uint32(0xFFFFFFFF)
 Masks = NDArray[np.uint32]  # [N, W]: bit i of word w is token 32 * w + i
@@ -175,8 +177,10 @@ class Matcher:
             if here.try_consume_tokens([tokens[node]]):
                 yield node, level
                 waiting += [(child, level + 1, here) for child in below.get(node, ())]
-        broke, self._matcher = self._matcher.is_error(), own
-        if broke:
+        problem, self._matcher = self.problem, own
+        if AMBIGUOUS in problem:  # the draft's place is, and what was built for it is its own
+            self._broken += 1
+        elif problem:
             self._restart()
 
     def _fill(self, mask: Masks, level: int) -> bool:
@@ -227,6 +231,8 @@ class Matcher:
 
     def _restart(self) -> bool:
         """Stand behind the answer with nothing built but what that needs. False: it may not, or cannot."""
+        if AMBIGUOUS in self.problem:  # and would be so again, behind a second of work
+            return False
         if self._visited:
             self._broken += 1
         elif self._restarts < self._most:

@@ -1,11 +1,12 @@
-r"""Patterns with lookaheads that libraries write of types of theirs, said without: llguidance has none. And formats of
-JSON Schema that it does not know, said as patterns.
+r"""Replaces patterns with lookaheads, which libraries write for their types, by patterns without: llguidance has no
+lookaheads. And formats of JSON Schema that llguidance does not know, as patterns.
 
 Rules:
-1. What is said instead lets nothing through that the pattern does not. Of Zod's it is the same; of Pydantic's decimals
-   those that begin with a digit, and a number that is split where it may be.
-2. A pattern that is not known stays as it is, and llguidance has its say.
-3. Of a URI's hosts those are said that have a name or an IPv4 address, and nobody's user name before it.
+1. A replacement matches no text that the original does not. For Zod's patterns it matches the same; for Pydantic's
+   decimals it may match less: a number must begin with a digit, and some splits before and after the point are left
+   out.
+2. An unknown pattern stays as it is, and llguidance accepts or refuses it.
+3. A URI's host is a name or an IPv4 address, without a user name before it.
 
 It knows nothing about schemas.
 """
@@ -46,7 +47,7 @@ NARROWER = {"idn-email": "email", "idn-hostname": "hostname"}
 
 
 def without_lookaheads(pattern: str) -> str:
-    """The same, or stricter; ``pattern`` itself where nobody knows how."""
+    """An equal or stricter pattern without lookaheads; ``pattern`` itself if it is not a known one."""
     if (known := KNOWN.get(pattern)) is not None:
         return known
     for form, said in DECIMALS:

@@ -1,8 +1,8 @@
-"""Which names an object has, said by ``properties`` and ``anyOf``: llguidance knows no ``not``, no dependencies, and
-of ``oneOf`` only what excludes each other.
+"""Rewrites rules about the presence of an object's names with ``properties`` and ``anyOf``: llguidance knows no
+``not``, no dependencies, and ``oneOf`` only with exclusive alternatives.
 
 Rules:
-1. What is said instead means the same. Of ``not`` and ``oneOf`` those are known here that speak of ``required`` alone.
+1. The result means the same. Only those ``not`` and ``oneOf`` are rewritten that contain ``required`` alone.
 2. Whatever is no object has all names that ``required`` lists, as JSON Schema sees it: where that is forbidden, it is
    forbidden, too.
 3. Each dependency doubles the ways, so there are few of them.

@@ -5,21 +5,22 @@ one another thousands deep exceed a thread's stack, which ends the process.
 
 Rules:
 1. A trial is what the target does with a grammar: it is compiled with the model's own tokens, and followed for
-   ``STEPS`` tokens. Each has a fork of the process, ``CPU_S`` of the processor and a part of the usual stack. A target
-   allows ``AGAIN_S``: what just passed at a router passes there.
+   ``STEPS`` tokens; and so is each pattern of a schema alone, until ``LEAVES_S`` are over: an answer would end with an
+   error where it comes to one that costs too much. Each trial has a fork of the process, ``CPU_S`` of the processor and
+   a part of the usual stack. A target allows ``AGAIN_S``: what just passed at a router passes there.
 2. Whatever ends a trial is a refusal of that grammar; the process with the tokens lives on.
-3. The process is started by the first grammar, or before (``warm``), as that takes a second, and again where it has
-   ended. A service waits for it before it takes requests: beside the first answers it would slow their steps, and what
-   is believed of steps.
+3. The process is started by the first grammar, or before (``warm``), because that takes a second, and again if it has
+   ended. A service waits for it before it takes requests, because its start would slow the first answers' steps and
+   falsify the measured step costs.
 4. Beside an event loop grammars are tried and compiled in one thread, and namespaces take turns: many grammars of one
    hold up another's by one at a time. At a router ``MAX_EACH`` of a namespace may wait, its share of that while others
    wait too, and ``MAX_WAITING`` of all: who finds no room is refused. A target has a bound for all answers that wait,
-   of which one request may bring many. Who goes away before his turn is passed over.
-   A target compiles a grammar in the turn in which it tried it: who asks it may be no router.
-5. Every answer has a compilation of its own: what llguidance builds while an answer goes on counts against a limit, and
-   an answer must not end early because of another one's.
-6. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody what others
-   asked for. What took too much is not: it may have been a slow moment.
+   of which one request may bring many. A client that leaves before its turn is skipped. A target compiles a grammar in
+   the turn in which it tried it: who asks it may be no router.
+5. Every answer has its own compilation: states that llguidance builds during an answer count against a limit, and an
+   answer must not end early because of another's states.
+6. Results are remembered by the grammar's digest, for each namespace apart, so that the time of a trial does not reveal
+   what others asked for. A trial that took too long is not remembered: it may have been a slow moment.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,7 +46,7 @@ from tokenizers import Tokenizer
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child, bounded
 from slipstream.base.turns import Turns
-from slipstream.grammar.compiling import Vocabulary
+from slipstream.grammar.compiling import MAX_WORDS, Vocabulary, leaves
 from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.protocol.requests import Request
@@ -54,7 +56,8 @@ CPU_S = 0.06  # of one trial: common grammars take a tenth of it; a refusal is t
 AGAIN_S = 2 * CPU_S
 MEMORY = 1 << 30  # bytes that the process may map
 STACK = 2 << 20  # bytes: a thread that answers has four times as much
-STEPS = 8
+STEPS, LEAF_STEPS = 8, 4
+LEAVES_S = CPU_S / 2
 WARM_S = 30.0
 REMEMBERED = 512
 MAX_EACH, MAX_WAITING = 64, 256
@@ -187,19 +190,32 @@ def _digest(grammar: Grammar, namespace: str) -> bytes:
 
 def tried(vocabulary: Vocabulary, grammar: Grammar) -> str:
     """Why ``grammar`` is refused; "" where it is not."""
+    began_s = time.thread_time()
     try:
         matcher = vocabulary.compile(grammar, Ends((0,)))
     except InvalidRequest as error:
         return error.message
+    if not _goes_on(matcher, STEPS):
+        return TOO_MUCH
+    for what, leaf in leaves(grammar):
+        if time.thread_time() - began_s > LEAVES_S:
+            break
+        with suppress(InvalidRequest):  # what it is beside others has its say above
+            if not _goes_on(vocabulary.compile(leaf, Ends((0,))), LEAF_STEPS):
+                return f"cannot be followed: {what[:MAX_WORDS]} takes more work than a token may"
+    return ""
+
+
+def _goes_on(matcher: Matcher, steps: int) -> bool:
     root, rng = DraftTree.root_only(1, 0), np.random.default_rng(0)
-    for _ in range(STEPS):
+    for _ in range(steps):
         masks, known = matcher.masks(root)
         if not known:
-            return TOO_MUCH
+            return False
         allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
         if not matcher.commit([int(rng.choice(allowed))]) or matcher.ended:
             break
-    return ""
+    return True
 
 
 def _apart(vocabulary: Vocabulary, grammar: Grammar, cpu_s: float) -> str:

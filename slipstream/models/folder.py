@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,6 +53,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of a Git LFS pointer, left in place of a file
 # The files of a model folder that its answers depend on. Only other engines read pickles.
 ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
+SOURCES = (".cpp", ".h", ".py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +323,16 @@ def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
         raise ModelError(f"{folder}: cannot be read: {error}") from error
     return hashlib.sha256(repr([(path.name, digest) for path, digest in zip(files, digests, strict=True)]).encode()
                           ).hexdigest()
+
+
+@cache
+def code_digest(root: Path, folders: tuple[str, ...]) -> str:
+    """A hash (8 hex digits) of the source in ``folders`` of ``root``, which compute and choose tokens: two commits
+    of one release may differ in them."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SOURCES):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def made_for(folder: Path) -> str:

@@ -1,1 +1,1 @@
-"""What is told of a running system: metrics, spans, traces, logs."""
+"""Observing a running system: metrics, spans, traces, logs."""

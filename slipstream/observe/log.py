@@ -2,8 +2,8 @@
 
 Rules:
 1. INFO is for life-cycle and changes of mode; nothing is logged for every request or round above DEBUG.
-2. What a user wrote or got, and what opens doors, is refused by key: the value is replaced, so that the mistake shows
-   and the secret does not. Log ids and lengths instead.
+2. Users' texts and secrets must not be logged: values of such keys are replaced, so that the mistake shows and the
+   secret does not. Log ids and lengths instead.
 3. A log that cannot be written (a full disk, a pipe that nobody reads any more) costs its lines, never an answer.
 
 It knows nothing about services. The configuration of structlog is one for the process, so only a composition root

@@ -6,10 +6,10 @@ Rules:
    Tenants are named by the operator, and so many have series of their own.
 3. Methods take plain values and never fail for a value that the service may meet.
 4. Each object has its own registry: several services live in one process without sharing series.
-5. What is counted begins at 0, not with its first event: ``increase`` does not see an event that makes its series.
-   Gauges begin when they are set, as 0 would be a claim.
+5. Counters begin at 0, not with their first event, because ``increase`` does not see an event that creates its series.
+   Gauges begin when they are set, because 0 could be false.
 6. A name has one meaning on all services.
-7. ``scope`` of a mode tells who decides: pool, a router for all answers of a model's drafts; session, a target for one.
+7. ``scope`` of a mode is its decider: pool, a router for all answers of a draft pool; session, a target for one answer.
 
 The only importer of prometheus_client. It knows nothing about sessions, trees or sockets of the services.
 """
@@ -75,7 +75,7 @@ class Tally(Collector):
         self._lock = threading.Lock()
 
     def add(self, number: int, times: int) -> None:
-        """It was seen so many times more. From any thread."""
+        """Count ``number`` as seen ``times`` more times. From any thread."""
         with self._lock:
             self._times[number] += times
 
@@ -136,7 +136,7 @@ class Registry:
         return metric
 
     def tell(self, families: Collection[str]) -> Counts:
-        """What is counted of ``families``, for another process of the same service (``hear``)."""
+        """The values of ``families``, for another process of the same service (``hear``)."""
         self.settle()
         return [(family.name, [(sample.name, sample.labels, sample.value) for sample in family.samples])
                 for family in self._collectors.collect() if family.name in families]
@@ -335,7 +335,7 @@ class RouterMetrics:
         self._ready.of().set(ready)
 
     def connections(self, idle: Callable[[], int], at_work: Callable[[], int]) -> None:
-        """Asked when metrics are read."""
+        """Set the functions that give the numbers when metrics are read."""
         self._connections.of("idle").set_function(idle)
         self._connections.of("at_work").set_function(at_work)
 

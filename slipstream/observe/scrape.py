@@ -4,7 +4,8 @@ Rules:
 1. It runs in a thread of its own: neither a full event loop nor a long step delays a probe.
 2. Nothing but these three pages is answered, to GET alone, one for each connection. A client that dawdles is dropped
    after ten seconds.
-3. Beyond ``MOST`` connections, or ``MOST_EACH`` of one address, the oldest goes: whoever comes and asks is answered.
+3. Beyond ``MOST`` connections, or ``MOST_EACH`` of one address, the oldest is closed, so that a new request is always
+   answered.
 
 It knows nothing about what is measured or what ready means.
 """

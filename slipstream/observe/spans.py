@@ -1,7 +1,7 @@
-"""Spans: what one request met on its way, followed from the router through the target to the drafts.
+"""Spans: the events of one request, from the router through the target to the drafts.
 
 Rules:
-1. Off unless ``log.spans`` names a collector: whoever would begin one has None in its place. OpenTelemetry (the extra
+1. Off unless ``log.spans`` names a collector: callers then have None instead of a span. OpenTelemetry (the extra
    ``otel``) is imported only then.
 2. A span's ``parent`` text (W3C ``traceparent``) travels with the work: over gRPC as metadata of a request's call, to
    a draft in the message that opens the session. What came from outside counts only if it has that form.
@@ -24,17 +24,17 @@ Value = int | float | str
 
 
 class Span(Protocol):
-    """Something that takes time. ``parent``: what its parts continue; "" if nobody follows."""
+    """An operation with a duration. ``parent``: the traceparent for its child spans; "" if there is no trace."""
 
     @property
     def parent(self) -> str: ...
 
     def event(self, name: str, **values: Value) -> None:
-        """It happened now, within this span."""
+        """Add an event of now to this span."""
         ...
 
     def end(self, **values: Value) -> None:
-        """It is over; a second time is nothing. ``failed``, if it is there and not 0: with an error."""
+        """End the span; a second call does nothing. A field ``failed`` that is not 0 marks it as an error."""
         ...
 
 

@@ -1,17 +1,15 @@
-"""Vitals: whether the threads and tasks live that a service cannot do without.
+"""Vitals: whether the threads and tasks that a service needs are alive.
 
 Rules:
-1. One that dies is told once, with its reason. The service is not ready any more, and whoever waits for its end
-   (``until``) gets the reason: half a service looks well and answers nobody.
-2. Others may wait for ever for what is gone (a device for a rank), so ``GRACE_S`` after a death that somebody waits for
-   the process ends with code 1, whatever it does, unless it has come to its end by then.
-3. A thread beats, with nothing to do as well; so do another's engine, as it answers, and the event loop. One that is
-   silent for ``SILENT_S`` takes readiness away until it beats again, and nothing else happens here: it may be
-   compiling, and would only begin anew. A step of 512 rows of 8 billion weights takes 80 s where 100 GFLOP/s are
-   computed.
-4. In a process that is not ours nobody waits: a death is told and ends nothing.
-5. How late an event loop comes to what is due is told ten times a second (``watch_lag``): everything on it waits as
-   long for whatever keeps it.
+1. A death is reported once, with its reason. The service is then not ready, and ``until`` raises the reason, because
+   half a service looks healthy and answers nobody.
+2. Others may wait for ever for the dead part (a device for a rank). So ``GRACE_S`` after a death that ``until``
+   reported, the process exits with code 1, unless it has ended by then.
+3. Each thread beats, also when idle; so do the event loop, and another engine when it answers. One that is silent for
+   ``SILENT_S`` makes the service not ready until it beats again. It is not ended: it may be compiling, and after a
+   restart it would compile again. A step of 512 rows of 8 billion weights takes 80 s where 100 GFLOP/s are computed.
+4. Inside another engine's process a death is only reported; it ends nothing.
+5. ``watch_lag`` measures ten times a second how late an event loop runs: all its tasks are delayed by that time.
 
 It knows nothing about what they do.
 """
@@ -83,7 +81,7 @@ class Vitals:
         return Supervised(name, work, self)
 
     def pulse(self, name: str) -> Pulse:
-        """Of what may not be silent from its first beat on."""
+        """A pulse for a part that must keep beating after its first beat."""
         one = Pulse(name)
         self._pulses.append(one)
         return one

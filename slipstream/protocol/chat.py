@@ -4,15 +4,15 @@ Rules:
 1. An option that is None takes the server's default.
 2. An answer is a stream of deltas; the last one carries ``finish`` and ``usage``. Tokens and deltas are named tuples:
    one of each is made for every token.
-3. What one request may hold, and all of them together, is bounded by the constants here, the same on both surfaces,
-   before anything is made of it; so is the time that a client takes.
+3. The constants here bound one request, all requests together, and the time a client may take. They hold for HTTP and
+   gRPC, and are checked before anything is made of a request.
 
 It knows nothing about HTTP, gRPC, tokenizers or engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -68,18 +68,18 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What came of an answer that broke off: ``tokens``, and whose it was, as its first delta said. Without tokens it
-    is computed from its start."""
+    """An answer that broke off: its ``tokens`` so far, and the ``identity`` of its first delta. Without tokens it is
+    computed from its start."""
 
     identity: str
-    tokens: tuple[int, ...] = field(repr=False)
+    tokens: Sequence[int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How an answer is made. ``stop`` and ``logit_bias`` (token id, bias) are empty by default. ``begun``: it goes on
-    from there, and deltas are of what is new. Its seed has to be said again. ``function``: the one of ``tools`` that
-    the answer has to call, in place of ``tool_choice``."""
+    """How an answer is made. ``stop`` and ``logit_bias`` (token id, bias) are empty by default. ``begun``: go on from
+    there; deltas then hold only what is new, and the request needs the same seed. ``function``: the one of ``tools``
+    that the answer must call, in place of ``tool_choice``."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -168,9 +168,9 @@ class Usage:
 
 class Delta(NamedTuple):
     """A piece of the answer. ``finish``: "" while it goes on, else why it ended ("stop", "length" or "tool_calls").
-    ``identity``: in the first one, what ``Begun`` needs; "" where it cannot be picked up. ``prompt``: the next of the
-    prompt's tokens, where they are scored. ``text`` is without reasoning and calls where they are told apart;
-    ``tokens`` are those of all three."""
+    ``identity``: in the first delta, what ``Begun`` needs; "" where the answer cannot be resumed. ``prompt``: the next
+    scored tokens of the prompt. ``text`` has no reasoning and calls where these are separated; ``tokens`` has the
+    tokens of all three."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
@@ -187,7 +187,7 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What deltas come to. Its ``message`` is what a conversation goes on with."""
+    """All deltas of an answer, joined. ``message`` is what to append to the conversation."""
 
     message: Message
     finish: str = ""

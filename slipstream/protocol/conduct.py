@@ -1,17 +1,17 @@
-"""Conduct: what a peer may say, how much of a thread's time it may take, and for how long one that says more is left
-alone.
+"""Conduct: how much a peer may send, how much of a thread's time it may take, and for how long a peer that breaks these
+limits is not used.
 
 Rules:
-1. A draft speaks when it is asked. An opening or a commit allows a drop; where it wants draft tokens also a growth, and
-   the growths of further levels where the drafter may run ahead. A frame counts as one item more. Who says more breaks
-   the protocol.
-2. What was not said may be said later, up to ``MOST``: a draft that slept may wake up.
+1. A draft may send only what was asked for. An opening or a commit allows a drop; if it wants draft tokens, also a
+   growth, and further growths if the drafter may run ahead. A frame counts as one item more. A draft that sends more
+   breaks the protocol.
+2. Items that were allowed and not sent may be sent later, up to ``MOST``: a draft that was stopped may go on.
 3. A wrong item costs its session. More than ``FAULTS`` of them within ``FAULTS_S`` cost the stream.
-4. Who broke the protocol is left alone for ``FIRST_S``, twice as long each further time, and is forgiven after
-   ``FORGIVEN_S`` without another breach. It comes back by itself.
-5. What a peer sends is taken at once, up to ``BURST_S`` of work; beyond that at a share of the thread's time. What is
-   not taken is held back where it comes from. Work is what the thread computed, not what others kept it from. Python
-   runs one thread at a time: without a pace, a peer that sends without end takes the engine's turns.
+4. A peer that broke the protocol is not used for ``FIRST_S``, twice as long after each further breach (at most
+   ``LONGEST_S``). After ``FORGIVEN_S`` without a breach the pauses begin at ``FIRST_S`` again.
+5. What a peer sends is processed at once, up to ``BURST_S`` of work; beyond that at a share of the thread's time. The
+   rest stays at the sender (flow control). Work is the processor time that the thread used, not its waits. Reason:
+   Python runs one thread at a time, so a peer that sends without end would take the engine thread's time.
 
 It knows nothing about sockets or what items mean.
 """
@@ -36,8 +36,8 @@ BURST_S = 0.05
 
 
 def giver(holders: Iterable[Whose], newcomer: Whose) -> Whose | None:
-    """Who gives a place up for a ``newcomer`` where all are taken: who has most, if those are two more than his; None:
-    nobody. holders: whose each place is."""
+    """Who gives up a place for a ``newcomer`` when all are taken: the holder of most places, if it has at least two
+    more than the newcomer; None: nobody. holders: the owner of each place."""
     held = Counter(holders)
     most = max(held, key=lambda one: held[one])
     return most if held[most] >= held[newcomer] + 2 else None
@@ -61,7 +61,7 @@ class Allowance:
         self.left = self.growths = AT_LEAST
 
     def asked(self, items: Iterable[DraftBound]) -> None:
-        """These go to the draft."""
+        """Count ``items``, which are sent to the draft: each allows answers."""
         sessions = growths = 0
         for item in items:
             if isinstance(item, Commit | Open):
@@ -72,7 +72,8 @@ class Allowance:
         self.growths = min(MOST, self.growths + growths)
 
     def said(self, items: Sequence[TargetBound], faults: int = 0) -> None:
-        """A frame of it came, with so many ``faults`` beside ``items``. Raises RemoteProtocolError."""
+        """Count a received frame with its ``items`` and the number of its ``faults``. Raises RemoteProtocolError beyond
+        the allowance."""
         self.left -= 1 + len(items) + faults
         self.growths -= sum(isinstance(item, Growth) for item in items)
         if self.left < 0 or self.growths < 0:
@@ -89,7 +90,7 @@ class Pace:
         self._at_s = clock()
 
     def owes(self, seconds: float) -> float:
-        """So much work was done for it. Returns for how long nothing more should be."""
+        """Count ``seconds`` of work for the stream. Returns for how many seconds to read nothing more of it."""
         now_s = self._clock()
         self._owed_s = max(0.0, self._owed_s - self._share * (now_s - self._at_s)) + seconds
         self._at_s = now_s
@@ -106,13 +107,13 @@ class FaultRate:
         self._known = set[str]()
 
     def news(self, field: str) -> bool:
-        """Whether ``field`` is wrong for the first time: who sends nonsense sends it to every session."""
+        """Whether ``field`` is wrong for the first time: a faulty peer makes the same mistake in every session."""
         known = field in self._known
         self._known.add(field)
         return not known
 
     def fault(self, now_s: float) -> bool:
-        """One more. Whether it is one too many."""
+        """Count one more fault. Returns whether that is one too many."""
         self._faults = max(0.0, self._faults - (now_s - self._at_s) * FAULTS / FAULTS_S) + 1.0
         self._at_s = now_s
         return self._faults > FAULTS
@@ -127,7 +128,7 @@ class Absence:
         self._breaches, self._broke_s = 0, 0.0
 
     def broke(self, now_s: float) -> float:
-        """It broke the protocol. Returns for how many seconds it is left alone."""
+        """The peer broke the protocol. Returns for how many seconds it is not used."""
         if now_s - self._broke_s > FORGIVEN_S:
             self._breaches = 0
         pause_s = min(FIRST_S * 2.0**self._breaches, LONGEST_S)

@@ -1,8 +1,8 @@
 """A grammar: what an answer is bound to, as a client wrote it.
 
 Rules:
-1. A constrained answer is made of tokens that keep it the beginning of something that the grammar allows. Where the
-   grammar leaves nothing more to say, the answer ends.
+1. Each token keeps a constrained answer a prefix of some text that the grammar allows. Where the grammar allows nothing
+   more, the answer ends.
 2. What a source may cost is bounded by its size here and by limits where it is compiled (``slipstream.grammar``).
 
 It knows nothing about tokenizers or how grammars are compiled.

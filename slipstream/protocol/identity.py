@@ -1,10 +1,11 @@
 """The identity of an answer: everything but prompt, seed and position that its tokens depend on.
 
 Rules:
-1. Two targets of one identity choose the same greedy token, as one of them does twice. A begun answer goes on at no
-   other: it would be made of two models.
-2. In doubt two differ: an answer that moves too rarely ends with an error, one that moves too often is wrong.
-3. A target finds out its own identity when it loads, and never changes it. Who is not told one compares with nobody.
+1. Two targets of one identity choose the same greedy tokens. A begun answer goes on only at a target of its identity:
+   at another one it would mix two models.
+2. In doubt two identities differ: an answer that cannot move ends with an error, one that moves wrongly is wrong.
+3. A target computes its identity when it loads, and never changes it. Where no identity is known (None), nothing is
+   compared.
 
 It knows nothing about files, engines or who compares.
 """
@@ -24,6 +25,6 @@ class Identity:
 
     @property
     def tag(self) -> str:
-        """A digest of it, for those who keep it without a need to read it."""
+        """A digest of the identity, for code that only compares it."""
         parts = (self.weights, self.dtype, self.quantize, self.kernels)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -35,9 +35,9 @@ FEATURE_DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # by
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A matrix that the target multiplies its states with before it sends them, and what stands before it: with
-    ``norm_width`` above 0 so many numbers at a time are brought to a root mean square of one (over which ``norm_eps``
-    stands) and multiplied with a weight each. Two are equal by their digests."""
+    """A matrix by which the target multiplies its states before it sends them, and an RMS norm before the matrix: with
+    ``norm_width`` above 0, each run of so many numbers is normed (``norm_eps``) and multiplied by its weights. Two
+    projections are equal if their digests are."""
 
     rows: int  # numbers of a row that is sent
     columns: int  # numbers of the taps side by side
@@ -67,7 +67,7 @@ class FeatureSpec:
     projection: Projection | None = None
 
     def light(self) -> FeatureSpec:
-        """The same without the projection's weights: equal to it, and nothing to keep alive."""
+        """The same spec without the projection's weights, equal to this one: it keeps no memory."""
         if self.projection is None:
             return self
         return replace(self, projection=replace(self.projection, weights=b""))
@@ -157,7 +157,8 @@ class TargetHello:
 
 @dataclass(frozen=True, slots=True)
 class DraftHello:
-    """The draft's half: what it is called, what it reads, and how much it takes. An empty hash fits every tokenizer."""
+    """The draft's half of the handshake: its name, the target states it reads, and its limits. An empty hash fits every
+    tokenizer."""
 
     protocol_version: int
     incarnation: int  # the target's, repeated
@@ -191,12 +192,14 @@ class Link(Protocol):
     def send(self, items: Sequence[DraftBound]) -> None: ...
 
     def refuse(self, field: str) -> None:
-        """It sends too much that is wrong, of late in ``field``: end the stream. From any thread."""
+        """End the stream, because the draft sends too many faults; ``field``: the latest. May be called from any
+        thread."""
         ...
 
 
 class LinkEvents(Protocol):
-    """Who hears of a link, from any thread; must not block, so it only puts things into a queue."""
+    """The receiver of a link's events, called from any thread. It must not block, so it only puts items into a
+    queue."""
 
     def link_up(self, link: Link, hello: DraftHello) -> None: ...
 
@@ -205,7 +208,7 @@ class LinkEvents(Protocol):
     def received(self, link: Link, items: Sequence[TargetBound], faults: Faults) -> None: ...
 
     def full(self, link: Link) -> bool:
-        """Whether so much of it waits that nothing more should be read of it for now."""
+        """Whether so much of the link's input waits that no more should be read for now."""
         ...
 
 
@@ -223,7 +226,8 @@ class Peer(Protocol):
 
 
 class PeerEvents(Protocol):
-    """Who hears of peers. Called on the event loop; must not block, so it only puts things into a queue."""
+    """The receiver of peers' events, called on the event loop. It must not block, so it only puts items into a
+    queue."""
 
     def peer_up(self, peer: Peer, hello: TargetHello) -> DraftHello:
         """The draft's half of the handshake (its incarnation is filled in). PairingError refuses the stream."""

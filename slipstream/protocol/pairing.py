@@ -1,7 +1,7 @@
 """Whether a target and a draft fit: the check of their two hellos.
 
 A pair that does not fit is refused by name, and the target decodes plain; it is never a crash. It knows nothing about
-how hellos travel, nor in which version: who reads them looks at that first.
+how hellos travel, nor about protocol versions: the reader of a hello checks those first.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from slipstream.protocol.messages import DraftHello, FeatureSpec, TargetHello
 
 
 def check_pair(target: TargetHello, draft: DraftHello) -> str:
-    """Whether the two fit. Raises PairingError naming the first field that does not. Returns what is doubtful all the
-    same, in a sentence; "" for nothing."""
+    """Raises PairingError naming the first field in which target and draft do not fit. Returns a warning about a pair
+    that fits (a head made for other weights) as a sentence; "" for none."""
     # Rows of a model's vocabulary that no token of its tokenizer has are padding: sizes of one family differ by it.
     padded = draft.features is None and draft.tokenizer_hash == target.tokenizer_hash != ""
     rows = (

@@ -12,6 +12,7 @@ It knows nothing about HTTP, gRPC or engines.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
@@ -94,20 +95,19 @@ class Sampling:
 class Request:
     """One answer wanted. ``top_logprobs``: None for none, 0 for the chosen token's alone, n for n alternatives too.
 
-    ``answered``: the last so many of ``tokens`` are the answer's beginning already, from a target that could not finish
+    ``answered``: how many of the last ``tokens`` are already part of the answer, from a target that could not finish
     it. They count into ``max_tokens``, and the answer goes on as if it had never stopped.
 
-    ``namespace``: only answers of one namespace share what is cached of their prompts. A tag that tells nothing of its
-    owner; "" is shared by all who have none. What stands before ``WITHIN`` says whose it is: an owner may have many.
+    ``namespace``: only answers of one namespace share cached prompts. An opaque tag; "" is one namespace for all
+    requests without one. The part before ``WITHIN`` is the owner, who may have many namespaces.
 
     ``prompt_logprobs``: the prompt's tokens are scored, as ``top_logprobs`` has it. ``logprobs_mode`` is of the
-    answer's tokens; the prompt's are always raw. ``allowed_token_ids``: the answer has no others; () has any.
-    ``bad_words``: runs of tokens that the answer does not hold.
-
-    ``identity``: whose answer it is to be; a target of another one refuses it with ModelChanged. None: anybody's."""
+    answer's tokens; the prompt's are always raw. ``allowed_token_ids``: the answer has no others; () allows all.
+    ``bad_words``: runs of tokens that the answer must not contain. ``identity``: the identity that must answer; another
+    target refuses with ModelChanged. None: any target may."""
 
     request_id: str
-    tokens: tuple[int, ...] = field(repr=False)
+    tokens: Sequence[int] = field(repr=False)
     sampling: Sampling
     max_tokens: int
     top_logprobs: int | None = None
@@ -124,26 +124,28 @@ class Request:
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """What a target must know how to honour to answer it."""
+        """The features that a target must support to answer this request."""
         return needs_of(self.grammar, self.prompt_logprobs, self.logprobs_mode, self.allowed_token_ids, self.bad_words,
                         self.max_tokens)
 
     @property
     def owner(self) -> str:
-        """Who takes turns with others."""
+        """The owner of the namespace: owners take turns."""
         return self.namespace.partition(WITHIN)[0]
 
     @property
     def num_scores(self) -> int:
-        """Log probabilities of prompt tokens that are to be told."""
+        """How many log probabilities of prompt tokens the answer will hold."""
         return 0 if self.prompt_logprobs is None else len(self.tokens) * (1 + self.prompt_logprobs)
 
     def after(self, tokens: Sequence[int]) -> Request:
-        """What is left to ask when ``tokens`` of the answer are there."""
+        """The request for the rest of the answer, after its first ``tokens``."""
         if not tokens:
             return self
-        return replace(self, tokens=(*self.tokens, *tokens), answered=self.answered + len(tokens),
-                       prompt_logprobs=None)
+        whole: Sequence[int] = (*self.tokens, *tokens)
+        if isinstance(self.tokens, array):
+            whole = array("i", whole)
+        return replace(self, tokens=whole, answered=self.answered + len(tokens), prompt_logprobs=None)
 
 
 def needs_of(grammar: Grammar | None, prompt_logprobs: int | None, logprobs_mode: LogprobsMode,
@@ -163,8 +165,8 @@ def _require(holds: bool, field: str, message: str, code: str = "invalid_value")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Facts about the model and the room of a target, and what can be asked of it: a request is checked whole before
-    anything is taken for it, and what cannot ever fit is refused at once, by field."""
+    """A target's model, limits and supported features. A request is checked whole before any memory is taken for it;
+    one that can never fit is refused at once, and the error names the field."""
 
     model_id: str
     vocab_size: int
@@ -290,7 +292,8 @@ class DraftStatus:
 
     @property
     def given_up(self) -> bool:
-        """Whether the target knows it and goes without it for now, as ``problem`` says; it tries again later."""
+        """Whether the target knows this draft but does not use it for now (``problem`` says why); it tries again
+        later."""
         return not self.connected and self.problem.startswith((REFUSED, LEFT_ALONE))
 
 
@@ -317,7 +320,7 @@ class Answer(Protocol):
     def __aiter__(self) -> AsyncIterator[Piece]: ...
 
     def set_speculation(self, allowed: bool) -> None:
-        """Switch in mid-answer: False takes its drafter away, True leaves it to the target's policy again."""
+        """Switch drafts during the answer: False stops them, True lets the target's policy decide again."""
         ...
 
     async def aclose(self) -> None:
@@ -327,8 +330,8 @@ class Answer(Protocol):
 
 @runtime_checkable
 class Offering(Answer, Protocol):
-    """An Answer whose pieces, but for the last, are offered before its iteration has them: what is taken wakes no task.
-    They keep their order: none is offered while an earlier one waits for the iteration."""
+    """An Answer that first offers each piece, except the last, to a callback; a piece that the callback takes wakes no
+    task. Order is kept: no piece is offered while an earlier one waits for the iteration."""
 
     def offer(self, take: Callable[[Piece], bool]) -> None:
         """take: whether it has taken a piece. Called on the event loop."""

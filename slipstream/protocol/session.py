@@ -1,22 +1,22 @@
 """One drafted session, without sockets, clocks or threads (sans-IO): its two sides, and what its text foretells.
 
 Rules of the sides:
-1. The target's committed tokens are the only truth; everything the draft side holds is a cache of them.
+1. The target's committed tokens are the only source; everything on the draft side is a cache of them.
 2. Both sides re-root on every commit. That is the whole asynchronous protocol: growth may cross a commit on the wire,
    be late, be lost or come twice, and the worst that happens is a smaller tree.
 3. What a message does is looked up in a table, so every (state, event) has an answer; the tables are printed into
    ``docs/PROTOCOL.md``.
-4. A peer's nonsense ends what the peer does for this session, never the session.
+4. An invalid message ends drafting by that peer for this session, never the session.
 
 Rules of the text (``PromptLookup``):
-1. What followed the newest tokens when they stood in this prompt or answer before is a chain of draft tokens, there at
-   once: nobody is asked and nothing is waited for.
-2. A match of n tokens is right with a chance of n / (n + doubt). The doubt is the text's own: at every commit what a
-   match foretold is compared with what came, whether it was verified or not.
-3. The doubt solves: sum of n over all that were wrong = doubt * number of all that were right. Both sides expect the
-   same, as doubt / (n + doubt) * n = n / (n + doubt) * doubt. Older ones fade.
-4. What a grammar forces comes before what the text foretells, which goes on behind it where both say the same. Other
-   tokens may spell it: how often the same ones do is counted, too.
+1. If the newest tokens occurred before in this prompt or answer, the tokens that followed them there are a chain of
+   draft tokens. It costs no message and no wait.
+2. A match of n tokens is right with a chance of n / (n + doubt). Each text has its own doubt: at every commit the
+   predicted tokens are compared with the committed ones, whether they were verified or not.
+3. The doubt solves: sum of n over wrong predictions = doubt * number of right ones. Both sides have the same
+   expectation, as doubt / (n + doubt) * n = n / (n + doubt) * doubt. Older predictions count less.
+4. Tokens that a grammar forces come first; the prediction from the text follows them where both agree. The model may
+   spell forced text with other tokens, so how often it uses the same ones is counted too.
 
 It knows nothing about models, feature contents, links, policies or whether verifying pays.
 """
@@ -127,7 +127,7 @@ DRAFT_TABLE: dict[tuple[DraftState, DraftEvent], tuple[DraftState, str]] = {
 
 
 class TargetSide:
-    """What the target knows of one session: its committed tokens, and the tree that a drafter grows below them."""
+    """The target's side of one session: its committed tokens, and the tree that a drafter grows below them."""
 
     __slots__ = ("_foretold", "_known", "_lookup", "_opened_at", "_passed", "_root_scores", "base", "heard",
                  "prompt_len", "sampling", "session", "state", "tokens", "trace", "tree")
@@ -159,11 +159,11 @@ class TargetSide:
 
     @property
     def num_passed(self) -> int:
-        """Committed nodes that growth on its way may still name."""
+        """How many committed nodes are remembered, because growth that is still on the wire may name them."""
         return len(self._passed)
 
     def attach(self, wanted: int = MAX_NODES - 1, ahead: bool = False) -> Open:
-        """A drafter shall follow, from what is committed now."""
+        """Let a drafter follow from the tokens committed so far on. Returns the Open to send."""
         self._move(TargetEvent.ATTACH)
         self._restart()
         self._opened_at = self.base
@@ -209,8 +209,8 @@ class TargetSide:
         return len(self.tree.tokens) - before
 
     def foretell(self, tokens: Sequence[int], most: int, forced: Sequence[int]) -> list[float]:
-        """Look up what should come behind ``tokens``, which are to be committed next: at most so many. Returns for each
-        the chance that all up to it come. ``forced``: by a grammar."""
+        """Predict at most ``most`` tokens after ``tokens``, which are to be committed next. Returns for each the chance
+        that all up to it are right. ``forced``: tokens that a grammar forces."""
         if self._lookup is None:
             self._lookup = PromptLookup([*self.tokens, *tokens], self._known)
         else:
@@ -225,7 +225,7 @@ class TargetSide:
                                     FORETOLD + MAX_NODES * self.base)
 
     def lost(self) -> None:
-        """The link is gone. Nodes that are here stay useful: nodes are nodes, whoever proposed them."""
+        """The link is gone. Nodes that have arrived are kept: they are useful, whoever proposed them."""
         self._move(TargetEvent.LOST)
 
     def detach(self) -> Close | None:
@@ -303,7 +303,7 @@ class TargetSide:
 
 
 class DraftSide:
-    """What the draft service knows of one session: how far it follows, and when it was last spoken of."""
+    """The draft's side of one session: how far it follows, and when the target last sent something about it."""
 
     __slots__ = ("base", "heard_s", "session", "state")
 
@@ -314,7 +314,8 @@ class DraftSide:
         self.heard_s = 0.0
 
     def receive(self, message: Open | Features | Commit | Close, now_s: float) -> DraftEvent:
-        """Take what the target sent and tell what it is. The caller does what the table says for that event."""
+        """Take a message of the target and return which event it is. The caller does what the table has for that
+        event."""
         self.heard_s = now_s
         if isinstance(message, Commit):
             base = message.base + len(message.tokens)
@@ -330,7 +331,7 @@ class DraftSide:
         return event
 
     def apply(self, event: DraftEvent) -> None:
-        """It happened without a message."""
+        """Apply an event that came without a message (a lost link, an expired lease)."""
         self.state = DRAFT_TABLE[self.state, event][0]
 
 
@@ -441,14 +442,14 @@ KEPT, BROKEN = 19.0, 1.0  # forced chains that a beginning is worth: those that 
 
 @dataclass(slots=True)
 class Doubt:
-    """Of all texts of a kind: rule 3's sums. Sampled ones repeat themselves less than greedy ones."""
+    """Rule 3's sums over all texts of one kind, greedy or sampled: sampled texts repeat themselves less."""
 
     right: float = ALL_PRIOR
     wrong: float = ALL_PRIOR * DOUBT
 
 
 class PromptLookup:
-    """What the text of one answer foretells, and how far it is believed."""
+    """Draft tokens from one answer's own text, and how likely they are right."""
 
     __slots__ = ("_broken", "_forced", "_index", "_kept", "_known", "_match", "_right", "_wrong")
 
@@ -485,8 +486,8 @@ class PromptLookup:
         self._match = self._index.longest(ORDERS[0])
 
     def chain(self, most: int, forced: Sequence[int] = ()) -> tuple[list[int], list[float]]:
-        """What should come next: at most ``most`` tokens, and for each the chance that all up to it come. ``forced``:
-        by a grammar."""
+        """The predicted next tokens, at most ``most``, and for each the chance that all up to it are right. ``forced``:
+        tokens that a grammar forces."""
         most = max(0, most)
         self._forced = forced = forced[:most]
         match, trust = self._match, self._kept / (self._kept + self._broken) if forced else 1.0

@@ -63,8 +63,7 @@ Floats = NDArray[np.float32]
 
 class DraftTree:
     """A rooted tree of draft tokens. Built through ``root_only`` and ``append``, which keep the rules; never changed.
-
-    Nodes are kept as lists: of a few, numpy makes more work than it saves."""
+    Nodes are Python lists: for a few nodes numpy costs more time than it saves."""
 
     __slots__ = ("base", "ids", "parents", "scores", "tokens")
 
@@ -190,8 +189,8 @@ class DraftTree:
         return DraftTree(self.base, held_tokens, held_parents, held_ids, known)
 
     def graft(self, tokens: Sequence[int], scores: Sequence[float], first_id: int) -> DraftTree:
-        """This tree with a chain below its root, whose new nodes have ids from ``first_id`` on. What of it is here
-        already stays as it is."""
+        """This tree with a chain below its root. New nodes get ids from ``first_id`` on; nodes of the chain that are
+        here already stay as they are."""
         node, known = 0, 0
         while known < len(tokens) and (child := self.child(node, tokens[known])) is not None:
             node, known = child, known + 1
@@ -211,8 +210,8 @@ class DraftTree:
                          [scores[node] for node in keep])
 
     def promise(self, num_nodes: int) -> float:
-        """Tokens that the ``num_nodes`` best nodes, root not counted, would give if scores were true logarithms of the
-        chance of being accepted."""
+        """Expected accepted tokens of the ``num_nodes`` best nodes, root not counted, if scores were the true log
+        chances of acceptance."""
         return sum(map(exp, sorted(self.scores[1:], reverse=True)[:num_nodes]))
 
     def best(self, num_nodes: int) -> DraftTree:
@@ -224,8 +223,8 @@ class DraftTree:
         return self.select(sorted(order[: max(1, num_nodes)]))
 
     def reroot(self, tokens: Sequence[int]) -> DraftTree:
-        """The tree after ``tokens`` were committed: the subtree below the last of them if this tree holds that path,
-        else the new root alone. Scores become relative to the new root."""
+        """The tree after ``tokens`` were committed: the subtree below the last of them if this tree has that path, else
+        only the new root. Scores become relative to the new root."""
         return self.below(self.follow(tokens), tokens)
 
     def below(self, nodes: Sequence[int], tokens: Sequence[int]) -> DraftTree:
@@ -279,7 +278,8 @@ def walk(tree: DraftTree, choices: Sequence[int]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Both in (0, 1]; 1 takes nothing that the target did not choose."""
+    """Accept thresholds ``single`` and ``acc``, both in (0, 1]; with 1 only tokens that the target chose are
+    accepted."""
 
     single: float = 1.0
     acc: float = 1.0

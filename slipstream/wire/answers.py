@@ -1,11 +1,11 @@
-"""What is said between a router and a target: requests, pieces of answers and a target's state, to protobuf and back.
+"""Messages between a router and a target (requests, pieces of answers, a target's state), to protobuf and back.
 
 Rules:
 1. An encoded item is a frame of one; frames joined are a frame of all their items.
-2. How long the lists of a client are is checked here, before anything is made of them, and refused as InvalidRequest
-   naming the field; what else may be asked is its target's to say (``requests.Served``). What a target answers is
-   checked too; an answer that is none raises RemoteProtocolError.
-3. What is wrong with an item's content is that answer's affair (its number comes with the error); bytes that are no
+2. The lengths of a request's lists are checked here, before objects are made of them; too long a list raises
+   InvalidRequest naming the field. The target checks everything else (``requests.Served``). A target's answers are
+   checked too; an invalid one raises RemoteProtocolError.
+3. An item with wrong content fails only its own answer (the error comes with the answer's number); bytes that are no
    frame raise RemoteProtocolError.
 4. Times travel as whole microseconds.
 
@@ -72,7 +72,7 @@ STATE_NUMBERS = {name: target_pb2.SpeculationState.ValueType(number) for number,
 
 
 class Flow(Enum):
-    """What a reader wants of an answer's sender."""
+    """What a reader asks of an answer's sender: to hold its pieces back, to go on, or to end the answer."""
 
     HOLD = target_pb2.ANSWER_FLOW_HOLD
     RESUME = target_pb2.ANSWER_FLOW_RESUME

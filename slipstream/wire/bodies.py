@@ -1,13 +1,14 @@
 """Bodies: how many bytes of requests a gRPC server holds together.
 
 Rules:
-1. gRPC reads a message as soon as somebody asks for it, and says nothing of it before it is whole. So a request that
-   comes counts for the longest message that there may be, one that is here for its own bytes, until it is answered.
-2. Where there is no room for one more to come, it waits, and gRPC reads next to nothing of it meanwhile. The newest
-   goes on first: one that has waited for long may have a client no more. Beyond ``most_waiting`` none may wait.
-3. While some wait, whoever has been coming for longest goes, once that is ``slow_s``. Who is here whole never goes.
-4. An eighth of the room is for those that come, whatever those hold that are here: who says little is heard beside
-   large requests. One that turns out larger than a ``SMALLEST`` part of all then is refused.
+1. gRPC does not tell a message's length before all of it has arrived. So a request that is arriving counts as the
+   longest allowed message; one that has arrived counts its own bytes, until it is answered.
+2. Where there is no room, a request waits, and gRPC reads almost nothing of it meanwhile. The newest goes on first,
+   because the client of an old one may have left. At most ``most_waiting`` wait; more are refused.
+3. While some wait, the request that has been arriving for longest is refused, once that is ``slow_s``. One that has
+   arrived whole is never refused.
+4. An eighth of the room is kept for requests that arrive, so that small requests are read beside large ones that are
+   held. A request that turns out larger than a ``SMALLEST`` part of all then is refused.
 
 It knows nothing about what is asked.
 """
@@ -45,14 +46,15 @@ class Bodies:
     @asynccontextmanager
     async def held(self, read: Callable[[], Awaitable[object]], within_s: float,
                    decode: Callable[[bytes], T]) -> AsyncIterator[T]:
-        """What ``decode`` makes of what ``read`` gives; it counts until this is left. Raises InvalidRequest for what
-        does not come, CapacityError for what finds no room or has to make some."""
+        """The bytes that ``read`` returns, decoded by ``decode``; they count until the context is left. Raises
+        InvalidRequest for a request that does not arrive in time, CapacityError for one that finds no room or is ended
+        to make room."""
         data = await self._read(read, within_s)
         size = len(data)
         try:
-            asked = decode(data)
-            del data  # an answer may take long, and needs it no more
-            yield asked
+            asked = [decode(data)]
+            del data  # an answer may take long, and needs it no more; nor what is made of it, once that is handed on
+            yield asked.pop()
         finally:
             self._give(size)
 
@@ -116,6 +118,6 @@ class Bodies:
     def _hurry(self) -> None:
         now = asyncio.get_running_loop().time()
         for limit, since in list(self._coming.items())[:1]:
-            if now - since >= self._slow_s:
+            if now - since >= self._slow_s and not limit.expired():
                 del self._coming[limit]
                 limit.reschedule(now)

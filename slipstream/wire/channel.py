@@ -3,12 +3,12 @@
 Rules:
 1. Keepalive is set on both ends from the same rules: a peer that vanishes without a word is noticed after
    ``keepalive_s`` plus half of it (15 s), on either end.
-2. A server has ``connections`` at most. One that has not said what it is after ``handshake_s``, or has no call for
-   ``IDLE_S``, is closed; a channel opens it again by itself.
+2. A server has ``connections`` at most. A connection without a finished handshake after ``handshake_s``, or without a
+   call for ``IDLE_S``, is closed; a channel opens a new one by itself.
 3. A channel takes no proxy from the environment and shares no connection with another channel.
-4. A Connection follows its certificates: a call keeps the channel that it began on, and one that was replaced closes
-   when its last call ends. The files are looked at no more than once a second; such as cannot be read change nothing.
-   Another may have come behind its name: who has met him on a ``fresh`` lane may ``take`` that one.
+4. A Connection follows its certificates: a call stays on the channel on which it began, and a replaced channel closes
+   when its last call ends. The files are checked at most once a second; unreadable ones change nothing. Another server
+   may stand behind the name by now: a caller that reached it on a ``fresh`` lane may ``take`` that lane.
 
 It knows nothing about what is sent.
 """
@@ -179,7 +179,7 @@ class Connection:
             self._close(lane)
 
     def fresh(self) -> Lane | None:
-        """A lane to whoever stands behind the name now, to be taken or closed; None: an address has no other, or
+        """A new lane to the server that the name means now, to be taken or closed; None: the address is no name, or
         certificates are being replaced."""
         try:
             ipaddress.ip_address(host_port(self._address)[0])

@@ -8,13 +8,14 @@ Rules:
 1. Options are the fields of ``ChatOptions``; one that is left out takes the server's default.
 2. Errors are those of ``slipstream.base.errors``, as they were raised there; no gRPC error leaves a client.
 3. Leaving the loop early ends the answer on the server.
-4. An answer whose router is lost or leaves is asked for again, and goes on where it stopped: from the tokens that came,
-   with the seed that was sent, at a target that is the one that began it. The loop sees a pause. It ends with the error
-   when ``TRIES`` in a row brought no token, when what began it is no longer served, or when its prompt's text would be
-   told twice. Who was told some of it waits where there is no room. Who was told nothing hears that, as others may have
-   room or he something else to do, unless he says how long he would rather wait (``patience_s``).
-5. Of several addresses one is used until it fails, then the next. One that begins with https:// is a proxy's with TLS
-   before the router's port: it is believed by whom gRPC trusts (GRPC_DEFAULT_SSL_ROOTS_FILE_PATH may name a file).
+4. If a router dies or drains, the client asks for the rest of its answer again: with the tokens so far, the same seed,
+   and a target of the same identity. The caller's loop sees only a pause. It ends with the error when ``TRIES`` tries
+   in a row brought no token, when the identity is no longer served, or when the prompt's text would come twice. Where
+   there is no room, a begun answer waits; one without tokens raises the error, unless ``patience_s`` says how long to
+   wait.
+5. Of several addresses one is used until it fails, then the next. An address that begins with https:// is a proxy with
+   TLS before the router's port; its certificate is checked with gRPC's trusted roots (GRPC_DEFAULT_SSL_ROOTS_FILE_PATH
+   may name a file).
 
 It knows nothing about tokenizers or models.
 """
@@ -62,7 +63,7 @@ class Asked:
         self.name = name
         self._encode = encode
         # The server's choice of a seed would be lost with it.
-        self._options = options if options.seed is not None else replace(options, seed=secrets.randbits(63))
+        self._options = options if options.seed not in (None, -1) else replace(options, seed=secrets.randbits(63))
         self._identity = options.begun.identity if options.begun is not None else ""
         self._tokens = list(options.begun.tokens) if options.begun is not None else []
         self._came: list[Delta] = []  # of the present call
@@ -73,7 +74,7 @@ class Asked:
         self.over = False  # all is here, whatever becomes of the call
 
     def request(self) -> bytes:
-        """What is left to ask."""
+        """The request for the rest of the answer."""
         begun = Begun(self._identity, tuple(self._tokens)) if self._tokens else None
         return self._encode(replace(self._options, begun=begun))
 
@@ -116,7 +117,7 @@ class Asked:
 
 
 class Caller(Generic[Deltas]):
-    """What both clients say; how deltas come is theirs."""
+    """The requests that both clients make; each receives deltas in its own way."""
 
     def __init__(self, addresses: str | Sequence[str], api_key: str, patience_s: float,
                  open_: Callable[[str, bool], Any]) -> None:
@@ -173,8 +174,8 @@ class Caller(Generic[Deltas]):
 
 
 class Client(Caller[Iterator[Delta]]):
-    """For programs without asyncio; may be used from any thread. ``patience_s``: for so long an answer that finds no
-    room is asked for again, as who starts hundreds at once and wants all of them does."""
+    """For programs without asyncio; may be used from any thread. ``patience_s``: for how many seconds an answer that
+    finds no room is asked for again; set it to start hundreds of answers at once."""
 
     def __init__(self, address: str | Sequence[str] = "127.0.0.1:8001", *, api_key: str = "",
                  tls: TlsFiles | None = None, patience_s: float = 0.0) -> None:
@@ -347,8 +348,8 @@ def _options(options: dict[str, Any]) -> ChatOptions:
 
 
 def place_of(address: str) -> tuple[str, bool]:
-    """What gRPC dials for ``address``, and whether by TLS, which a URL says. Raises InvalidRequest for one that names
-    more than a host."""
+    """What gRPC dials for ``address``, and whether with TLS (https://). Raises InvalidRequest for a URL with more than
+    a host and a port."""
     scheme, _, _ = address.partition("://")
     if scheme not in ("http", "https"):
         return address, False

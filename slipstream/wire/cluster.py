@@ -1,8 +1,8 @@
 """The API server of Kubernetes: the slices of one service, listed and watched.
 
 Rules:
-1. Whatever goes wrong is Unavailable with a sentence; also that the server has forgotten the version of the list that
-   was watched (410), which calls for another list.
+1. Every failure is Unavailable with a sentence, also that the server no longer has the watched version of the list
+   (410), after which the caller lists again.
 2. A watch ends by itself after ``WATCH_S``; one that is silent for longer than that is taken for dead.
 3. Credentials are those of the pod (its service account, read again as Kubernetes renews them), or of a kubeconfig,
    whose file of a token, or plugin, is asked again, too.
@@ -60,7 +60,7 @@ class ApiServer:
         raise Unavailable(f"the API server serves discovery.k8s.io in none of {', '.join(VERSIONS)}")
 
     async def list(self, version: str, service: ServiceAddress) -> object:
-        """Of all slices, whatever it is. Raises Unavailable."""
+        """The list of all slices, unchecked. Raises Unavailable."""
         async with _failures(f"list the slices of {service.service}"):
             found: object = await self._slices.list_namespaced_custom_object(
                 GROUP, version, service.namespace, "endpointslices", label_selector=_selector(service))

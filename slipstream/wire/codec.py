@@ -2,15 +2,16 @@
 
 Rules:
 1. Whatever a peer claims is checked here, before anything of that size is allocated or used.
-2. A bad item costs its session: decoding a frame gives the good items and one fault for each bad one.
+2. A bad item affects only its session: decoding a frame gives the good items and one fault for each bad one.
 3. A frame that is not one, or that belongs to another stream (its incarnation), raises RemoteProtocolError; the field
    is ``incarnation`` for a stale frame.
 4. Encoding never makes a message above ``max_bytes`` or ``FRAME_ITEMS``: frames are split between items and features
    between rows.
-5. A frame is bounded before it is parsed and counted before its items are made: by what its sender may say now.
+5. A frame's length is checked before it is parsed, and its items are counted before they are made: against what its
+   sender may send now.
 
-A commit and a growth come every round of every session, when caches are cold: their checks are written out, plain
-Python over few numbers instead of calls and small arrays, and messages are made on failure only.
+Each session has a commit and a growth in every round, while caches are cold. So their checks are plain Python over few
+numbers, not calls and small arrays, and error messages are made only on failure.
 
 Of the handshake:
 1. The protocol version is looked at before anything else, so a peer of another release is refused by that name.

@@ -1,4 +1,4 @@
-"""Discovery: the pods behind services of Kubernetes, known to whoever dials them, as they come and go.
+"""Discovery: the pods behind Kubernetes services, as they come and go, for the services that dial them.
 
 Rules of discovery:
 1. Only an answer of the API server changes what is known. A watch that breaks, a server that is away or speaks
@@ -7,27 +7,27 @@ Rules of discovery:
    once) leads to another list, after a random wait below an exponential bound.
 3. Every ``resync_s`` there is a list in any case, so that nothing missed is missed for long.
 4. Listeners hear the whole set, not what changed: with every change, and every ``repeat_s`` while all is well.
-5. Waiting has an end: a watch that dies without a word is noticed after 70 s (``cluster``).
+5. Every wait ends: a watch that dies silently is noticed after 70 s (``cluster``).
 
 EndpointSlices as values: which pods stand behind a service, and which of them take work. Format: EndpointSlice of
 ``discovery.k8s.io``, v1 and v1beta1.
 
 Rules of slices:
-1. What the API server says is checked before it is used; a slice that makes no sense is refused by field.
+1. Answers of the API server are checked before they are used; the error for an invalid slice names the field.
 2. A pod is ready when its slice says so (or says nothing) and it is not ending. Where the version tells that it ends
    (``terminating``), it is out at once; where it does not, it leaves when it is no longer ready.
 3. A pod that several slices name counts once: IPv4 before IPv6, ready if one of them says so.
 4. The port of an address is a number or a name, and must be among the slice's: a service that does not have it has no
    endpoints for us.
 
-The roster: who among discovered peers is to be dialled, given work, left alone, forgotten. Sans-IO.
+The roster: which discovered peers to dial, to give work, to let finish and to forget. Sans-IO.
 
 Rules of the roster:
-1. A peer that discovery lists as ready is wanted. One that it no longer lists has left: it gets no new work, what it
-   does may end, and after ``leave_s`` it is over.
+1. A peer that discovery lists as ready gets work. One that it no longer lists has left: it gets no new work, its
+   running work may finish, and after ``leave_s`` it is forgotten.
 2. A peer that comes back before that is as it was.
-3. A peer that is listed but silent for ``silent_s`` is over, while another is heard. When nobody is heard it is us, or
-   everything: nobody is forgotten then.
+3. A peer that is listed but silent for ``silent_s`` is forgotten, if another one answers. When none answers, the fault
+   may be here or everywhere: then no peer is forgotten.
 
 It knows nothing about targets, drafts or what is done with a pod.
 """

@@ -37,7 +37,7 @@ class Dialling(Link, Protocol):
 
 
 class Leaving(Protocol):
-    """Who is told that a draft shall get no new session, or may again."""
+    """The receiver of a draft's leaving: whether the draft may get new sessions."""
 
     def link_leaving(self, link: Link, leaving: bool) -> None: ...
 

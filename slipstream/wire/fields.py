@@ -1,4 +1,4 @@
-"""The single fields of wire messages: checked reading, and the parts that several messages share.
+"""Fields of wire messages: reading them with checks, and the parts that several messages share.
 
 Rules:
 1. A check that fails raises RemoteProtocolError naming the field; of a request, InvalidRequest.
@@ -78,7 +78,7 @@ def ids_of(field: str, data: bytes, vocab_size: int, max_count: int) -> Ints:
 
 
 def few_ints_of(field: str, data: bytes, low: int) -> tuple[int, ...]:
-    """int32, none below ``low``: the handful of a message that comes often, where an array costs more than they do."""
+    """int32 numbers, none below ``low``. For the few numbers of frequent messages, where an array would cost more."""
     if len(data) == 4:
         values = ONE_INT.unpack(data)
     elif len(data) % 4 == 0:
@@ -97,12 +97,12 @@ def few_int_bytes(values: Sequence[int]) -> bytes:
 
 
 def shared(value: Any, *but: str) -> dict[str, Any]:
-    """The fields of a dataclass, for a message that has them by the same names; without ``but``."""
+    """The fields of a dataclass as arguments of a message with the same field names; without ``but``."""
     return {field.name: getattr(value, field.name) for field in fields(value) if field.name not in but}
 
 
 def made(kind: Callable[..., Made], wire: Message, **others: Any) -> Made:
-    """The dataclass ``kind`` of a message's fields of the same names, but for ``others``."""
+    """The dataclass ``kind``, from a message's fields of the same names, except ``others``."""
     names = (field.name for field in fields(cast(Any, kind)) if field.name not in others)
     return kind(**{name: getattr(wire, name) for name in names}, **others)
 

@@ -4,11 +4,11 @@ Rules:
 1. Errors cross the wire as the class that was raised.
 2. A client that goes away ends its answer, and so does one that takes nothing of it for ``STALL_S``: the generator is
    closed.
-3. Who may ask is known by "authorization: Bearer <key>", as over HTTP; keys are never logged. It is known before what
-   is asked is read, for which there are ``BODY_S``: nobody without a key fills this memory, nor all together
-   (``bodies``).
-4. Only the shape and the amount of what is asked are checked here, before anything is made of it; what an option may be
-   is the business of who answers. An absent option stays absent, so that the server's default counts.
+3. Clients show "authorization: Bearer <key>", as over HTTP; keys are never logged. The key is checked before the
+   request is read, so a client without one cannot fill memory; the request must arrive within ``BODY_S``, and
+   ``bodies`` bounds all together.
+4. Only the form and the size of a request are checked here, before objects are made of it; the ``Front`` checks the
+   values of options. An absent option stays absent, so that the server's default counts.
 
 It knows nothing about tokenizers, models or balancing. Format: ``proto/slipstream/v1/inference.proto``.
 """
@@ -185,7 +185,7 @@ def _options_of(wire: inference_pb2.Options) -> ChatOptions:
     values |= {name: tuple(getattr(wire, name)) for name in LISTS}
     return ChatOptions(
         **values, logit_bias=tuple(sorted(wire.logit_bias.items())),
-        begun=Begun(wire.begun.identity, tuple(wire.begun.tokens)) if wire.HasField("begun") else None,
+        begun=Begun(wire.begun.identity, array("i", wire.begun.tokens)) if wire.HasField("begun") else None,
         grammar=decode_grammar(wire.grammar) if wire.HasField("grammar") else None,
         logprobs_mode=logprobs_mode_of(wire.logprobs_mode) if wire.logprobs_mode else None,
         tools=tuple(made(Function, function) for function in wire.tools))
@@ -256,7 +256,8 @@ def decode_models(data: bytes) -> list[str]:
 
 
 class Front(Protocol):
-    """Who answers. Generators raise errors of slipstream.base.errors and may be closed at any time."""
+    """The code that answers requests. Generators raise errors of slipstream.base.errors and may be closed at any
+    time."""
 
     def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]: ...
 
@@ -303,6 +304,7 @@ class InferenceServicer:
             async with (self._bodies.held(context.read, self._asked_s, decode) as asked,
                         aclosing(begin(front)(*asked)) as deltas):
                 read = True
+                del asked  # who answers keeps what he needs
                 async for delta in deltas:
                     await self._write(encode_delta(delta), context)
         except Exception as error:

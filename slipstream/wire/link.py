@@ -4,8 +4,8 @@ Rules of a link:
 1. ``send`` may be called from any thread, never blocks, and does nothing while the link is down.
 2. Every stream has a new random incarnation; a frame that carries another one is dropped.
 3. ``link_up`` and ``link_down`` come in pairs. After ``link_up`` the draft knows nothing: sessions are opened anew.
-4. Reconnects wait a random time below an exponential bound; a draft that does not fit is asked again every 10 s, one
-   that broke the protocol is left alone for longer each time (``conduct``).
+4. Reconnects wait a random time below an exponential bound; a draft that does not fit is tried again every 10 s, one
+   that broke the protocol after a longer pause each time (``conduct``).
 5. Nothing waits without an end: the handshake has a deadline, keepalive ends a silent stream.
 
 A draft stream while it runs, the same at both of its ends: items that wait to go out, and frames both ways.
@@ -13,12 +13,12 @@ A draft stream while it runs, the same at both of its ends: items that wait to g
 Rules of a stream:
 1. What is sent may come from any thread and never blocks; what was sent together stays together and in order.
 2. Whatever waits when the writer comes is taken at once, so several of them become one frame.
-3. What waits is bounded. Beyond the bound all of it is dropped and the stream ends with CapacityError: a gap cannot be
-   repaired item by item.
-4. A frame of another stream is dropped, a bad item is a fault of its session, and anything else that is no
-   frame, or more than may be said, ends the stream with RemoteProtocolError.
-5. A peer is read at its pace, and not at all while too much of it waits (``full``): what is held back is held back at
-   that peer, by its connection's flow control.
+3. The waiting items have a limit. Beyond it all of them are dropped and the stream ends with CapacityError, because a
+   gap cannot be repaired item by item.
+4. A frame of another stream is dropped, and a bad item is a fault of its session. Bytes that are no frame, or more
+   items than allowed, end the stream with RemoteProtocolError.
+5. A peer is read at a limited pace, and not at all while too much of its input waits (``full``): flow control then
+   holds the rest at the peer.
 
 It knows nothing about sessions, trees or what items mean.
 """
@@ -85,7 +85,7 @@ EXPORT_S = 0.5
 
 @dataclass(slots=True)
 class WireCounts:
-    """What passed since the start. What else metrics show is counted where it happens."""
+    """Bytes in and out since the start. Other metrics are counted where the events happen."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -103,7 +103,8 @@ async def export_bytes(counts: WireCounts, export: Callable[[str, int], None]) -
 
 
 class Outbox(Generic[Item]):
-    """What goes out on one stream: at a draft's end a ``messages.Peer``. Made on the loop that takes from it."""
+    """The outgoing items of one stream; on a draft's side a ``messages.Peer``. Create it on the event loop that takes
+    from it."""
 
     def __init__(self, name: str = "", max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
         """name: of the other end. max_batches: sent together, that may wait; max_bytes: of feature rows."""
@@ -145,7 +146,7 @@ class Outbox(Generic[Item]):
                 self._loop.call_soon_threadsafe(self.filled.set)
 
     def refuse(self, field: str) -> None:
-        """The other end sends too much that is wrong. From any thread."""
+        """End the stream, because the other side sends too many faults. From any thread."""
         self._fail(RemoteProtocolError(field, "wrong too often"))
 
     def take(self, max_bytes: int) -> list[Item]:

@@ -3,8 +3,8 @@
 Rules:
 1. Beyond loopback a server listens with TLS only, unless the configuration says otherwise in so many words.
 2. Health: "" and "liveness" serve while the process runs; "readiness" and the services' own names while it takes work.
-   Anybody may ask, and so little is kept of what is asked: one that does not say it at once goes when others come, and
-   so does who has watched for longest.
+   Any client may ask for the health, so these calls must be cheap: when others come, a call that does not send its
+   question at once is ended, and so is the oldest watch.
 3. A drain first says so in its health, then lets the services end what they have, then closes what is left.
 
 It knows nothing about what the services do.

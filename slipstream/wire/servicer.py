@@ -4,7 +4,7 @@ Rules of a peer:
 1. The first message must be the hello, within a deadline; a target that does not fit is refused with the field named.
 2. ``peer_up`` and ``peer_down`` come in pairs, also when the target vanishes.
 3. ``Peer.send`` may be called from any thread and never blocks; a peer that does not take what it is sent is ended.
-4. From where the protocol was broken no new stream is taken for a while, longer each time (``conduct``).
+4. A host that broke the protocol may open no new stream for a while, longer each time (``conduct``).
 5. Where all places are taken, a host that has two more than another gives its oldest one up for it.
 
 It knows nothing about sessions, trees or what items mean.

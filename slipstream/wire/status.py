@@ -2,7 +2,8 @@
 
 Rules:
 1. The status code comes from ``errors.status_of``; class, field and time to wait travel as trailing metadata, in the
-   message that tells one answer's error, too (``AnswerError``). A class that no caller knows is told as one above it.
+   message that tells one answer's error, too (``AnswerError``). A class that callers do not know travels as its base
+   class.
 2. An error that is not ours becomes INTERNAL without its text: it may hold anything.
 3. Whatever the transport itself reports (refused, reset, too late) is Unavailable.
 

@@ -3,22 +3,23 @@
 The target's end, where a Backend answers whoever calls:
 1. Errors cross the wire as the class that was raised. An answer's errors are its own; only bytes that are no frame, and
    a number used twice, end the call.
-2. What all answers have to say at one moment leaves as one frame.
-3. An answer on hold, and all of them while more than MAX_WAITING bytes wait to be sent, keep their pieces where they
-   come from.
+2. All items that wait at one moment leave as one frame.
+3. The pieces of an answer on hold, and of all answers while more than MAX_WAITING bytes wait to be sent, stay in the
+   backend.
 4. When a call ends, all its answers are closed. One that is told to ``drain`` refuses new answers and ends by itself
    after the last one.
 
 The caller's end, a Backend that is a target elsewhere:
 1. Errors cross the wire as the class that was raised; no gRPC error leaves the client.
-2. A reader that is slow holds up nobody: beyond HOLD_AT pieces its answer's sender is told to wait.
+2. A slow reader delays no others: beyond HOLD_AT pieces its answer's sender is told to wait.
 3. Nothing waits without an end: an answer that the target has not taken within ``connect_s`` is Unavailable (it alone,
    unless the call has failed), and keepalive ends the calls to one that falls silent.
 4. Leaving an answer frees it there; what still comes for it is dropped.
 5. A call that ended takes its answers with it; the next answer begins a new call.
-6. One that drains is left for another that stands behind the same name by now; its answers stay. Where there are some,
-   the other is of its identity. One that cannot be reached is left for whoever stands there: a channel of gRPC's looks
-   up a name without an address ever more rarely, at last every two minutes.
+6. When the target drains, new answers go to another target that its name means by now, if one is there; running answers
+   stay. While there are some, the other must have the same identity. A target that cannot be reached is replaced by
+   whichever the name means now, on a new channel: a gRPC channel looks up a name without an address ever more rarely,
+   at last every two minutes.
 
 It knows nothing about engines or text. Format: ``GenerateMany`` in ``proto/slipstream/v1/target.proto``.
 """
@@ -487,7 +488,7 @@ class SharedAnswer:
             self._end()
 
     def take(self, content: Told | SlipstreamError) -> None:
-        """What came for it; an error ends it, as a piece with a finish does."""
+        """Take what came for this answer; an error ends it, as does a piece with a finish."""
         assert self._stream is not None
         if self._late is not None:
             self._late.cancel()

@@ -9,8 +9,8 @@ Rules:
 3. A client checks the server's name: the one dialled, or the service's whose pod it is.
 4. Files that hold no certificate or key, or a key of another certificate, are refused by name before gRPC has them,
    which would only say that it cannot listen or connect. What was known stays in use.
-5. Of a certificate of ours only the way to its end is parsed (RFC 5280, section 4.1: Certificate, tbsCertificate,
-   validity, notAfter); that it holds together is TLS's business.
+5. Of our own certificate only the end date is parsed (RFC 5280, section 4.1: Certificate, tbsCertificate, validity,
+   notAfter); TLS checks the rest.
 
 It knows nothing about addresses or services.
 """

@@ -27,6 +27,7 @@ from slipstream.observe.spans import HEADER
 from slipstream_vllm.features import Batch, Final
 from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import Asked, KeyedSampling, refusal
+from slipstream_vllm.signals import patch as patch_signals
 
 NOTHING: Mapping[str, Any] = {}
 # What is wrapped or called, of vLLM's runner, sampler and rejection sampler.
@@ -75,6 +76,7 @@ def patch() -> None:
     patch_sampling(GPUModelRunner)
     patch_seeds(GPUModelRunner)
     _patch_ends(GPUModelRunner)
+    patch_signals()
 
 
 def _patch_taps(runner: Any) -> None:
@@ -239,8 +241,14 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
                         able or asked.temperature == 0.0,
                         GREEDY if keyed is None else keyed.known.of(request, asked)[0],
                         extra.get(SWITCH) if extra else None, None, extra.get(HEADER) if extra else None,
-                        min(scheduled, least - 1) if least > 0 else scheduled))
+                        min(scheduled, least - 1) if least > 0 else scheduled, ends(asked, new)))
     return rows
+
+
+def ends(asked: Any, new: list[int]) -> bool:
+    """Whether vLLM's scheduler ends a request at one of the tokens that a step gave it."""
+    stops = asked.stop_token_ids or ()
+    return not {asked.eos_token_id, *stops}.isdisjoint(new)
 
 
 def text_of(texts: Any, place: int, length: int, vocab_size: int) -> list[int]:

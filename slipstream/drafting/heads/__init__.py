@@ -1,1 +1,1 @@
-"""Draft heads: networks of one or a few layers that read the target's states, and their checkpoints."""
+"""Draft heads: networks of one or a few layers that read the target's states, and readers of their checkpoints."""

@@ -1,9 +1,10 @@
 """A head as it is published, of any kind: ``config.json`` and safetensors, read and checked against its target.
 
 Rules of every head:
-1. Whatever is missing, of a wrong shape or of a foreign vocabulary is a ModelError that names it, expected and found.
+1. A missing tensor or field, a wrong shape or another vocabulary is a ModelError that names it, with the expected and
+   the found value.
 2. Only safetensors are read. A folder of pickles is refused with the command that converts it.
-3. The target may be of any family, and lends what the head brings not (``lender``).
+3. The target may be of any family; missing tensors (embedding, lm_head) come from its folder (``lender``).
 
 Rules of EAGLE:
 4. Two layouts: the authors' (fields at the top of ``config.json``, as SGLang and SpecForge write it too) and vLLM's
@@ -13,9 +14,10 @@ Rules of EAGLE:
 6. Rotary positions are the head's own, also where they differ from the target's: it was trained with them. A config
    without ``rope_theta`` means 10000, as it does where such heads are trained and served. A difference is warned of,
    because converted configs are known to carry a wrong value.
-7. A tensor that nothing would read (a norm, a bias that the config does not speak of) is refused by name: without it
-   the head would run, and draft badly. So is a field that others compute with and nothing here does (``NEUTRAL``).
-   ``layer_types`` says whether layers slide (vLLM's speculators are trained so), whatever the layer's family.
+7. An unknown tensor (a norm or a bias that the config does not mention) is refused by name, because without it the head
+   would run and draft badly. So is a config field that changes the computation elsewhere and is not supported here
+   (``NEUTRAL``). ``layer_types`` says whether layers slide (vLLM's speculators are trained so), whatever the layer's
+   family.
 
 Rules of EAGLE-3 (``read_head``):
 8. Tensors, by plain names: ``fc.weight`` (``fc.bias``), ``layers.i.*``, ``norm.weight``, ``d2t``, ``t2d``,
@@ -40,9 +42,8 @@ Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head wi
 
 It knows nothing about sessions or forwards. Formats: arXiv 2401.15077, 2406.16858, 2503.01840, their reference
 repositories' checkpoints (``LlamaForCausalLMEagle3``, which AngelSlim calls as vLLM does; of the authors'
-``LlamaForCausalLM`` or, for Qwen2, that one's name, which is why a whole model's folder is told by its missing ``fc``;
-SGLang adds ``Eagle``) and those of vLLM's speculators library; tensor names of targets as in transformers'
-checkpoints.
+``LlamaForCausalLM`` or, for Qwen2, that one's name, so a whole model's folder is recognised by its missing ``fc``;
+SGLang adds ``Eagle``) and those of vLLM's speculators library; tensor names of targets as in transformers' checkpoints.
 """
 
 from __future__ import annotations
@@ -326,7 +327,7 @@ def _check_kind(published: Published, kind: Kind) -> None:
 
 
 def usual_taps(num_layers: int) -> tuple[int, int, int]:
-    """What an EAGLE-3 head reads that does not say what."""
+    """The default layers that an EAGLE-3 head reads if its config names none."""
     return 2, num_layers // 2, num_layers - 3
 
 

@@ -1,9 +1,9 @@
-"""A target's folder as far as a head needs it: a few measures, and what it lends.
+"""A target's folder as far as a head needs it: a few sizes, and the tensors that the head takes from it.
 
 Rules:
-1. Of whatever family the target is: another engine than ours may serve it. What only its layers need is not read.
-2. A target that sees more than text has its decoder's fields in ``text_config``, and a longer prefix to its names.
-3. What is lent is read from the folder, those tensors and no more: a target may be larger than this machine.
+1. The target may be of any family, because another engine may serve it. Fields that only its layers need are not read.
+2. A multimodal target has its decoder's fields in ``text_config``, and a longer prefix in tensor names.
+3. Only the needed tensors are read, because a target may be larger than this machine's memory.
 
 It knows nothing about heads' own files. Formats: tensor names of targets as in transformers' checkpoints.
 """

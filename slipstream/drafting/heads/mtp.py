@@ -7,7 +7,7 @@ Rules:
    ``messages.FeatureSpec``). The wrong one is never seen in an answer, only in the acceptance, because the head has a
    norm of its own behind it. The technical reports leave it open. SGLang (``mimo_mtp``, ``deepseek_nextn``,
    ``glm4_moe_nextn``) and transformers (``MtpModel``, from ``hidden_states[-1]``) hand over what the target's final
-   norm gave, for all three families. So does vLLM 0.32 for two; to its own MiMo head it hands what stands before that
+   norm gave, for all three families. So does vLLM 0.32 for two; to its own MiMo head it hands the state before that
    norm. The code published with MiMo has the layer, but not what feeds it.
 3. Below the newest token the head's own output takes the state's place, likewise AFTER its final norm
    (``final_layernorm``, ``shared_head.norm``), as in SGLang, transformers and MiMo in vLLM. (vLLM long recycled

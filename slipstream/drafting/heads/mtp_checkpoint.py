@@ -10,7 +10,7 @@ Rules (those of every head stand in ``checkpoint``):
 3. A folder of its own need not hold everything: embedding and lm_head are its own (NextN: ``embed_tokens`` and
    ``shared_head.head`` of the first layer) or else the target's, and so are MiMo layers that it lacks (MiMo publishes
    the first layer with the model and further ones apart). ``num_nextn_predict_layers`` says how many layers there are.
-   Tensors of a decoder layer itself are checked by whoever builds the layer.
+   Tensors of a decoder layer itself are checked by the code that builds the layer.
 
 It knows nothing about sessions or forwards. Formats: tensor names of targets as in transformers' checkpoints.
 """
