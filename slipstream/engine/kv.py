@@ -64,7 +64,7 @@ class Slots:
         self._flags = bytearray(b"\x01") * num_slots
         self._free = np.frombuffer(self._flags, bool)  # the same memory
         self._num_free = num_slots
-        self._lowest = 0  # no free slot stands below it
+        self._lowest = 0  # no slot below it is free
 
     @property
     def num_free(self) -> int:
@@ -364,14 +364,14 @@ def _root() -> Node:
 
 
 def _path(node: Node, above: Node | None = None) -> Iterator[Node]:
-    # From the node up, without the root, or up to ``above``.
+    # The node and those above it, without the root; or without ``above`` and those over it.
     while node is not above and node.parent is not None:
         yield node
         node = node.parent
 
 
 def _slots(node: Node, above: Node | None = None) -> Indices:
-    # Of all tokens down to the node, or of those below ``above``.
+    # The slots of all tokens from the root down to the node, or of those below ``above``.
     return np.concatenate([np.zeros(0, np.int64), *[n.slots for n in _path(node, above)][::-1]])
 
 

@@ -265,12 +265,12 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
     if raw.get(CONTEXT) is not None:  # transformers takes it first
         nested = nested | {CONTEXT: raw[CONTEXT]}
     rope = Fields(f"{fields.where}: {name}", nested)
-    for given in (fields, rope):  # of a head's numbers
+    for given in (fields, rope):  # all numbers of a head must be rotated
         given.must_be("partial_rotary_factor", 1, None)
     theta = rope.real("rope_theta", fields.real("rope_theta", 10000.0))
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind in ("default", "dynamic", "mrope", None):
-        # A dynamic one stretches positions behind max_position_embeddings alone; those of three axes are one in text.
+        # "dynamic" stretches positions beyond max_position_embeddings only; "mrope" has equal axes in text.
         return theta, None
     if kind == "linear":
         return theta, RopeScaling(kind, rope.real("factor"))
@@ -284,8 +284,8 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
 
 
 def stretched(factor: float, original: int) -> int:
-    """The context of positions that are stretched by yarn: whoever writes it into a ``config.json``, as cards of models
-    say, need not raise ``max_position_embeddings``."""
+    """The context in tokens of positions that yarn stretches from ``original``. Users who add yarn to ``config.json``,
+    as model cards describe it, often leave ``max_position_embeddings`` as it was."""
     return int(min(factor * original, MOST))
 
 

@@ -252,7 +252,7 @@ class Ranks:
         return self._lose(f"the {self._count} ranks of the model are out of step: {in_a_line(error)}")
 
     def watch(self, told: Callable[[RanksLost], None]) -> None:
-        """``told`` is called once, from any thread, when ranks are lost."""
+        """Call ``told`` once, from any thread, when ranks are lost; at once if they are."""
         with self._lock:
             self._told = told
         if self._lost is not None:

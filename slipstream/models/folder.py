@@ -327,7 +327,7 @@ def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
 
 @cache
 def code_digest(root: Path, folders: tuple[str, ...]) -> str:
-    """A hash (8 hex digits) of the source in ``folders`` of ``root``, which compute and choose tokens: two commits
+    """A hash (8 hex digits) of the source in ``folders`` of ``root``, which computes and chooses tokens: two commits
     of one release may differ in them."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SOURCES):

@@ -113,8 +113,8 @@ class Call:
     __slots__ = ("_children", "_known", "_picks", "_seeds", "_trees")
 
     def __init__(self, trees: Trees) -> None:
-        """trees: with all that stays the same. It holds addresses: its owner keeps what stands there, and this object
-        no longer than that."""
+        """trees: with all fields that are the same in each call. It holds addresses: the owner must keep their memory
+        alive as long as this object."""
         sessions, levels, topk = trees.sessions, trees.most_levels, trees.topk
         self._trees = trees
         self._children = np.zeros((sessions, 1 + levels * topk, topk), CHILD)

@@ -139,9 +139,9 @@ def part_winners(logits: tl.tensor, asked: tl.tensor, vocabulary: tl.tensor, key
 def winners(keys: tl.tensor, columns: tl.tensor, sums: tl.tensor, vocabulary: tl.tensor, tokens: tl.tensor,
             shares: tl.tensor, most: tl.tensor, wanted: tl.tensor, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
             BLOCK: tl.constexpr, MOST: tl.constexpr) -> None:
-    """The ``most`` best (at most MOST) of one row from those of its parts, of which the first ``wanted`` are told:
-    ``tokens`` int64 and ``shares`` float64, both [R, wanted]. keys, columns, sums, vocabulary: see ``part_winners``;
-    sums None: under noise. BLOCK: at least PARTS * most."""
+    """The ``most`` best (at most MOST) of one row from the best of its parts. The first ``wanted`` are written to
+    ``tokens`` int64 and ``shares`` (log shares) float64, both [R, wanted]. keys, columns, sums, vocabulary: see
+    ``part_winners``; sums None: under noise. BLOCK: at least PARTS * most."""
     row, at, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, MOST)
     first = row * PARTS * most
     left = tl.load(keys + first + at, at < PARTS * most, SMALLEST)
@@ -183,12 +183,13 @@ def winners(keys: tl.tensor, columns: tl.tensor, sums: tl.tensor, vocabulary: tl
 def part_masses(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl.tensor, greatest_of: tl.tensor,
                 masses: tl.tensor, counts: tl.tensor, most: tl.tensor, held: tl.tensor, WIDTH: tl.constexpr,
                 PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr) -> None:
-    """Of one part of one row: how many of its columns have greater logits than each of ``tokens`` [R, most], which are
-    columns, to ``counts`` int64 [R, PARTS, most + 2], with CLOSE for each that is hardly greater, and the sum of their
-    exp((logit - the row's greatest) / heat) to ``masses`` float64 [R, PARTS, most + 2]; behind them the mass of all.
-    greatest_of: int64 [R, held], the columns of the greatest logits in order, of which top-k counts off its last; then
-    the last of ``masses`` is the mass of what is not less than that one, and the last two of ``counts`` are how many
-    are greater, and not less. None: nobody asks. logits, asked, sums: see ``part_winners``."""
+    """Counts and masses of one part of one row. For each of ``tokens`` [R, most] (columns) it takes the columns with
+    greater logits: their number, plus CLOSE for each that is hardly greater, goes to ``counts`` int64 [R, PARTS,
+    most + 2], the sum of their exp((logit - the row's greatest) / heat) to ``masses`` float64 [R, PARTS, most + 2].
+    The next of ``masses`` is that of all columns. greatest_of: int64 [R, held], the columns of the greatest logits in
+    order; top-k picks its last survivor there. Then the last of ``masses`` is the mass of all logits not less than that
+    one, and the last two of ``counts`` are the numbers of logits that are greater, and not less. None: no top-k with
+    top-p. logits, asked, sums: see ``part_winners``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * PART + tl.arange(0, PART)
     source = logits + tl.load(asked + ASKED * row + 1) * WIDTH
@@ -218,9 +219,9 @@ def first_survivor(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens:
                    masses: tl.tensor, counts: tl.tensor, found: tl.tensor, told: tl.tensor, most: tl.tensor,
                    JOINT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
                    MOST: tl.constexpr) -> None:
-    """Of one row, the first of ``tokens`` that survives its filters, to ``found`` int64 [R], and to ``told`` float64
-    [R] 0, or no number where that is not certain. tokens, shares: the ``most`` best as ``winners`` told them; JOINT:
-    masses and counts have what top-k left."""
+    """Write the first of ``tokens`` of one row that survives its filters to ``found`` int64 [R], and 0 to ``told``
+    float64 [R], or NaN if that is not certain. tokens, shares: the ``most`` best, from ``winners``; JOINT: masses and
+    counts have the entries of ``greatest_of``."""
     row, lane, part = tl.program_id(0).to(tl.int64), tl.arange(0, MOST), tl.arange(0, PARTS_BLOCK)
     inside = (part < PARTS)[:, None] & (lane < most)[None, :]
     first = (row * PARTS + part) * (most + 2)
@@ -244,7 +245,7 @@ def first_survivor(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens:
     survives = (count < limit) & (above < mass) & (depth >= deepest)
     unsure |= tl.abs(above - mass) <= whole * MASS_NEAR
     unsure |= tl.abs(depth - deepest) <= (1 + tl.abs(depth)) * DEPTH_NEAR
-    unsure &= (limit < WIDTH) | (mass < float("inf")) | (deepest > -float("inf"))  # whoever stands beside a free row
+    unsure &= (limit < WIDTH) | (mass < float("inf")) | (deepest > -float("inf"))  # rows without filters are sure
     place = tl.min(tl.where(there & (survives | unsure), lane, MOST), 0)
     here = lane == place
     is_sure = tl.max((here & survives & (unsure == 0)).to(tl.int32), 0) > 0
