@@ -1,1 +1,1 @@
-"""Measurements that a command prints again."""
+"""Benchmarks: each is a command that measures and prints its table."""

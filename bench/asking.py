@@ -1,8 +1,7 @@
-"""What benchmarks ask (questions of our own, or sets from a folder of JSONL files), and an answer of a target, reduced
-to what they compare.
+"""The questions of benchmarks (our own, or sets from a folder of JSONL files), and the tokens and times of an answer.
 
-Set files hold one object a line with ``turns``, a list of user turns, or ``prompt``; the first turn is asked. Sets of
-others are read, never shipped.
+Set files have one object a line with ``turns``, a list of user turns, or ``prompt``; the first turn is asked. Sets of
+other authors are read, never shipped.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Measured:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of decoding: the first commit and what came before it are not counted."""
+        """Tokens a second after the first commit, which is not counted."""
         return (len(self.tokens) - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
 

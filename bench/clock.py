@@ -1,5 +1,5 @@
-"""How long parts take, one beside the other, and how fast this machine reads memory meanwhile: a plain step on a CPU
-hangs on it, and it varies from hour to hour."""
+"""Times parts in turn, and measures how fast this machine reads memory: a plain step on a CPU depends on it, and it
+varies from hour to hour."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Part = Callable[[], object]
 
 
 def timed(parts: Mapping[Key, Part], repeats: int, settle: Part = lambda: None) -> dict[Key, list[float]]:
-    """Seconds of each run of each part, in turn, so that a slow moment hurts all alike; after a few that do not count.
-    settle: returns when nothing is under way any more."""
+    """Seconds of each run of each part. Parts run in turn, so that a slow moment affects all of them; the first WARM_UP
+    runs do not count. settle: waits until no work is pending on the device."""
     times: dict[Key, list[float]] = {name: [] for name in parts}
     for run in range(-WARM_UP, repeats):
         for name, part in parts.items():
@@ -32,17 +32,17 @@ def timed(parts: Mapping[Key, Part], repeats: int, settle: Part = lambda: None) 
 
 
 class Memory:
-    """Something large to read."""
+    """A tensor larger than the caches, to measure the speed of memory."""
 
     def __init__(self) -> None:
         self._numbers = torch.zeros(NUMBERS)
 
     def read(self) -> None:
-        """All of it, on torch's threads."""
+        """Read all of it, with torch's threads."""
         self._numbers.sum()
 
     def gb_s(self) -> float:
-        """GB/s, the best of some sums: others may disturb each of them."""
+        """GB/s, the best of a few sums, because other programs may disturb one."""
         return rate(min(timed({"sum": self.read}, 2)["sum"]))
 
 

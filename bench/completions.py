@@ -1,7 +1,7 @@
-"""A client of OpenAI's streamed completions that measures: when the first token came, when the last, and how many.
+"""A client of OpenAI's streamed completions that measures the times of the first and the last token, and counts tokens.
 
-It speaks HTTP/1.1 over a bare socket, because a comfortable client takes as long for a token as some servers do. It
-knows nothing about who serves.
+It uses HTTP/1.1 over a plain socket, because a client library takes as long for a token as some servers do. It knows
+nothing about the server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Answered:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of decoding: what came first, and before it, is not counted. 0: too short to say."""
+        """Tokens a second after the first piece, which is not counted. 0: the answer is too short."""
         if self.tokens <= self.first or self.total_s <= self.first_s:
             return 0.0
         return (self.tokens - self.first) / (self.total_s - self.first_s)

@@ -4,7 +4,7 @@ Rules:
 1. Bytes leave ``delay`` after they came, one way each, and never overtake each other: a round trip is twice the delay.
 2. Timers are exact to about 0.1 ms: the loop waits by ``select``, because ``epoll`` rounds up to whole milliseconds.
 
-It knows nothing about what passes.
+It knows nothing about the content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 16  # at once
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
-    """One way, to its end."""
+    """Copy bytes in one direction, each ``delay_s`` seconds late, until the end of input."""
     loop, due_s = asyncio.get_running_loop(), 0.0
     while data := await reader.read(MOST_BYTES):
         due_s = max(due_s + 1e-6, loop.time() + delay_s)
@@ -29,7 +29,7 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay
 
 
 async def relay(listen: tuple[str, int], to: tuple[str, int], delay_s: float) -> asyncio.Server:
-    """A server that joins each connection with one of its own to ``to``."""
+    """A server that relays each connection to a new connection to ``to``."""
 
     loop = asyncio.get_running_loop()
 
@@ -46,7 +46,7 @@ async def relay(listen: tuple[str, int], to: tuple[str, int], delay_s: float) ->
 
 
 async def serve(listen: tuple[str, int], to: tuple[str, int], delay_s: float) -> None:
-    """Until a signal ends the process."""
+    """Relay until a signal ends the process."""
     async with await relay(listen, to, delay_s) as server:
         await server.serve_forever()
 

@@ -1,6 +1,7 @@
-"""Services as real processes on free loopback ports, and what they took: for benchmarks and demonstrations.
+"""Services as real processes on free loopback ports, with their processor time and memory: for benchmarks and
+demonstrations.
 
-It knows nothing about what is asked of them.
+It knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ LISTENING = (10_000, 32_000)
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, below those that outgoing connections are given: one of theirs may have taken
-    it when its process comes to listen. None is told twice: who was told it first may not listen yet."""
+    """A free port below the range of outgoing connections, which could take it before its process listens. No port is
+    returned twice, because the first caller may not listen on it yet."""
     for port in _ports():
         with socket.socket() as probe:
             try:
@@ -45,7 +46,7 @@ def free_port() -> int:
 
 @cache
 def _ports() -> Iterator[int]:
-    """Each of them once, in any order."""
+    """Each candidate once, in random order."""
     return iter(random.SystemRandom().sample(range(*LISTENING), LISTENING[1] - LISTENING[0]))
 
 
@@ -57,7 +58,7 @@ def cpu_s(pid: int) -> float:
 
 
 def resident(pid: int, children: bool = False) -> float:
-    """MiB of memory of ``pid``, what it shares of mapped files included; 0 when it is gone. children: with theirs."""
+    """MiB of resident memory of ``pid``, shared pages of files included; 0 when it is gone. children: with theirs."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         family = [process, *(process.children(recursive=True) if children else ())]
@@ -92,7 +93,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """0 before it was started."""
+        """The process id; 0 before the start."""
         return self.process.pid if self.process is not None else 0
 
     def signal(self, number: signal.Signals) -> None:

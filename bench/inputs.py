@@ -1,5 +1,5 @@
-"""What a model and the choice of tokens are given, made up: logits that fall off as a model's do (Zipf's law in random
-order, one draw a row), rows that choose from them, and batches of rows behind contexts.
+"""Artificial inputs for benchmarks: logits that fall off like a model's (Zipf's law in random order, one draw a row),
+rows that choose from them, and batches of rows after contexts.
 
 It knows nothing about time.
 """
@@ -17,34 +17,34 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import RUN
 from slipstream.protocol.requests import Sampling
 
-STEEPNESS = 1.3  # of the fall from the likeliest token to the next
+STEEPNESS = 1.3  # exponent of Zipf's law
 FIRST = 256  # position of the first row
 SAMPLINGS = {"greedy": Sampling(), "T = 1": Sampling(temperature=1.0, seed=7),
              "T = 0.7, top-p 0.9": Sampling(temperature=0.7, top_p=0.9, seed=7)}
 
 
 def zipf_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
-    """float32 [rows, vocab]"""
+    """Random logits, float32 [rows, vocab]."""
     dice = torch.Generator().manual_seed(seed)
     ranks = torch.stack([torch.randperm(vocab, generator=dice) for _ in range(rows)])
     return -STEEPNESS * torch.log1p(ranks.float()) + 0.1 * torch.randn(rows, vocab, generator=dice)
 
 
 def choice_rows(sampling: Sampling, rows: int, sessions: int = 1) -> list[ChoiceRows]:
-    """So many of each session, one behind the other."""
+    """``rows`` rows of each of ``sessions`` sessions, one session after the other."""
     return [ChoiceRows(sampling, range(first, first + rows), range(FIRST, FIRST + rows), range(rows), None,
                        [()] * rows) for first in range(0, sessions * rows, rows)]
 
 
 def places_of(answers: int, rows: int, context: int) -> NDArray[np.int64]:
-    """Slots [answers, context + rows]. Runs of them alternate in memory, as those of answers that decode together."""
+    """Slots int64 [answers, context + rows]. Their runs alternate in memory, as for answers that decode together."""
     runs = -(-(context + rows) // RUN)
     slots = np.arange(runs * answers * RUN).reshape(runs, answers, RUN).swapaxes(0, 1).reshape(answers, -1)
     return slots[:, : context + rows]
 
 
 def chains(places: Iterable[NDArray[np.int64]], rows: int) -> BatchBuilder:
-    """A chain of so many rows for each of ``places``: slots, first those of a context, then those of its rows. One row
+    """A batch with a chain of ``rows`` rows for each of ``places``: slots of a context, then those of its rows. One row
     is a plain step."""
     builder, words = BatchBuilder(), [(2 << i) - 1 for i in range(rows)] if rows > 1 else None
     for place in places:

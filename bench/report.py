@@ -36,7 +36,7 @@ def number(row: Row, name: str) -> float:
 
 
 def finished(work: Coroutine[Any, Any, Result]) -> Result:
-    """What ``work`` returns; an error of ours ends the process with its sentence."""
+    """Run ``work`` and return its result; an error of ours ends the process with its sentence."""
     try:
         return asyncio.run(work)
     except SlipstreamError as error:
@@ -46,7 +46,7 @@ def finished(work: Coroutine[Any, Any, Result]) -> Result:
 
 @contextmanager
 def complained() -> Iterator[None]:
-    """The same for what is no coroutine; also as a decorator."""
+    """As ``finished`` for code without coroutines, as a context or a decorator."""
     try:
         yield
     except SlipstreamError as error:

@@ -1,4 +1,4 @@
-"""Timed devices as processes, a network between them, and readers of what they say.
+"""Timed devices as processes, a network between them, and readers of their answers.
 
 ``python -m bench.timed ROLE TIMING --set …`` is one of them, a composition root. ROLE is target, draft, or colocated: a
 target whose drafter is in the same process and on the same device; TIMING is what ``written`` gives. ``deployed``
@@ -42,8 +42,8 @@ TIMING = TypeAdapter(Timing)
 
 @dataclass(slots=True)
 class Reader:
-    """One stream. What it reads after token ``begin`` and up to token ``end`` counts; it reads on, so that the others
-    are not alone. Windows are counted in tokens and not in seconds, so that all are measured on the same text."""
+    """One stream. Only tokens from ``begin`` to ``end`` count; it reads on after them, so that the load stays the same.
+    The window is in tokens and not in seconds, so that all streams are measured on the same text."""
 
     number: int
     begin: int = 0
@@ -77,7 +77,7 @@ class Reader:
                 if piece.drafted and not piece.wait_s]
 
     async def read(self, client: TargetClient, speculate: bool) -> None:
-        """An answer after the other, each of another text, until cancelled."""
+        """Read answers, each of another text, one after the other, until cancelled."""
         for turn in itertools.count():
             request = Request(f"{self.number}-{turn}", text(self.number + 37 * turn), Sampling(), 4000, None, speculate)
             async for piece in client.submit(request):
@@ -85,18 +85,18 @@ class Reader:
 
 
 def text(stream: int) -> tuple[int, int]:
-    """The prompt of a stream: what follows depends on it alone."""
+    """The prompt of a stream; the answer depends only on it."""
     token = stream % STREAMS * SYMBOLS
     return token, token
 
 
 def written(timing: Timing) -> str:
-    """As an argument of a process."""
+    """``timing`` as an argument of a process; see ``read``."""
     return TIMING.dump_json(timing).decode()
 
 
 def read(text: str) -> Timing:
-    """What was ``written``."""
+    """The Timing of an argument that ``written`` made."""
     return TIMING.validate_json(text)
 
 
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("timing", type=read)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     arguments = parser.parse_args()
-    # A timed device's text is no text: what it repeats says nothing.
+    # A timed device's tokens are no real text, so repetitions in it must not be looked up.
     config = load(None, ("target.prompt_lookup=false", *arguments.overrides))
     timing = arguments.timing
     configure(config.log)

@@ -1,11 +1,11 @@
-"""What wakes somebody: alerts over the services' metrics, each with a runbook.
+"""Prometheus alerts over the services' metrics, each with a runbook.
 
 Rules:
-1. No data and no traffic are silent everywhere but in ``SlipstreamMetricsAbsent``.
-2. Texts say what is wrong for whom; the labels say where, so that equal alerts group.
+1. Only ``SlipstreamMetricsAbsent`` fires when there is no data or no traffic.
+2. Texts name the problem and who is affected; labels name the place, so that equal alerts are grouped.
 3. Every alert has its page ``docs/runbooks/<name>.md`` and its test.
 
-It knows nothing about who is told.
+It knows nothing about who receives alerts.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ ALERTS = (
 
 
 def rules_yaml() -> str:
-    """A rules file with one group."""
+    """The alerts as a Prometheus rules file (YAML) with one group."""
     rules = [{"alert": alert.name, "expr": alert.expression, "for": alert.lasting,
               "labels": {"severity": alert.severity}, "annotations": alert.annotations} for alert in ALERTS]
     return HEAD + yaml.safe_dump({"groups": [{"name": "slipstream", "rules": rules}]}, sort_keys=False, width=120,

@@ -1,4 +1,4 @@
-"""``make gpu-bundle``: what a machine with torch but without a network lacks to run ``make gpu``, in one archive.
+"""``make gpu-bundle``: one archive with all that ``make gpu`` needs on a machine with torch and without a network.
 
 Rules:
 1. Packages are those of ``PACKAGES``, in the versions of ``requirements.lock``, for Python 3.12 on x86-64 Linux; they
@@ -56,7 +56,7 @@ def pinned(lock: str, packages: Sequence[str]) -> list[str]:
 
 
 def plain(name: str) -> str:
-    """As pip compares names."""
+    """The normalized name of a package, as pip compares names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -118,7 +118,7 @@ def pack(folder: Path, made: Path, archive: Path, most: int = MOST_BYTES) -> Pat
 
 
 def expected(names: Sequence[str]) -> set[str]:
-    """Distributions by name, with all that they need."""
+    """The names of distributions and of all their dependencies."""
     found: set[str] = set()
     pending = list(names)
     while pending:

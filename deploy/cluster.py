@@ -7,9 +7,9 @@ Rules:
    package. All are pinned by version and hash; nothing is installed, and no root is needed.
 2. The source is changed in one place: reflect2 and json-iterator are Debian's newer ones, as the vendored ones crash
    when compiled with Go 1.18 or later. Drivers of cloud providers are left out.
-3. What cannot be had here is said in one sentence, and the tests that need it are skipped.
+3. If a part cannot be built here, one sentence says so, and the tests that need it are skipped.
 
-It builds no kubelet: what stands in for a node is the tests' own. It knows nothing about what is tested.
+It builds no kubelet: the tests have their own stand-in for a node. It knows nothing about what is tested.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Report = Callable[[str], None]
 
 
 def folder() -> Path:
-    """Where the programs of these pins are kept."""
+    """The cache folder for programs of these pinned versions."""
     pins = repr((SOURCE, PACKAGES, ETCD)).encode()
     return default_root().parent / "k8s-cluster" / hashlib.sha256(pins).hexdigest()[:12]
 
@@ -195,7 +195,7 @@ class Apt:
 
 
 def _keep(content: bytes, program: Path) -> None:
-    """All of it or nothing, executable."""
+    """Write ``program`` as an executable file, whole or not at all."""
     part = program.with_suffix(".part")
     part.write_bytes(content)
     part.chmod(0o755)

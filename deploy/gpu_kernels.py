@@ -1,12 +1,12 @@
-"""FlashInfer's kernel, compiled where no GPU is: for the bundle of ``make gpu``, and for the cuda image.
+"""Compiles FlashInfer's kernel on a machine without a GPU: for the bundle of ``make gpu``, and for the cuda image.
 
 Rules:
 1. ``nvcc`` (CUDA 13) and ``ninja`` are on PATH, and take minutes. One library for each size of heads, for all the GPUs
    that are asked for; a library that was compiled for others is an error.
 2. The libraries need ``libcudart.so.13`` alone, which a torch for CUDA 13 has loaded before. Nothing of the driver is
    called when they are linked.
-3. Where a library lies in ``flashinfer/data/aot``, FlashInfer loads it as it is. ``check`` does that elsewhere, with no
-   compiler to be found.
+3. FlashInfer loads a library in ``flashinfer/data/aot`` as it is. ``check`` tries that in another folder, without a
+   compiler.
 
 It knows nothing about archives or images.
 """
@@ -34,14 +34,14 @@ HEAD_DIMS = (64, 128)
 
 
 def tools() -> str:
-    """Which is missing, in words; empty: none."""
+    """A sentence about missing tools; "": none is missing."""
     missing = [name for name in ("nvcc", "ninja") if shutil.which(name) is None]
     return f"{' and '.join(missing)} must be on PATH: kernels are compiled here for a GPU elsewhere" if missing else ""
 
 
 def compiled(builder: Path, gpus: str) -> list[Path]:
-    """The libraries. builder: a folder to work in, where FlashInfer's package is afterwards; gpus: compute
-    capabilities with spaces between, such as ``8.0 9.0a``. Raises SystemExit, CalledProcessError."""
+    """Compile the libraries and return their paths. builder: a work folder, which then has FlashInfer's package; gpus:
+    compute capabilities separated by spaces, such as ``8.0 9.0a``. Raises SystemExit, CalledProcessError."""
     if problem := tools():
         raise SystemExit(problem)
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target",

@@ -70,7 +70,7 @@ def gather(variant: str, torch: str | None) -> Path:
 
 
 def _flashinfer(folder: Path, wheels_for: Sequence[str]) -> None:
-    """Its wheels, and in ``kernels`` what they do not have: libraries, and which packages to install for them."""
+    """Gather FlashInfer's wheels, and in ``kernels`` the compiled libraries and the list of packages for them."""
     if problem := tools():
         print(f"attention will be torch's in this image, slower and without graphs: {problem}")
         return
@@ -90,7 +90,7 @@ def _flashinfer(folder: Path, wheels_for: Sequence[str]) -> None:
 
 
 def builder(names: Sequence[str] = BUILDERS) -> str:
-    """The first of them that works: a client alone, whose daemon is not there, builds nothing. Raises SystemExit."""
+    """The first builder that works; a client without its daemon does not. Raises SystemExit if none works."""
     said = []
     for name in names:
         if shutil.which(name) is None:
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def make(asked: argparse.Namespace) -> None:
-    """As the command line says. A builder is looked for first: wheels are gigabytes."""
+    """Make the image of the command line. It looks for a builder first, because wheels are gigabytes."""
     tool = "" if asked.wheels_only else builder((asked.builder,) if asked.builder else BUILDERS)
     folder = gather(asked.variant, asked.torch)
     wheels = list(folder.glob("*.whl"))

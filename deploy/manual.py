@@ -1,4 +1,4 @@
-"""What pages of ``docs/`` take from the code: the configuration, the protocol's tables, the map of folders."""
+"""Prints the parts of ``docs/`` that come from code: the configuration, the protocol's tables, the map of folders."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _refused() -> Mapping[str, str]:
 
 
 def _together(told: Mapping[str, str]) -> Rows:
-    """One row for all names of which the same is told."""
+    """Rows in which names with the same text are joined."""
     names: dict[str, list[str]] = {}
     for name, text in told.items():
         names.setdefault(text, []).append(f"`{name}`")

@@ -1,4 +1,4 @@
-"""``values.yaml`` and ``values.schema.json`` from ``values.py``: what users read, and what Helm checks first.
+"""Prints ``values.yaml``, which users read, and ``values.schema.json``, which Helm checks first, from ``values.py``.
 
 It knows nothing about templates.
 """
@@ -32,10 +32,10 @@ def schema_json() -> str:
 
 
 def _require(section: BaseModel, schema: dict[str, Any], kinds: dict[str, Any]) -> None:
-    """What ``values.yaml`` has is there: a value that is set to null is taken out by Helm. Without a section templates
-    would end in its midst; a switch would be off, a number 0 and a name nothing, and nobody told. Where the default is
-    that, and with maps and lists that may be empty, null says the same. schema: of the section's kind, of which others
-    may be, too, with defaults of their own; kinds: those of all sections."""
+    """Require every value of ``values.yaml``, because Helm removes a value that a user sets to null. Without a section
+    a template would fail; without a value a switch would silently be off, a number 0 and a name empty. Where the
+    default is just that, or an empty map or list, null is allowed. schema: of the section's class, which several
+    sections with other defaults may share; kinds: the schemas of all classes."""
     inner = {name: value for name, value in section if isinstance(value, BaseModel)}
     told = schema["properties"]
     wanted = {name for name, value in section if name in inner or (isinstance(value, str | int | float) and value)
@@ -47,7 +47,7 @@ def _require(section: BaseModel, schema: dict[str, Any], kinds: dict[str, Any]) 
 
 
 def _told(node: Any) -> Any:
-    """Without pydantic's titles and defaults, and with references that keep to themselves, as draft 7 wants it."""
+    """``node`` without pydantic's titles and defaults; in draft 7 a reference must have no keys beside it."""
     if isinstance(node, list):
         return [_told(item) for item in node]
     if not isinstance(node, dict):

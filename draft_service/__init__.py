@@ -1,1 +1,1 @@
-"""The draft service: frames in, frames out; absorbs commits, grows trees, emits growth."""
+"""The draft service: it receives commits of targets, grows draft trees, and sends growth."""

@@ -1,4 +1,4 @@
-"""How a draft is put together from a configuration: drafter and worker. It knows nothing about sockets."""
+"""Makes a draft (drafter and worker) from the configuration. It knows nothing about sockets."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, Open
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.session import LEASE_S
 
-PROMPT, ROUNDS, BYTES = 24, 3, 256  # of a rehearsal: tokens of its prompt, and of a vocabulary where any will do
+PROMPT, ROUNDS, BYTES = 24, 3, 256  # of a rehearsal: prompt tokens, rounds, and the vocabulary where any fits
 
 
 def build(config: Config) -> DraftWorker:
-    """Load the drafter; the worker is to be started and joined to targets. Raises ModelError or ConfigError."""
+    """Load the drafter and make its worker; the caller starts the worker and connects targets. Raises ModelError or
+    ConfigError."""
     section = settled_draft(config.draft, config.model)
     weights = section.drafter != "ngram"
     if weights:
         torch.set_num_threads(config.model.threads or max(1, cores() // 2))
     device = device_of(section.device) if weights else CPU
-    # Kernels in Triton are launched on the current one; the worker's thread has it from its stream.
+    # Triton launches kernels on the current device. The worker's thread gets the right one from its stream.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         drafter = create(section, config.model)
         rehearse(drafter, section.growth.num_draft_tokens)
@@ -45,8 +46,8 @@ def build(config: Config) -> DraftWorker:
 
 
 def rehearse(drafter: Drafter, nodes: int) -> None:
-    """Draft for made-up answers, a greedy and a sampled one. What is made at its first use (code, graphs, buffers) is
-    there before anybody waits for it."""
+    """Draft for two made-up answers, a greedy and a sampled one, so that whatever is made at its first use (compiled
+    code, graphs, buffers) exists before the first target waits for it."""
     size, spec = drafter.vocab_size or BYTES, drafter.features
 
     def states(session: int, start: int, rows: int) -> Features | None:

@@ -1,36 +1,34 @@
-"""DraftWorker: the engine thread of the draft service. Frames in, frames out.
+"""DraftWorker: the engine thread of the draft service. It receives frames of targets and answers with frames.
 
 Rules of the worker:
-1. One thread owns the drafter and every session; the outside only enqueues (``peer_up`` alone runs on the caller's
-   thread and touches nothing that changes).
-2. A round: take a bounded part of each peer's waiting items, pass them to the drafter in one batch, grow, and send each
-   peer one frame.
-3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
-4. With ``run_ahead``, sessions whose targets allow it keep growing, a level at a time, whenever the inbox is empty and
-   growing pays (``Drafted``); others get one growth a commit. In such idle moments the drafter also reads on in texts
-   too long for one round, and in prompts as their states come.
-5. Nothing that a peer sends stops the thread: a fault closes one session and is counted, too many end the stream.
-6. When all places are taken, a host with at least two more than another gives one up for it; so do peers of one host.
+1. One thread owns the drafter and every session; other threads only put items into queues. Only ``peer_up`` runs on
+   the caller's thread, and it reads nothing that changes.
+2. A round: take waiting items, a bounded part of each peer's; give them to the drafter in batches; grow; answer each
+   peer with one frame.
+3. A session belongs to the peer that opened it. It is freed when the peer is lost or silent about it for ``lease_s``.
+4. With ``run_ahead``, a session whose target allows it grows on, a level at a time, whenever the inbox is empty and
+   growing pays (``Drafted``); others get one growth a commit. When there is nothing to grow, the drafter reads on in
+   texts that are too long for one growth, and in prompts whose states arrive.
+5. No input of a peer stops the thread: a fault closes one session and is counted; too many faults end the stream.
+6. When all sessions are in use, a host gives one up for a host that has at least two fewer; so do peers of one host.
 
-Intake: the items of each target that the drafter has not processed yet.
+Intake: items of targets that the drafter has not processed yet, separate for each target.
 
 Rules of the intake:
-1. Any thread fills it, and the worker's thread takes from it. Each target's waiting items are limited in number and
-   bytes; beyond that (``full``) no more is read from the target.
-2. A round takes items of each target in turn, at most ``ROUND`` tokens of each, so that no target waits for another's
-   long texts.
-3. While others are served too, a target whose texts took more than the share ``RESTS`` of the time is skipped for a
-   while.
+1. Any thread may add items; only the worker's thread takes them. Waiting items of one target are bounded in number and
+   bytes; beyond that (``full``) nothing more is read from the target.
+2. A round takes at most ``ROUND`` tokens (or one item) of each target: so no target waits for all input of another.
+3. While several targets are served, one whose input took more than ``RESTS`` of the time is skipped for a while.
 
-Drafted: all that the draft service holds of one session, and whether growing on pays while its target verifies.
+Drafted: the state of one session, and whether growing on pays while its target verifies.
 
 Rules of a session:
-1. The session's tree shows which nodes the target holds, because both sides re-root on every commit. The target can
-   verify the remaining nodes without waiting.
-2. If the target holds no or few nodes, it waits or goes on without drafts: the next growth is a whole tree, sent at
-   once. If it holds more, it gets further levels as they are made, if it allows that.
-3. Growth stops at ``extra`` nodes beyond what the target would verify, when no likely node is left, when the drafter
-   proposes no more, or at the allowed number of growths (``conduct``). A commit starts it again.
+1. The tree shows which nodes the target has: it is re-rooted on every commit, as the target's tree is. Sent nodes that
+   remain can be verified without a wait.
+2. If a target has no nodes, or few, it waits or goes on without drafts: its next growth is a whole tree, sent at once.
+   A target with more nodes gets further levels as they are grown, if it allows that.
+3. Growth stops at ``extra`` nodes beyond those that the target would verify, when no likely node is left, when the
+   drafter finds nothing more, or after ``GROWTHS`` growths (``conduct``). A commit starts it again.
 
 It knows nothing about verification, policies or how frames travel.
 """
@@ -78,18 +76,18 @@ from slipstream.protocol.session import DraftEvent, DraftSide
 from slipstream.protocol.tree import MAX_HELD
 
 CPU = torch.device("cpu")
-ROUND = 16_384  # tokens of one target
-RESTS = 0.5  # share of the time
-MOST_ITEMS, MOST_BYTES = 4096, 64 << 20  # that wait
-THIN = 0.5  # share of a whole tree's promise
-PIECE, SHARE = 16, 16  # nodes sent for one further level: a sixteenth of what may be held beyond, at least so many
+ROUND = 16_384  # most tokens of one target in a round
+RESTS = 0.5  # share of the time that one of several targets may take
+MOST_ITEMS, MOST_BYTES = 4096, 64 << 20  # of one target that may wait
+THIN = 0.5  # a tree with less than this share of a whole tree's expected tokens is replaced by a whole tree
+PIECE, SHARE = 16, 16  # nodes sent for one further level: extra // SHARE, at least PIECE
 LEAST = log(1 / 256)  # the score below which a node is not worth a level of the drafter's time
 
 Said = DraftBound | tuple[int, RemoteProtocolError]
 
 
 def weight_of(item: Said) -> tuple[int, int]:
-    """An item's weight, roughly: tokens that the drafter has to read, and bytes that it occupies."""
+    """About how many tokens of an item a drafter reads, and how many bytes the item takes."""
     if isinstance(item, Commit):
         count = len(item.tokens)
         return count, 4 * count + (0 if item.features is None else len(item.features.rows))
@@ -105,11 +103,11 @@ class Tray:
     __slots__ = ("came", "done", "items", "pace", "rests_until_s", "took")
 
     def __init__(self, pace: Pace) -> None:
-        self.items: deque[tuple[Said, int, int]] = deque()  # with tokens and bytes
-        self.came, self.done = [0, 0], [0, 0]  # items and bytes; each counted by one thread alone
+        self.items: deque[tuple[Said, int, int]] = deque()  # item, tokens, bytes
+        self.came, self.done = [0, 0], [0, 0]  # items and bytes, added and taken; each is written by one thread only
         self.pace = pace
         self.rests_until_s = 0.0
-        self.took = 0  # tokens, in this round
+        self.took = 0  # tokens taken in this round
 
 
 class Intake:
@@ -132,7 +130,7 @@ class Intake:
         return came[0] - done[0] >= MOST_ITEMS or came[1] - done[1] >= MOST_BYTES
 
     def came(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> Callable[[object], None]:
-        """Store arrived items. Returns the function that the worker's thread has to call for them."""
+        """Count new items of a peer. Returns the function that the worker's thread calls to queue them."""
         tray = self._trays.get(peer)
         if tray is None:
             tray = self._trays[peer] = Tray(Pace(RESTS, self._clock))
@@ -144,10 +142,10 @@ class Intake:
             came[1] += size
         return lambda _: waiting.extend(said)
 
-    # From the worker's.
+    # From the worker's thread.
 
     def take(self, served: int) -> list[tuple[Peer, list[Said]]]:
-        """A round's. ``served``: targets that have sessions."""
+        """The items of one round. ``served``: number of targets that have sessions."""
         now_s, waiting, rounds = self._clock(), 0, list[tuple[Peer, list[Said]]]()
         for peer, tray in list(self._trays.items()):
             tray.took = 0
@@ -155,7 +153,7 @@ class Intake:
             if not tray.items or now_s < tray.rests_until_s:
                 continue
             taken, done = list[Said](), tray.done
-            while tray.items and (not taken or tray.took + tray.items[0][1] <= ROUND):  # one at least
+            while tray.items and (not taken or tray.took + tray.items[0][1] <= ROUND):  # at least one item
                 item, tokens, size = tray.items.popleft()
                 taken.append(item)
                 tray.took += tokens
@@ -166,7 +164,7 @@ class Intake:
         return rounds
 
     def told(self, seconds: float) -> None:
-        """Count the time that the drafter needed for the items of the round."""
+        """Charge the ``seconds`` that the drafter took for a round's items to their targets, by tokens."""
         if not self._shared:
             return
         trays = [tray for tray in list(self._trays.values()) if tray.took]
@@ -175,36 +173,36 @@ class Intake:
             tray.rests_until_s = self._clock() + tray.pace.owes(seconds * tray.took / tokens)
 
     def rests_s(self) -> float | None:
-        """Seconds until something that waits may be taken; None: nothing waits."""
+        """Seconds until a waiting item may be taken; None: none waits."""
         waiting = [tray.rests_until_s for tray in list(self._trays.values()) if tray.items]
         return max(0.0, min(waiting) - self._clock()) if waiting else None
 
 @dataclass(slots=True, eq=False)
 class Drafted:
-    """``number`` is ours: peers count their sessions on their own and may collide."""
+    """See the module. ``number`` is our own id of the session, because two peers may use the same one."""
 
     number: int
     peer: Peer
     side: DraftSide
     span: Span | None = None
     tree: GrowingTree = field(default_factory=lambda: GrowingTree(0))  # the drafter's, once it has opened the session
-    wanted: int = 0  # nodes that the target would verify next; 0: none are to be grown
-    stale: bool = False  # committed since the last growth
-    extra: int = 0  # nodes grown beyond those; 0: one growth a commit, until the target allows more
-    usual: float = 0.0  # what a whole tree promises
+    wanted: int = 0  # nodes that the target would verify next; 0: grow none
+    stale: bool = False  # whether the target waits for an answer to its newest commit
+    extra: int = 0  # most nodes beyond ``wanted``; 0: one growth a commit, until the target allows more
+    usual: float = 0.0  # average expected tokens of a whole tree
     barren: int = 0  # growths in a row without a likely node
-    said: int = 0  # growths since it was asked
-    behind: bool = False  # there is text that was not read, and more of that may be read
+    said: int = 0  # growths sent since the last commit
+    behind: bool = False  # whether committed tokens may be left that the drafter can read now
 
     def told(self, message: Open | Commit, run_ahead: int) -> None:
-        """Take the target's commit and the number of nodes that it wants."""
+        """Take what an opening or a commit asks for."""
         self.wanted, self.stale, self.barren, self.said = message.wanted, message.wanted > 0, 0, 0
         self.extra = run_ahead if message.ahead else 0
         self.behind = False
 
     def grew(self, growth: Growth) -> bool:
-        """Take the drafter's ``growth``. Returns whether to send it: an empty one is sent if the target may wait for an
-        answer to its newest commit."""
+        """Take the drafter's ``growth``. Returns whether to send it: even an empty one if the target waits for an
+        answer."""
         answer, self.stale = self.stale or len(growth.ids) > 0, False
         self.said += answer
         self.behind = len(growth.ids) == 0 and not self.tree.begun
@@ -219,26 +217,26 @@ class Drafted:
 
     @property
     def room(self) -> int:
-        """Further nodes that the target is to hold."""
+        """How many further nodes may be sent to the target."""
         return max(0, min(MAX_HELD - 1, self.wanted + self.extra) - self.tree.num_sent)
 
     @property
     def starving(self) -> bool:
-        """Whether the target waits for a whole tree, or should."""
+        """Whether the next growth should be a whole tree (rule 2)."""
         return not self.extra or self.tree.promise(self.wanted) <= THIN * self.usual
 
     @property
     def hungry(self) -> bool:
-        """Whether to grow further. A drafter that began anew after a commit proposes nothing new until it is below the
-        nodes that the target holds, so its growths may be empty for as many levels as the tree has."""
+        """Whether to grow on. A drafter that begins a new tree after a commit first proposes the nodes that the target
+        has already. So as many growths may be empty as the sent tree has levels."""
         if not self.extra or self.wanted < 1 or not self.room or self.said >= GROWTHS:
             return False
         return not self.barren or self.barren <= self.tree.sent_depth()
 
     @property
     def budget(self) -> int:
-        """The most nodes of the next growth. Only a level's best nodes are sent, because better ones may come from the
-        levels below, and the tree's size is limited."""
+        """Most nodes of the next growth. Only the best of a level are sent, because deeper levels may have better ones
+        and the number of sent nodes is limited."""
         if not self.extra:
             return self.wanted
         return min(self.wanted if self.starving else max(PIECE, self.extra // SHARE), self.room)
@@ -246,9 +244,9 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """One growth of all sessions that wanted one."""
+    """One call of the drafter's ``grow``."""
 
-    name: str  # of the span
+    name: str  # of the span in the trace: tree or level
     began_s: float
     ended_s: float
     sessions: int
@@ -256,16 +254,16 @@ class Grown:
 
 @dataclass(slots=True)
 class Round:
-    """What one pass over the inbox collected for the drafter."""
+    """The items of one pass over the inbox, sorted for the drafter, and the answers to send."""
 
     opens: list[Open] = field(default_factory=list)
     features: list[Features] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
-    committed: set[int] = field(default_factory=set)  # whose they are
-    behind: list[Features] = field(default_factory=list)  # them, in the same session
+    committed: set[int] = field(default_factory=set)  # sessions of ``commits``
+    behind: list[Features] = field(default_factory=list)  # features that came after a commit of their session
     closes: list[int] = field(default_factory=list)
     answers: dict[Peer, list[TargetBound]] = field(default_factory=partial(defaultdict, list))
-    came: list[tuple[int, int, float]] = field(default_factory=list)  # commits: a target's session, base, and when
+    came: list[tuple[int, int, float]] = field(default_factory=list)  # commits: the target's session, base, time
     grown: Grown | None = None
     sent: list[tuple[Drafted, Growth]] = field(default_factory=list)
 
@@ -274,7 +272,7 @@ class Round:
             peer.send(items)
 
     def unsay(self, number: int) -> None:
-        """Drop everything that is collected for a session."""
+        """Remove the items of a session before the drafter gets them."""
         self.opens = [o for o in self.opens if o.session != number]
         self.features = [f for f in self.features if f.session != number]
         self.commits = [c for c in self.commits if c.session != number]
@@ -283,7 +281,7 @@ class Round:
 
 
 def commit_of(item: Commit, number: int) -> Commit:
-    """``item`` of our session ``number``. Written out: ``dataclasses.replace`` takes several times as long."""
+    """``item`` with our session ``number``. Written out: ``dataclasses.replace`` takes several times as long."""
     states = item.features
     if states is not None:
         states = Features(number, states.start, states.rows, states.num_rows, states.dtype)
@@ -291,7 +289,7 @@ def commit_of(item: Commit, number: int) -> Commit:
 
 
 def growth_of(growth: Growth, session: int) -> Growth:
-    """``growth`` of the target's ``session``."""
+    """A copy of ``growth`` with the target's ``session``."""
     return Growth(session, growth.base, growth.ids, growth.parents, growth.tokens, growth.scores)
 
 
@@ -305,7 +303,7 @@ class DraftWorker:
                  trace: Trace | None = None, clock: Callable[[], float] = time.monotonic, spans: Spans | None = None,
                  made_for: str = "", device: torch.device = CPU) -> None:
         """``tokenizer_hash``: what targets must have, "" for any. ``run_ahead``: nodes beyond those that a target would
-        verify next; 0: one growth a commit. ``made_for``: see ``DraftHello``. ``device``: the drafter's."""
+        verify next; 0: one growth a commit. ``made_for``: see ``DraftHello``. ``device``: the drafter's device."""
         self._drafter, self._device = drafter, device
         self._tokenizer_hash = tokenizer_hash
         self._lease_s = lease_s
@@ -325,8 +323,8 @@ class DraftWorker:
         self._draining = False
         self._next_sweep_s = clock() + lease_s / 4
         self.vitals = Vitals("draft")
-        self._inside = torch.get_num_threads()  # of an operation
-        # Not _thread: compiled, that is a word of C.
+        self._inside = torch.get_num_threads()  # threads of one torch operation
+        # Not named _thread: in compiled code that is a keyword of C.
         self._engine = self.vitals.thread("draft-worker", self._run)
 
     def start(self) -> None:
@@ -345,7 +343,7 @@ class DraftWorker:
         self._inbox.put(self._begin_drain)
 
     def peer_up(self, peer: Peer, hello: TargetHello) -> DraftHello:
-        """The handshake. Raises PairingError naming the field that does not fit."""
+        """The handshake. Raises PairingError naming the field that does not fit; a doubtful pair is only logged."""
         drafter = self._drafter
         answer = DraftHello(PROTOCOL_VERSION, hello.incarnation, drafter.name, drafter.vocab_size,
                             self._tokenizer_hash, drafter.features, drafter.hidden_size, drafter.max_context,
@@ -366,19 +364,19 @@ class DraftWorker:
 
     @property
     def rests_s(self) -> float | None:
-        """Seconds until it would go on if nothing came; None: it would not."""
+        """Seconds until there is work even if no item comes; None: there is none."""
         goes_on = any(drafted.hungry or drafted.behind for drafted in self._sessions.values())
         return 0.0 if goes_on else self._intake.rests_s()
 
     def _run(self) -> None:
-        # Else a thread has those that anybody set last, be it a target beside it.
+        # Otherwise the thread would use the newest setting of this process, which may be that of a target.
         with threads(self._inside), stream_of_its_own(self._device):
             while self.turn():
                 self._engine.pulse.beaten_s = self.vitals.clock()
 
     def turn(self, block: bool = True) -> bool:
-        """Wait for items (or for a lease to end) and process them; if there are none, grow further where that pays.
-        Returns False after ``stop``."""
+        """One round: wait for items (or for the next check of leases) and process them; if none come, grow on where
+        that pays. Returns False after ``stop``."""
         events: list[Callable[[Round], None]] = []
         wait_s = max(0.0, self._next_sweep_s - self._clock())
         rests_s = self.rests_s if wait_s > 0 else None
@@ -399,7 +397,7 @@ class DraftWorker:
             event(round_)
         for peer, said in self._intake.take(len({peer for peer, _ in self._sessions})):
             self._hear(peer, said, round_)
-        if self._clock() >= self._next_sweep_s:  # behind what came, which is a sign of life
+        if self._clock() >= self._next_sweep_s:  # after the new items, which renew leases
             self._expire(round_)
         try:
             began_s = self._clock()
@@ -415,7 +413,7 @@ class DraftWorker:
             self._drafter.close(round_.closes)
         round_.send()
         if round_.sent and self._inbox.empty() and self._engine.is_alive():
-            time.sleep(HAND_OVER_S)  # Python runs one thread at a time: the one that writes the frame goes first
+            time.sleep(HAND_OVER_S)  # Python runs one thread at a time: let the one that writes the frame run first
         self._note(round_)
 
     def _expire(self, round_: Round) -> None:
@@ -458,17 +456,17 @@ class DraftWorker:
         number = drafted.number
         match event, item:
             case DraftEvent.OPEN, Open():
-                # An earlier opening in the same round is void: the drafter hears of the newest alone.
+                # The drafter gets only the newest opening of a round.
                 round_.unsay(number)
                 round_.opens.append(replace(item, session=number))
                 drafted.told(item, self._run_ahead)
             case DraftEvent.FEATURES, Features():
                 states = round_.behind if number in round_.committed else round_.features
                 states.append(replace(item, session=number))
-                drafted.behind = drafted.wanted > 0  # while the target goes on with its prompt
+                drafted.behind = drafted.wanted > 0  # read the prompt while the target computes the rest of it
             case DraftEvent.COMMIT, Commit():
                 told = commit_of(item, number)
-                if round_.behind and told.features is not None:  # those before them may be its own: in order
+                if round_.behind and told.features is not None:  # earlier ones may be of this session: keep the order
                     round_.behind.append(told.features)
                     told = Commit(number, told.base, told.tokens, None, told.wanted, told.ahead)
                 round_.commits.append(told)
@@ -493,7 +491,7 @@ class DraftWorker:
         return drafted
 
     def _yields(self, peer: Peer, round_: Round) -> bool:
-        """Whether a peer with more sessions gave the oldest of them up for one of ``peer``'s."""
+        """Make room for a session of ``peer`` (rule 6). Returns whether another peer's oldest session was closed."""
         holders = [holder for holder, _ in self._sessions]
         if (crowd := giver_of_hosts(holders, peer, lambda one: one.name.rpartition(":")[0])) is None:
             return False
@@ -518,13 +516,13 @@ class DraftWorker:
             self._drafter.absorb(round_.behind)
 
     def _grow(self, round_: Round) -> None:
-        """Whatever is stale or hungry, those that starve first; each has a growth then, be it empty."""
+        """Grow stale and hungry sessions, starving ones first. Each stale one gets an answer, even an empty one."""
         wanting = [drafted for drafted in self._sessions.values() if drafted.stale or drafted.hungry]
         if not wanting:
             return
         if len(wanting) > 1:
             wanting.sort(key=lambda drafted: not drafted.starving)
-        whole = wanting[0].starving  # one whole tree for all costs little more than for those that wait for it
+        whole = wanting[0].starving  # then all get whole trees: it costs little more than for the starving ones
         started_s, most = self._clock(), self._drafter.max_nodes
         numbers, budgets = list[int](), list[int]()
         for drafted in wanting:
@@ -541,14 +539,14 @@ class DraftWorker:
                 round_.sent.append((drafted, growth))
 
     def _read(self) -> None:
-        """Go on with texts that were too long for a growth, so that the next commit finds them read."""
+        """Read on in texts that were too long for one growth, so that the next commit finds them read."""
         if behind := [drafted for drafted in self._sessions.values() if drafted.behind]:
             left = set(self._drafter.read([drafted.number for drafted in behind]))
             for drafted in behind:
                 drafted.behind = drafted.number in left
 
     def _note(self, round_: Round) -> None:
-        """What nobody waits for: metrics, traces and spans of a round."""
+        """Record metrics, traces and spans of a round, after its answers were sent."""
         if self._trace.keeps:
             self._picture(round_)
         self.metrics.sessions_open(len(self._sessions))

@@ -45,7 +45,6 @@ from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody, TextReply
-from router_service.dialects.fields import Unknown, known
 from router_service.dialects.openai import (
     DECENT_ID,
     Asked,
@@ -53,6 +52,8 @@ from router_service.dialects.openai import (
     Chunks,
     Generation,
     Reply,
+    Unknown,
+    known,
     parse,
     read_body,
 )

@@ -26,6 +26,8 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any
 
+import orjson
+
 from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
 from router_service.dialects.chat import ChatBody
@@ -290,7 +292,7 @@ class Gateway:
             _check_ids(param, tokens, info.vocab_size)
         if asked.begun is not None and asked.options.tells_prompt:
             raise InvalidRequest("begun", "is for answers without their prompt")
-        return asked.packed()
+        return _packed(asked)
 
     async def _try(self, options: Options, tenant: Tenant) -> Options:
         """With the grammar that can be kept to. Raises InvalidRequest where none can, and CapacityError."""
@@ -305,7 +307,7 @@ class Gateway:
 
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""
-        info, asked = self.info, asked.unpacked()
+        info, asked = self.info, _unpacked(asked)
         prompts = self._prompts(asked, info.max_context)
         limits = tuple(_room(_param(asked, i), prompt, asked.options, info) for i, prompt in enumerate(prompts))
         if (sent := sum(map(len, prompts)) * asked.options.n) > MAX_SENT:
@@ -324,7 +326,7 @@ class Gateway:
         return job if asked.begun is None else self._going_on(job, asked.begun)
 
     def _counted(self, asked: Asked) -> list[int]:
-        (tokens,) = self._prompts(asked.unpacked(), None)
+        (tokens,) = self._prompts(_unpacked(asked), None)
         _check_ids("prompt", tokens, self.info.vocab_size)
         return list(tokens)
 
@@ -367,6 +369,20 @@ class Gateway:
 def _tag(identity: Identity) -> str:
     """Digested once, not once an answer."""
     return identity.tag
+
+
+def _packed(asked: Asked) -> Asked:
+    """What may wait for long, as it came: one character beyond 16 bits makes four bytes of each other of its text, and
+    objects of JSON take ten times what they are written in."""
+    written = orjson.dumps(asked.messages) if asked.messages else b""  # in sixteen times the room
+    prompts = [prompt.encode() if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+    return replace(asked, messages=bytes(memoryview(written)), prompts=prompts, num_chars=asked.size)
+
+
+def _unpacked(asked: Asked) -> Asked:
+    """With its prompts as texts."""
+    return replace(asked, prompts=[prompt.decode() if isinstance(prompt, bytes) else prompt
+                                   for prompt in asked.prompts])
 
 
 def _param(asked: Asked, number: int) -> str:

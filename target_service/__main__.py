@@ -38,7 +38,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
     if config.target.vllm is not None:
         await _serve_vllm(config, stop, ready)
         return
-    # Each engine needs what the other's environment may lack.
+    # Imported here: the environment of one engine may lack the libraries of the other.
     from target_service.assembly import build
 
     target = await asyncio.to_thread(build, config, asyncio.get_running_loop())
@@ -46,7 +46,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
 
 
 async def host(config: Config, target: Target, stop: asyncio.Event, ready: Callable[[], None]) -> None:
-    """The same for a target that is put together already."""
+    """As ``serve``, for a target that was built already."""
     tls, counts = tls_files(config.wire.tls), WireCounts()
 
     def connect(address: str, name: str) -> DraftLink:
@@ -69,7 +69,7 @@ async def host(config: Config, target: Target, stop: asyncio.Event, ready: Calla
 
 
 async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
-    """Drafts are dialled by vLLM's workers."""
+    """As ``serve``, with vLLM as the engine: its workers connect to the drafts, not this process."""
     from target_service.vllm_start import build, node_rank
 
     if node_rank(config):
@@ -81,7 +81,7 @@ async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], N
 
 async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[], AbstractAsyncContextManager[None]],
                 stop: asyncio.Event, ready: Callable[[], None]) -> None:
-    """Whatever its engine. ``beside``: what else is kept up meanwhile; begun when it listens."""
+    """Serve a target of any engine. ``beside``: a context that is entered once the server listens."""
     tls, vitals, up = tls_files(config.wire.tls), target.vitals, asyncio.Event()
     try:
         server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
@@ -106,13 +106,13 @@ async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[]
         finally:
             await asyncio.to_thread(metrics.close)
     finally:
-        await asyncio.to_thread(target.end)  # also where a port is taken: its ranks are processes
+        await asyncio.to_thread(target.end)  # also when a port is taken: its ranks are processes that must end
     logger("target").info("stopped")
 
 
 async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
-    """On a machine that computes a part of vLLM's model and serves nobody: its page alone. Told to stop, it goes on
-    until the first machine has ended, whose answers need it."""
+    """Run a machine that computes a part of vLLM's model and takes no requests: it serves only its metrics page. After
+    ``stop`` it goes on until the first machine has ended, because that one may still finish answers."""
     from target_service.vllm_start import Node
 
     node, vitals, loop = Node(config), Vitals("target"), asyncio.get_running_loop()
@@ -130,7 +130,7 @@ async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None
             if not stop.is_set():
                 raise
         finally:
-            with suppress(RuntimeError):  # nobody waits any more
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(ended.set)
 
     metrics = MetricsServer(config.target.metrics_listen, TargetMetrics(config.router.model_name).registry, up.is_set,

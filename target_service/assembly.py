@@ -1,6 +1,6 @@
-"""How a target is put together from a configuration: model, slots, costs, worker, service.
+"""Makes a target from the configuration: model, KV slots, step costs, worker, service.
 
-It knows nothing about sockets; ``__main__`` gives the result to the network, an all-in-one process joins it directly.
+It knows nothing about sockets: ``__main__`` serves the target over gRPC, a colocated process calls it directly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from target_service.loop import TargetWorker
 from target_service.service import TargetService, send_over
 from target_service.step import Limits
 
-LEAST_SLOTS = PROFILE_CONTEXT + MAX_NODES  # steps are measured with them
+LEAST_SLOTS = PROFILE_CONTEXT + MAX_NODES  # the measurement of steps needs as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Target:
     service: TargetService
     hello: TargetHello
     metrics: TargetMetrics
-    ranks: RankedModel | None = None  # None: the model has one
+    ranks: RankedModel | None = None  # None: the model has only one rank
 
     @property
     def vitals(self) -> Vitals:
@@ -62,8 +62,8 @@ class Target:
 
 
 def build(config: Config, loop: asyncio.AbstractEventLoop) -> Target:
-    """Load the model and measure its steps. Takes seconds; raises ModelError or ConfigError. ``loop`` is where answers
-    are read."""
+    """Load the model and measure its steps, which takes seconds. ``loop``: the event loop that reads answers. Raises
+    ModelError or ConfigError."""
     section = config.model
     if config.target.vllm is not None:
         raise ConfigError("target.engine: vllm is a process of its own: start the services apart")
@@ -73,7 +73,7 @@ def build(config: Config, loop: asyncio.AbstractEventLoop) -> Target:
     if section.tensor_parallel == 1:
         model = graphed(load_model(folder, section))
         if isinstance(model, NativeDecoder):
-            # It has threads of its own. What is left to torch is small, and waking another thread for it costs more.
+            # It has its own threads. The work left to torch is so small that waking a second thread costs more.
             torch.set_num_threads(1)
         return assemble(config, model, name, tokenizer_hash(folder), loop, weights_hash(folder),
                         grammars(folder, model.config.vocab_size))
@@ -86,8 +86,8 @@ def build(config: Config, loop: asyncio.AbstractEventLoop) -> Target:
 
 def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: asyncio.AbstractEventLoop,
              weights: str = "", grammars: Grammars | None = None) -> Target:
-    """A target around any model, whose steps are measured. ``digest``: the hash of its tokenizer; ``weights``: that of
-    its weights, "" where it has none. ``grammars``: None where answers are bound to none."""
+    """Make a target around any model and measure its steps. ``digest``: hash of its tokenizer; ``weights``: hash of its
+    weights, "" where unknown. ``grammars``: None refuses requests with a grammar."""
     shape = model.config
     max_context = min(config.target.max_context or shape.max_context, shape.max_context)
     runner = _runner(config, model, max_context)
@@ -110,7 +110,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
 
 
 def grammars(folder: Path, vocab_size: int) -> Grammars | None:
-    """What binds answers of the model in ``folder`` to grammars; None where its tokenizer is of no use for that."""
+    """The grammar compiler for the model in ``folder``; None where its tokenizer cannot be used for grammars."""
     try:
         return Grammars(Vocabulary(load_tokenizer(folder), vocab_size), Trial(folder, AGAIN_S))
     except ModelError as error:
@@ -124,7 +124,7 @@ def _runner(config: Config, model: CausalModel, max_context: int) -> ModelRunner
     if not isinstance(model, GraphedDecoder | RankedModel):
         return ModelRunner(model, slots, race=race)
     runner = ModelRunner(model, slots, model.spare_slots, race)
-    # Two segments of each: a prompt's last rows, and the root behind them.
+    # Each session may have two segments in a step: the last rows of its prompt, and the root after them.
     if model.spare_slots:
         logger("target").info("graphs captured", count=model.warm(runner.pool, 2 * config.target.max_sessions))
     return runner
@@ -140,25 +140,25 @@ def _warn_if_lossy(config: TargetSection) -> bool:
 
 
 def gathers(model: CausalModel) -> bool:
-    """Whether its attention is torch's, not one that reads slots where they are."""
+    """Whether attention copies the KV of a step first (torch's), and does not read it in its slots."""
     if isinstance(model, GraphedDecoder | RankedModel):
         return not model.spare_slots  # ranks whose attention can be captured have some
     return not isinstance(model, NativeDecoder)
 
 
 def slots_for(config: TargetSection, model: CausalModel, max_context: int) -> int:
-    """KV slots: what the configuration says, else room for all sessions at a typical length, and for one whole context
-    with its tree in any case. Raises ConfigError where that does not fit."""
+    """KV slots: those of the configuration, or if 0 enough for all sessions of a typical length, and at least for one
+    whole context with its tree. Raises ConfigError where they do not fit into memory or are too few for one answer."""
     memory = Memory.of(model.config, model.dtype, model.device,
                        Limits.on(model.device.type, config.max_sessions).max_step_rows,
                        max_context if gathers(model) else 0)
-    if isinstance(model, GraphedDecoder | RankedModel):  # which has slots that are handed to nobody
+    if isinstance(model, GraphedDecoder | RankedModel):  # it has spare slots that no answer gets
         memory = replace(memory, free=memory.free - model.spare_slots * memory.slot)
     if 0 < config.slots < LEAST_SLOTS:
         raise ConfigError(f"target.slots: {config.slots} are too few for one answer and its tree: at least "
                           f"{LEAST_SLOTS}, or 0 for as many as there is room for")
     slots = config.slots or max(_slots(config, model, max_context, memory), LEAST_SLOTS)
-    # A CPU's memory is taken as it is written, but cannot be more than there is.
+    # A CPU's memory is only taken when it is written, so only more than the machine has is refused.
     if model.device.type == "cuda" or slots * memory.slot > memory.total:
         memory.check(slots)
     logger("target").info("memory", device=str(model.device), gb=memory.report(slots), slots=slots)

@@ -1,10 +1,10 @@
-"""How a target drains: its running answers finish here or, after a time, at another target, or here if no other takes
-them.
+"""How a target drains: its running answers finish here, or at another target, or here after all.
 
 Rules:
-1. Answers have a time limit to finish. The rest are handed back, and go on at another target of their identity.
-2. An answer that comes back is taken, because no other target can finish it. It runs to its end; only the request's own
-   time limit and the process's grace period bound it.
+1. Running answers have ``grace_s`` to finish. Then the others are handed back: the router sends them to another target
+   of the same model.
+2. An answer that comes back is taken, because no other target can finish it, and runs to its end. Only the request's
+   own time limit bounds it, and whoever kills this process.
 
 It knows nothing about engines.
 """
@@ -15,13 +15,13 @@ import asyncio
 from collections.abc import Callable
 
 LOOK_S = 0.05
-RETURN_S = 2.0  # within which a router has asked everybody else
+RETURN_S = 2.0  # a router asks all other targets within this time
 
 
 async def drained(running: Callable[[], int], hand_back: Callable[[], None], grace_s: float,
                   clock: Callable[[], float]) -> bool:
-    """Wait for the answers that are ``running``, and ``hand_back`` after ``grace_s`` seconds those that can be. Returns
-    whether all finished in time."""
+    """Wait until ``running()`` is 0. After ``grace_s`` seconds call ``hand_back``, and wait for answers that come back.
+    Returns whether all finished in time."""
     deadline_s = clock() + grace_s
     while running():
         if clock() > deadline_s:
@@ -33,7 +33,7 @@ async def drained(running: Callable[[], int], hand_back: Callable[[], None], gra
 
 
 async def _quiet(running: Callable[[], int], clock: Callable[[], float]) -> None:
-    """Until nothing has run for RETURN_S seconds."""
+    """Wait until nothing has run for RETURN_S seconds."""
     since_s = clock()
     while clock() - since_s < RETURN_S:
         if running():

@@ -1,13 +1,13 @@
 """TargetWorker: the engine thread of the target service. It owns every sequence from its request to its last token.
 
 Rules:
-1. One thread creates and changes sequences, slots, trees and policies; other threads only post to its inbox.
-2. A turn: receive → schedule → forward → commit → send. Drafters hear of a commit before clients and counters do, as
-   they are waited for.
-3. Whatever a drafter does (nothing, nonsense, death), the turn goes on with smaller trees.
-4. An error in one answer ends that answer. An error of a step ends the answers that were in it, and frees their slots.
-   An error after which the device no longer works ends the thread, and with it the service.
-5. Pieces are delivered together (``Telling.deliver``): while the next step computes, or when there is none.
+1. One thread makes and changes sequences, slots, trees and policies; other threads only post events to it.
+2. A turn: receive → schedule → forward → commit → send. Commits go to drafters before pieces go to clients and
+   counters, because the next step waits for drafters.
+3. If a drafter is silent, sends invalid items or dies, the turn goes on with smaller trees.
+4. An error in one answer ends that answer. An error of a step ends the answers in it and frees their slots. If the
+   device computes nothing any more after it, the thread ends, and the service with it.
+5. All pieces of a step leave in one call (``Telling.deliver``): while the next step computes, or when there is none.
 
 It knows nothing about text, HTTP or how frames travel.
 """
@@ -48,10 +48,10 @@ class Telling:
         self._pieces: list[tuple[Sink, Piece | Exception]] = []
 
     def round(self, outcome: Outcome, verified: Verified, record: RoundRecord, step: Step, plain_s: float) -> None:
-        """A round of one sequence is committed."""
+        """Queue the piece of a committed round. plain_s: seconds that a plain step would have taken."""
         one, tokens, finish = outcome.sequence, verified.tokens, verified.finish
         mode = one.followed.policy.mode
-        if record.outcome == LOOKED_UP:  # which says nothing of drafters
+        if record.outcome == LOOKED_UP:  # it tells nothing about whether drafters pay
             plain_s = 0.0
         if one.span is not None:
             one.span.event("round", drafted=record.drafted, accepted=record.accepted, rows=step.rows,
@@ -68,7 +68,7 @@ class Telling:
             self._metrics.request(finish)
 
     def prompt(self, one: Sequence, scores: PromptScores | None, finish: Finish = "") -> None:
-        """Scores of its prompt, before its first token; or the end of an answer that wanted only these."""
+        """Queue scores of the prompt, before the first token, or the end of an answer without tokens."""
         state: State = one.followed.policy.mode.value
         self._pieces.append((one.sink, self._first(one, Piece((), prompt=scores, finish=finish, state=state))))
         if finish:
@@ -81,25 +81,25 @@ class Telling:
         return piece._replace(cached_tokens=one.cached_tokens)
 
     def failed(self, one: Sequence, error: Exception, outcome: str = "failed") -> None:
-        """It ends with ``error``."""
+        """Queue ``error``, which ends the answer."""
         self._metrics.request(outcome)
         self._pieces.append((one.sink, error))
 
     def deliver(self) -> None:
-        """Hand all that was told to its readers."""
+        """Send all queued pieces to their readers."""
         pieces, self._pieces = self._pieces, []
         if pieces:
             self._dispatch(pieces)
 
 
 HAND_OVER_S = 5e-5
-SLICE_S = 0.005  # of a turn for what came, where so much comes: the others' next step is due
+SLICE_S = 0.005  # most time of a turn for new events, so that running answers get their next step
 Committed = list[tuple[Outcome, Verified, RoundRecord]]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that is computed."""
+    """The results of a step."""
 
     step: Step
     prefilled: list[Sequence]
@@ -108,13 +108,13 @@ class Done:
 
 
 class TargetWorker:
-    """Turns requests into answers. ``following`` is what hears of drafts."""
+    """Turns requests into answers. ``following`` receives the events of links to drafts."""
 
     def __init__(self, runner: ModelRunner, config: TargetSection, costs: StepCosts, metrics: TargetMetrics,
                  dispatch: Dispatch, clock: Callable[[], float] = time.monotonic,
                  trace: Trace | None = None, spans: Spans | None = None, limits: Limits | None = None,
                  prefix_cache: bool = True) -> None:
-        """limits: None for those of the device."""
+        """dispatch: sends pieces to their readers. limits: None for the device's own."""
         self._runner = runner
         self._kv = KV(runner, prefix_cache)
         self._metrics = metrics
@@ -130,10 +130,10 @@ class TargetWorker:
         self.shedding = Shedding(limits or Limits.on(runner.model.device.type, config.max_sessions), clock, metrics)
         self._queues = Queues()
         self._costs = costs
-        self._num_asked = self._num_over = 0  # answers; the first is the event loop's, the other the engine's
+        self._num_asked = self._num_over = 0  # answers; the event loop writes the first, the engine thread the other
         self.vitals = Vitals("target")
-        self._inside = torch.get_num_threads()  # of an operation
-        # Not _thread: compiled, that is a word of C.
+        self._inside = torch.get_num_threads()  # threads of one torch operation
+        # Not named _thread: in compiled code that is a keyword of C.
         self._engine = self.vitals.thread("target-worker", self._work)
         self._failed: Exception | None = None  # what ended the thread
         self._show()
@@ -144,7 +144,7 @@ class TargetWorker:
         self._engine.start()
 
     def stop(self) -> None:
-        """End the thread after the turn it is in; what still runs is left where it is."""
+        """End the thread after the turn it is in; running answers get no further piece."""
         self.following.inbox.stop()
         if self._engine.is_alive():
             self._engine.join()
@@ -158,7 +158,7 @@ class TargetWorker:
 
     @property
     def num_open(self) -> int:
-        """Answers that were asked for and are not over, waiting or running; 0 after the thread has ended."""
+        """Answers that were asked for and are not over, queued ones included; 0 after the thread has failed."""
         return self._num_asked - self._num_over if self._failed is None else 0
 
     @property
@@ -171,7 +171,7 @@ class TargetWorker:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that a new answer could have."""
+        """KV slots that a new answer could get."""
         return self._kv.num_free
 
     def post(self, event: Callable[[], None]) -> None:
@@ -179,19 +179,19 @@ class TargetWorker:
         self.following.inbox.post(event)
 
     def ask(self, number: int, request: Request, sink: Sink, rule: Rule | None = None) -> None:
-        """An answer is wanted; ``sink`` takes its pieces, or the error that ends it. ``rule``: what it is bound to; it
-        is the engine thread's from now on."""
+        """Begin an answer; ``sink`` takes its pieces, or the error that ends it. ``rule``: which tokens it allows; only
+        the engine thread may use it from now on."""
         self._num_asked += 1
         self.post(lambda: self._arrive(number, request, sink, rule))
-        if self._failed is not None:  # it failed since somebody looked
+        if self._failed is not None:  # it failed after the caller looked at ``alive``
             self._dispatch([(sink, self._failed)])
 
     def cancel(self, number: int) -> None:
-        """Nobody wants this answer any more."""
+        """End an answer that has no reader any more."""
         self.post(lambda: self._drop(number))
 
     def switch(self, number: int, allowed: bool) -> None:
-        """Whoever asked for the answer allows or forbids drafts from now on. Its text is looked up all the same."""
+        """Allow or forbid drafts for an answer from now on. Prompt lookup goes on in both cases."""
         def event() -> None:
             if (one := self._queues.find(number)) is not None:
                 one.followed.allow(allowed, self._clock())
@@ -215,7 +215,7 @@ class TargetWorker:
     # On the engine thread.
 
     def _work(self) -> None:
-        with threads(self._inside):  # else a thread has those that anybody set last, be it a draft beside it
+        with threads(self._inside):  # else it would use the process's newest setting, which may be a draft's
             self._run()
 
     def _run(self) -> None:
@@ -225,13 +225,13 @@ class TargetWorker:
                 self._engine.pulse.beaten_s = self.vitals.clock()
                 wait_s = self.turn()
             self._telling.deliver()
-        except Exception as error:  # a bug of ours: the process ends by its vitals
+        except Exception as error:  # a bug of ours, or a lost device: ``vitals`` end the process
             self._failed = error
             self._tell_all(error)
             raise
 
     def _tell_all(self, error: Exception) -> None:
-        """Nobody may wait for ever on a thread that is gone: who asked and is still in the inbox is told, too."""
+        """Send ``error`` to all answers, those in the inbox too: otherwise their readers would wait for ever."""
         while not self._emptied():
             pass
         for one in self._queues.everyone():
@@ -241,23 +241,23 @@ class TargetWorker:
     def _emptied(self) -> bool:
         try:
             self.following.inbox.drain()
-        except Exception:  # what failed is done with
+        except Exception:  # drop the event that failed, go on with the next
             return False
         return True
 
     def poll(self) -> float | None:
-        """Do what waits in the inbox, then a turn, for a caller that has the thread's place."""
+        """Process the inbox, then do a turn, for a caller that runs the worker without its thread."""
         self.following.inbox.drain()
         return self.turn()
 
     def turn(self) -> float | None:
-        """One turn after the inbox was handled. Returns how many seconds there is nothing to do: 0.0: go on; None:
+        """One turn, after events were received. Returns for how many seconds there is nothing to do: 0.0: go on; None:
         until an event comes."""
         self.following.flush()
         plan, waiting = self._queues.schedule(self._clock(), self._kv, self.shedding)
         held_s = self._held_s(plan, waiting)
         if held_s != 0.0:
-            if held_s is None:  # who left last did so without a step
+            if held_s is None:  # the last answer may have left without a step
                 self._show()
             self._telling.deliver()
             return held_s
@@ -276,8 +276,8 @@ class TargetWorker:
         self._metrics.slots(self._runner.slots.num_slots, self._runner.slots.num_free, self._kv.num_cached)
 
     def _held_s(self, plan: Schedule, waiting: list[Sequence]) -> float | None:
-        """Seconds to hold the step for those whose growth should be here soon; 0: go. With nothing to do: until the
-        first of them gives up waiting; None: until something comes."""
+        """Seconds to hold the step for answers whose growth should arrive soon; 0: go. Without work: seconds until the
+        first of ``waiting`` goes on without growth; None: until an event comes."""
         now_s = self._clock()
         if plan.empty:
             return max(1e-4, min(one.followed.waiting.until_s for one in waiting) - now_s) if waiting else None
@@ -288,7 +288,7 @@ class TargetWorker:
         return missing_s if missing_s > 0.0 and holds(ready, coming, missing_s, self._costs.cost) else 0.0
 
     def _admit(self, plan: Schedule) -> None:
-        """Who is put back, and who is computed from now on."""
+        """Put answers back and admit new ones, as ``plan`` says."""
         for number in plan.put_back:
             one = self._queues.put_back(number)
             one.followed.pause()
@@ -307,7 +307,8 @@ class TargetWorker:
             self._end_if_over(one)
 
     def _forward(self, plan: Schedule) -> Done | None:
-        """Compute the step. None: there was none, or the device failed."""
+        """Compute the step. None: there was none, or the device failed. Raises RanksLost, or Unavailable where the
+        device is lost."""
         if not (plan.prefill or plan.verify):
             return None
         by_number = {one.number: one for one in self._queues.running}
@@ -319,14 +320,14 @@ class TargetWorker:
         began_s = self._clock()
         try:
             outcomes, scored = run_step(self._runner, prefill, trees, self._thresholds, self._telling.deliver)
-        except Exception as error:  # the device failed: whoever was in the step is lost, the service is not
+        except Exception as error:  # the step failed: its answers are lost, the service goes on
             if isinstance(error, DeviceFull) and self.shedding.failed(rows):
-                return None  # nobody was in it yet: the next turn asks for less
-            if isinstance(error, RanksLost):  # there will be no other step
+                return None  # nothing of it was committed: the next turn makes a smaller step
+            if isinstance(error, RanksLost):  # no further step is possible
                 raise
             if not computes(self._runner.model.device):  # nor here
                 raise Unavailable(f"the device is lost, the service has to start again: {in_a_line(error)}") from error
-            lost = dict.fromkeys(one for one, _ in [*prefill, *trees])  # a prompt that ends is in both
+            lost = dict.fromkeys(one for one, _ in [*prefill, *trees])  # an answer whose prompt ends is in both
             self._log.exception("step failed", rows=rows, answer_ids=[one.request.request_id for one in lost])
             for one in lost:
                 self._fail(one, error)
@@ -339,14 +340,14 @@ class TargetWorker:
         return Done(step, [one for one, _ in prefill], self._without_broken(outcomes), scored)
 
     def _without_broken(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Those whose grammar says what may follow; the others' answers end."""
+        """The outcomes with tokens. An empty one means that its grammar took too long: that answer fails."""
         for outcome in outcomes:
             if not outcome.verdict.tokens:
                 self._fail(outcome.sequence, InvalidRequest("grammar", "takes more work to follow than it may"))
         return [outcome for outcome in outcomes if outcome.verdict.tokens]
 
     def _commit(self, done: Done) -> Committed:
-        """Make the verdicts part of the answers, and have their drafters told."""
+        """Append the verdicts to the answers, and send the commits to their drafters."""
         self._kv.share(done.prefilled)
         rows = self._kv.newest_rows([(outcome.sequence, len(outcome.verdict.tokens)) for outcome in done.outcomes])
         batch, sequences, now_s = list[Verified](), list[Sequence](), done.step.ended_s
@@ -356,20 +357,20 @@ class TargetWorker:
             sequences.append(one)
             batch.append(Verified(one.number, tokens, len(outcome.tree) - 1, min(len(new) - 1, len(tokens)),
                                   outcome.depth, finish, newest, one.forced(finish)))
-        self._kv.give_prompt_rows(done.prefilled)  # before what is committed behind them
+        self._kv.give_prompt_rows(done.prefilled)  # before the rows of tokens that follow the prompt
         records = self.following.committed(batch, done.step)
         self._kv.give_prompt_rows(sequences)
         if self.following.flush() and self.alive and all(
                 one.followed.waits(now_s) for one in self._queues.running):
-            # Frames are written by another thread, and Python runs one at a time: who has to wait lets it go on.
+            # Python runs one thread at a time: all answers wait anyway, so let the thread that writes frames run.
             time.sleep(HAND_OVER_S)
         return list(zip(done.outcomes, batch, records, strict=True))
 
     def _send(self, done: Done, committed: Committed) -> None:
-        """Clients and counters hear of it, and who is done goes."""
+        """Queue the pieces, count, and end finished answers."""
         step = done.step
         for one, scores in done.scored:
-            if one.row is not None:  # else it has been told that it failed
+            if one.row is not None:  # else the answer has failed already
                 self._telling.prompt(one, scores)
         for one in done.prefilled:
             self._end_if_over(one)
@@ -390,7 +391,7 @@ class TargetWorker:
     def _arrive(self, number: int, request: Request, sink: Sink, rule: Rule | None) -> None:
         try:
             one = Sequence.begin(number, request, sink, self.following, self._spans, rule)
-        except Exception as error:  # its reader hears of it, and nobody else
+        except Exception as error:  # it ends only this answer
             self._log.exception("request not begun", session=number, answer_id=request.request_id)
             self._metrics.request("failed")
             self._dispatch([(sink, error)])
@@ -408,10 +409,10 @@ class TargetWorker:
         self._end(one, failed=outcome == "failed")
 
     def _end(self, one: Sequence, failed: bool = False) -> None:
-        """It is over: its drafter is told, and what the prefix cache has not of its KV goes there."""
+        """End an answer: close it at its drafter, and give its KV to the prefix cache."""
         self.following.close(one.followed)
         self._queues.remove(one)
-        self._kv.release(one)  # nothing, of one that waits
+        self._kv.release(one)  # an answer that waits has no KV
         if one.span is not None:
             one.span.end(tokens=one.followed.side.num_output, failed=int(failed))
         self._num_over += 1
@@ -426,5 +427,5 @@ class TargetWorker:
 
 
 def handed_back() -> Draining:
-    """The error that ends an answer here, so that another target goes on with it."""
+    """The error that ends an answer which another target shall continue."""
     return Draining("the target is shutting down; another one will go on")

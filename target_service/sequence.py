@@ -1,4 +1,4 @@
-"""Sequence: one running answer: its request, its slots, and its drafting state.
+"""Sequence: the engine's state of one answer: its request, its KV slots, and its session in ``following``.
 
 Rules of a sequence:
 1. ``slots`` is its row of the runner's table, and ``slots[:computed]`` are the KV slots of committed tokens
@@ -7,14 +7,15 @@ Rules of a sequence:
 2. The first ``borrowed`` of them belong to the prefix cache, the rest to this answer.
 3. It is made on the engine thread, and only that thread touches it.
 
-KV: which slots belong to which sequence, to the prefix cache, or to nobody; and the feature rows that drafters read.
+KV: assigns slots to sequences and the prefix cache, and makes the feature rows that drafters read.
 
 Rules of the KV:
-1. Admission reuses what the prefix cache holds. Computed parts of a prompt belong to the cache at once, so that running
-   answers with the same beginning share them; at its release an answer gives the cache the rest.
+1. An admitted answer uses the slots that the prefix cache has for its prompt. Newly computed KV of a prompt belongs to
+   the cache at once, so that answers with the same beginning share it while they run. On release the cache also gets
+   the rest of the answer's KV.
 2. Every slot is free or owned once (``prove``).
-3. Feature rows of the newest tokens of all sequences are computed in one product. An error there costs drafts, not
-   answers: a lost device shows in the next step.
+3. Feature rows of the newest tokens of all sequences are made in one product. An error there costs only drafts, never
+   an answer: if the device is lost, the next step fails anyway.
 
 It knows nothing about the schedule, the links or the device.
 """
@@ -47,7 +48,8 @@ Sink = Callable[[Piece | Exception], None]
 
 
 class Rule(Protocol):
-    """What may follow an answer and each path below it; see ``grammar.matcher`` and ``choosing.permitted``."""
+    """The tokens that may follow an answer and each path of its tree; see ``grammar.matcher`` and
+    ``choosing.permitted``."""
 
     @property
     def ended(self) -> bool: ...
@@ -62,15 +64,15 @@ class Rule(Protocol):
 
 
 NOTHING = np.zeros(0, np.int64)
-LUMPS = 128  # in which a full prefix cache is given up: to find what is oldest it looks at all that it holds
-AT_ONCE = 512  # feature rows of a prompt that are gathered and projected together, so that memory has a bound
-SHARED = 64  # tokens of a prompt, from which on it is better to wait for who computes them than to do so again
+LUMPS = 128  # an eviction frees at least 1/LUMPS of all slots, because each one searches the whole prefix cache
+AT_ONCE = 512  # feature rows of a prompt that are gathered and projected together: it bounds memory
+SHARED = 64  # block of prompt tokens: waiting for another answer to compute one is better than computing it twice
 Beginning = tuple[str, int]
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """``sink`` takes its pieces, or the error that ends it."""
+    """See the module. ``sink`` receives its pieces, or the error that ends it."""
 
     number: int
     request: Request
@@ -78,23 +80,23 @@ class Sequence:
     followed: Followed  # its tokens, tree, drafter and decisions
     history: TokenHistory | None
     span: Span | None
-    rule: Rule | None = None  # what it is bound to
-    row: Row | None = None  # of the runner's table, while it is computed
+    rule: Rule | None = None  # which tokens are allowed; None: all
+    row: Row | None = None  # of the runner's table, while the answer runs
     computed: int = 0
     borrowed: int = 0
     match: Match | None = None
     cached_tokens: int = 0
-    bare: bool = False  # nothing but its choice is asked of its logits, and nothing changes or filters them
-    stepped: bool = False  # a step has computed something of it
-    told: bool = False  # its reader has had a piece
-    scored: int = 0  # rows of its prompt, each of which scores the token behind it
-    array: NDArray[np.int64] = field(default_factory=lambda: NOTHING)  # its tokens, until they are computed
+    bare: bool = False  # needs only a token from its logits: no log probabilities, penalties, filters or rule
+    stepped: bool = False  # whether a step has computed rows of it
+    told: bool = False  # whether its reader has had a piece
+    scored: int = 0  # prompt rows that are scored; each scores the token after it
+    array: NDArray[np.int64] = field(default_factory=lambda: NOTHING)  # its tokens, until its prompt is computed
     blocks: list[int] = field(default_factory=list)  # hashes of its first SHARED tokens, of twice as many, and so on
 
     @staticmethod
     def begin(number: int, request: Request, sink: Sink, following: Following, spans: Spans | None,
               rule: Rule | None = None) -> Sequence:
-        """An answer that waits for its turn."""
+        """Make a new answer, which waits."""
         prompt = len(request.tokens) - request.answered
         span = None if spans is None else spans.begin("target.answer", request.trace, prompt=prompt,
                                                       answered=request.answered)
@@ -115,13 +117,13 @@ class Sequence:
         return len(self.followed.side.tokens)
 
     def whole(self) -> NDArray[np.int64]:
-        """Its tokens, made an array once while it waits and its prompt is computed: numpy takes long for a list."""
+        """Its tokens as an array, kept until its prompt is computed, because numpy is slow to convert a list."""
         if len(self.array) != self.base:
             self.array = np.array(self.tokens, np.int64)
         return self.array
 
     def forget(self) -> None:
-        """The array, once its prompt is computed."""
+        """Drop the array, if the prompt is computed."""
         if not self.prefilling:
             self.array = NOTHING
 
@@ -140,12 +142,12 @@ class Sequence:
 
     @property
     def scores(self) -> bool:
-        """Whether rows of its prompt are still to be scored."""
+        """Whether some rows of its prompt still have to be scored."""
         return self.request.prompt_logprobs is not None and self.scored < self.followed.side.prompt_len - 1
 
     def beginning(self, known: int) -> Beginning | None:
-        """The next tokens to compute after the first ``known`` ones, if they are worth waiting for; equal for all
-        answers with the same beginning."""
+        """A key for the prompt up to the block that comes after its first ``known`` tokens; equal for all answers with
+        this beginning. None: not worth waiting for."""
         count = 1 - -known // SHARED
         if self.scores or count * SHARED >= self.base:
             return None
@@ -156,11 +158,12 @@ class Sequence:
 
     @property
     def over(self) -> bool:
-        """Whether only the prompt was wanted (no tokens), and it is computed."""
+        """Whether only its prompt is wanted, and that is computed."""
         return self.request.max_tokens == 0 and not self.prefilling
 
     def cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
-        """The part of ``tokens`` that joins the answer, and whether the answer ends there. Call it once a commit."""
+        """The part of ``tokens`` that becomes part of the answer, and the reason if it ends there. Call it once a
+        commit: the rule follows."""
         room, stops = self.followed.left, self.request.sampling.stop_token_ids
         finish: Finish = ""
         for count, token in enumerate(tokens[:room] if stops else (), start=1):
@@ -173,45 +176,45 @@ class Sequence:
                 finish = "length"
         if self.rule is not None:
             known = self.rule.commit(cut[:-1] if finish == "stop" else cut)
-            if self.rule.ended:  # a stop token behind it says nothing more
+            if self.rule.ended:  # a stop token after the end changes nothing
                 return cut[:known], "stop"
         return cut, finish
 
     def forced(self, finish: Finish) -> abc.Sequence[int]:
-        """The tokens that its rule forces next, where they may be verified. Call it after ``cut``."""
+        """The tokens that its rule forces next, if prompt lookup may verify them. Call it after ``cut``."""
         return self.rule.forced() if self.rule is not None and not finish and self.followed.looks_up else ()
 
     def take(self, rows: int) -> DraftTree:
-        """The tree to verify in so many rows, at most ``followed.nodes``, without nodes that its rule forbids."""
+        """The tree to verify in ``rows`` rows, at most ``followed.nodes``, without nodes that its rule forbids."""
         tree = self.followed.tree
-        if self.rule is not None:  # it looks at each node, and a target may hold many times as many as it verifies
+        if self.rule is not None:  # a rule checks each node, so only the best are given to it
             tree = tree.best(MAX_NODES)
             tree = tree.select(self.rule.kept(tree))
         return tree.best(rows)
 
     @property
     def newest_slot(self) -> int:
-        """Of the newest token that is computed; -1: none is."""
+        """The slot of the newest computed token; -1: there is none."""
         row = self.row
         return int(row.table.entries[row.begin + self.computed - 1]) if row is not None and self.computed else -1
 
     def take_slots(self, slots: NDArray[np.int64] | Iterable[int]) -> None:
-        """``slots`` hold the KV of the committed tokens that follow."""
+        """Append ``slots``, which hold the KV of the next committed tokens."""
         assert self.row is not None
         new = np.asarray(slots, np.int64)
         self.row.put(self.computed, new)
         self.computed += len(new)
 
     def take_path(self, own: list[int], path: tuple[int, ...]) -> None:
-        """The nodes on ``path``, root first, are committed. own: the slots of all nodes; they stand behind the computed
-        ones since the step was built."""
-        if path[-1] == len(path) - 1:  # they stand where they belong
+        """Commit the nodes on ``path``, root first. own: the slots of all nodes of the tree; the row has them after the
+        computed ones since the step was built."""
+        if path[-1] == len(path) - 1:  # the path is the first nodes: its slots are in place
             self.computed += len(path)
         else:
             self.take_slots([own[node] for node in path])
 
     def untake_slots(self, count: int) -> NDArray[np.int64]:
-        """Remove the newest ``count`` slots, which hold no KV after all."""
+        """Remove and return the newest ``count`` slots, because their step failed."""
         self.computed -= count
         return self.slots[self.computed : self.computed + count].copy()
 
@@ -220,27 +223,27 @@ class KV:
     __slots__ = ("_cache", "_rows", "_runner")
 
     def __init__(self, runner: ModelRunner, cached: bool) -> None:
-        """cached: whether prompts are kept for the next ones."""
+        """cached: whether there is a prefix cache."""
         self._runner = runner
         self._cache = RadixCache(runner.slots) if cached else None
         self._rows: FeatureRows | None = None
 
     @property
     def num_free(self) -> int:
-        """Slots that a new answer could have: free ones and those that the prefix cache would give up."""
+        """Slots that a new answer could get: free ones and those that the prefix cache would give up."""
         return self._runner.slots.num_free + self.num_cached
 
     @property
     def num_cached(self) -> int:
-        """Of those: that the prefix cache would give up."""
+        """Slots that the prefix cache would give up."""
         return self._cache.num_evictable if self._cache else 0
 
     def admit(self, one: Sequence) -> None:
         """Give it a row of slots, filled as far as the prefix cache has them."""
-        # A tree may reach beyond the last token that is wanted; its slots are taken before the answer is cut.
+        # A tree may go beyond the last wanted token, and its slots are taken before the answer is cut.
         one.row = self._runner.table.take(one.base + one.followed.left + MAX_NODES)
         if self._cache is not None:
-            # A row that is to be scored has to be computed, whatever is known of it.
+            # A row that is scored has to be computed, also if its KV is cached.
             match = self._cache.match(one.whole()[: one.scored if one.scores else -1], one.request.namespace)
             self._cache.lock(match)
             one.match = match
@@ -250,32 +253,33 @@ class KV:
 
     @property
     def caches(self) -> bool:
-        """Whether prompts are kept for the next ones."""
+        """Whether there is a prefix cache."""
         return self._cache is not None
 
     def known(self, one: Sequence) -> tuple[int, int]:
-        """How many of its tokens the prefix cache holds, and how many of those others use, which cost nothing."""
+        """How many of its tokens are in the prefix cache, and how many of these running answers use: they cost it no
+        slot."""
         if self._cache is None or one.scores:
             return 0, 0
         return self._cache.known(one.whole()[:-1], one.request.namespace)
 
     def held(self, one: Sequence) -> int:
-        """Slots that would come free if it were put back."""
+        """How many slots would become free if it were put back."""
         own = one.computed - one.borrowed
         return own if self._cache is None or one.match is None else own + self._cache.kept_by(one.match)
 
     def share(self, ones: Iterable[Sequence]) -> None:
-        """Give the computed parts of their prompts to the prefix cache."""
+        """Give the newly computed KV of their prompts to the prefix cache."""
         if (cache := self._cache) is None:
             return
         for one in ones:
-            if one.row is None:  # it has failed in the step that computed it
+            if one.row is None:  # the answer failed in this step
                 continue
-            new = slice(one.borrowed, one.computed)  # behind what it has shared: a long prompt comes in many steps
+            new = slice(one.borrowed, one.computed)  # not shared yet: a long prompt is computed in many steps
             own = one.slots[new].copy()
             match = cache.insert(one.whole()[new], own, one.request.namespace, one.match)
             cache.lock(match, one.match)
-            if len(others := np.flatnonzero(match.slots != own)):  # that somebody else has computed, too
+            if len(others := np.flatnonzero(match.slots != own)):  # another answer has computed them too: use its slots
                 self._runner.copy_features(own[others], match.slots[others])
                 one.row.put(one.borrowed + int(others[0]), match.slots[others[0] :])
             one.match, one.borrowed = match, one.computed
@@ -283,7 +287,7 @@ class KV:
 
     def release(self, one: Sequence) -> None:
         """Take its slots back, if it has any."""
-        # The last commit may have been cut: what was computed beyond it is nobody's.
+        # The last commit may have been cut: KV beyond it belongs to no token.
         known, computed = min(one.computed, one.base), one.computed
         if one.row is None:
             return
@@ -291,7 +295,7 @@ class KV:
         if self._cache is None:
             self._runner.slots.free(one.slots[one.borrowed : known])
         else:
-            # The cache takes the whole row: it knows its own part and frees what it has twice.
+            # The cache takes the whole row: it knows its own slots, and frees slots of KV that it has already.
             self._cache.insert(one.tokens[:known], one.slots[:known], one.request.namespace)
             if one.match is not None:
                 self._cache.unlock(one.match)
@@ -299,7 +303,7 @@ class KV:
         one.row, one.match, one.computed, one.borrowed = None, None, 0, 0
 
     def make_room(self, rows: int) -> None:
-        """Have so many slots free, as far as the cache can help."""
+        """Make ``rows`` slots free, as far as evictions from the prefix cache can."""
         slots = self._runner.slots
         if (short := rows - slots.num_free) > 0 and self._cache is not None:
             self._cache.evict(max(short, slots.num_slots // LUMPS))
@@ -310,8 +314,8 @@ class KV:
         self._runner.slots.check([*owned, *(self._cache.owned() if self._cache else ())])
 
     def keep_rows(self, spec: FeatureSpec) -> bool:
-        """From now on keep feature rows as ``spec`` says. Returns False if that failed (mostly for lack of memory);
-        rows are then kept as before or, if that fails too, not at all."""
+        """Keep feature rows of all tokens computed from now on, as ``spec`` says. False: that failed, mostly for lack
+        of memory; then the former spec stays in force, or no rows are kept."""
         try:
             self._rows = self._runner.keep(spec)
         except Exception as error:
@@ -321,7 +325,8 @@ class KV:
         return True
 
     def newest_rows(self, verified: abc.Sequence[tuple[Sequence, int]]) -> list[bytes | None]:
-        """The feature rows of so many newest computed tokens of each, where its drafter reads them."""
+        """Feature rows of the newest computed tokens, so many for each sequence, as bytes; None where its drafter reads
+        none or they cannot be made."""
         rows: list[bytes | None] = [None] * len(verified)
         slots, places, table = list[NDArray[np.int64]](), list[int](), self._runner.table
         for place, (one, count) in enumerate(verified):
@@ -333,7 +338,7 @@ class KV:
             return rows
         try:
             data, begin = self._runner.rows(np.concatenate(slots) if len(slots) > 1 else slots[0], self._rows), 0
-        except Exception:  # they come late, or are a gap, which is told then
+        except Exception:  # ``give_prompt_rows`` sends them later, or logs the gap
             return rows
         size = len(data) // sum(map(len, slots))
         for place, own in zip(places, slots, strict=True):
@@ -342,10 +347,10 @@ class KV:
         return rows
 
     def give_prompt_rows(self, ones: Iterable[Sequence]) -> None:
-        """Hand their drafters the rows that they read and have not had. Where they cannot be made, a drafter has a
-        gap."""
+        """Give their drafters the feature rows that they read and have not got yet. If rows cannot be made, the drafter
+        has a gap."""
         for one in ones if self._rows is not None else ():
-            end = min(one.computed, one.base - 1)  # a root's goes with its commit
+            end = min(one.computed, one.base - 1)  # the row of a root goes with its commit
             wanted = one.followed.wants_rows(end)
             if wanted is None or self._rows is None:
                 continue

@@ -33,7 +33,7 @@ class TargetAnswer:
 
     def __init__(self, worker: TargetWorker, number: int, request: Request,
                  compiled: asyncio.Future[Matcher] | None = None, rule: Rule | None = None) -> None:
-        """compiled: the grammar that it is bound to; it begins when that is there. rule: what it is bound to, else."""
+        """compiled: its grammar; the answer begins when that is compiled. rule: its rule if it has no grammar."""
         self._worker = worker
         self._number = number
         self._request = request
@@ -99,8 +99,8 @@ class TargetService:
     """Takes requests for one target."""
 
     def __init__(self, worker: TargetWorker, served: Served, grammars: Grammars | None = None) -> None:
-        """grammars: None where answers are bound to none."""
-        self.drafts: Callable[[], Sequence[DraftStatus]] = tuple  # how the links to them are, set by who makes links
+        """grammars: None refuses requests with a grammar."""
+        self.drafts: Callable[[], Sequence[DraftStatus]] = tuple  # states of the links; set by the code that makes them
         self._grammars = grammars
         self._worker = worker
         self._served = served
@@ -110,11 +110,12 @@ class TargetService:
 
     @property
     def num_waiting(self) -> int:
-        """Answers that nothing is computed of yet."""
+        """Answers that wait: for a turn, for their grammar, or because they were put back."""
         return self._worker.num_waiting + len(self._compiling)
 
     def submit(self, request: Request) -> TargetAnswer:
-        """Begin an answer. Raises InvalidRequest, CapacityError or Draining."""
+        """Begin an answer. Raises InvalidRequest, CapacityError, Draining, or Unavailable after the engine thread has
+        ended."""
         if self._draining and not request.answered:
             raise Draining("the target is shutting down; another one will take the request")
         if not self._worker.alive:
@@ -136,7 +137,7 @@ class TargetService:
                             Permitted.of(request, self._served.vocab_size) if bound else None)
 
     async def warm(self) -> None:
-        """Have ready what the first grammar would have to wait for."""
+        """Load what the first grammar would otherwise wait for."""
         if self._grammars is not None:
             await self._grammars.warm()
 
@@ -161,22 +162,22 @@ class TargetService:
         for compiled in self._compiling:
             if not compiled.done():
                 compiled.set_exception(handed_back())
-        # Behind those whose grammar has just come.
+        # After the answers whose grammar was compiled just now have been posted.
         asyncio.get_running_loop().call_soon(self._worker.post, self._worker.hand_back)
 
 
 def _nobody(_: Piece) -> bool:
-    """Takes nothing."""
+    """Before ``offer``: no piece is taken directly."""
     return False
 
 
 def send_over(loop: asyncio.AbstractEventLoop, pieces: list[tuple[Sink, Piece | Exception]]) -> None:
-    """Called on the engine thread: hand pieces to their readers on the event loop, with one call a step."""
+    """Send pieces from the engine thread to their readers on the event loop, in one call a step."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(hand_over, pieces)
 
 
 def hand_over(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
-    """Each to who reads it."""
+    """Give each piece to its sink."""
     for sink, piece in pieces:
         sink(piece)

@@ -1,35 +1,36 @@
-"""One step of the target: what it does, which is a pure function of plain facts, and doing it on the device.
+"""One step of the target: its schedule, which is a pure function of plain facts, and its execution on the device.
 
 Rules of a schedule:
-1. First come, first served: answers are admitted, prefilled and kept in order of arrival, where owners take turns: the
-   first answer of each, then the second of each. The first in this order always advances, so none starves; when slots
-   run out, the last is put back and computed again later.
+1. First come, first served: answers are admitted, prefilled and kept in order of arrival, where owners take turns:
+   the first of each, then the second of each. The oldest always advances, so no answer starves; when slots run out, the
+   last in that order is put back and computed again later.
 2. Rows go first to answers that decode, one each, then to prompts, chunk by chunk, so long prompts do not stop running
-   answers. A row that is scored counts as ``SCORED``. The step that ends a prompt chooses the first token, too.
-3. Trees get the remaining rows and slots, and shrink before any answer is put back: a draft only may help, an answer
-   must be finished.
-4. An answer that waits for its drafter is left out until growth comes or its deadline passes. The step of its first
-   token does not wait: drafters read its prompt meanwhile. The step itself is delayed for it if one step of all ends
-   sooner than two.
+   answers. A scored row counts as ``SCORED`` rows. The step that ends a prompt chooses the first token, too.
+3. Trees get the rows that are left, and are made smaller before an answer is put back: drafts may fail, answers must
+   not.
+4. An answer that waits for its drafter is left out until growth comes or its deadline passes. It never waits for its
+   first token, because drafters still read its prompt. The whole step is held for it where one later step of all
+   answers ends sooner than two steps.
 
-``Queues`` (running and waiting answers, in order of arrival) become the plain facts that ``schedule`` reads. An answer
-that would compute what another is computing stays in its queue until the prefix cache has it, without delaying others.
+``Queues`` holds running and waiting answers in order of arrival and makes the facts that ``schedule`` reads. A waiting
+answer whose prompt begins like one that is being computed stays in the queue until the prefix cache has that beginning;
+answers behind it may pass.
 
 Rules of the device (``run_step``):
 1. One forward for everything. Plain decoding is a tree with one node, in the same batch as all others.
 2. Tree nodes take any free slots. After the walk the accepted nodes' slots are the answer's, the rest are freed: no
    KV is copied.
-3. The choice at a node depends on that node's own path alone: penalties, min_tokens, what is allowed and noise follow
-   the path.
-4. The allowed tokens of a grammar are found while the device computes. A verdict ends before a node where they are not
-   known; an empty verdict means that the answer cannot go on.
-5. Rows of a prompt that are to be scored go through the head a few at a time, behind the forward that computes them.
+3. The choice at a node depends only on that node's own path: penalties, min_tokens, allowed tokens and noise follow the
+   path.
+4. The tokens that a grammar allows are computed while the device computes. A verdict ends before a node where they are
+   not known; an empty verdict means that its answer cannot go on.
+5. Rows of a prompt that are scored go through the head a few at a time, after the forward that computes them.
 
-Rules of ``Shedding`` (smaller steps for a device whose memory ran out, until no step has failed for a while):
-1. A step that did not fit loses nothing: nothing of it was committed, and the next turn asks for less.
-2. After each failure a step may have half the rows of the one that did not fit. Drafts are given up first; new answers
-   are refused last, and running ones go on.
-3. With no draft, nothing admitted and ``FEWEST_ROWS``, a step that still does not fit ends its answers.
+Rules of ``Shedding`` (smaller steps after the device's memory ran out, until no step has failed for a while):
+1. A step that did not fit loses nothing: nothing of it was committed, and the next turn makes a smaller one.
+2. Each time the limit is half the rows of the step that did not fit. Drafts are reduced first, because answers do not
+   need them; new answers are refused last, and running ones go on.
+3. If a step of at most ``FEWEST_ROWS`` without drafts and new answers does not fit, its answers end.
 4. Each level is left when no step has failed for ``CALM_S``.
 
 It knows nothing about drafters or clients.
@@ -60,23 +61,23 @@ from target_service.sequence import KV, Beginning, Sequence
 
 
 class Facts(NamedTuple):
-    """One answer as the scheduler sees it. ``key`` is the caller's. A named tuple: one is made of each every step."""
+    """One answer as the scheduler sees it. A named tuple, because one is made for each answer in each step."""
 
-    key: int
-    held: int  # slots that would come free if it were put back; of nobody while there are enough
-    prefill: int  # committed tokens whose KV is missing, root not counted; what others use costs nothing
-    nodes: int  # rows that it would verify now, root included; 0: nothing is wanted but its prompt
-    waits: bool  # for its drafter
-    scored: bool = False  # rows of its prompt go through the head, too
+    key: int  # chosen by the caller
+    held: int  # slots that become free if it is put back; 0 for all answers while slots are not scarce
+    prefill: int  # committed tokens whose KV is missing, root not counted; cached KV in use elsewhere is not missing
+    nodes: int  # rows that it would verify now, root included; 0: only its prompt is wanted
+    waits: bool  # whether it waits for its drafter
+    scored: bool = False  # whether rows of its prompt go through the head
 
 
-# Rows of one step. Half of them may be a prompt's, so that answers which run do not wait for a long one. A GPU computes
-# some 300 rows while it reads its weights, a CPU fewer than 20: it gains nothing by more, and waits longer for each.
+# Rows of one step. At most half of them are of prompts, so that running answers do not wait for a long prompt. A GPU
+# computes about 300 rows while it reads its weights, a CPU fewer than 20: more rows only make its step longer.
 STEP_ROWS = {"cpu": 512, "cuda": 1024}
 
 
-EXAMINED = 256  # answers that wait, for whom a step looks whether somebody computes their prompt
-SCORED = 2  # rows that a row counts for which is scored: the head may cost as much as all layers before it
+EXAMINED = 256  # waiting answers that one step looks at
+SCORED = 2  # a scored row counts as so many rows: the head may cost as much as all layers before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +88,14 @@ class Limits:
 
     @staticmethod
     def on(device: str, max_running: int) -> Limits:
-        """device: its type."""
+        """The limits of a device of type ``device`` (cpu, cuda)."""
         rows = STEP_ROWS.get(device, STEP_ROWS["cpu"])
         return Limits(max_running, rows, rows // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What to do, in this order. Keys are those of the facts."""
+    """What to do, in the order of the fields. Keys are those of the facts."""
 
     put_back: tuple[int, ...] = ()
     admit: tuple[int, ...] = ()
@@ -107,8 +108,8 @@ class Schedule:
 
 
 def schedule(running: abc.Sequence[Facts], waiting: abc.Sequence[Facts], free_slots: int, limits: Limits) -> Schedule:
-    """The next step. ``running`` and ``waiting`` stand in the order of rule 1; ``free_slots`` counts those that the
-    prefix cache would give up too. An answer in ``waiting`` needs ``prefill + 1`` slots to begin."""
+    """The next step. ``running`` and ``waiting`` are in the order of rule 1; ``free_slots`` includes slots that the
+    prefix cache would give up. An answer in ``waiting`` needs ``prefill + 1`` slots to begin."""
     ready = [facts for facts in running if not facts.prefill and not facts.waits]
     room = free_slots
     kept = list(running)
@@ -133,24 +134,25 @@ def schedule(running: abc.Sequence[Facts], waiting: abc.Sequence[Facts], free_sl
             if rows == facts.prefill and min(facts.nodes, rows_left, room) > 0:
                 verify.append((facts.key, 1))
                 rows_left, room = rows_left - 1, room - 1
-    # The oldest is stuck in its prompt with nothing free: the youngest makes place.
+    # The oldest cannot go on with its prompt, as no slot is free: the youngest is put back.
     if len(kept) > 1 and not verify and not prefill and not any(facts.waits for facts in kept):
         put_back.append(kept.pop().key)
         return Schedule(tuple(put_back))
-    # What running prompts still need is spoken for.
+    # Slots that running prompts still need are not given to new answers.
     promised = sum(facts.prefill for facts in kept) - sum(rows for _, rows in prefill)
     admit = () if put_back else _admit(waiting, len(kept), room - promised, limits)
     return Schedule(tuple(put_back), admit, tuple(prefill), tuple(verify))
 
 
 def holds(ready: int, coming: int, missing_s: float, cost: Callable[[int], float]) -> bool:
-    """Whether to delay a step of ``ready`` rows by ``missing_s`` until ``coming`` more rows are there: compares one
-    later step of all with two steps one after the other. One step reads the weights only once."""
+    """Whether to hold a step of ``ready`` rows for ``missing_s`` seconds, until ``coming`` further rows have arrived:
+    if one later step of all rows ends before two steps one after the other, as the device then reads its weights once.
+    cost: seconds of a step by its rows."""
     return missing_s + cost(ready + coming) < cost(ready) + cost(coming)
 
 
 def _share(ready: abc.Sequence[Facts], rows: int, most: int) -> list[tuple[int, int]]:
-    # One row each first; what is left of the first ``most`` goes to trees, oldest first.
+    # One row each first; the rest of ``most`` rows goes to trees, oldest first.
     served = ready[:rows]
     spare = max(0, most - len(served))
     shares = []
@@ -186,14 +188,14 @@ class Queues:
         return next((one for one in self.everyone() if one.number == number), None)
 
     def put_back(self, number: int) -> Sequence:
-        """Move the answer back to the waiting ones, before all others."""
+        """Move a running answer to the front of the waiting ones."""
         one = next(one for one in self.running if one.number == number)
         self.running.remove(one)
         self.waiting.appendleft(one)
         return one
 
     def admit(self, number: int) -> Sequence:
-        """Move the answer to the running ones."""
+        """Move a waiting answer to the running ones."""
         one = next(one for one in self.waiting if one.number == number)
         self.waiting.remove(one)
         self.running.append(one)
@@ -201,16 +203,16 @@ class Queues:
         return one
 
     def remove(self, one: Sequence) -> None:
-        """Forget the answer."""
+        """Forget an answer."""
         (self.running if one in self.running else self.waiting).remove(one)
 
     def schedule(self, now_s: float, kv: KV, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:
-        """The next step, and who is left out of it because it waits for its drafter."""
+        """The next step, and the answers that are left out of it because they wait for their drafters."""
         standing = [one for one in self.running
                     if not one.prefilling and one.followed.side.num_output and one.followed.waits(now_s)]
         for one in standing:
             one.followed.stands(now_s)
-        # Between two rounds it is nearly always so. With nobody running, shedding still ends by ``limits``.
+        # The usual case between two rounds. Without running answers go on below: ``limits`` has to end shedding.
         if standing and len(standing) == len(self.running) and not self.waiting:
             return Schedule(), standing
         facts, waits, have = list[Facts](), {one.number for one in standing}, Counter[str]()
@@ -230,13 +232,13 @@ class Queues:
         return schedule(facts, queued, free_slots, limits), standing
 
     def _queued(self, ones: abc.Sequence[Sequence], room: int, kv: KV) -> list[Facts]:
-        """The first ``room`` of ``ones`` whose next tokens nobody is computing. Behind one that finds no slots nobody
-        matters, and the queue may be long."""
+        """Facts of the first ``room`` of ``ones`` whose next tokens no other answer is computing. It stops at an answer
+        without enough slots, because none may pass it and the queue may be long."""
         coming = {one.beginning(one.computed) for one in self.running if one.prefilling} if kv.caches else set()
         queued, free_slots, known, used = list[Facts](), kv.num_free, 0, 0
         beginning: Beginning | None = None
         for one in ones[:EXAMINED]:
-            # As much is known of who begins like the one before, as samples of one prompt do.
+            # Answers with the same beginning (samples of one prompt) have as much in the prefix cache.
             if beginning is None or one.beginning(known) != beginning:
                 known, used = kv.known(one)
                 beginning = one.beginning(known) if kv.caches else None
@@ -251,8 +253,8 @@ class Queues:
 
 
 def in_turn(ones: abc.Iterable[Sequence], have: Counter[str]) -> list[Sequence]:
-    """Sort ``ones`` (in order of arrival) by how many of the same owner stand before each. ``have``: each owner's
-    number in another queue; it is increased by ``ones``."""
+    """``ones``, given in order of arrival, sorted so that owners take turns. ``have``: answers that each owner has
+    elsewhere already; ``ones`` are added to it."""
     turns = list[int]()
     for one in ones:
         owner = one.request.owner
@@ -264,7 +266,7 @@ def in_turn(ones: abc.Iterable[Sequence], have: Counter[str]) -> list[Sequence]:
 
 
 class Outcome(NamedTuple):
-    """What one sequence got out of a step."""
+    """The result of a step for one sequence."""
 
     sequence: Sequence
     tree: DraftTree
@@ -289,7 +291,7 @@ class Scoring:
                              first, one.request.prompt_logprobs or 0)
 
     def keep(self, scores: PromptScores) -> tuple[Sequence, PromptScores]:
-        """The step has not failed: keep the scores."""
+        """Count the scored rows, now that the step can no longer fail."""
         self.sequence.scored += len(self.rows)
         return self.sequence, scores
 
@@ -300,11 +302,12 @@ Trees = abc.Sequence[tuple[Sequence, DraftTree]]
 
 def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], trees: Trees, thresholds: Thresholds,
              meanwhile: abc.Callable[[], None]) -> tuple[list[Outcome], Scored]:
-    """Compute the prompt chunks (so many rows each) and verify the trees. The caller has made room for the slots.
-    ``meanwhile`` is called when the batch is ready, so that threads it wakes work while the device computes. Returns
-    the verdicts, and the scores of those whose prompts are to be scored.
+    """Compute the prompt chunks (so many rows each) and verify the trees. The caller has made enough slots free.
+    ``meanwhile`` is called once, right before or while the device computes, so that the threads that it wakes run
+    meanwhile. Returns the verdicts, and the scores of prompts that asked for them.
 
-    Afterwards each answer's ``slots`` cover what was computed for it; committing the verdicts is the caller's.
+    Afterwards each answer's ``slots`` hold what was computed for it; the caller commits the verdicts. If the device
+    fails, all slots of the step are freed and its error is raised, DeviceFull where memory ran out.
     """
     builder = BatchBuilder()
     scoring = [part for one, rows in prefill if (part := _add_prefill(builder, runner, one, rows)) is not None]
@@ -319,14 +322,14 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
         states = runner.states(batch) if scoring else None
         logits, best = (runner.scored(batch, draws) if states is None
                         else (runner.logits(batch, states), None))
-        if returns_at_once:  # the device has its work before the host has others'
+        if returns_at_once:  # first give the device its work, then wake other threads
             meanwhile()
         choices, sessions, known = _chosen(runner, trees, levels, logits, best, draws)
         scored = [] if states is None else [part.scores(states, runner.model.logits) for part in scoring]
         outcomes = _outcomes(trees, levels, sessions, known, choices, logits, thresholds)
     except Exception as error:
-        runner.slots.free(slots)  # nobody owns them yet
-        for one, rows in prefill:  # what nobody has computed must not reach the prefix cache
+        runner.slots.free(slots)  # no answer owns them yet
+        for one, rows in prefill:  # KV that was not computed must not reach the prefix cache
             runner.slots.free(one.untake_slots(rows))
         if isinstance(error, torch.OutOfMemoryError):
             raise DeviceFull("the device has no memory for this step") from error
@@ -343,7 +346,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
 
 
 def _draws(trees: Trees, levels: abc.Sequence[list[int]], thresholds: Thresholds) -> Draws | None:
-    """How the rows are chosen from, where nothing else is asked of them."""
+    """How to choose on the device, if all answers are bare and no thresholds apply; else None."""
     heats, seeds, positions, drawn = list[float](), list[int](), list[int](), False
     for (one, tree), level in zip(trees, levels, strict=True):
         sampling = one.request.sampling
@@ -359,8 +362,8 @@ def _draws(trees: Trees, levels: abc.Sequence[list[int]], thresholds: Thresholds
 def _chosen(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]], logits: torch.Tensor,
             best: list[int] | None,
             draws: Draws | None) -> tuple[list[int], list[ChoiceRows], dict[int, frozenset[int]]]:
-    """The choices of all rows, what they were chosen by, and what rules are known to allow. best: the argmax of each
-    row, or what ``draws`` chooses; None: nobody has looked."""
+    """The choices of all rows, the parameters they were chosen by, and the tokens that rules are known to allow. best:
+    the argmax of each row, or the choice of ``draws``; None: not computed."""
     if draws is not None and best is not None:
         return best, [], {}
     if draws is GREEDY:
@@ -370,7 +373,7 @@ def _chosen(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]], 
 
 
 def _sessions(trees: Trees, levels: abc.Sequence[list[int]]) -> list[ChoiceRows]:
-    """What the rows are chosen by, answer by answer."""
+    """The parameters by which rows are chosen, answer by answer."""
     sessions, first = list[ChoiceRows](), 0
     for (one, tree), level in zip(trees, levels, strict=True):
         plain = one.bare and one.request.sampling.greedy
@@ -381,7 +384,8 @@ def _sessions(trees: Trees, levels: abc.Sequence[list[int]]) -> list[ChoiceRows]
 
 
 def _bound(trees: Trees, sessions: list[ChoiceRows]) -> tuple[list[ChoiceRows], dict[int, frozenset[int]]]:
-    """``sessions`` with what their rules allow at the nodes of their trees, and where that is known, by place."""
+    """``sessions`` with the tokens that their rules allow at the nodes of their trees; and by place in ``trees`` the
+    nodes for which that is known."""
     known, bound = dict[int, frozenset[int]](), sessions
     for place, (one, tree) in enumerate(trees):
         if one.rule is None:
@@ -398,7 +402,7 @@ def _bound(trees: Trees, sessions: list[ChoiceRows]) -> tuple[list[ChoiceRows], 
 def _outcomes(trees: Trees, levels: abc.Sequence[list[int]], sessions: list[ChoiceRows],
               known: abc.Mapping[int, frozenset[int]], choices: abc.Sequence[int], logits: torch.Tensor,
               thresholds: Thresholds) -> list[Outcome]:
-    """Walk all trees. The device may run out of memory here, so no slot changes hands yet."""
+    """Walk all trees. No slot changes its owner yet, because the device may still run out of memory here."""
     outcomes, first = list[Outcome](), 0
     for place, ((one, tree), level) in enumerate(zip(trees, levels, strict=True)):
         end = first + len(level)
@@ -429,7 +433,7 @@ def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows
     if not one.scores:
         return None
     first, last = max(start, one.scored), min(start + rows, one.followed.side.prompt_len - 1)
-    # What it had scored before it was put back may have to be computed again.
+    # Rows that were scored before the answer was put back are computed again, but not scored again.
     return Scoring(one, range(added.start + first - start, added.start + last - start), first) if first < last else None
 
 
@@ -475,7 +479,7 @@ class Shedding:
         return self._level == len(LEVELS) - 1
 
     def failed(self, rows: int) -> bool:
-        """The device had no memory for a step of so many rows. Returns whether a smaller step is possible."""
+        """The device had no memory for a step of ``rows`` rows. Returns whether a smaller step can be tried."""
         self._changed_s = self._clock()
         hopeless = self.refuses and rows <= FEWEST_ROWS
         self._level = min(self._level + 1, len(LEVELS) - 1)
@@ -488,7 +492,7 @@ class Shedding:
         return True
 
     def limits(self) -> Limits:
-        """Those of the next step."""
+        """The limits of the next step; a calm time brings the level down."""
         if self._level and self._clock() - self._changed_s >= CALM_S:
             self._level, self._changed_s = self._level - 1, self._clock()
             self._metrics.shedding(self._level)
@@ -501,5 +505,5 @@ class Shedding:
                        max_step_rows=self._most_rows, prefill_chunk=min(given.prefill_chunk, self._most_rows))
 
     def nodes(self, wanted: int) -> int:
-        """Rows of a tree of so many nodes, root included, that are verified."""
+        """How many of a tree's ``wanted`` nodes, root included, may be verified."""
         return wanted if self._level == 0 else 1 + (wanted - 1) // 2 if self._level == 1 else 1

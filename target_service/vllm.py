@@ -1,18 +1,18 @@
 """vLLM as a target: its ``AsyncLLM`` behind the wire of ours. ``VllmService`` implements ``requests.Backend``.
 
 Rules:
-1. What a request asks becomes vLLM's own parameters whole, or is refused by field (``vllm_words``). A grammar is tried
-   first: vLLM compiles it in the process of its engine.
+1. All fields of a request become vLLM's own parameters, or the request is refused and the error names the field
+   (``vllm_words``). A grammar is compiled on trial first, because vLLM compiles it in the process of its engine.
 2. A piece has the tokens that one step of vLLM gave one answer: all but the newest were drafted and accepted. Scores of
    the prompt come before. If no token is wanted, the one that vLLM computes is dropped.
-3. An answer that another target began goes on as if it had never stopped: a greedy one, and a sampled one where its
-   noise is keyed. Another is refused.
+3. An answer that another target began goes on unchanged if it is greedy, or sampled with keyed noise. Any other begun
+   answer is refused.
 4. vLLM's workers decide whether an answer is drafted for; this module tells them which must not be. Their report of a
    step (``Rounds``) goes with its pieces; a piece does not wait for it.
 5. The engine is polled between steps, whether answers run or not, because vLLM waits for ever for a machine that is
    gone. If the engine does not answer, all answers end with Unavailable, and the service ends.
-6. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish, or are
-   handed back (Draining) when time is up: those that could go on elsewhere. Begun ones are taken all the same.
+6. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish. When
+   time is up, those that another target can continue are handed back (Draining). Begun answers are still taken.
 
 It imports no vLLM (``vllm_start`` does), and knows nothing about gRPC or drafts.
 """
@@ -54,15 +54,15 @@ from slipstream.protocol.requests import (
 from target_service.drain import drained
 from target_service.vllm_words import TAKES, Bounds, check, chosen, field_of, parameters, prompt, resumes, scores
 
-LOOK_S = 1.0  # between two looks at the gauges and at the engine's health
-BUSY_LOOKS = 10  # from one question to the engine to the next, while answers run: all its workers wait for each other
-IDLE_LOOKS = 60  # without an answer from an engine that has nothing to do
+LOOK_S = 1.0  # seconds between two looks at the gauges and at the engine's health
+BUSY_LOOKS = 10  # looks between two questions to the engine while answers run: each question makes all workers wait
+IDLE_LOOKS = 60  # looks without an answer after which an idle engine counts as stuck
 ENDED = "vLLM's engine has ended; the service has to be restarted"
 FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 # What ``slipstream_vllm.worker.Drafted`` adds to vLLM's workers.
 DRAFTS, ALLOW = "slipstream_drafts", "slipstream_allow"
-HEALTH = "check_health"  # what vLLM's own workers answer
-PER_READ = 64  # steps that are heard of in one go
+HEALTH = "check_health"  # a method of vLLM's own workers
+PER_READ = 64  # most reports of steps that are read at once
 
 
 class Collected(Protocol):
@@ -83,7 +83,7 @@ class Cores(Protocol):
 
 
 class Engine(Protocol):
-    """As much of vLLM's ``AsyncLLM`` as is used."""
+    """The methods of vLLM's ``AsyncLLM`` that are used."""
 
     @property
     def errored(self) -> bool: ...
@@ -114,7 +114,7 @@ class Rounds:
     that step leave. Late or unknown reports are dropped."""
 
     def __init__(self, path: Path) -> None:
-        """path: of the socket that is made."""
+        """path: where the socket is created."""
         self.path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
@@ -123,7 +123,7 @@ class Rounds:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """While the block runs, on its event loop."""
+        """Receive reports on the running event loop while the block runs."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket, self._read)
         try:
@@ -164,21 +164,21 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """An engine that is up. ``params`` makes its sampling parameters; ``refusals``: what it raises for requests that it
-    does not take."""
+    """An engine that is loaded. ``params`` makes its sampling parameters; ``refusals``: the errors that it raises for
+    requests that it refuses."""
 
     engine: Engine
     version: str
     params: Callable[..., Any]
     refusals: tuple[type[Exception], ...]
     served: Served
-    drafted: bool  # whether drafts are asked
+    drafted: bool  # whether it has drafts
     keyed: bool  # whether a seed fixes a sampled answer
     fill: Fill
     rounds: Rounds
-    trials: Trials | None = None  # of grammars; None: vLLM's tokenizer is of no use for them
+    trials: Trials | None = None  # of grammars; None: vLLM's tokenizer cannot be used for grammars
     bounds: Bounds = field(default_factory=Bounds)
-    step_s: float = 300.0  # what vLLM gives a step
+    step_s: float = 300.0  # vLLM's own time limit of a step
     cores: int = 1  # data-parallel: each has its own KV, runs max_sessions answers, and talks to drafts
 
 
@@ -187,7 +187,7 @@ class VllmAnswer:
 
     def __init__(self, running: Running, name: str, request: Request, metrics: TargetMetrics,
                  spans: Spans | None, over: Callable[[VllmAnswer], None]) -> None:
-        """over: told when it is over or handed back. Raises InvalidRequest."""
+        """over: called when the answer ends or is handed back. Raises InvalidRequest."""
         self._engine, self._drafted, self._rounds, self._name = running.engine, running.drafted, running.rounds, name
         self._refusals, self._keyed, self._trials = running.refusals, running.keyed, running.trials
         self._request = request
@@ -215,7 +215,7 @@ class VllmAnswer:
         self._allowed = request.speculate
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
         self._said: set[asyncio.Task[None]] = set()
-        self._known = ""  # what the engine calls it; "": it does not run
+        self._known = ""  # its id in the engine; "": it does not run
         self._tokens = self._pieces = self._accepted = self._verified = self._looked_up = 0
         self._told = self._over = False
         self._outcome = "cancelled"
@@ -226,7 +226,7 @@ class VllmAnswer:
             self._tell()
 
     def hand_back(self) -> None:
-        """End it with Draining, so that another target goes on where it stopped, if one could."""
+        """End it with Draining, if another target can continue it."""
         begun = self._told or not self._outputs.empty()  # be its tokens still behind its prompt's scores, or unread
         if begun and not resumes(self._request, self._keyed):
             return
@@ -294,7 +294,7 @@ class VllmAnswer:
             raise
         self._known = collected.request_id
         self._rounds.follow(self._known)
-        # Each step's output alone: vLLM joins those that its reader is behind with, and what was drafted is lost.
+        # Take each step's output separately: vLLM joins unread outputs, and then the counts of drafts are lost.
         collected.put = self._outputs.put_nowait
         if (early := collected.get_nowait()) is not None:
             self._outputs.put_nowait(early)
@@ -314,7 +314,7 @@ class VllmAnswer:
         return "speculate" if self._drafted and self._allowed else "plain"
 
     def _tell(self) -> None:
-        """Have the workers know whether it may be drafted for."""
+        """Tell the workers whether they may draft for it."""
         if self._known and self._drafted:
             task = asyncio.get_running_loop().create_task(self._say(self._known, self._allowed))
             self._said.add(task)
@@ -346,7 +346,7 @@ class VllmAnswer:
         return self._first(piece, output)
 
     def _first(self, piece: Piece, output: Any) -> Piece:
-        """With what the first of all tells."""
+        """Add the fields of an answer's first piece."""
         if self._told:
             return piece
         self._told = True
@@ -355,8 +355,9 @@ class VllmAnswer:
         return piece._replace(cached_tokens=cached)
 
     def _last(self, piece: Piece, completion: Any) -> Piece:
-        """With vLLM's own count of what was drafted and accepted: a step that ends an answer may have had more than is
-        kept, and what was told of others may be lost."""
+        """Add the finish, and count rounds by vLLM's own counts of drafted and accepted tokens: the last step may have
+        had more tokens than the answer keeps, and reports of other steps may be lost. Raises Unavailable where vLLM
+        ended the answer with an error."""
         if completion.finish_reason not in FINISHES:
             raise Unavailable(f"vLLM ended the answer: {completion.finish_reason}")
         if not self._request.max_tokens:
@@ -364,11 +365,11 @@ class VllmAnswer:
         counts, drafts = getattr(completion, "spec_decode_metrics", None), list[tuple[int, int, str]]()
         if counts is not None:
             accepted = list(counts.per_step_accepted)
-            behind = sum(accepted) + self._pieces + 1 - self._tokens  # the end, which nobody has
+            behind = sum(accepted) + self._pieces + 1 - self._tokens  # tokens after the end, which the answer drops
             if accepted and behind > 0:
                 accepted[-1] = max(0, accepted[-1] - behind)
             both = zip(counts.per_step_drafted, accepted, strict=True)
-            # Which of them were looked up is the same to who counts.
+            # The order of looked-up and drafted rounds does not matter for the counters.
             drafts = [(drafted, kept, LOOKED_UP if at < self._looked_up else "used")
                       for at, (drafted, kept) in enumerate(both)]
             left = max(0, sum(counts.per_step_accepted) - self._accepted)
@@ -415,9 +416,9 @@ class VllmService:
         self._draining = False
         self.vitals = Vitals("target", clock)
         self._lost: Unavailable | None = None
-        self._ran = True  # an answer ran since the engine was asked
-        self._idle = False  # none has run since it was asked what it answered
-        self._preempted = 0  # as it was counted
+        self._ran = True  # whether an answer ran since the last question to the engine
+        self._idle = False  # whether none has run since the last question that it answered
+        self._preempted = 0  # preemptions that are counted already
 
     def submit(self, request: Request) -> VllmAnswer:
         """Begin an answer. Raises InvalidRequest, CapacityError, Draining or Unavailable."""
@@ -450,8 +451,8 @@ class VllmService:
         return ("trees",) if self._running.keyed else ("keyed_sampling", "trees", "resumed_samples")
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuse new requests and wait for the running ones; those that do not finish in time are handed back where
-        another vLLM could go on, and run to their end if they come back. Returns whether all were in time."""
+        """Refuse new requests and wait for the running ones. After ``grace_s`` seconds those that another vLLM can
+        continue are handed back; they run to their end if they come back. Returns whether all finished in time."""
         self._draining = True
         return await drained(lambda: len(self._answers), self._hand_back, grace_s, self._clock)
 
@@ -461,8 +462,8 @@ class VllmService:
             answer.hand_back()
 
     async def watch(self) -> None:
-        """Look after the engine until cancelled. Raises Unavailable when it has ended or is stuck; its answers hear it
-        first."""
+        """Watch the engine until cancelled. Raises Unavailable when it has ended or is stuck, after ending all answers
+        with that error."""
         pulse = self.vitals.pulse("vLLM")
         try:
             with self._running.rounds.heard():
@@ -500,8 +501,9 @@ class VllmService:
             self._metrics.registry.hear(added([counts for _, _, counts in told]))
 
     async def _answered(self, asked: asyncio.Future[Any]) -> None:
-        """Looks are counted, not seconds: those in which this process was stopped say nothing about the engine."""
-        await asyncio.sleep(0)  # it is asked behind what was submitted before
+        """Wait for the answer. Looks are counted and not seconds, because while this process is stopped the engine may
+        have answered in time."""
+        await asyncio.sleep(0)  # requests that were submitted before go first
         idle = self._idle
         looks = IDLE_LOOKS if idle else round(2 * self._running.step_s / LOOK_S)  # one step runs, another is queued
         for _ in range(looks):
@@ -520,7 +522,7 @@ class VllmService:
         running, total = len(self._answers), self._running.served.num_slots
         free = round(total * (1.0 - sum(self._running.fill.shares.values()) / self._running.cores))
         self._metrics.sessions(min(running, self._most), max(0, running - self._most))
-        self._metrics.slots(total, free, 0)  # vLLM counts what it keeps as free
+        self._metrics.slots(total, free, 0)  # vLLM counts cached prompts as free
         preempted, self._preempted = self._preempted, self._running.fill.preempted
         self._metrics.preempted(self._preempted - preempted)
 

@@ -1,9 +1,9 @@
 """How vLLM is started as a target: our settings as its arguments, our proposer beside its model.
 
 Rules:
-1. A setting that means something to vLLM keeps its meaning; one that means nothing and was set is refused by name.
-2. vLLM's own arguments pass by their names (``target.engine``); an unknown one is refused, and the nearest one named.
-3. vLLM and ``slipstream_vllm`` are imported when it starts: another target needs neither.
+1. A setting that applies to vLLM keeps its meaning. Another one, if it was set, is refused by name.
+2. vLLM's own arguments are given by their names (``target.engine``). An unknown one is refused, with the nearest name.
+3. vLLM and ``slipstream_vllm`` are imported only when it starts, because our own engine needs neither.
 4. Where several machines compute one model (``nnodes``), the first serves; each other one is a ``Node``, started from
    the same settings but for its ``node_rank``.
 
@@ -41,16 +41,16 @@ from target_service.vllm import Fill, Rounds, Running, VllmService
 from target_service.vllm_words import Bounds
 
 EXTENSION = "slipstream_vllm.worker.Drafted"
-# Arguments that only say how much fits, and where machines meet: answers are the same with any.
+# Arguments that only set sizes and the address where machines meet: they do not change answers.
 ROOM = ("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "master_addr",
         "master_port", "node_rank")
 ROOT, CHOOSING = Path(slipstream.__file__).parent, ("choosing",)
 RAW = "raw_logprobs"
 V2_SCORES = 1024  # rows of a prompt that vLLM's second model runner scores at once; the first one scores all of a step
 MEET_S = 30.0
-# A machine that is gone without a word is missed after a minute.
+# A machine that is lost silently is noticed after a minute.
 SILENT = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
-OURS_ALONE = {  # settings that vLLM has no use for -> what to do instead
+OURS_ALONE = {  # settings that do not apply to vLLM -> what to do instead
     "model.engine": "vLLM has its own", "model.kernels": "vLLM has its own",
     "model.threads": "set OMP_NUM_THREADS and VLLM_CPU_OMP_THREADS_BIND", "target.slots":
     "write {vllm: {gpu_memory_utilization: 0.9}}, or VLLM_CPU_KVCACHE_SPACE on a CPU",
@@ -60,8 +60,8 @@ OURS_ALONE = {  # settings that vLLM has no use for -> what to do instead
 
 
 def arguments(config: Config, folder: Path, name: str, known: Sequence[str]) -> dict[str, Any]:
-    """Of vLLM's engine, whose names are ``known``. They are the same at each start: vLLM keeps what it compiles by
-    them. Raises ConfigError naming the key."""
+    """The arguments of vLLM's engine; ``known``: the names that it has. They are the same at each start, because vLLM
+    caches compiled code by its arguments. Raises ConfigError naming the key."""
     model, target, given = config.model, config.target, dict(config.target.vllm or {})
     for setting, instead in OURS_ALONE.items():
         section, field = setting.split(".")
@@ -97,7 +97,7 @@ def arguments(config: Config, folder: Path, name: str, known: Sequence[str]) -> 
 
 
 def _drafting(config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that put our proposer beside vLLM's model; none where nobody drafts."""
+    """Arguments that put our proposer beside vLLM's model; empty without drafts. Raises ConfigError."""
     target, policy = config.target, config.target.policy
     if not drafts(config):
         return {}
@@ -114,7 +114,7 @@ def _drafting(config: Config, given: dict[str, Any]) -> dict[str, Any]:
                **own}
     from slipstream_vllm.options import Options
 
-    try:  # vLLM's processes would say it, and the service no more than that they have ended
+    try:  # checked here, because of an error in vLLM's processes the service would only see that they ended
         Options.of(options)
     except ConfigError as error:
         raise ConfigError(f"target.engine.vllm.additional_config.{error}") from error
@@ -125,12 +125,12 @@ def _drafting(config: Config, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def drafts(config: Config) -> bool:
-    """Whether drafts are asked at all."""
+    """Whether drafts are configured, and at least one node may be verified."""
     return bool(config.target.drafts) and config.target.policy.max_nodes > 0
 
 
 def vllm_version() -> str:
-    """vLLM's version. Raises ConfigError where it or what it needs of ours is not there or not known."""
+    """vLLM's version. Raises ConfigError where vLLM or ``slipstream_vllm`` is missing, or the version is not known."""
     try:
         import vllm  # noqa: F401
         from slipstream_vllm.versions import adapter_fits, installed
@@ -142,7 +142,7 @@ def vllm_version() -> str:
 
 
 def _args(config: Config, folder: Path, name: str) -> Any:
-    """As ``arguments``, for vLLM."""
+    """vLLM's engine arguments object, made from ``arguments``."""
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -222,13 +222,13 @@ def check_layers(shape: Any) -> None:
 
 
 def params_of() -> Callable[..., Any]:
-    """What makes vLLM's ``SamplingParams`` of what ``vllm_words.parameters`` gives."""
+    """The function that makes vLLM's ``SamplingParams`` from the values of ``vllm_words.parameters``."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     class Asked(SamplingParams):  # type: ignore[misc]
         def update_from_generation_config(self, *given: Any, **named: Any) -> None:
-            """vLLM would forbid its tokenizer's own ends before ``min_tokens``, be they ignored or not. Those that are
-            meant are among the stop tokens."""
+            """Skip it where ends are ignored: vLLM would still forbid its tokenizer's end tokens before ``min_tokens``.
+            The wanted ones are among the stop tokens already."""
             if not self.ignore_eos:
                 SamplingParams.update_from_generation_config(self, *given, **named)
 
@@ -236,7 +236,7 @@ def params_of() -> Callable[..., Any]:
         bound = None if structured_outputs is None else StructuredOutputsParams(**structured_outputs)
         made = Asked(output_kind=RequestOutputKind.DELTA, detokenize=False, structured_outputs=bound,
                      flat_logprobs=asked["prompt_logprobs"] is not None, **asked)
-        if bad_words:  # vLLM would make tokens of words; here are tokens
+        if bad_words:  # set afterwards: vLLM would tokenize words, but these are tokens already
             made._bad_words_token_ids = bad_words
         return made
 
@@ -244,7 +244,7 @@ def params_of() -> Callable[..., Any]:
 
 
 def _bounds(running: Any) -> Bounds:
-    """``running``: vLLM's configuration."""
+    """The limits of an engine; ``running``: vLLM's configuration."""
     from vllm import envs
 
     rows = running.scheduler_config.max_num_batched_tokens
@@ -257,8 +257,8 @@ def _bounds(running: Any) -> Bounds:
 
 
 def trials_of(folder: Path) -> Trials | None:
-    """Of grammars for the model in ``folder``; None where its tokenizer is of no use for them, be it that it ends the
-    process that tries."""
+    """Trials of grammars for the model in ``folder``; None where its tokenizer cannot be used for them, or crashes the
+    process that tries it."""
     trial = Trial(folder, AGAIN_S)
     try:
         trial.check(JSON_OBJECT)
@@ -270,7 +270,7 @@ def trials_of(folder: Path) -> Trials | None:
 
 
 def node_rank(config: Config) -> int:
-    """Which of the machines that compute one model this is; 0: the one that serves. Raises ConfigError."""
+    """The rank of this machine among those that compute one model; 0: the one that serves. Raises ConfigError."""
     rank = (config.target.vllm or {}).get("node_rank", 0)
     if not isinstance(rank, int):
         raise ConfigError(f"target.engine.vllm.node_rank: {str(rank)[:64]!r} is no number")
@@ -278,20 +278,20 @@ def node_rank(config: Config) -> int:
 
 
 class Node:
-    """A machine that computes its part of a model, and serves nobody."""
+    """A machine that computes its part of a model and takes no requests."""
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError."""
         self._version = vllm_version()
         folder = resolve(config.model.path)
-        # Nobody on this machine serves the answers, so nobody is told of a step.
+        # No process on this machine serves the answers, so there is no socket for reports of steps.
         self._args = _args(config, folder, config.router.model_name or called(folder))
         self._executor: Any = None
         self._ended = False
 
     def run(self, begun: Callable[[], object]) -> None:
-        """Until ``end``. ``begun`` is called when the model is loaded on all machines. Raises ModelError when it cannot
-        begin, Unavailable when one of its processes has ended."""
+        """Run until ``end``. ``begun`` is called when the model is loaded on all machines. Raises ModelError when it
+        cannot begin, Unavailable when one of its processes has ended."""
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         try:
@@ -307,8 +307,8 @@ class Node:
             raise Unavailable("a process of vLLM on this machine has ended, or another machine has")
 
     def _follow(self, first: tuple[str, int]) -> None:
-        """End with ``first``, where the machines met: vLLM's processes here would wait for it for ever, and it could
-        not begin anew."""
+        """End this machine when ``first``, the address where the machines met, is gone: else vLLM's processes here wait
+        for it for ever, and the first machine cannot start again."""
         try:
             met = socket.create_connection(first, timeout=MEET_S)
         except OSError as error:

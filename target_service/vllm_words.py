@@ -1,16 +1,16 @@
-"""Our requests as vLLM's parameters, and vLLM's log probabilities as our values.
+"""Translates a request into vLLM's parameters, and vLLM's log probabilities into our messages.
 
 Rules:
-1. Each field of a request becomes a parameter of vLLM, goes another way, or is refused.
-2. What has no way is refused by field (``check``), before vLLM sees it. What vLLM itself refuses bears the
-   field of ours that the parameter came from. What would take too much of it, or end its process, is refused here.
-3. A grammar is vLLM's structured output of the same kind, and means what it means to our own engine: JSON is written as
-   there, for the backend that knows how (``vllm_start`` asks for it), EBNF is passed on as the Lark grammar into which
-   we translate it.
-4. For a chosen token we return its log probability and those of the best tokens, without tokens that could not be
+1. Each field of a request becomes a parameter of vLLM, is handled in another way, or is refused.
+2. A field that vLLM cannot honour is refused by name (``check``), before vLLM sees it. So is a request that would take
+   too much of vLLM's memory or end its process. If vLLM itself refuses a parameter, the error names our field.
+3. A grammar becomes vLLM's structured output of the same kind, with the meaning of our own engine: JSON has the same
+   layout, with the backend that supports it (``vllm_start`` selects it), and EBNF is passed as the Lark that we read it
+   as.
+4. A chosen token comes with its log probability and those of the best alternatives, without tokens that could not be
    chosen.
-5. For a prompt we return several ``PromptScores``, each of few enough tokens for a small message. vLLM's rank of a
-   token counts equally likely ones as better; where the alternatives show the right rank, it is used.
+5. Scores of a prompt come as several ``PromptScores``, each small enough for a message. vLLM's rank of a token counts
+   equal ones before it; where the alternatives give a better rank, that is used.
 
 It imports no vLLM.
 """
@@ -30,15 +30,15 @@ from slipstream.grammar.compiling import as_lark, json_options, restate
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import NEEDS, PromptScores, Request, TokenLogprob
 
-TAKES = tuple(need for need in NEEDS if need != "logprobs_mode")  # grammars where the tokenizer is of use for them
-OWN_SEEDS = 1 << 63  # vLLM's second model runner ends with a larger one; it never draws where sampling is keyed
-SCORED_BYTES = 1 << 30  # of a prompt's log probabilities, which vLLM makes of all rows of a step at once
-FIELD_OF: Mapping[str, str] = {"logprobs": "top_logprobs", "structured_outputs": "grammar"}  # whose names are others
+TAKES = tuple(need for need in NEEDS if need != "logprobs_mode")  # grammars only where the tokenizer allows them
+OWN_SEEDS = 1 << 63  # vLLM's second model runner crashes with a larger seed; it never draws where sampling is keyed
+SCORED_BYTES = 1 << 30  # most bytes of a prompt's log probabilities: vLLM makes all rows of a step at once
+FIELD_OF: Mapping[str, str] = {"logprobs": "top_logprobs", "structured_outputs": "grammar"}  # vLLM's name -> our field
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What an engine takes at most. ``bad_words``: runs of tokens; ``bad_tokens``: in all of them."""
+    """The limits of an engine. ``bad_words``: number of token runs; ``bad_tokens``: tokens in all of them."""
 
     bad_words: int = 128
     bad_tokens: int = 1024
@@ -46,13 +46,13 @@ class Bounds:
 
     @staticmethod
     def scores(vocab_size: int, rows: int) -> int | None:
-        """``scored``. rows: of a prompt that are scored at once."""
+        """The value of ``scored``. rows: prompt rows that the engine scores at once."""
         most = SCORED_BYTES // (4 * vocab_size)
         return None if rows <= most else most + 1  # the first token has no score
 
 
 def field_of(parameter: str | None, request: Request) -> str:
-    """Which field of ours vLLM refuses when it names ``parameter``; a structured output it does not name."""
+    """Our field for vLLM's ``parameter`` in an error; None: vLLM named none, as for structured outputs."""
     if parameter is None:
         return "request" if request.grammar is None else "grammar"
     return FIELD_OF.get(parameter, parameter)
@@ -66,7 +66,7 @@ def resumes(request: Request, keyed: bool) -> bool:
 
 
 def leaves(request: Request) -> bool:
-    """Whether some of its allowed tokens may be chosen wherever its answer is."""
+    """Whether at every place of its answer some allowed token may be chosen."""
     barred = {word[-1] for word in request.bad_words}
     if request.sampling.min_tokens:
         barred.update(request.sampling.stop_token_ids)
@@ -74,7 +74,7 @@ def leaves(request: Request) -> bool:
 
 
 def check(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> None:
-    """Raises InvalidRequest for the first field that has no way."""
+    """Raises InvalidRequest for the first field that vLLM cannot honour."""
     sampling, words = request.sampling, request.bad_words
     checks: tuple[tuple[str, bool, str], ...] = (
         ("answered", not request.answered or resumes(request, keyed),
@@ -100,8 +100,8 @@ def check(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> None:
 
 
 def parameters(request: Request, keyed: bool) -> dict[str, Any]:
-    """Of vLLM's ``SamplingParams``, for what is left of ``request``, which was checked; ``bad_words`` are runs of
-    tokens. vLLM makes one token at least. A grammar that was not tried may take seconds. Raises InvalidRequest."""
+    """The arguments of vLLM's ``SamplingParams`` for the rest of a checked ``request``; ``bad_words`` are runs of
+    tokens. vLLM makes at least one token. A grammar that was not tried may take seconds. Raises InvalidRequest."""
     sampling, answered, left = request.sampling, request.answered, max(1, request.max_tokens - request.answered)
     return {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
@@ -123,7 +123,7 @@ def parameters(request: Request, keyed: bool) -> dict[str, Any]:
 
 
 def structured(grammar: Grammar) -> dict[str, Any]:
-    """Of vLLM's ``StructuredOutputsParams``. Raises InvalidRequest."""
+    """The arguments of vLLM's ``StructuredOutputsParams``. Raises InvalidRequest."""
     if grammar.kind == "regex":
         return {"regex": grammar.source}
     if grammar.kind in ("lark", "ebnf"):  # it would tell them apart by how they look
@@ -143,17 +143,17 @@ def structured(grammar: Grammar) -> dict[str, Any]:
 
 
 def prompt(request: Request) -> dict[str, Any]:
-    """In vLLM's words; its prefix cache keeps prompts of different salts apart."""
+    """The prompt as vLLM takes it; its prefix cache separates prompts of different salts."""
     salt = {"cache_salt": request.namespace} if request.namespace else {}
     return {"type": "token", "prompt_token_ids": list(request.tokens), **salt}
 
 
-ENTRIES = 1 << 13  # log probabilities that one part of a prompt's scores holds
+ENTRIES = 1 << 13  # log probabilities in one part of a prompt's scores
 
 
 class Flat(Protocol):
-    """vLLM's ``FlatLogprobs`` of a prompt: none of its first token; of each other one its own, then those of the best,
-    one token behind the other."""
+    """vLLM's ``FlatLogprobs`` of a prompt, token after token: none for the first; for each other token its own value,
+    then those of the best."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -162,7 +162,7 @@ class Flat(Protocol):
 
 def chosen(tokens: Sequence[int], told: Sequence[Mapping[int, Any]] | None,
            wanted: int | None) -> tuple[TokenLogprob, ...]:
-    """told: vLLM's entries of each of ``tokens``."""
+    """The log probabilities of chosen tokens. told: vLLM's entries for each of ``tokens``; wanted: alternatives."""
     if wanted is None or not told:
         return ()
     found = list[TokenLogprob]()
@@ -174,7 +174,7 @@ def chosen(tokens: Sequence[int], told: Sequence[Mapping[int, Any]] | None,
 
 
 def scores(told: Flat, wanted: int) -> Iterator[PromptScores]:
-    """wanted: alternatives of each token."""
+    """The scores of a prompt, in parts. told: vLLM's; wanted: alternatives of each token."""
     each = 1 + wanted
     ids, logs = np.array(told.token_ids).reshape(-1, each), np.array(told.logprobs).reshape(-1, each)
     ranks = np.array(told.ranks).reshape(-1, each)[:, 0]

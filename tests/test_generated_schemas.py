@@ -322,3 +322,9 @@ ZOD_TIME = r"^(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?$"
     (r"^\d\d:\d\d:\d\d[+-]\d\d:\d\d$", '"12:30:00-05:00"', True), (r"^[\d:]+[+-][\d:]+$", '"9', False)])
 def test_a_time_keeps_to_its_format_beside_a_pattern(pattern: str, text: str, fits: bool, tiny_folder: Path) -> None:
     assert goes({"type": "string", "format": "time", "pattern": pattern}, text, tiny_folder) == fits
+
+
+def test_many_patterns_of_one_schema_have_room_together(tiny_folder: Path) -> None:
+    """Each costs what it costs; a dozen with a line break between two texts were refused."""
+    lines = {f"p{i}": {"type": "string", "pattern": f"^.+\\n.+{i}$", "maxLength": 200 + i} for i in range(12)}
+    assert goes({"type": "object", "properties": lines}, '{"p1": "a\\nb1"', tiny_folder)

@@ -12,8 +12,8 @@ import pytest
 
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
-from router_service.dialects.fields import HONOURED, INERT, MAX_UNKNOWN, NAME_CHARS, REFUSED, TOLD_NAMES, Unknown
-from router_service.dialects.openai import parse
+from router_service.dialects.fields import HONOURED, INERT, REFUSED
+from router_service.dialects.openai import MAX_UNKNOWN, NAME_CHARS, TOLD_NAMES, Unknown, parse
 from slipstream.base.errors import InvalidRequest
 from tests.field_names import SNAPSHOT, of_openai
 

@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import math
 import threading
+import tracemalloc
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -381,9 +383,30 @@ async def test_scores_of_other_tokens_than_the_prompts_are_refused(spans: list[t
         return await anext(Completion(request, given, TextCodec(folders["target"]), [], VOCAB))
 
     assert (await told([(1, 4), (4, 9)])).prompt == tuple(
-        PromptScores(start, (-1.0,) * count, (1,) * count) for start, count in ((1, 3), (4, 5)))
+        PromptScores(start, array("d", [-1.0] * count), array("i", [1] * count), array("i"), array("d"))
+        for start, count in ((1, 3), (4, 5)))
     with pytest.raises(Unavailable, match="scores of other tokens"):
         await told(spans)
+
+
+async def test_scores_of_a_prompt_take_little_until_they_are_told(folders: dict[str, Path]) -> None:
+    """As objects a million, as one request may have, took 68 MB, and they wait for the whole answer."""
+    async def answer() -> AsyncIterator[Piece]:
+        for start in range(1, 2001, 100):
+            top = [300 + start + i for i in range(2000)]
+            yield Piece((), prompt=PromptScores(start, tuple(-1.0 / i for i in top[:100]), tuple(top[:100]), tuple(top),
+                                                tuple(-1.0 / i for i in top)))
+        yield Piece((65,), finish="length")
+
+    given: Any = answer()
+    request = replace(asked(prompt_logprobs=20), tokens=(65,) * 2001)
+    completion = Completion(request, given, TextCodec(folders["target"]), [], VOCAB)
+    tracemalloc.start()
+    delta = await anext(completion)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 16 * 21 * 2000, taken / (21 * 2000)
+    assert delta.prompt[1].part(102, 103).tops(1) == [[(421, -1.0 / 421)]]
 
 
 @pytest.mark.parametrize("count", [1, 2, AT_ONCE, AT_ONCE + 1, AT_ONCE + 2, 3 * AT_ONCE])

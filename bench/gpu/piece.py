@@ -64,12 +64,12 @@ class Piece:
 
 
 def prepare(pieces: Sequence[Piece]) -> None:
-    """What these need is imported before the first of them starts."""
+    """Let the fork server import the modules of ``pieces`` before the first one starts."""
     FORKS.set_forkserver_preload(sorted({piece.module for piece in pieces}))
 
 
 def found_by(piece: Piece, given: Given, limit_s: float) -> Iterator[Finding]:
-    """What a piece finds, as it comes. Raises Died."""
+    """Run a piece in its own process and yield its findings as they arrive. Raises Died."""
     ours, theirs = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=_work, args=(theirs, piece, given), name=piece.name)
     process.start()
@@ -80,7 +80,7 @@ def found_by(piece: Piece, given: Given, limit_s: float) -> Iterator[Finding]:
     finally:
         with suppress(ProcessLookupError):
             if process.pid is not None:
-                os.killpg(process.pid, signal.SIGKILL)  # what it started is in its group
+                os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started: they are in its group
         process.kill()
         process.join()
         ours.close()
@@ -89,7 +89,7 @@ def found_by(piece: Piece, given: Given, limit_s: float) -> Iterator[Finding]:
 
 
 def _told(ours: Connection, limit_s: float) -> Iterator[Finding]:
-    """Until the other end is closed. Raises Died."""
+    """Yield findings until the piece closes its end. Raises Died."""
     until_s = time.monotonic() + START_S
     while True:
         if not ours.poll(max(0.0, until_s - time.monotonic())):

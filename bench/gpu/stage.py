@@ -1,5 +1,5 @@
-"""What the stages of ``make gpu`` share: what they are given, what they find, a clock for devices that run apart, and
-what such a device attends and captures with.
+"""Shared code of the stages of ``make gpu``: their input (``Given``) and results (``Finding``), timing of devices that
+run asynchronously, and attention and graph capture for the device.
 
 It knows nothing about any one stage.
 """
@@ -37,8 +37,8 @@ MOST_KERNELS = 16  # that a table lists
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """``full`` False: a rehearsal on small shapes, whose numbers mean nothing. ``model``: a prepared folder or None.
-    ``shape``: of a stage that has several. ``narrow``: of what a stage measures, the first alone."""
+    """The input of a stage. ``full`` False: a rehearsal on small shapes, whose numbers mean nothing. ``model``: a
+    prepared folder or None. ``shape``: for a stage that has several. ``narrow``: measure only the first case."""
 
     device: torch.device
     full: bool = True
@@ -49,16 +49,16 @@ class Given:
 
     @property
     def config(self) -> ModelConfig:
-        """Of the model that is measured, where none is given."""
+        """The shape of the measured model, where ``model`` is None."""
         return config_of(LLAMA_8B if self.full else TINY)
 
     @property
     def draft_vocab(self) -> int:
-        """Of its head."""
+        """The draft vocabulary of its head."""
         return 32_000 if self.full else 64
 
     def few(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """``values``, or the first of them."""
+        """``values``, or with ``narrow`` only the first of them."""
         return values[:1] if self.narrow else values
 
 
@@ -99,7 +99,8 @@ def fused(device: torch.device) -> Operations:
 
 
 def raced(device: torch.device, width: int, vocabulary: torch.Tensor | None = None) -> DeviceRace | None:
-    """Of logits of so many columns, on a GPU; None elsewhere. Raises RuntimeError where a GPU has no Triton."""
+    """The race for logits of ``width`` columns on a GPU; None elsewhere. Raises RuntimeError where a GPU has no
+    Triton."""
     if device.type != "cuda":
         return None
     if reason := unfit(device):
@@ -108,7 +109,7 @@ def raced(device: torch.device, width: int, vocabulary: torch.Tensor | None = No
 
 
 def pool_for(model: CausalModel, slots: int) -> KVPool:
-    """Of random KV."""
+    """A pool of ``slots`` slots with random KV."""
     config = model.config
     pool = KVPool(config.num_layers, slots, config.num_kv_heads, config.head_dim, model.dtype, model.device)
     pool.kv.normal_()
@@ -120,7 +121,7 @@ def capture_of(given: Given) -> Capture:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all that it was given."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -147,7 +148,7 @@ def device_events(run: Callable[[], object], device: torch.device) -> list[Any]:
 
 
 def busy_s(events: Sequence[Any]) -> float:
-    """How long the device computed."""
+    """Seconds in which the device computed."""
     us: float = sum(event.time_range.elapsed_us() for event in events)
     return us / 1e6
 
@@ -170,7 +171,7 @@ def copy_rate(given: Given) -> float:
 
 
 def free() -> None:
-    """Give back what a stage held on the device."""
-    gc.collect()  # what holds itself in a circle holds gigabytes
+    """Free the device memory of a stage."""
+    gc.collect()  # reference cycles would keep gigabytes
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

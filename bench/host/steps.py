@@ -5,7 +5,7 @@ Kernels side by side: those of our own in bfloat16 (``native``) and with int8 we
 (``torch``), in turn, so that a slow moment hurts all alike; medians and the fastest. *Floor* is the time in which the
 machine reads all weights once, at the rate of a sum over memory; *drawn* is a step at temperature 1. *Products* and
 *attention* are those of all layers; *rest* is what remains of a step: norms, rotary positions, KV writes, dispatch.
-``GOMP_SPINCOUNT`` rules torch's threads alone.
+``GOMP_SPINCOUNT`` affects only torch's threads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SLOTS = 1 + max(int(places_of(*cell).max()) for cell in STEPS)
 
 
 def step(runner: ModelRunner, places: NDArray[np.int64], rows: int, heat: float = 0.0) -> list[int]:
-    """A whole one, greedy or at a temperature."""
+    """Compute a whole step, greedy or at a temperature. Returns the chosen tokens."""
     batch = chains(places, rows).build()
     count = len(batch.host.logit_rows)
     draws = Draws([heat] * count, [0] * count, range(FIRST, FIRST + count)) if heat else GREEDY
@@ -52,7 +52,7 @@ def step(runner: ModelRunner, places: NDArray[np.int64], rows: int, heat: float 
 
 
 def attention(runner: ModelRunner, batch: ForwardBatch) -> Part:
-    """That of all layers."""
+    """The attention of all layers."""
     model = runner.model
     if isinstance(model, NativeDecoder):
         program, frame = model.listed(batch.num_rows, Taps(())).program.only(ATTEND), model.frame(batch, runner.pool)
@@ -63,7 +63,7 @@ def attention(runner: ModelRunner, batch: ForwardBatch) -> Part:
 
 
 def products_and_head(runner: ModelRunner) -> tuple[Part, Part]:
-    """Of a plain step."""
+    """The products of all layers, and the head, of a plain step."""
     model = runner.model
     if isinstance(model, NativeDecoder):
         batch, state = chains(places_of(*PLAIN), 1).build(), torch.randn(1, model.config.hidden_size).to(model.dtype)

@@ -81,8 +81,8 @@ class Call:
 
 @dataclass(slots=True)
 class Way:
-    """The calls between two marks, each time that one leads to the other; ``again``: the first mark may be met again on
-    the way, and all begins anew. ``counts`` tells whether the thread that runs is on the way."""
+    """Records the calls between two marks, each time that they follow one another. ``again``: if the first mark comes
+    again in between, recording begins again. ``counts`` returns whether calls of the present thread count."""
 
     begins: Mark
     ends: Mark
@@ -90,7 +90,7 @@ class Way:
     again: bool = False
     folders: tuple[str, ...] = OURS
     found: list[list[Call]] = field(default_factory=list)
-    calls: list[Call] | None = None  # on a way that is not at its end
+    calls: list[Call] | None = None  # since the first mark; None: not recording
 
     def see(self, frame: FrameType, event: str) -> None:
         """A profiler's event, on any thread."""
@@ -108,7 +108,7 @@ class Way:
 
     @property
     def median(self) -> list[Call]:
-        """Raises Unavailable where nobody went this way."""
+        """The recording with the median number of calls. Raises Unavailable where there is none."""
         if not self.found:
             raise Unavailable("nothing was seen between the two marks")
         return sorted(self.found, key=len)[len(self.found) // 2]
@@ -174,11 +174,11 @@ class Walked:
         await self._server.drain(0.1)
 
     def watch(self) -> None:
-        """From now on, what is asked is looked at."""
+        """Record requests from now on."""
         self._ways = (self.round, self.request)
 
     def ask(self, question: str, max_tokens: int) -> None:
-        """One greedy answer, streamed, to its end."""
+        """Ask for one greedy answer, streamed, and read it to its end."""
         client = http.client.HTTPConnection("127.0.0.1", self._router.http_port, timeout=600)
         client.request("POST", "/v1/chat/completions", json.dumps({
             "model": self._router.gateway.model, "messages": [{"role": "user", "content": question}],
@@ -207,7 +207,7 @@ class Walked:
         return True
 
     def _taken(self, frame: FrameType, event: str) -> bool:
-        """A growth for what was committed last; one that comes late answers an earlier round."""
+        """Whether a growth for the newest commit was taken; a late one answers an earlier round."""
         if event != "return" or frame.f_code is not TAKEN:
             return False
         side = frame.f_locals["self"]
@@ -253,7 +253,7 @@ def walk(config: Config, max_tokens: int, functions: bool = False) -> None:
     """Print both ways of a few answers. Raises ModelError, or Unavailable where no tree was asked for."""
     first, *others = QUESTIONS[:4]
     with Walked(config) as walked:
-        walked.ask(first, max_tokens)  # what happens once in a process is on nobody's way
+        walked.ask(first, max_tokens)  # not recorded: work that is done once in a process does not count
         walked.watch()
         for question in others:
             walked.ask(question, max_tokens)

@@ -1,1 +1,1 @@
-"""Slipstream beside what one would install instead."""
+"""Slipstream compared with other systems."""

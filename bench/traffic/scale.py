@@ -47,7 +47,7 @@ class Cost:
 
 
 async def measure(rig: Served, streams: int, seconds: float, timing: Timing) -> Row:
-    """So many streams."""
+    """Measure ``streams`` streams for ``seconds``."""
     async with streaming(rig, streams) as readers:
         before, opened_s = spent(rig), time.perf_counter()
         await asyncio.sleep(seconds)

@@ -101,7 +101,7 @@ class SleepingRunner:
 
 
 class SlowClock:
-    """Seconds of the policy, and the queue that waits by them."""
+    """The policy's clock, which can run slower than real time, and a queue whose waits follow it."""
 
     def __init__(self) -> None:
         self._since = 0.0, time.monotonic(), 1.0  # seconds, real ones, pace: at once, as links read it
@@ -113,7 +113,7 @@ class SlowClock:
         return seconds + pace * (time.monotonic() - real_s)
 
     def turn(self, pace: float) -> None:
-        """It goes at ``pace`` from now on."""
+        """Run at ``pace`` times real time from now on."""
         self._since = self(), time.monotonic(), pace
 
     def get(self, block: bool = True, timeout: float | None = None) -> Event | None:
@@ -121,7 +121,7 @@ class SlowClock:
 
 
 class Proposer:
-    """What proposes beside ``runner``."""
+    """The proposer under test, connected to ``runner``."""
 
     def __init__(self, runner: SleepingRunner, options: Options) -> None:
         """Raises ConfigError."""
@@ -132,7 +132,7 @@ class Proposer:
         self._proposed: Sequence[Sequence[int]] = [[]] * runner.count
 
     def step(self) -> dict[str, float]:
-        """One more, and what was seen of it."""
+        """Do one step. Returns its measurements."""
         runner, chains = self._runner, self._chains
         output, sampled = runner.step(self._proposed)
         self._clock.turn(PACE)
@@ -148,7 +148,7 @@ class Proposer:
 
 
 async def measured(count: int, timing: Timing, steps: int) -> Row:
-    """One batch size. Raises Unavailable."""
+    """Measure one batch size. Raises Unavailable."""
     async with deployed(timing, targets=0) as rig:
         options = Options((rig.drafts[0].address,), prompt_lookup=False)
         return await asyncio.to_thread(_steps, count, timing, steps, options)

@@ -64,8 +64,7 @@ class Dashboard:
         return (panel for row in self.rows for panel in row.panels)
 
     def placed(self) -> Iterator[tuple[Row | Panel, int, int]]:
-        """Titles of rows and panels, each with where it stands: 24ths of the width from the left, and units from the
-        top."""
+        """Rows and panels, each with its x (24ths of the width) and y (Grafana's height units)."""
         top = 0
         for row in self.rows:
             yield row, 0, top
@@ -106,7 +105,7 @@ def quantiles(metric: str, selector: str, *by: str) -> tuple[tuple[str, str], ..
 
 
 def rate(metric: str, selector: str, *by: str) -> str:
-    """Per second, summed; by labels if some are given."""
+    """PromQL: the rate per second, summed, by labels if given."""
     labels = f" by ({', '.join(by)})" if by else ""
     return f"sum{labels} (rate({metric}{{{selector}}}[$__rate_interval]))"
 
@@ -116,7 +115,7 @@ def ratio(over: str, under: str) -> str:
 
 
 def share(parts: str, whole: str) -> str:
-    """Each of the series ``parts`` over the one series ``whole``."""
+    """PromQL: each of the series ``parts`` divided by the one series ``whole``."""
     return f"{parts} / on () group_left () ({whole} > 0)"
 
 

@@ -1,4 +1,4 @@
-"""The third board: the way between target and draft, and what happens when it fails."""
+"""The third board: the connection between target and draft, and the effects of its failures."""
 
 from __future__ import annotations
 

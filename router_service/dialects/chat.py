@@ -18,22 +18,24 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field, SkipValidation, ValidationInfo, field_validator
 
-from router_service.dialects.fields import OF_MESSAGE, THINKING, UNSEEN, Unknown, kind_of, known, legible
+from router_service.dialects.fields import OF_MESSAGE, THINKING, UNSEEN, kind_of, legible
 from router_service.dialects.openai import (
     MAX_CONTAINERS,
     Generation,
     Job,
     Options,
     Strict,
+    Unknown,
     Whole,
     at_most,
+    known,
     num_containers,
     read_json,
     unknown_of,
-    usage_told,
 )
 from router_service.dialects.prompts import AT_ONCE, LOWEST, parts_of, written
 from router_service.dialects.tools import Json, ToolUse, use_of
+from router_service.dialects.usage import usage_told
 from router_service.text.calls import Call, call_id
 from router_service.text.deltas import AnswerToken, PackedLogprob, TextDelta
 from router_service.text.markup import finish_of

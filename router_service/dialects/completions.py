@@ -12,9 +12,10 @@ from typing import Any
 
 from pydantic import Field, SkipValidation, field_validator
 
-from router_service.dialects.openai import Generation, Job, Options, Whole, at_most, usage_told
+from router_service.dialects.openai import Generation, Job, Options, Whole, at_most
 from router_service.dialects.prompts import AT_ONCE, LOWEST, alternatives, parts_of, written
 from router_service.dialects.tools import Json
+from router_service.dialects.usage import usage_told
 from router_service.text.deltas import AnswerToken, PackedLogprob, TextDelta
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest

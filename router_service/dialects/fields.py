@@ -9,18 +9,14 @@ It knows nothing about how a field is honoured; the pages about the API are prin
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS
-
-MAX_UNKNOWN = 64  # names of one request
-TOLD_NAMES, NAME_CHARS = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,55 +152,6 @@ def others(raw: Mapping[str, Any], known: Collection[str], chat: Mapping[str, An
         if left[name] != chat[name]:
             raise InvalidRequest(name, f"stands beside {name!r}, which says otherwise; send one of them")
     return left
-
-
-class Unknown:
-    """The fields of one request that nobody knows: refused by name where it is ``strict``, else left out and kept by
-    name."""
-
-    __slots__ = ("_at", "_names", "_place", "_strict")
-
-    def __init__(self, strict: bool) -> None:
-        self._strict = strict
-        self._names: set[str] = set()
-        self._at = self._place = ""  # the latest, and how it is told: once for all fields of an object
-
-    def __iter__(self) -> Iterator[str]:
-        """The first few names, fit for a header and a log."""
-        return iter(sorted({re.sub(r"[^\w.\[\]-]", "?", name[:NAME_CHARS], flags=re.ASCII)
-                            for name in self._names})[:TOLD_NAMES])
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
-
-    def met(self, name: str, at: str, known: Collection[str]) -> None:
-        """``name`` is not ``known`` at the place ``at``. Raises InvalidRequest."""
-        if self._strict:
-            near = difflib.get_close_matches(name[:NAME_CHARS], known, n=1, cutoff=0.6)
-            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
-            raise InvalidRequest((at + name)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
-        if at != self._at:
-            self._at, self._place = at, re.sub(r"\[\d+\]", "[]", at)
-        self._names.add(self._place + name[:NAME_CHARS])
-        if len(self._names) > MAX_UNKNOWN:
-            raise InvalidRequest((at + name)[:200] or "body", f"is one of more than {MAX_UNKNOWN} unknown fields",
-                                 "unknown_parameter")
-
-
-def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[str, Refused], unknown: Unknown,
-          at: str = "") -> dict[str, Any]:
-    """What of ``raw``, an object at the place ``at``, is ``honoured``. Raises InvalidRequest for the first field that
-    is ``refused``."""
-    kept = {}
-    for name, value in raw.items():
-        if name in honoured:
-            kept[name] = value
-        elif name in refused:
-            if refused[name].asks(value):
-                raise InvalidRequest(at + name, f"is not served here; {refused[name].advice}", "unsupported_parameter")
-        elif at or name not in INERT:
-            unknown.met(name, at, honoured)
-    return kept
 
 
 def parts_left(name: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""The OpenAI API, as far as chats and completions share it: bodies, checked to the last field; chunks and usage.
+"""The OpenAI API, as far as chats and completions share it: bodies, checked to the last field; chunks.
 
 Rules:
 1. The table (``fields``) decides about each field: honoured, inert, or refused with 400 and its name. Other fields are
@@ -10,20 +10,19 @@ Rules:
 4. Lists and objects are counted before JSON is parsed: each takes two bytes of text but a hundred of memory, and a
    million of them would block the event loop. They may be nested ``MAX_DEPTH`` deep, because code that walks them is
    recursive.
-5. ``usage.completion_tokens_details`` says what speculation did, in the fields that the API has for predicted tokens.
-   The object ``slipstream`` is an extension of whole answers and of the usage chunk; other clients skip it.
-6. An empty chunk is not made (None).
-7. An ``Asked`` is a request after all cheap checks; a ``Job`` is ready to run.
+5. An empty chunk is not made (None).
+6. An ``Asked`` is a request after all cheap checks; a ``Job`` is ready to run.
 
 Format: the OpenAI API, with vLLM's extensions and ``speculate``. It knows nothing about models, routes or the network.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import secrets
 from codecs import BOM_UTF8
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -41,11 +40,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from router_service.dialects.fields import REFUSED, Unknown, known
+from router_service.dialects.fields import INERT, REFUSED, Refused
 from router_service.dialects.formats import READERS, grammar_of
 from router_service.dialects.problems import refusal_of
 from router_service.dialects.prompts import Prompts
 from router_service.dialects.tools import Json, ToolUse
+from router_service.dialects.usage import usage_told
 from router_service.text.deltas import TextDelta
 from router_service.text.marks import BARE, Style
 from router_service.text.markup import Markup, Named
@@ -70,6 +70,8 @@ MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their
 MAX_DEPTH = 128
 OPENING, CLOSING = b"[{", b"]}"
 OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING + b'"'))
+MAX_UNKNOWN = 64  # names of one request
+TOLD_NAMES, NAME_CHARS = 8, 64
 PLACE = "\x00text\x00"
 
 
@@ -315,6 +317,55 @@ def _biases(raw: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted({int(key): float(bias) for key, bias in raw.items()}.items()))
 
 
+class Unknown:
+    """The fields of one request that nobody knows: refused by name where it is ``strict``, else left out and kept by
+    name."""
+
+    __slots__ = ("_at", "_names", "_place", "_strict")
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._names: set[str] = set()
+        self._at = self._place = ""  # the latest, and how it is told: once for all fields of an object
+
+    def __iter__(self) -> Iterator[str]:
+        """The first few names, fit for a header and a log."""
+        return iter(sorted({re.sub(r"[^\w.\[\]-]", "?", name[:NAME_CHARS], flags=re.ASCII)
+                            for name in self._names})[:TOLD_NAMES])
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def met(self, name: str, at: str, known: Collection[str]) -> None:
+        """``name`` is not ``known`` at the place ``at``. Raises InvalidRequest."""
+        if self._strict:
+            near = difflib.get_close_matches(name[:NAME_CHARS], known, n=1, cutoff=0.6)
+            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
+            raise InvalidRequest((at + name)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
+        if at != self._at:
+            self._at, self._place = at, re.sub(r"\[\d+\]", "[]", at)
+        self._names.add(self._place + name[:NAME_CHARS])
+        if len(self._names) > MAX_UNKNOWN:
+            raise InvalidRequest((at + name)[:200] or "body", f"is one of more than {MAX_UNKNOWN} unknown fields",
+                                 "unknown_parameter")
+
+
+def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[str, Refused], unknown: Unknown,
+          at: str = "") -> dict[str, Any]:
+    """What of ``raw``, an object at the place ``at``, is ``honoured``. Raises InvalidRequest for the first field that
+    is ``refused``."""
+    kept = {}
+    for name, value in raw.items():
+        if name in honoured:
+            kept[name] = value
+        elif name in refused:
+            if refused[name].asks(value):
+                raise InvalidRequest(at + name, f"is not served here; {refused[name].advice}", "unsupported_parameter")
+        elif at or name not in INERT:
+            unknown.met(name, at, honoured)
+    return kept
+
+
 def read_body(data: bytes | bytearray) -> Json:
     """The object that a request is. Raises InvalidRequest."""
     raw = read_json("body", data.removeprefix(BOM_UTF8))  # which editors and shells of Windows write before a text
@@ -411,37 +462,6 @@ class Chunks:
         return around[0] + orjson.dumps(delta.text) + around[1]
 
 
-def usage_told(usage: Usage, reasoning: int | None = None) -> Json:
-    """The usage object of answers and of the usage chunk. ``reasoning``: reasoning tokens, if counted."""
-    drafted = usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
-    return {
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": usage.accepted_prediction_tokens,
-                "rejected_prediction_tokens": usage.rejected_prediction_tokens,
-                **({} if reasoning is None else {"reasoning_tokens": reasoning}),
-            },
-        },
-        "metrics": {"speculative_decoding": _drafts(usage, drafted)},
-        "slipstream": {"rounds": usage.rounds, "acceptance_length": round(usage.acceptance_length, 4),
-                       "drafted_tokens": drafted, "lossy": usage.lossy},
-    }
-
-
-def _drafts(usage: Usage, drafted: int) -> Json:
-    """As vLLM tells it: of the steps that verified draft tokens alone."""
-    steps, accepted = sum(usage.reached), sum(length * count for length, count in enumerate(usage.reached))
-    return {"mean_acceptance_length": round(1 + accepted / steps, 4) if steps else 1.0,
-            "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
-            "acceptance_histogram": list(usage.reached) or [0], "num_spec_steps": steps,
-            "num_accepted_draft_tokens": accepted, "num_draft_tokens": drafted,
-            "num_spec_tokens": max(len(usage.reached) - 1, 0)}
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request as far as it could be checked at no cost. Of ``messages`` and ``prompts`` one is empty."""
@@ -449,24 +469,12 @@ class Asked:
     endpoint: str
     model: str
     options: Options
-    messages: Sequence[Mapping[str, Any]] | bytes = field(default=(), repr=False)  # or as JSON
+    messages: Any = field(default=(), repr=False)  # objects, or these as JSON
     prompts: Sequence[str | bytes | Sequence[int]] = field(default=(), repr=False)  # texts, too, may be UTF-8
     begun: Begun | None = None  # of its only answer
     turn: Turn = ASSISTANT
     add_special_tokens: bool = True  # to prompts that are texts
     num_chars: int | None = None  # ``size``, where it is known
-
-    def packed(self) -> Asked:
-        """What may wait for long, as it came: one character beyond 16 bits makes four bytes of each other of its text,
-        and objects of JSON take ten times what they are written in."""
-        written = orjson.dumps(self.messages) if self.messages else b""  # in sixteen times the room
-        return replace(self, messages=bytes(memoryview(written)), num_chars=self.size,
-                       prompts=[prompt.encode() if isinstance(prompt, str) else prompt for prompt in self.prompts])
-
-    def unpacked(self) -> Asked:
-        """With its prompts as texts."""
-        return replace(self, prompts=[prompt.decode() if isinstance(prompt, bytes) else prompt
-                                      for prompt in self.prompts])
 
     def again(self, seed: int, identity: str) -> Asked:
         """For the very answer that this seed gave, by whose tag that is."""
@@ -486,13 +494,9 @@ class Asked:
     @property
     def size(self) -> int:
         """Characters and token ids."""
-        if self.num_chars is not None:
-            return self.num_chars
-        assert not isinstance(self.messages, bytes)
-        begun = 0 if self.begun is None else len(self.begun.tokens)
+        begun, names = 0 if self.begun is None else len(self.begun.tokens), _num_bytes(self.turn.names)
         words = sum(MESSAGE + len(word) for word in self.options.bad_words)  # each is spelt by itself
-        given = sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _num_bytes(self.turn.names)
-        return given + begun + words
+        return self.num_chars or sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + names + begun + words
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import asyncio
 import codecs
 import json
 import threading
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -400,7 +401,7 @@ class Completion:
         if piece.prompt is not None:
             if piece.prompt.start == 1:  # it begins, at another target maybe
                 self._scores.clear()
-            self._scores.append(piece.prompt)
+            self._scores.append(_packed(piece.prompt))
 
     def _take(self, piece: Piece) -> TextDelta:
         tally = self.tally
@@ -468,6 +469,12 @@ class Completion:
     def _delta(self, tokens: list[AnswerToken], tail: str = "", finish: Finish = "", num_tokens: int = 0) -> TextDelta:
         text = tokens[0].text if len(tokens) == 1 else "".join([token.text for token in tokens])
         return TextDelta(text + tail, tuple(tokens), finish, num_tokens)
+
+
+def _packed(scores: PromptScores) -> PromptScores:
+    """In a sixth of the memory: a prompt may have a million, which wait for all of an answer."""
+    return PromptScores(scores.start, array("d", scores.logprobs), array("i", scores.ranks),
+                        array("i", scores.top_ids), array("d", scores.top_logprobs))
 
 
 def _whole(parts: Sequence[PromptScores], count: int) -> tuple[PromptScores, ...]:

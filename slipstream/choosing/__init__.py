@@ -1,7 +1,7 @@
 """Choosing: a token from a row of logits, exactly and keyed: penalties, filters, noise. torch, no model.
 
-Three kinds of code use it: our engine's target, drafters, which rank tokens as the target will choose, and our adapters
-in other engines. So it is below the engine and imports nothing of it.
+Three callers choose with it: our engine's target, a drafter that predicts the target's choices, and our code inside
+another engine (vLLM). So it imports nothing of the engine.
 
 R rows with logits · V vocabulary · K candidates
 """

@@ -1,18 +1,18 @@
-"""How a request changes a row of logits before a token is drawn: penalties, bias, min_tokens, a grammar; and which
-tokens top-k, top-p and min-p keep.
+"""The changes that a request makes to a row of logits before a token is drawn: penalties, bias, min_tokens, a grammar;
+and the filters top-k, top-p and min-p.
 
 Rules:
-1. The order is: repetition penalty, frequency penalty, presence penalty, logit bias, min_tokens, grammar; top-k, top-p,
-   min-p. top-p counts the mass that top-k left.
-2. Penalties look along each row's own path: the answer so far and the draft tokens between the root and the row. The
-   repetition penalty counts the prompt too; frequency and presence count the answer alone. A token that has no column
-   (a draft's smaller vocabulary) cannot be chosen there, so it is left out.
-3. Every filter is a threshold on probability, so tokens of equal probability are kept or dropped together, and no
-   filter depends on the order of a sort.
-4. The kept tokens are a prefix of the descending order, so the search takes more and more candidates until every row's
-   prefix ends among them; only then would it sort a whole row.
-5. The mass of a whole vocabulary, which top-p without top-k needs, is summed in the logits' own type (float32 at
-   least), block by block in an order that does not depend on how many rows there are.
+1. The order is: repetition penalty, frequency penalty, presence penalty, logit bias, min_tokens or a grammar; top-k,
+   top-p, min-p. top-p is a share of the mass that top-k left.
+2. Penalties follow each row's own path: the answer so far, and the draft tokens between the root and the row. The
+   repetition penalty counts the prompt too; frequency and presence penalties count the answer only. A token without a
+   column (a draft's smaller vocabulary) cannot be chosen there, so it is ignored.
+3. Every filter is a threshold on probability, so tokens of equal probability stay or go together: no filter depends on
+   the order in which a sort leaves them.
+4. Survivors are the first tokens in descending order. So the search looks at more and more candidates until the
+   survivors of every row end within them; only in the worst case it sorts all.
+5. top-p without top-k needs the mass of a whole vocabulary. It is summed in the logits' own dtype (at least float32)
+   within blocks and in float64 over them, in an order that does not depend on the number of rows.
 
 It knows nothing about noise, trees or sessions. Shapes: R rows, V columns, K candidates.
 """
@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 from slipstream.choosing.transfer import sent
 from slipstream.protocol.requests import Sampling
 
-FIRST_WIDTH_CPU, FIRST_WIDTH = 64, 1024  # candidates looked at before the search widens; a device's host waits to hear
-BLOCK = 64  # columns that are summed, or searched, as one
-COLDEST = 1e-30  # temperature that float32 can divide by
+FIRST_WIDTH_CPU, FIRST_WIDTH = 64, 1024  # first candidates; more on a GPU, as the host waits to learn if it needs more
+BLOCK = 64  # columns that are summed, or searched, together
+COLDEST = 1e-30  # the lowest temperature that float32 can divide by
 
 
 class TokenHistory:
-    """How often each token stands in the answer so far; prompt tokens are present with count 0."""
+    """How often each token occurs in the answer so far (``counts``); tokens of the prompt alone have count 0."""
 
     __slots__ = ("counts",)
 
@@ -45,8 +45,8 @@ class TokenHistory:
 
     @staticmethod
     def of(sampling: Sampling, tokens: Sequence[int] = (), prompt: int | None = None) -> TokenHistory | None:
-        """The history that ``sampling`` needs of a text, whose first ``prompt`` tokens (None: all) are the prompt. None
-        without penalties. Without a repetition penalty it has no prompt tokens."""
+        """The history of a text for ``sampling``; None if it has no penalties. prompt: how many of the first ``tokens``
+        are the prompt (None: all); they count only with a repetition penalty."""
         repetition = sampling.repetition_penalty != 1.0
         if not repetition and sampling.presence_penalty == sampling.frequency_penalty == 0.0:
             return None
@@ -62,7 +62,8 @@ class TokenHistory:
 
 
 class Columns:
-    """Where target token ids stand among the columns of some logits: ``vocabulary`` int64 [V], None: id is column."""
+    """Finds the columns of target token ids in some logits. vocabulary: int64 [V], each column's token id; None: column
+    and id are the same."""
 
     __slots__ = ("_is_plain", "column_of", "device")
 
@@ -77,8 +78,8 @@ class Columns:
             self.column_of[vocabulary] = columns
 
     def find(self, ids: Sequence[int] | NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [F]: the columns of those ids that have one, and int64 [F]: which of ``ids`` they were."""
-        if self._is_plain:  # nothing to look up: the host knows, and does not wait for a device to say so
+        """The columns of those ``ids`` that have one, int64 [F], and the places of these ids in ``ids``, int64 [F]."""
+        if self._is_plain:  # computed on the host, without waiting for the device
             given = np.asarray(ids, np.int64)
             inside = np.flatnonzero((given >= 0) & (given < len(self.column_of)))
             return sent(given[inside], self.device), sent(inside, self.device)
@@ -90,7 +91,8 @@ class Columns:
 
 def penalise(rows: torch.Tensor, columns: Columns, sampling: Sampling, history: TokenHistory,
              paths: Sequence[Sequence[int]]) -> None:
-    """Apply repetition, frequency and presence penalties to ``rows`` (float64 [r, V]) in place; one path a row."""
+    """Apply repetition, frequency and presence penalties to ``rows`` (float64 [r, V]) in place. paths: the draft tokens
+    of each row."""
     counts = history.counts
     cells: list[tuple[int, int, int]] = []  # row, token, its count once the row's path is part of the answer
     for row, path in enumerate(paths):
@@ -98,7 +100,7 @@ def penalise(rows: torch.Tensor, columns: Columns, sampling: Sampling, history: 
     table = np.array(cells, np.int64).reshape(-1, 3)
     where, known = columns.find(table[:, 1])
     row_of = sent(table[:, 0], rows.device)[known]
-    # Taken before the committed history changes them: each cell is penalised once, with its full count.
+    # Read before the history's penalties are applied: a token on a path is penalised once, with its full count.
     before = rows[row_of, where]
     seen, known_history = columns.find(np.fromiter(counts.keys(), np.int64, len(counts)))
     committed = np.fromiter(counts.values(), np.int64, len(counts))
@@ -122,7 +124,8 @@ def bias(rows: torch.Tensor, columns: Columns, logit_bias: Sequence[tuple[int, f
 
 
 def forbid_stops(rows: torch.Tensor, columns: Columns, sampling: Sampling, num_output: Sequence[int]) -> None:
-    """Make stop tokens impossible, in place, in rows with fewer than min_tokens answer tokens before them."""
+    """Make stop tokens impossible, in place, in rows with fewer than min_tokens answer tokens before them. num_output:
+    these, a number for each row."""
     early = [row for row, count in enumerate(num_output) if count < sampling.min_tokens]
     if early and sampling.stop_token_ids:
         where, _ = columns.find(sampling.stop_token_ids)
@@ -130,23 +133,24 @@ def forbid_stops(rows: torch.Tensor, columns: Columns, sampling: Sampling, num_o
 
 
 def allow(rows: torch.Tensor, allowed: NDArray[np.uint32]) -> None:
-    """Make impossible in ``rows`` (float64 [r, V]) what ``allowed`` (uint32 [r, W], bit i of word w is token
-    32 * w + i) leaves out, in place."""
+    """Make all tokens impossible, in place, that are not allowed. rows: float64 [r, V]; allowed: uint32 [r, W], bit i
+    of word w is token 32 * w + i."""
     octets = sent(allowed.view(np.uint8), rows.device)
     bits = (octets[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=rows.device)) & 1
     rows.masked_fill_(bits.flatten(1)[:, : rows.shape[1]] == 0, -math.inf)
 
 
 def is_filtered(sampling: Sampling) -> bool:
+    """Whether it has a top-k, top-p or min-p."""
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 def survivors(logits: torch.Tensor, heat: torch.Tensor, samplings: Sequence[Sampling],
               at_least: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best of each row and their columns, both [R, K]: float64 logs of their chances up to a constant of the row,
-    -inf where filtered.
+    """The best tokens of each row: their log probabilities plus a constant of the row, float64 [R, K], -inf where
+    filtered; and their columns, int64 [R, K].
 
-    logits: [R, V]. heat: temperatures, float64 [R]. samplings: one a row. at_least: candidates, where V has as many.
+    logits: [R, V]. heat: temperatures, float64 [R]. samplings: one a row. at_least: the smallest K, if V is as large.
     """
     vocab = logits.shape[1]
     limits = [min(s.top_k or vocab, vocab) for s in samplings]
@@ -156,7 +160,7 @@ def survivors(logits: torch.Tensor, heat: torch.Tensor, samplings: Sequence[Samp
     whole = (top_p < 1.0) & (top_k == vocab)
     highest, heat = logits.amax(1, keepdim=True), heat[:, None]
     log_mass = torch.zeros_like(heat)
-    # The host knows whether there are any. A row that does not need it is not shifted, whatever its company needs.
+    # The host knows whether any row needs it, without a copy. Rows that do not need it are not shifted.
     if any(s.top_p < 1.0 and limit == vocab for s, limit in zip(samplings, limits, strict=True)):
         log_mass = torch.where(whole, _log_mass(logits - highest, heat), log_mass)
     first = FIRST_WIDTH_CPU if logits.device.type == "cpu" else FIRST_WIDTH
@@ -166,7 +170,7 @@ def survivors(logits: torch.Tensor, heat: torch.Tensor, samplings: Sequence[Samp
         values = (values.to(torch.float64) - highest).div_(heat).sub_(log_mass)
         inside_k = (values > -math.inf) & (values >= _at(values, top_k - 1))
         keep = inside_k & _nucleus(values, inside_k, top_p, top_k < vocab) & (values >= values[:, :1] + min_p)
-        # With top-k, all that it leaves must be in view: it is the mass that top-p counts.
+        # All that top-k leaves must be among the candidates: top-p needs their mass.
         cut = keep[:, -1:] | (inside_k[:, -1:] & (top_k < vocab))
         if width >= vocab or not bool(cut.any()):
             return values.masked_fill(~keep, -math.inf), columns
@@ -206,9 +210,9 @@ def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _nucleus(values: torch.Tensor, inside_k: torch.Tensor, top_p: torch.Tensor, limited: torch.Tensor) -> torch.Tensor:
-    """bool [R, K]: the smallest prefix of descending logs whose mass reaches ``top_p``, and what equals its last.
+    """bool [R, K]: the shortest prefix of ``values`` (descending) whose mass reaches ``top_p``, and equals of its last.
 
-    The mass is that of what top-k left; where it did not look (not ``limited``) it is one.
+    The whole mass is that of ``inside_k``, or 1 in rows without top-k (not ``limited``).
     """
     probs = values.exp().masked_fill_(~inside_k, 0.0)
     total = probs.cumsum(1)

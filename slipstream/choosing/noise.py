@@ -1,17 +1,18 @@
 """Keyed noise: Gumbel noise that is a pure function of (seed, absolute position, token id), and the winners under it.
 
 Rules:
-1. noise = -log(E), where the E of all tokens at a position are independent exponential numbers. They are made block by
-   block: the least E of ``BLOCK`` ids is exponential at BLOCK times the rate and falls to each of them alike; each
-   other id has that least E plus an exponential number of its own (exponential numbers have no memory). The result has
-   exactly the distribution of independent noise.
-2. So one hash gives the largest noise of a block, which bounds its tokens' scores. ``leaders`` computes noise only for
-   tokens that could be among the best, a few dozen of a whole vocabulary.
-3. The hash are two keyed rounds of SplitMix64's finaliser (Steele, Lea, Flood, 2014). Its top 52 bits become a uniform
-   number strictly between 0 and 1; the low 6 bits of a block's hash name the token with the least E.
+1. noise = -log(E), where the E of all tokens at a position are independent exponential numbers of rate 1. They are made
+   block by block. The least E of the ``BLOCK`` ids of a block is exponential with BLOCK times the rate, and each id is
+   equally likely to have it. Every other E is the least one plus an exponential number of its own (exponential numbers
+   are memoryless). The distribution is exactly that of independent noise.
+2. So one hash gives the largest noise of a block, which bounds the scores of its tokens. ``leaders`` computes noise
+   only for tokens that could be among the best: a few dozen of a whole vocabulary.
+3. Hashes are made by SplitMix64's finaliser (Steele, Lea, Flood, 2014), applied first to the seed, then with the
+   position (``row_keys``), then with the token or block. The top 52 bits give a uniform number strictly between 0 and
+   1; the low 6 bits of a block's hash name the token with the least E.
 
-The integer half is the same on every device; the logarithms after it may differ in the last unit. It knows nothing
-about sampling parameters.
+The integers are the same on every device; the logarithms may differ in the last digit. It knows nothing about sampling
+parameters.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ import torch.nn.functional as F
 
 from slipstream.choosing.transfer import sent
 
-BLOCK = 64  # token ids that share a hash
+BLOCK = 64  # token ids that share a block hash
 GOLDEN = 0x9E3779B97F4A7C15
-STRIDE = 0xD1342543DE82EF95  # from token to token
-BLOCK_STRIDE = 0xA0761D6478BD642F  # from block to block
-FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of the finaliser
-SLACK = 1e-9  # logarithms may differ in the last unit, and so may a bound and a score
+STRIDE = 0xD1342543DE82EF95  # multiplies the token id
+BLOCK_STRIDE = 0xA0761D6478BD642F  # multiplies the number of the block
+FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # the finaliser's multipliers
+SLACK = 1e-9  # subtracted from a bound, as logarithms may differ in the last digit
 
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [R]: the keys of seeds (unsigned 64-bit numbers) at ``positions``."""
+    """int64 [R]: the keys of rows with these seeds (unsigned 64-bit) at absolute ``positions``."""
     start = _mix(sent([signed(seed + GOLDEN) for seed in seeds], device))
     return _mix(start.add_(sent(positions, device), alpha=signed(GOLDEN)))
 
@@ -49,8 +50,8 @@ def noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def leaders(logits: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor,
             most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids int64 [R, K] and scores float64 [R, K] = logits / heat + noise, in any order, among them the ``most``
-    best of all and whatever equals the last of these; where a row has fewer, the rest of it are ids 0 that score -inf.
+    """Token ids int64 [R, K] and scores float64 [R, K] = logits / heat + noise, in any order. They contain the ``most``
+    best tokens of each row and all that equal the last of these; rows with fewer are filled up with scores of -inf.
 
     logits: [R, V] of any floating type. heat: float64 [R], above 0. keys: int64 [R].
     """
@@ -74,8 +75,8 @@ def leaders(logits: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor,
 
 def _everywhere(grid: torch.Tensor, heat: torch.Tensor, every: torch.Tensor, peaks: torch.Tensor,
                 floor: torch.Tensor) -> torch.Tensor:
-    """The same scores in the places of all tokens, -inf elsewhere. every: noise of all. To a device that is cheaper
-    than a host that waits to hear which are needed."""
+    """The scores of ``leaders`` in a row of all tokens, -inf for the others. every: the noise of all tokens. On a GPU
+    this is cheaper than a host that waits to learn which tokens are needed."""
     tiles = grid.to(torch.float64).div_(heat[..., None])
     keep = (tiles + peaks[..., None] >= floor[..., None]).flatten(1)
     return every.add_(tiles.flatten(1)).masked_fill_(~keep, -math.inf)
@@ -83,8 +84,8 @@ def _everywhere(grid: torch.Tensor, heat: torch.Tensor, every: torch.Tensor, pea
 
 def _floor(grid: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor, bounds: torch.Tensor,
            most: int) -> torch.Tensor:
-    """float64 [R, 1]: what the ``most`` best scores reach at least, by the likeliest tokens of the blocks with the best
-    bounds. grid: [R, blocks, BLOCK]."""
+    """float64 [R, 1]: a lower bound of the ``most`` best scores, from the likeliest tokens of the blocks with the
+    highest bounds. grid: [R, blocks, BLOCK]."""
     count = 2 * most + 6
     if count > bounds.shape[1]:
         return torch.full_like(heat, -math.inf)
@@ -102,10 +103,10 @@ def _peaks(keys: torch.Tensor, blocks: int) -> torch.Tensor:
 
 def _in_rows(row: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, rows: int,
              most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What lies in a line, each piece in its row: [R, K] each, K at least ``most``. row: int64 [P], ascending."""
+    """``ids`` and ``scores`` [P], sorted into rows [R, K], K at least ``most``. row: int64 [P], ascending."""
     counts = torch.bincount(row, minlength=rows)
     column = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    width = max(int(counts.max()), most)  # where there is no number, there is nothing
+    width = max(int(counts.max()), most)
     placed_ids = ids.new_zeros(rows, width)
     placed = scores.new_full((rows, width), -math.inf)
     placed_ids[row, column], placed[row, column] = ids, scores

@@ -1,13 +1,14 @@
-"""Permitted: the tokens that ``allowed_token_ids`` and ``bad_words`` allow at each node of a tree.
+"""Permitted: the tokens that ``allowed_token_ids`` and ``bad_words`` permit at each node of a tree.
 
 Rules:
-1. What may be chosen at a node depends on the answer's tokens and the node's path alone. The prompt's tokens are no
-   part of a bad word.
-2. A bad word of one token is forbidden everywhere; of a longer one, its last token is forbidden after the others.
-3. min_tokens is in it: stop tokens are forbidden before so many.
-4. Where no other token is left, a stop token is allowed; if the answer has none, a bad word is allowed.
+1. They depend on the answer's tokens and the node's path only. A bad word cannot begin in the prompt.
+2. The token of a bad word of one token is never permitted. Of a longer bad word the last token is forbidden where the
+   answer ends with the others.
+3. min_tokens is included: stop tokens are forbidden before the answer has so many tokens.
+4. If no token is left, the stop tokens are permitted; if there are none, all of ``allowed_token_ids`` are, bad words
+   too.
 
-It knows nothing about logits or grammars, which are not combined with it.
+It knows nothing about logits or grammars; a request cannot combine it with a grammar.
 """
 
 from __future__ import annotations
@@ -24,50 +25,51 @@ Masks = NDArray[np.uint32]  # [N, W]: bit i of word w is token 32 * w + i
 
 
 class Permitted:
-    """Of one answer; see ``target_service.sequence.Rule``. It belongs to one thread at a time."""
+    """The permitted tokens of one answer; a ``target_service.sequence.Rule``. It belongs to one thread at a time."""
 
     __slots__ = ("_allowed", "_count", "_lengths", "_longer", "_longest", "_min_tokens", "_never", "_stops", "_tail")
 
-    ended = False  # a grammar's affair
+    ended = False  # only a grammar can end an answer
 
     def __init__(self, allowed: Sequence[int], words: Sequence[Sequence[int]], stops: Sequence[int], min_tokens: int,
                  answered: Sequence[int], vocab_size: int) -> None:
-        """allowed: () for all. words: each of one token at least."""
+        """allowed: token ids, () for all; words: bad words as tokens, none empty; stops: stop tokens; answered: tokens
+        of the answer so far."""
         every = np.full((vocab_size + 31) // 32, 0xFFFFFFFF, np.uint32)
         self._allowed = _bits(allowed, len(every)) if allowed else every
         self._never = _bits([word[0] for word in words if len(word) == 1], len(every))
         self._stops, self._min_tokens = _bits(stops, len(every)), min_tokens
-        # What stands before the last token -> all last tokens of such words.
+        # All tokens of a bad word but the last -> the last tokens of the words that begin so.
         self._longer: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             if len(word) > 1:
                 self._longer.setdefault(tuple(word[:-1]), []).append(word[-1])
         self._lengths = sorted({len(before) for before in self._longer})
         self._longest = max(self._lengths, default=0)
-        self._tail: list[int] = []  # of the answer: as much as the longest word needs
+        self._tail: list[int] = []  # the answer's last tokens, as many as the longest bad word needs
         self._count = 0
         self.commit(answered)
 
     @staticmethod
     def of(request: Request, vocab_size: int) -> Permitted:
-        """For one that leaves not all."""
+        """For a request with ``allowed_token_ids`` or ``bad_words``."""
         sampling, answered = request.sampling, request.tokens[len(request.tokens) - request.answered :]
         return Permitted(request.allowed_token_ids, request.bad_words, sampling.stop_token_ids, sampling.min_tokens,
                          answered, vocab_size)
 
     def commit(self, tokens: Sequence[int]) -> int:
-        """The answer goes on by ``tokens``, all of them."""
+        """Append ``tokens`` to the answer. Returns how many were taken: all."""
         self._count += len(tokens)
         if self._longest:
             self._tail = [*self._tail, *tokens][-self._longest :]
         return len(tokens)
 
     def forced(self) -> Sequence[int]:
-        """A grammar's affair."""
+        """Nothing: only a grammar forces tokens."""
         return ()
 
     def kept(self, tree: DraftTree) -> list[int]:
-        """The nodes of ``tree`` (ascending) that could be chosen: nothing below another one could."""
+        """The nodes of ``tree`` that may be chosen, ascending. A node below a forbidden one may not."""
         masks, _ = self.masks(tree)
         kept, tokens, parents = {0}, tree.tokens, tree.parents
         for node in range(1, len(tree)):  # a parent stands before its children
@@ -77,7 +79,8 @@ class Permitted:
         return sorted(kept)
 
     def masks(self, tree: DraftTree) -> tuple[Masks, frozenset[int]]:
-        """What may be chosen at each node of ``tree``, and at which nodes that is known: at all."""
+        """The tokens that may be chosen after each node of ``tree``, uint32 [N, W]; and the nodes for which they are
+        known: all."""
         paths: list[list[int]] = [[]]
         tokens = tree.tokens
         for node, parent in enumerate(tree.parents[1:], start=1):

@@ -1,17 +1,19 @@
-"""Choosing tokens from logits, exactly and keyed: which token stands at a position is a function of the logits there,
-the tokens before it, and the request's ``Sampling``; of nothing else.
+"""Choosing tokens from logits, exactly and keyed: the token at a position is a function of the logits there, the tokens
+before it, and the request's ``Sampling``; of nothing else.
 
 Rules:
 1. The order is: penalties, logit bias, min_tokens, grammar, temperature, top-k, top-p, min-p, keyed noise,
    argmax. Filters look at the tempered distribution.
-2. Tokens of equal probability survive the filters (``logits.py``, as all before the noise) together, or not at all.
+2. Tokens of equal probability survive the filters together, or not at all. Filters and all changes before them are in
+   ``logits.py``.
 3. Noise (``noise.py``) is a pure function of (seed, absolute position, token id), so argmax(logits / T + noise) over
-   the survivors is a sample of the filtered softmax, and a drafter that knows the seed ranks with the very same noise
+   the survivors is a sample of the filtered softmax, and a drafter that knows the seed ranks with the same noise
    (Daliri, Musco, Suresh, arXiv 2408.07978).
-4. A row's choice does not depend on the other rows of the call: no sum runs over a shape that they could change.
-5. Equal scores: the lowest token id wins. A sampled row of which nothing can be chosen, or no number, gives token 0.
+4. A row's choice does not depend on the other rows of the call: they change the shape and order of none of its sums.
+5. Equal scores: the lowest token id wins. A sampled row whose logits are all -inf, or are NaN, gives token 0.
 
-Arithmetic is float64 wherever a row is sampled or adjusted. It knows nothing about trees, sessions or models.
+Sampled and adjusted rows are computed in float64 (but rule 5 of ``logits``). It knows nothing about trees, sessions or
+models.
 """
 
 from __future__ import annotations
@@ -42,28 +44,28 @@ from slipstream.protocol.requests import Sampling
 __all__ = ["GREEDY", "Children", "ChoiceRows", "Draws", "Race", "TokenHistory", "Winners", "adjusted_rows", "choices",
            "choose", "coins", "greatest", "rank", "ranked", "shares"]
 
-COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
-CELLS_AT_ONCE_CPU, ROWS_AT_ONCE = 200_000, 64  # a CPU works in its cache, a GPU likes few launches; both bound copies
-RUNNERS_UP = 8  # ranked beyond what is asked for, so that equal scores at the edge come in the order of their ids
+COINS = 0x5851F42D4C957F2D  # added to the seed, so that coins are independent of the noise
+CELLS_AT_ONCE_CPU, ROWS_AT_ONCE = 200_000, 64  # bounds of a copy: a CPU's fits its cache, a GPU's needs few launches
+RUNNERS_UP = 8  # ranked beyond the k that are asked for, so that equal scores around rank k are ordered by id
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRows:
-    """One session's rows of the logits. Its lists have one entry a row; for plain greedy rows they are not read."""
+    """One session's rows of the logits. All sequences have one entry a row; those of plain greedy rows are not read."""
 
     sampling: Sampling
     rows: range  # of the logits
     positions: Sequence[int]  # absolute, of the token to be chosen
     num_output: Sequence[int]  # answer tokens that stand before it
-    history: TokenHistory | None  # of what is committed; needed with penalties
-    paths: Sequence[Sequence[int]]  # draft tokens below the root down to this row; the root's is empty
-    # What a grammar allows, uint32 [r, W], bit i of word w is token 32 * w + i. It has min_tokens in it: a grammar that
-    # has ended ends the answer.
+    history: TokenHistory | None  # of the committed tokens; needed with penalties
+    paths: Sequence[Sequence[int]]  # draft tokens from below the root down to this row; the root's path is empty
+    # The tokens that a grammar allows, uint32 [r, W], bit i of word w is token 32 * w + i. min_tokens is applied in it:
+    # once a grammar has ended, the answer must be able to end.
     allowed: NDArray[np.uint32] | None = None
 
     @property
     def plain_greedy(self) -> bool:
-        """Whether the choice is the argmax of the logits as they are."""
+        """Whether the choice is the argmax of the unchanged logits."""
         return self.sampling.greedy and not self.adjusted
 
     @property
@@ -74,7 +76,7 @@ class ChoiceRows:
 
     @property
     def penalised(self) -> bool:
-        """Whether penalties change the logits."""
+        """Whether penalties are applied, which need the history."""
         return self.sampling.path_dependent and TokenHistory.of(self.sampling) is not None
 
     def part(self, cut: slice) -> ChoiceRows:
@@ -91,10 +93,10 @@ class ChoiceRows:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How rows are chosen from whose logits nothing changes and no filter takes from, where nothing else is asked of
-    these: R of each, or none at all, which are greedy rows."""
+    """How tokens are chosen in a call that wants only these, of rows without penalties, bias, grammar or filters. R
+    entries each; all empty: every row is greedy."""
 
-    heats: Sequence[float] = ()  # temperatures; 0: the greatest
+    heats: Sequence[float] = ()  # temperatures; 0: greedy
     seeds: Sequence[int] = ()
     positions: Sequence[int] = ()  # of the tokens to be chosen
 
@@ -104,31 +106,32 @@ GREEDY = Draws()
 
 @dataclass(frozen=True, slots=True)
 class Winners:
-    """Of R rows, one behind the other, the K best survivors under their noise, best first, the lowest id among equals;
-    of greedy rows the best logit. Where a row has fewer, the rest of it are ids 0 that score -inf."""
+    """The K best survivors of R rows under their noise, row by row, best first, the lowest id first among equals. Of
+    greedy rows it is the best logit. A row with fewer survivors is filled up with ids 0 and scores -inf."""
 
     tokens: Sequence[int]  # [R * K] target ids
-    scores: Sequence[float]  # [R * K] logarithms of their shares among the K
-    sure: Sequence[int]  # [R] 0: only the arithmetic of this module can tell
+    scores: Sequence[float]  # [R * K] log_softmax of their scores, over the K of a row
+    sure: Sequence[int]  # [R] 0: not certain; this module must choose instead
 
 
 class Race(Protocol):
-    """A faster way to find what this module would choose, made for the columns of one model's logits. It reports rows
-    that it cannot decide, and the module then chooses for these."""
+    """A faster way to the choices of this module, for the logits of one model. Rows that it does not support are marked
+    as not sure."""
 
     def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
-        """The ``most`` best of the sessions' rows of ``logits`` [R, V]; None: such logits it does not take."""
+        """The ``most`` best tokens of each of the sessions' rows of ``logits`` [R, V]; None: it does not support such
+        logits."""
         ...
 
 
 def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int] | None = None,
            race: Race | None = None) -> list[int]:
-    """The chosen token of every row of ``logits`` [R, V]; the sessions' rows tile 0 .. R. From a device all choices
-    come back in one copy, those that a race is not sure of in another. best: the argmax of each row, where it is
-    known."""
+    """The chosen token of every row of ``logits`` [R, V]; the sessions' rows tile 0 .. R. best: the argmax of each row,
+    if it is known; race: see ``Race``. From a GPU the choices come in one copy; those that a race is not sure of come
+    in a second one."""
     plain = sum(session.plain_greedy for session in sessions)
     if best is None and plain and (race is not None or plain == len(sessions)):
-        best = greatest(logits)  # no race: of such rows nothing else may be known
+        best = greatest(logits)  # a race is not needed for plain greedy rows
     if best is not None and plain == len(sessions):
         return best
     if race is not None:
@@ -140,7 +143,7 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int]
 
 
 def _written(chosen: list[int], parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> list[int]:
-    """``chosen``, with what ``_parts`` gave."""
+    """``chosen``, after the choices of ``parts`` (see ``_parts``) were written to it."""
     values: list[int] = torch.cat([tokens for _, tokens in parts]).cpu().tolist() if parts else []
     for row, token in zip((row for rows, _ in parts for row in rows), values, strict=True):
         chosen[row] = token
@@ -157,7 +160,7 @@ def _told(logits: torch.Tensor, sessions: Sequence[ChoiceRows], won: Winners, be
 
 
 def _unsure(sessions: Sequence[ChoiceRows], won: Winners) -> list[ChoiceRows]:
-    """What a race could not decide: whole sessions, and single rows of others."""
+    """The rows that a race was not sure of: whole sessions, or single rows of a session."""
     if all(won.sure):
         return []
     left, first = list[ChoiceRows](), 0
@@ -170,7 +173,7 @@ def _unsure(sessions: Sequence[ChoiceRows], won: Winners) -> list[ChoiceRows]:
 
 
 def choices(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
-    """int64 [R]: what ``choose`` gives, left where ``logits`` are."""
+    """int64 [R]: what ``choose`` returns, as a tensor on the device of ``logits``."""
     parts = _parts(logits, sessions, None)
     chosen = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     if not parts:
@@ -181,7 +184,7 @@ def choices(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tenso
 
 def _parts(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
            best: list[int] | None) -> list[tuple[Sequence[int], torch.Tensor]]:
-    """Rows, and their choices where they were made."""
+    """Pairs of rows and their choices, int64, on the device."""
     parts: list[tuple[Sequence[int], torch.Tensor]] = []
     plain = [row for s in sessions if s.plain_greedy for row in s.rows]
     if plain and best is not None:
@@ -198,9 +201,9 @@ def _parts(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
 
 
 def _alike(sessions: Sequence[ChoiceRows], logits: torch.Tensor, spread: bool = False) -> list[list[ChoiceRows]]:
-    """The sessions in groups that are computed at once: all greedy or none, adjusted (these are summed in another type)
-    and filtered likewise; of as many rows as are good together, where whole rows are copied. spread: sampled rows are,
-    to wider ones (``_spread``)."""
+    """The sessions in groups that are computed at once. A group is all greedy or all sampled, all adjusted (in float64)
+    or none, all filtered or none. Groups that copy whole rows have a bounded number of rows. spread: sampled rows are
+    copied to wider ones (``_spread``)."""
     kinds: dict[tuple[bool, bool, bool], list[ChoiceRows]] = {}
     for session in sessions:
         kind = session.sampling.greedy, session.adjusted, is_filtered(session.sampling)
@@ -217,8 +220,8 @@ def _picked(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def shares(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
-    """float64 [r, V]: natural logarithms of what one sampled session's rows of ``logits`` [R, V] are chosen by, after
-    penalties, bias, temperature and filters; -inf for what was filtered."""
+    """float64 [r, V]: the log probabilities with which tokens are drawn in the rows of one sampled session, after
+    penalties, bias, temperature and filters; -inf for filtered tokens. logits: [R, V]."""
     assert not session.sampling.greedy
     rows, heat = _own_rows(logits, session, None), _heat([session], logits.device)
     if not is_filtered(session.sampling):
@@ -250,10 +253,10 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
 
 def _rank(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int,
           vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of sessions that are alike (``_alike``)."""
+    """As ``rank``, for all sessions of one group (``_alike``)."""
     sampling, rows = sessions[0].sampling, _gathered(logits, sessions, vocabulary)
     if sampling.greedy:
-        # A draft's greedy ranking is its hot path: float32 unless something must be adjusted.
+        # A draft ranks greedy rows most often, so they stay float32 unless they are adjusted.
         scores, columns = rows.to(torch.promote_types(rows.dtype, torch.float32)), None
     elif is_filtered(sampling):
         columns, scores = _survivors(rows, sessions, vocabulary, k)
@@ -272,7 +275,7 @@ def _rank(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int,
     if vocabulary is not None:
         ids = vocabulary.take(ids)
     if best.device.type == "cpu" and bool((best[:, 1:] < best[:, :-1]).all()):
-        return ids[:, :k], best[:, :k].to(torch.float32)  # no equals: their order needs no care
+        return ids[:, :k], best[:, :k].to(torch.float32)  # no equal scores, so no order by id is needed
     by_id = ids.argsort(1)
     order = by_id.gather(1, best.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices)[:, :k]
     return ids.gather(1, order), best.gather(1, order).to(torch.float32)
@@ -283,7 +286,7 @@ Children = tuple[Sequence[int], Sequence[float]]  # tokens of one row, best firs
 
 def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabulary: torch.Tensor | None = None,
            race: Race | None = None) -> list[Children]:
-    """The results of ``rank`` for each row of all ``sessions``, concatenated. race: made for ``vocabulary``."""
+    """``rank`` for every row of all ``sessions``, in their order. race: made for ``vocabulary``."""
     told: dict[int, Children] = {}
     sampled = [session for session in sessions if not session.sampling.greedy]
     won = race(logits, sampled, k + RUNNERS_UP) if race is not None and sampled else None
@@ -300,8 +303,8 @@ def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabul
 
 
 def greatest(logits: torch.Tensor) -> list[int]:
-    """The column of the greatest number of each row of ``logits`` [R, V], the first of equals; of one that is none, its
-    own."""
+    """The column of the greatest logit of each row of ``logits`` [R, V], the first among equals; if a row has a NaN,
+    the first NaN's column."""
     columns: list[int] = _argmax(logits).cpu().tolist()
     return columns
 
@@ -315,13 +318,13 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _race(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``_survivors`` gives, of sampled sessions without a filter: of those that could be best."""
+    """As ``_survivors``, for sampled sessions without filters: columns and scores of the tokens that could win."""
     rows = _gathered(logits, sessions)
     return leaders(rows, _heat(sessions, rows.device), _keys(sessions, rows.device), 1)
 
 
 def _own_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None) -> torch.Tensor:
-    """[r, V]: a session's rows after penalties: float64 where there are any, else a view of ``logits``."""
+    """[r, V]: a session's rows, adjusted: a float64 copy if anything changes them, else a view of ``logits``."""
     if session.adjusted:
         return adjusted_rows(logits, session, vocabulary)
     return logits[session.rows.start:session.rows.stop]
@@ -375,8 +378,8 @@ def _packs(sessions: Sequence[ChoiceRows], most: int) -> list[list[ChoiceRows]]:
 
 
 def adjusted_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
-    """float64 [r, V]: one session's rows of ``logits`` [R, V] after penalties, bias, min_tokens and what is allowed; a
-    copy. ``vocabulary``: int64 [V] the target's token id of each column; None: its own."""
+    """float64 [r, V]: a copy of one session's rows of ``logits`` [R, V] after penalties, bias, and min_tokens or a
+    grammar. vocabulary: int64 [V], the target's token id of each column; None: the column's number."""
     sampling = session.sampling
     rows = logits[session.rows.start:session.rows.stop].to(torch.float64, copy=True)
     if not session.adjusted:

@@ -1,11 +1,11 @@
 """Log probabilities: of tokens that were chosen, and of a prompt's tokens. torch, no model.
 
 Rules:
-1. Raw ones come from the model's own logits; tempered ones from the logits after penalties, bias, forbidden tokens and
-   temperature; processed ones are the probabilities from which the token was drawn, after top-k, top-p and min-p too. A
-   greedy token has no temperature and no filters.
-2. All are natural, in float64, and of a row alone: they do not depend on the rows beside it.
-3. A prompt's rows become logits a few at a time, so memory has a bound however long the prompt is.
+1. Mode "raw": of the model's own logits. "tempered": after penalties, bias, forbidden tokens and the temperature.
+   "processed": also after top-k, top-p and min-p, so the probability with which the token was drawn. Greedy tokens
+   have no temperature and no filters.
+2. They are natural logarithms in float64, and do not depend on the other rows.
+3. Logits of a prompt are computed a few rows at a time, so memory is bounded, however long the prompt is.
 
 R rows · V vocabulary
 """
@@ -27,8 +27,8 @@ ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 16, 64
 
 def chosen_logprobs(logits: torch.Tensor, session: ChoiceRows, nodes: Sequence[int], chosen: Sequence[int], top: int,
                     mode: LogprobsMode) -> list[TokenLogprob]:
-    """Those of ``chosen`` at some ``nodes`` (rows of the session alone, from 0) of ``logits`` [R, V], and of the
-    ``top`` best tokens there, as ``mode`` has it."""
+    """The log probabilities of ``chosen`` and of the ``top`` best tokens at some ``nodes`` (numbers of the session's
+    rows, from 0) of ``logits`` [R, V]. mode: see rule 1."""
     rows = logits[[session.rows.start + node for node in nodes]]
     if mode == "raw":
         return _told(torch.log_softmax(rows.to(torch.float64), 1), chosen, top)
@@ -44,8 +44,8 @@ def chosen_logprobs(logits: torch.Tensor, session: ChoiceRows, nodes: Sequence[i
 
 def prompt_scores(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], tokens: Sequence[int], start: int,
                   top: int) -> PromptScores:
-    """Of ``tokens``, which stand at ``start`` and behind it. states: [R, H], one row a token, the one before it; head:
-    [r, H] -> logits [r, V]."""
+    """Log probabilities and ranks of a prompt's ``tokens``, the first of which is at position ``start``, and the
+    ``top`` best tokens at each. states: [R, H], for each token the state before it; head: [r, H] -> logits [r, V]."""
     logged, ranks, ids, best = zip(*_parts(states, head, tokens, top), strict=True)
     return PromptScores(start, *(tuple(torch.cat(part).tolist()) for part in (logged, ranks, ids, best)))
 
@@ -62,7 +62,7 @@ def _parts(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], t
 
 
 def _told(scores: torch.Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
-    """scores: float64 [R, V], -inf for what cannot be chosen, which is no alternative."""
+    """scores: log probabilities, float64 [R, V]; tokens of -inf cannot be chosen, so they are no alternatives."""
     own = scores.gather(1, sent(chosen, scores.device)[:, None])[:, 0].tolist()
     if top == 0:
         return [TokenLogprob(value) for value in own]

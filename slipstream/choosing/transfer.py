@@ -1,6 +1,6 @@
-"""Copies of numbers from the host to a busy device, without waiting for it.
+"""Copies of numbers from the host to a device, without waiting for the device's other work.
 
-It knows nothing about what they mean.
+It knows nothing about what the numbers mean.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 def sent(values: Sequence[int] | Sequence[float] | NDArray[Any], device: torch.device,
          dtype: torch.dtype | None = None) -> torch.Tensor:
-    """One-dimensional, or of an array's shape. dtype: None is the array's own, int64 of integers.
+    """A tensor of ``values`` on ``device``, of an array's shape or one-dimensional. dtype: None: an array's own; int64
+    for integers, float32 for floats.
 
-    ``torch.tensor(..., device=a GPU)`` and ``.to(a GPU)`` wait until the GPU has done all that it was given; a copy
-    that does not block reads pageable memory before it returns, so what was sent may be thrown away at once. Nothing of
-    it may happen inside of a capture: a graph would read host memory that is gone."""
+    ``torch.tensor(..., device=a GPU)`` and ``.to(a GPU)`` wait until the GPU has done all its work; this does not. The
+    copy reads pageable memory before it returns, so ``values`` may be freed at once. It must not run while a graph is
+    captured: each replay would read host memory that is gone."""
     near = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
     return near.to(device, dtype, non_blocking=True)

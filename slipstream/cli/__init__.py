@@ -1,1 +1,1 @@
-"""The command line, and the roots that put services together."""
+"""The command line, and the code that starts services on one machine."""

@@ -1,8 +1,8 @@
 """Target, draft and router in one process: ``slipstream serve --colocated``. A composition root.
 
 Rules:
-1. It is the same code with two network hops less: target and draft speak their protocol over ``wire.local``, the router
-   takes the target itself as its backend.
+1. It runs the same code without network: target and draft use their protocol over ``wire.local``, and the router calls
+   the target directly.
 2. The drafter shares the cores with the target; each keeps its own thread, queue and metrics page.
 
 It knows nothing about flags or terminals.
@@ -65,7 +65,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
 
 
 def _require(config: Config) -> None:
-    """Raises ConfigError for what the router could not begin with, before models are loaded, which takes minutes."""
+    """Raises ConfigError for a setting that would stop the router later: loading models first takes minutes."""
     for name in ("listen", "grpc_listen"):
         bind_guard(getattr(config.router, name), config.wire, public=f"router.{name}")
     require_own(config, "router", "target.metrics_listen", "draft.metrics_listen")

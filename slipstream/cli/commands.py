@@ -1,6 +1,6 @@
 """The command line: ``slipstream --help``. A composition root: each command joins parts that do not know each other.
 
-What is heavy (torch, gRPC, the services) is imported by the command that needs it, so that help comes at once.
+Each command imports its heavy modules (torch, gRPC, the services) itself, so that help is printed at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", hel
 Overrides = Annotated[list[str] | None, typer.Option(
     "--set", metavar="SECTION.KEY=VALUE", help="Change one setting; may be repeated. `slipstream config` lists them.")]
 Logs = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where services log; else a new temporary folder.")]
-MOST_MS = 60_000.0  # of what is simulated
+MOST_MS = 60_000.0  # largest simulated time of one step, tree or round trip
 SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 
 app = typer.Typer(
@@ -49,7 +49,7 @@ def _version(wanted: bool) -> None:
 def everywhere(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    """What every command takes."""
+    """The options of ``slipstream`` itself."""
 
 
 @app.command()
@@ -155,7 +155,7 @@ def chat(
     from slipstream.wire.client import Client
 
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a byte that is no text costs a letter, not the conversation
+        sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 becomes one wrong character, not an error
     with Client(address, api_key=first_key(api_key_file) if api_key_file else "") as client:
         try:
             model = client.models()[0]
@@ -202,29 +202,29 @@ def tune(
     drafter: Annotated[str, typer.Option(
         metavar="KIND", help="eagle3, eagle2, block, mtp or standalone; else `draft.drafter`, or eagle3.")] = "",
     prompts: Annotated[Path | None, typer.Option(
-        metavar="FILE", help="JSONL with `turns` or `prompt` in each line; else questions of our own.")] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the best setting goes.")] = Path("tuned.yaml"),
+        metavar="FILE", help="JSONL with `turns` or `prompt` in each line; else six built-in questions.")] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the best setting.")] = Path("tuned.yaml"),
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 48,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="Of the answers; 0: greedy ones.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="Of the answers; 0: greedy.")] = 0.0,
     steps: Annotated[str, typer.Option(metavar="LIST", help="Depths to try.")] = "1,2,3,4,5,6,8",
     topk: Annotated[str, typer.Option(metavar="LIST", help="Children of a node to try; 1 is a chain.")] = "1,2,4",
     nodes: Annotated[str, typer.Option(
         metavar="LIST", help="Nodes of a tree to try; a chain has as many as steps.")] = "8,16,32",
     exchange_ms: Annotated[float, typer.Option(
-        min=0.0, help="What a round spends between the services: about 1 on one machine; more over a network.")] = 1.0,
+        min=0.0, help="Time of a round between the services: about 1 on one machine; more over a network.")] = 1.0,
     apart: Annotated[bool, typer.Option(
-        "--apart", help="Say, too, whether the draft is better off on a device of its own.")] = False,
+        "--apart", help="Also compare with a draft on its own device.")] = False,
     link: Annotated[str, typer.Option(
-        metavar="HOST:PORT", help="A draft that runs: the way to it is measured, in place of --exchange-ms.")] = "",
+        metavar="HOST:PORT", help="A running draft: the round trip to it is measured, instead of --exchange-ms.")] = "",
     draft_ms: Annotated[float, typer.Option(
-        min=0.0, help="A tree on the draft's own device, as `tune` says there; 0: as long as here.")] = 0.0,
+        min=0.0, help="Time of a tree on the draft's own device, as `tune` prints there; 0: same as here.")] = 0.0,
     config: ConfigFile = None, overrides: Overrides = None,
 ) -> None:
     """Find the tree shape that pays for a target and its draft on this device, and write it as a configuration.
 
     A deeper or wider tree gets more tokens accepted, and costs more to draft and to verify. Every shape drafts and
-    verifies the same prompts here, in one process, and what comes out is **acceptance length / (draft + verify +
-    exchange)**, in tokens a second. Takes minutes; do nothing else on the machine meanwhile.
+    verifies the same prompts here, in one process. The result is **acceptance length / (draft + verify + exchange)**,
+    in tokens a second. Takes minutes; do nothing else on the machine meanwhile.
 
     Examples:
 
@@ -242,11 +242,11 @@ def tune(
         Way(exchange_ms / 1e3, link, draft_ms / 1e3), apart, out, Console())
 
 Target = Annotated[str, typer.Option(metavar="NAME", help="The model to draft for: a name or a folder.")]
-Minutes = Annotated[float, typer.Option(min=0, help="For all runs together: about 60 % talking, 35 % training. 0: no "
-                                                    "limit but --tokens and --steps.")]
+Minutes = Annotated[float, typer.Option(min=0, help="For all runs together: about 60 % generating, 35 % training. 0: "
+                                                    "limited only by --tokens and --steps.")]
 Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the head goes; else TARGET-KIND-trained here.")]
 Work = Annotated[Path | None, typer.Option(
-    metavar="FOLDER", help="What is made on the way, to go on from; else in the user's cache folder.")]
+    metavar="FOLDER", help="For intermediate files, from which a later run goes on; else in the user's cache folder.")]
 Prompts = Annotated[Path | None, typer.Option(
     metavar="FILE", help="JSONL with `turns` or `prompt` in each line, to answer; else the target asks itself.")]
 Data = Annotated[list[Path] | None, typer.Option(
@@ -254,16 +254,16 @@ Data = Annotated[list[Path] | None, typer.Option(
 Tokens = Annotated[int, typer.Option(min=0, help="Tokens of conversations to make, given text included, in all runs; "
                                      "0: as time allows.")]
 Steps = Annotated[int, typer.Option(min=0, help="Training steps, in all runs; 0: as time allows.")]
-Generate = Annotated[bool, typer.Option(help="Have conversations first.")]
-Train = Annotated[bool, typer.Option(help="Train a head on them.")]
+Generate = Annotated[bool, typer.Option(help="Generate conversations first.")]
+Train = Annotated[bool, typer.Option(help="Train a head on the conversations.")]
 Batch = Annotated[int, typer.Option(min=0, help="Conversations at a time; 0: 64 on a CPU, 512 on a GPU.")]
 MaxPrompt = Annotated[int, typer.Option(min=1, help="Tokens; longer given prompts are left out.")]
 MaxAnswer = Annotated[int, typer.Option(min=1, help="Tokens; longer answers are cut.")]
-DraftVocab = Annotated[int, typer.Option(min=16, help="How many tokens the head can draft: those used most.")]
+DraftVocab = Annotated[int, typer.Option(min=16, help="How many tokens the head can draft: the most frequent ones.")]
 Unroll = Annotated[int, typer.Option(help="Steps that the head is trained to draft from its own states.")]
-LearningRate = Annotated[float, typer.Option(min=1e-9, help="At its peak.")]
-Questions = Annotated[bool, typer.Option(help="Learn from what the target asks too, not from its answers alone.")]
-Kind = Annotated[Dtype, typer.Option("--dtype", help="Of the talking target, and of the head as it is saved.")]
+LearningRate = Annotated[float, typer.Option(min=1e-9, help="The peak learning rate.")]
+Questions = Annotated[bool, typer.Option(help="Also train on questions that the target made, not only on its answers.")]
+Kind = Annotated[Dtype, typer.Option("--dtype", help="Of the target while it generates, and of the saved head.")]
 Device = Annotated[str, typer.Option(help="`cpu` or `cuda`; else cuda where there is one.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all. As many processes talk and train, up to four.")]
 SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="What a kill may lose, at most.")]
@@ -290,10 +290,10 @@ def train_head(
 ) -> None:
     """Train a draft head for a model, from nothing but the model.
 
-    The target talks to itself (or answers given prompts) and its states are kept; a small head learns from them what
-    the target will say next; then it drafts for conversations that were held out, and the folder it goes into says
-    what that gave. The same command again goes on where it was, with more `--minutes` or after a kill. More
-    conversations make a better head than more training does: hours pay.
+    The target generates conversations (or answers given prompts), and its states are kept. A small head learns from
+    them to predict the target's next tokens. Then it drafts for held-out conversations, and its acceptance is written
+    into its folder. The same command again goes on where it stopped, with more `--minutes` or after a kill. More
+    conversations help more than more training: hours pay.
 
     Examples:
 
@@ -373,11 +373,11 @@ def prepare_known(
     name: Annotated[str, typer.Argument(
         help="A name that `slipstream models list` shows; with --dtype also a folder.")],
     folder: Annotated[Path | None, typer.Option(
-        "--to", metavar="FOLDER", help="Else the user's cache folder; of a folder with --dtype: beside it.")] = None,
+        "--to", metavar="FOLDER", help="Else the user's cache folder; for a folder with --dtype, beside it.")] = None,
     dtype: Annotated[str, typer.Option(
         "--dtype", metavar="KIND", help="int8, bfloat16 or float32: a further folder with weights of that kind.")] = "",
 ) -> None:
-    """Turn a packaged model into a folder that services load. Done once; the second call takes no time.
+    """Turn a packaged model into a folder that services load. A second call does nothing.
 
     Examples:
 
@@ -399,15 +399,15 @@ def prepare_known(
 
 
 def main() -> None:
-    """The console script. Errors of Slipstream and of the system (a full disk) are one sentence and exit code 1."""
+    """The console script. Errors of Slipstream and of the system (a full disk) print one sentence and exit with 1."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal without UTF-8 lacks is a sign, no end
+        sys.stdout.reconfigure(errors="backslashreplace")  # characters that a terminal lacks are escaped, no error
     try:
         try:
             app()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # what Python finds out when it ends has no sentence
+                sys.stdout.flush()  # here, because an error while Python exits would print no sentence
     except (SlipstreamError, OSError) as error:
         complain(error)
         with suppress(OSError, AttributeError, ValueError):  # what is left cannot be written, and Python would try

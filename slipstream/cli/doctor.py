@@ -1,8 +1,8 @@
-"""What this machine has and lacks for Slipstream: a list of checks, each with what to do.
+"""``slipstream doctor``: checks of this machine and configuration, each with advice.
 
 Rules:
-1. A check never raises and changes nothing: an exception becomes its finding.
-2. "fail" keeps the default configuration from running, "warn" makes it slower or narrower.
+1. ``checks`` never raises, and a check changes nothing: an error becomes the check's result.
+2. "fail": services of this configuration cannot run here. "warn": they are slower, or only some of them can run.
 
 It belongs to the command line, not to a service, and imports torch only inside its checks.
 """
@@ -34,8 +34,8 @@ Status = Literal["ok", "warn", "fail"]
 
 MIN_TORCH = (2, 11)
 GIB = 1 << 30
-NEEDED_MEMORY = 2 * GIB  # at least: the default model in bfloat16, its KV slots, three processes
-CHECK_TOKENS = 32  # of each answer of the pairing check
+NEEDED_MEMORY = 2 * GIB  # the least: the default model in bfloat16, its KV slots, three processes
+CHECK_TOKENS = 32  # tokens of each answer in the pairing check
 NEEDED_DISK = GIB  # the default model's folder, with room to write it
 
 
@@ -50,15 +50,15 @@ class Check:
 
 
 def checks(config: Config) -> list[Check]:
-    """All of them, in the order in which a newcomer meets the problems."""
+    """All checks, in the order in which a new user meets the problems."""
     found = list[Check]()
     for part in (_python, _grpc, _torch, _vllm, _flashinfer, _compiler, _kernels, _memory, _disk, _model, _pairing,
                  _files, _beginning, _ports, _exactness):
         try:
             found.extend(part(config))
-        except Exception as error:  # a broken installation breaks in its own ways; the other checks still help
+        except Exception as error:  # a broken installation may raise anything; the other checks still help
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-                continue  # which ``_torch`` tells
+                continue  # ``_torch`` reports it
             found.append(Check(part.__name__[1:], "fail", f"{type(error).__name__}: {error}",
                                "reinstall Slipstream's packages"))
     return found
@@ -90,7 +90,7 @@ def _torch(config: Config) -> Iterator[Check]:
     yield Check("torch", "ok", version)
     flags = _cpu_flags()
     bfloat16 = bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-    quick = bfloat16 or {"avx2", "fma"} <= flags  # our kernels widen what they read
+    quick = bfloat16 or {"avx2", "fma"} <= flags  # our kernels convert bfloat16 weights as they read them
     yield Check("cpu", "ok" if quick else "warn", f"{torch.backends.cpu.get_cpu_capability()} "
                 f"{'with' if bfloat16 else 'without'} bfloat16 instructions, {torch.get_num_threads()} threads, "
                 f"{os.cpu_count()} cores", "" if quick else "float32 may be as fast here: --set model.dtype=float32")
@@ -173,7 +173,7 @@ def _memory(config: Config) -> Iterator[Check]:
 
 
 def _weights(config: Config) -> int:
-    """Bytes that the model's take in this machine's memory; 0 for those that lie elsewhere, or cannot be read."""
+    """Bytes of the model's weights in this machine's memory; 0 if they are elsewhere or cannot be read."""
     from slipstream.engine.model import dtype_of, fp8_block, load_tensors
 
     model = config.model
@@ -182,7 +182,7 @@ def _weights(config: Config) -> int:
     size = 1 if model.quantize == "int8" else dtype_of(model.dtype).itemsize
     with suppress(SlipstreamError):
         folder = resolve(model.path)
-        if fp8_block(folder) is None:  # else it would be made, not mapped
+        if fp8_block(folder) is None:  # else loading would compute tensors, not only map them
             return sum(tensor.numel() * (size if tensor.is_floating_point() else tensor.itemsize)
                        for tensor in load_tensors(folder).values())
     return 0
@@ -236,7 +236,7 @@ def _pairing(config: Config) -> Iterator[Check]:
 
 
 def _tried(draft: DraftSection, model: ModelSection) -> Check:
-    """A few questions answered by both models in this process: is the drafter right more often than by chance? Raises
+    """Answer a few questions with both models in this process: is the drafter right more often than by chance? Raises
     SlipstreamError."""
     if draft.drafter == "ngram":
         return Check("pairing", "ok", "an ngram drafter fits every target")
@@ -248,7 +248,7 @@ def _tried(draft: DraftSection, model: ModelSection) -> Check:
     from slipstream.engine.runner import ModelRunner
 
     folder = resolve(model.path)
-    prompts = prompts_of(None, TextCodec(folder))  # as a chat has them: raw questions end some answers at once
+    prompts = prompts_of(None, TextCodec(folder))  # in the chat template: some answers to raw questions are empty
     slots = slots_needed(prompts, CHECK_TOKENS)
     drafter = create(draft.model_copy(update={"compile": False}), model, 2 * slots)
     runner = ModelRunner(load_model(folder, model), slots)
@@ -265,7 +265,7 @@ def _tried(draft: DraftSection, model: ModelSection) -> Check:
 
 
 def _files(config: Config) -> Iterator[Check]:
-    """What services read besides, where it is set."""
+    """Certificates and API keys, where they are set."""
     from router_service.tenants import ApiKeys
     from slipstream.wire.tls import ends_at, server_credentials, tls_files
 
@@ -291,7 +291,7 @@ def _files(config: Config) -> Iterator[Check]:
 
 
 def _beginning(config: Config) -> Iterator[Check]:
-    """What services refuse to begin with, besides."""
+    """Settings with which a service would refuse to start: plain text, discovery, spans, trace."""
     from slipstream.wire.server import bind_guard
 
     for key, address in places(config).items():
@@ -321,7 +321,7 @@ def _beginning(config: Config) -> Iterator[Check]:
 
 
 async def _no_cluster(kubeconfig: str) -> str:
-    """Why there is none; "" where there is one. It is not asked."""
+    """Why no cluster is configured; "" if one is. No request is sent to it."""
     try:
         from slipstream.wire.cluster import api_server
     except ImportError:

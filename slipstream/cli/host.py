@@ -1,11 +1,11 @@
-"""``slipstream run`` and ``slipstream serve`` as a person meets them: prepare, start, wait, answer, serve, drain.
+"""The steps of ``slipstream run`` and ``slipstream serve``: prepare, start, wait, answer, serve, drain.
 
 Rules:
-1. Nothing is asked: it works without a terminal, and with input closed.
-2. Ctrl-C (or SIGTERM, or a closed terminal, but under nohup) drains; a second one ends everything at once.
-3. A head that was made for another target is reported at the start: the target judges it by a few very short answers,
-   because the first rounds of an answer are always drafted. A good drafter passes after a few; an n-gram drafter is not
-   judged.
+1. It asks the user nothing: it works without a terminal, and with input closed.
+2. Ctrl-C (or SIGTERM, or a closed terminal, except under nohup) drains; a second one ends everything at once.
+3. A head that was made for another target is reported before the first request. The target judges it by very short
+   answers, because the first rounds of an answer are always drafted. A few of them are enough for a good drafter; an
+   n-gram drafter is not judged.
 
 It knows nothing about how services are built or how frames travel.
 """
@@ -42,7 +42,7 @@ from slipstream.wire.tls import tls_files
 PROMPT = ("Copy this text exactly: The quick brown fox jumps over the lazy dog. The quick brown fox runs through the "
           "quiet forest. The lazy dog sleeps under the old tree. The quick brown fox jumps over the old tree. The lazy "
           "dog runs through the quiet forest.")
-# For measurements when nobody gives any: everyday, of several kinds, easy to answer.
+# Questions for measurements without --prompts: ordinary ones, of several kinds, easy to answer.
 QUESTIONS = (
     "Why does bread rise when it is baked?",
     "Write a Python function that counts the words of a text.",
@@ -53,9 +53,9 @@ QUESTIONS = (
 )
 DRAFT_S = 10.0  # a target finds its draft within seconds; an answer does not need it
 INTERRUPTED = 130
-FIRST_TOKENS = 4  # of an answer of the check at start
-RIGHT_ENOUGH = 8  # draft tokens, after which nobody doubts the drafter
-CHECK_S = 15.0  # for all of them
+FIRST_TOKENS = 4  # tokens of each answer in the check at start
+RIGHT_ENOUGH = 8  # accepted draft tokens that end the check: the drafter fits
+CHECK_S = 15.0  # most time for all answers of the check
 
 
 def require_model(config: Config) -> None:
@@ -67,15 +67,15 @@ def require_model(config: Config) -> None:
 
 @contextmanager
 def launched(config: Config, logs: Path | None, console: Console) -> Iterator[Launch]:
-    """The three services, ready; drained at the end, whatever the end is."""
+    """Start the three services, yield when they are ready, and drain them at the end, also after an error."""
     try:
         folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="slipstream-"))
     except OSError as error:
         raise ConfigError(f"no folder for logs: {error.strerror}; name one with --logs") from error
     launch = Launch(config, folder)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup says
-            signal.signal(number, signal.default_int_handler)  # also where a shell started us with SIGINT ignored
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it, so leave it
+            signal.signal(number, signal.default_int_handler)  # even if a shell started us with SIGINT ignored
     try:
         _start(launch, console)
     except BaseException as error:
@@ -92,14 +92,14 @@ def launched(config: Config, logs: Path | None, console: Console) -> Iterator[La
 
 
 def client_of(config: Config) -> Client:
-    """A client of the router that runs with ``config`` on this machine, with the first of its keys. Its gRPC has no
-    TLS, which is between the services. Raises ConfigError."""
+    """A client of the router that runs with ``config`` on this machine, with the first of its keys. It uses no TLS:
+    ``wire.tls`` is only for calls between services. Raises ConfigError."""
     keys = config.router.api_keys_file
     return Client(reachable(config.router.grpc_listen), api_key=first_key(Path(keys)) if keys else "")
 
 
 def first_key(file: Path) -> str:
-    """Of a file of keys: one a line, each with its tenant's fields behind it. Raises ConfigError."""
+    """The first key of a file: one key a line, followed by its tenant's fields. Raises ConfigError."""
     try:
         lines = [line.split() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, ValueError) as error:
@@ -115,12 +115,12 @@ def _target_of(config: Config) -> TargetClient:
 
 
 def _chats(config: Config) -> bool:
-    """Whether the model has a chat template: one that has none goes on from a text."""
+    """Whether the model has a chat template; without one it can only continue a text."""
     return template_source(resolve(config.model.path)) is not None
 
 
 def first_answer(launch: Launch, console: Console, prompt: str, max_tokens: int) -> None:
-    """Ask the router ``prompt`` and show the answer with what it took. Raises what the answer raises."""
+    """Ask the router ``prompt`` and show the answer, its times and its acceptance. Errors of the answer are raised."""
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
     console.print(Text("\n" + clean(prompt), style="bold"), soft_wrap=True)
     console.print(legend(console), "\n", sep="", soft_wrap=True)
@@ -131,7 +131,7 @@ def first_answer(launch: Launch, console: Console, prompt: str, max_tokens: int)
 
 
 def show_places(launch: Launch, console: Console) -> None:
-    """Where everything listens, and how to call it."""
+    """Print the addresses of the services, and how to call them."""
     config = launch.config
     with client_of(config) as client:
         model = client.models()[0]
@@ -165,7 +165,7 @@ def show_places(launch: Launch, console: Console) -> None:
 
 
 def serve_until_stopped(launch: Launch, console: Console) -> None:
-    """Supervise until Ctrl-C, which leaves as KeyboardInterrupt."""
+    """Supervise the services until Ctrl-C, which is raised as KeyboardInterrupt."""
     console.print(Text("\nserving; Ctrl-C drains and ends", style="bold"))
     for _ in launch.watch(lambda line: console.print(Text(line), soft_wrap=True)):
         time.sleep(0.25)
@@ -187,8 +187,8 @@ def _start(launch: Launch, console: Console) -> None:
 
 
 async def draft_missing(config: Config) -> str:
-    """A sentence that the target has no draft, with the reason if it has one (which ends the wait); "" if it has a
-    draft."""
+    """Wait up to DRAFT_S for the target's draft. Returns a sentence if it has none, with the reason if the target has
+    given it up; else ""."""
     target, deadline_s = _target_of(config), time.monotonic() + DRAFT_S
     with suppress(SlipstreamError):
         try:
@@ -205,7 +205,7 @@ async def draft_missing(config: Config) -> str:
 
 
 async def pairing_problem(config: Config) -> str:
-    """The target's problem with its drafter after a few questions; "" for none."""
+    """The problem that the target finds with its drafter after a few questions, or a question's error; "": none."""
     target, right, deadline_s = _target_of(config), 0, time.monotonic() + CHECK_S
     try:
         for prompt in _beginnings(config):
@@ -222,7 +222,7 @@ async def pairing_problem(config: Config) -> str:
 
 
 def _beginnings(config: Config) -> Iterator[tuple[int, ...]]:
-    """Our questions as tokens, cut ever earlier: many places to go on from that share what the prefix cache holds."""
+    """Our questions as tokens, cut shorter and shorter: many different prompts whose KV is in the prefix cache."""
     tokenizer = load_tokenizer(resolve(config.model.path))
     questions = [tokenizer.encode(question).ids for question in QUESTIONS]
     for cut in range(max(map(len, questions)) // 2):
@@ -230,7 +230,7 @@ def _beginnings(config: Config) -> Iterator[tuple[int, ...]]:
 
 
 def leave(launch: Launch, console: Console) -> None:
-    """Drain, with or without a terminal that shows it."""
+    """Drain the services, with or without a terminal to show it."""
     if not any(service.pid for service in launch.services):
         return
     try:
@@ -240,7 +240,7 @@ def leave(launch: Launch, console: Console) -> None:
         except OSError:
             launch.drain(lambda line: None)
             return
-    except KeyboardInterrupt:  # a shell and the kernel may both say that a terminal is gone
+    except KeyboardInterrupt:  # also when a terminal closes: the shell and the kernel may both send a signal
         launch.kill()
         console.print("ended at once")
         sys.exit(INTERRUPTED)

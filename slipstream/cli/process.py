@@ -1,15 +1,14 @@
-"""Services as processes. From inside: flags, signals, exit. From outside, as a launch sees the three on this machine:
-addresses, start, readiness, restart, drain.
+"""Services as processes. Inside a process: flags, signals, exit. For a launch of all three on this machine: addresses,
+start, readiness, restart, drain.
 
 Rules:
-1. SIGTERM and SIGINT drain; a second one ends at once, and so does one that comes before the service was ready: it has
-   nothing to drain, and loading a large model takes minutes. Objects that are loaded when a service is ready stay to
-   its end, so Python's garbage collector, which stops all threads, is told to skip them: scanning them took 70 ms of an
-   idle target.
-2. Every address is tried before the first process starts; the error for a taken one has the flag that changes it.
-3. The services get one configuration, written where their logs go. A terminal's Ctrl-C does not reach them: they are
-   drained in order (router, target, draft), so that answers finish before what they need goes away. A launch that is
-   killed cannot do that: their standard input ends with it, and they drain by themselves.
+1. SIGTERM and SIGINT drain. A second one ends the process at once; so does one before the service is ready, because it
+   has nothing to drain and loading a large model takes minutes. Objects that exist when a service is ready are hidden
+   from Python's garbage collector (``gc.freeze``), which stops all threads: it took 70 ms of an idle target.
+2. Every address is tried before the first process starts; a taken one is named with the flag that changes it.
+3. The services get one configuration, written beside their logs. A terminal's Ctrl-C does not reach them: they are
+   drained in order (router, target, draft), so that answers finish before the services that they need end. If the
+   launch itself is killed, their standard input is closed, and they drain by themselves.
 4. A service that dies before it was ready ends the launch with the tail of its log; one that dies later is started
    again.
 
@@ -41,16 +40,16 @@ from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
 from slipstream.observe.log import configure, logger
 
-START_S = 7200.0  # loading the largest model from a cold disk; who waits for one that hangs may end it
-CLOSE_S = 15.0  # beyond the time that a service gives its answers
+START_S = 7200.0  # enough to load the largest model from a cold disk; a user may end a start that hangs
+CLOSE_S = 15.0  # added to the time that a service gives its answers
 RESTART_S = 2.0  # doubles with every death of the same service
 RESTART_MAX_S = 32.0
 TAIL_LINES = 12
 STDIN = 0
 
-# What libraries read when they are loaded. gRPC's core reads messages on the thread that waits for them: its newer
-# engine hands them from thread to thread, each asleep until then. Threads of the model wait without spinning where
-# services share the cores: a thread that spins while another service has its core makes a step ten times slower.
+# Environment variables that libraries read when they are loaded. gRPC reads messages on the thread that waits for them:
+# its newer engine passes them between threads, which have to wake up. Where services share the cores, threads of the
+# model wait without spinning: a thread that spins on the core of another service makes a step ten times slower.
 ENGINES = ("client", "listener", "for_all_other_endpoints")
 GRPC = {"GRPC_EXPERIMENTS": ",".join(f"-event_engine_{engine}" for engine in ENGINES)}
 SHARED_CORES = {"GOMP_SPINCOUNT": "0", **GRPC}
@@ -60,7 +59,7 @@ Report = Callable[[str], None]
 
 
 def main(name: str, serve: Serve) -> None:
-    """Run ``serve`` with the configuration that the command line names; exit code 1 with one sentence on errors."""
+    """Run ``serve`` with the configuration of the command line; an error prints one sentence, with exit code 1."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=f"Run the {name.replace('_', ' ')}.")
     parser.add_argument("--config", help="YAML file; `slipstream config` prints all keys with their defaults")
     parser.add_argument("--while-input", action="store_true",
@@ -76,23 +75,24 @@ def main(name: str, serve: Serve) -> None:
 
 
 def run(config: Config, serve: Serve, while_input: bool = False) -> None:
-    """The same with a configuration; errors are the caller's."""
+    """As ``main``, with a given configuration; errors are raised to the caller."""
     configure(config.log)
     open_files()
     asyncio.run(until_signalled(config, serve, while_input))
 
 
 def open_files() -> None:
-    """Take as many open files as the system gives. The soft limit, often 1,024, is for programs that use select."""
+    """Raise the limit of open files to the hard limit. The soft limit, often 1,024, is for programs that use select."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # macOS says unlimited and gives less
+        with contextlib.suppress(OSError, ValueError):  # macOS reports no limit, and refuses it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def until_signalled(config: Config, serve: Serve, while_input: bool = False) -> None:
-    """Serve until SIGTERM or SIGINT; one that has nothing to wait for (rule 1) exits at once, as a shell expects it:
-    with 128 and its number. while_input: the end of standard input, a pipe, drains too; no signal is a second by it."""
+    """Serve until SIGTERM or SIGINT. A second signal, or one before ``serve`` is ready, exits at once with 128 and its
+    number, as shells expect. while_input: the end of standard input (a pipe) drains too, and does not count as a
+    signal."""
     stop, ready = asyncio.Event(), asyncio.Event()
     heard: set[str] = set()
 
@@ -122,7 +122,7 @@ async def until_signalled(config: Config, serve: Serve, while_input: bool = Fals
 
 
 def prepare_libraries(config: Config) -> None:
-    """Say to this process what a launch says to those that it starts; before torch and gRPC are loaded."""
+    """Set the environment variables that a launch sets for its services; call it before torch and gRPC are loaded."""
     for name, value in (SHARED_CORES if config.target.shared_cores else GRPC).items():
         os.environ.setdefault(name, value)
 
@@ -156,8 +156,8 @@ class Service:
 
 
 def joined(config: Config) -> Config:
-    """The configuration in which the three services find each other and live on one machine: a target's drafts and a
-    router's targets follow the addresses of this launch, unless they were set."""
+    """``config`` for three services on one machine: ``target.drafts`` and ``router.targets`` become the addresses of
+    this launch, unless they are set."""
     target, router = config.target, config.router
     if "drafts" not in target.model_fields_set:
         target = target.model_copy(update={"drafts": (reachable(config.draft.listen),)})
@@ -167,15 +167,15 @@ def joined(config: Config) -> Config:
 
 
 def places(config: Config) -> dict[str, str]:
-    """Every setting that says where one of the three services listens, with its address."""
+    """Every setting with a listening address of the three services -> its address."""
     return {f"{name}.{key}": getattr(section, key)
             for name, section in (("router", config.router), ("target", config.target), ("draft", config.draft))
             for key in ("listen", "grpc_listen", "metrics_listen") if hasattr(section, key)}
 
 
 def given_twice(wanted: Mapping[str, str]) -> str:
-    """Which of ``places`` is that of another service or page already; "" for none. The router's metrics may be a page
-    of its API."""
+    """A sentence about the first address in ``wanted`` (see ``places``) that two settings share; "": none. Only the
+    router's API and metrics may share one."""
     for key, address in wanted.items():
         first = next(key for key, other in wanted.items() if other == address)
         if first != key and (first, key) != ("router.listen", "router.metrics_listen"):
@@ -184,7 +184,7 @@ def given_twice(wanted: Mapping[str, str]) -> str:
 
 
 def require_free(config: Config) -> None:
-    """Raises ConfigError naming each address that cannot be had, with a flag that would help."""
+    """Raises ConfigError naming each address that is taken or shared or has no port, with a flag that helps."""
     wanted = places(config)
     for key, address in wanted.items():
         if host_port(address)[1] == 0:
@@ -196,7 +196,7 @@ def require_free(config: Config) -> None:
 
 
 def require_own(config: Config, *names: str) -> None:
-    """The same for one process alone, which may leave ports open: said before it loads a model, which takes minutes.
+    """As ``require_free`` for one process, whose ports may be 0. Called before it loads a model, which takes minutes.
     ``names``: of its services, or of settings."""
     own = {key: address for key, address in places(config).items() if not {key, key.split(".")[0]}.isdisjoint(names)}
     _require({key: address for key, address in own.items() if host_port(address)[1]})
@@ -246,7 +246,8 @@ class Launch:
             self._spawn(service)
 
     def wait_ready(self, report: Report, timeout_s: float = START_S) -> None:
-        """Until all take work; ``report`` is told what is waited for. Raises Unavailable with the tail of a log."""
+        """Wait until all services are ready; ``report`` gets the names of those that are not. Raises Unavailable with
+        the tail of a log."""
         deadline_s = time.monotonic() + timeout_s
         while waited := [service for service in self.services if not self._is_ready(service)]:
             report("waiting for " + " and ".join(service.name for service in waited))
@@ -262,7 +263,7 @@ class Launch:
             time.sleep(0.1)
 
     def watch(self, report: Report) -> Iterator[None]:
-        """One step of supervision at a time, for ever: who died is started again, and ``report`` is told."""
+        """Supervise for ever, one step at each ``next``: a service that died is started again and reported."""
         while True:
             now_s = time.monotonic()
             for service in self.services:
@@ -270,14 +271,14 @@ class Launch:
             yield
 
     def drain(self, report: Report) -> None:
-        """Ask each to finish what it has, in order, and wait. Ends at once what does not end in time."""
+        """Drain the services in order and wait for each. One that does not end in time is killed."""
         patience_s = max(self.config.router.drain_s, self.config.target.drain_s) + CLOSE_S
         for service in reversed(self.services):
             if service.process is None or service.exit_code is not None:
                 continue
             report(f"draining the {service.name}")
             if service.ready and service.process.stdin is not None:
-                service.process.stdin.close()  # a signal would be the second where systemd has told all
+                service.process.stdin.close()  # no signal: where systemd has sent one to all, it would be the second
             else:
                 service.process.send_signal(signal.SIGTERM)
             try:
@@ -287,7 +288,7 @@ class Launch:
                 service.process.wait()
 
     def kill(self) -> None:
-        """End all of them at once."""
+        """Kill all services."""
         for service in self.services:
             if service.process is not None and service.exit_code is None:
                 service.process.kill()
@@ -295,11 +296,12 @@ class Launch:
 
     @property
     def _file(self) -> Path:
-        """Not ``slipstream.yaml``, which may be the user's own; and of launches beside each other each has another."""
+        """The file of the services' configuration. Not ``slipstream.yaml``, which may be the user's; its name has the
+        router's port, so that two launches with the same folder differ."""
         return self.folder / f"settings-{host_port(self.config.router.listen)[1]}.yaml"
 
     def _spawn(self, service: Service) -> None:
-        # -P: or what has a module's name in the folder that one stands in would be taken for it.
+        # -P: else a file of the present folder could be imported in place of a module of the same name.
         command = [sys.executable, "-P", "-m", f"{service.name}_service", "--while-input", "--config", str(self._file)]
         found = {"PYTHONPATH": os.pathsep.join(sys.path)}
         with service.log.open("ab") as log:
@@ -339,11 +341,11 @@ def answers(address: str, path: str) -> bool:
 
 
 def refused(address: str) -> OSError | None:
-    """Why nothing can listen there; None if something can."""
+    """The error of listening at ``address`` (host:port); None if that works."""
     host, port = host_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        if os.name == "posix":  # a port in TIME_WAIT can be had
+        if os.name == "posix":  # a port in TIME_WAIT is free to use
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

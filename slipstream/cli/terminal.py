@@ -1,10 +1,10 @@
-"""What a person sees: a streamed answer whose drafted tokens stand out, a conversation, tables, sentences for errors.
+"""The terminal: prints streamed answers with marked draft tokens, conversations, tables, and errors as sentences.
 
 Rules:
-1. Drafted tokens are green; a terminal that refuses colours gets underlines; what is no terminal gets plain text.
-   Reasoning is dim, and no part of a conversation.
-2. What a model or a user wrote is printed as text: no markup, and no control characters but line ends and tabs.
-3. Whatever goes wrong is one sentence and what to do next, never a traceback.
+1. Draft tokens are green; underlined on a terminal without colours; plain text where there is no terminal. Reasoning is
+   dim, and not part of a conversation.
+2. Text of a model or a user is printed without markup and without control characters, except line ends and tabs.
+3. An error is one sentence and what to do next, never a traceback.
 4. A conversation is sent whole with each question; a question that failed is forgotten. Ctrl-C ends the answer, not the
    conversation; the end of input or /quit ends the conversation.
 
@@ -54,7 +54,7 @@ def drafted_style(console: Console) -> str:
 
 
 def legend(console: Console) -> Text:
-    """One line that says how to tell drafted tokens, or none where nothing can stand out."""
+    """One line that explains how draft tokens are marked; empty where they cannot be marked."""
     if console.color_system is None:
         return Text("(tokens that came from drafts are marked in colour on a terminal)", style="dim")
     style = drafted_style(console)
@@ -62,7 +62,7 @@ def legend(console: Console) -> Text:
 
 
 def show_answer(console: Console, deltas: Iterable[Delta]) -> Told:
-    """Print deltas as they come. Errors of the stream pass through, with the cursor on a line of its own."""
+    """Print deltas as they arrive. Errors of the stream are raised, after a line end."""
     style = drafted_style(console)
     began_s = time.monotonic()
     first_s = last_s = 0.0
@@ -91,7 +91,7 @@ def show_answer(console: Console, deltas: Iterable[Delta]) -> Told:
 
 
 def summary(told: Told) -> str:
-    """What an answer took, in one line."""
+    """One line with an answer's tokens, times and acceptance."""
     usage = told.usage
     if usage is None:
         return "the server said nothing about what it took"
@@ -140,7 +140,7 @@ def _show_delta(console: Console, delta: Delta, style: str) -> None:
     tokens_text = "".join(token.text for token in delta.tokens)
     if delta.text.startswith(tokens_text):
         shown.append(clean(delta.text[len(tokens_text):]))
-    else:  # a server that cut its text differently: the text is what counts
+    else:  # the server split its text in another way: only the text counts
         shown = Text(clean(delta.text))
     if shown:
         console.print(shown, end="", soft_wrap=True)
@@ -148,13 +148,13 @@ def _show_delta(console: Console, delta: Delta, style: str) -> None:
 
 
 class Chatter(Protocol):
-    """Who answers: ``slipstream.wire.client.Client``."""
+    """The part of ``slipstream.wire.client.Client`` that a conversation needs."""
 
     def chat(self, messages: Sequence[Message], *, model: str = "", **options: Any) -> Iterator[Delta]: ...
 
 
 class Conversation:
-    """Questions and answers so far. ``ask`` gives the next line of the person, None at the end."""
+    """The questions and answers so far. ``ask`` returns the user's next line, None at the end."""
 
     def __init__(self, console: Console, client: Chatter, model: str, ask: Callable[[str], str | None],
                  options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""``slipstream train-head`` at work: its options as a job, its progress on the terminal, what came of it.
+"""``slipstream train-head``: turns its options into a job, shows progress, and prints the result.
 
 It knows nothing about how heads are made.
 """
@@ -29,7 +29,7 @@ MOST_PROCESSES = 4  # a step has 2,000 rows or more; a part below 500 would be m
 
 def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...], recipe: Recipe, threads: int,
         console: Console) -> None:
-    """Make a head and say what it is worth. Raises ConfigError, ModelError."""
+    """Train a head and print its acceptance. Raises ConfigError, ModelError."""
     if threads:
         torch.set_num_threads(threads)
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,7 +1,7 @@
-"""``slipstream tune`` at work: a pair from settings, prompts as tokens, a sweep with a bar, tables, a file; and what
-the pair would give apart.
+"""``slipstream tune``: loads the pair and the prompts, runs the sweep, prints tables and writes the best setting; with
+--apart it also compares with a draft on another device.
 
-It knows nothing about how shapes are measured or schedules are played.
+It knows nothing about how shapes are measured or schedules are simulated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from slipstream.wire.channel import round_trip_s
 from slipstream.wire.tls import tls_files
 
 MOST = {"--steps": 16, "--topk": 16, "--nodes": 63}
-MOST_PROMPT = 1024  # tokens; longer ones say nothing more about shapes
+MOST_PROMPT = 1024  # most tokens of a prompt: longer ones tell nothing more about shapes
 LEVELS = 8  # forwards that are timed
 
 
@@ -58,8 +58,8 @@ def numbers(option: str, text: str, most: int) -> list[int]:
 
 
 def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
-    """``config`` with what was given on the command line ("": nothing), and the shipped head where none is named.
-    Raises ConfigError when there is none."""
+    """``config`` with the values of the command line ("": not given), and the shipped head where none is named. Raises
+    ConfigError when there is none."""
     if drafter and drafter not in ("eagle3", "eagle2", "block", "mtp", "standalone"):
         raise ConfigError(f"--drafter {drafter}: choose eagle3, eagle2, block, mtp or standalone")
     model = config.model.model_copy(update={"path": target or config.model.path})
@@ -83,8 +83,8 @@ def prompts_of(file: Path | None, codec: TextCodec) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Between the services: seconds that a round spends there, or the address of a service at its end ("": none), to
-    which it is measured. ``draft_s``: what a tree takes on the draft's own device; 0: as long as here."""
+    """The network between the services: its seconds in each round, or the address of a draft to measure them ("":
+    none). ``draft_s``: seconds of a tree on the draft's own device; 0: same as here."""
 
     exchange_s: float
     link: str = ""
@@ -93,9 +93,8 @@ class Way:
 
 def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens: int, temperature: float, way: Way,
         apart: bool, out: Path, console: Console) -> None:
-    """Measure the shapes of ``lists`` (--steps, --topk, --nodes), show them, and write the best one to ``out``;
-    ``apart``: say, too, whether the draft is better off on a device of its own. Raises ModelError, ConfigError or
-    Unavailable."""
+    """Measure the shapes of ``lists`` (--steps, --topk, --nodes), show them, and write the best one to ``out``.
+    ``apart``: also compare with a draft on its own device. Raises ModelError, ConfigError or Unavailable."""
     wanted = shapes(*(numbers(option, text, MOST[option]) for option, text in lists.items()))
     if not wanted:
         raise ConfigError("no tree has these shapes: --nodes must be at least --steps, and a tree of topk t has "
@@ -148,7 +147,7 @@ def _check_vocabulary(config: Config) -> None:
 
 
 def _check_writable(out: Path) -> None:
-    """Raises ConfigError where no file can be."""
+    """Raises ConfigError where ``out`` cannot be written."""
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out: cannot write {out}: there is no folder {out.parent}")
     if out.is_dir():
@@ -156,8 +155,8 @@ def _check_writable(out: Path) -> None:
 
 
 def _within(context: int, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
-    """Their newest tokens, as far as an answer has room behind them. Raises ConfigError."""
-    room = context - max_tokens - 2 * MOST["--steps"]  # the last tree begins before an answer's end
+    """The prompts, cut to their last tokens, so that an answer fits into ``context``. Raises ConfigError."""
+    room = context - max_tokens - 2 * MOST["--steps"]  # the last tree may reach beyond the end of an answer
     if room < 1:
         raise ConfigError(f"--tokens {max_tokens}: the target's context of {context} tokens has no room for such "
                           "answers; give fewer")
@@ -176,7 +175,7 @@ def _pair(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Seq
     spare = model.spare_slots if isinstance(model, GraphedDecoder) else 0
     runner = ModelRunner(model, slots, spare, race_for(section.kernels, model.config, model.device))
     if isinstance(model, NativeDecoder):
-        torch.set_num_threads(1)  # as in a target: it has threads of its own, and torch's would take their cores
+        torch.set_num_threads(1)  # as in a target: it has its own threads, and torch's would take their cores
     drafter = create(draft, section, 2 * slots + slots_for(0, 0))
     if not isinstance(drafter, NeuralDrafter):
         raise ConfigError(f"draft.drafter: {drafter.name} has no tree shape to tune; choose a head or a draft model")
@@ -213,7 +212,7 @@ def _least_s(work: Callable[[], object]) -> float:
 
 
 def _schedules(found: Compared) -> Table:
-    """What each gives."""
+    """The table of schedules."""
     names = {"plain": "plain", "colocated": "one device", "serial": "apart", "run-ahead": "apart, ahead",
              "outcomes": "apart, far ahead"}
     rows = [(names[name], f"{one.tokens_per_s:.1f}", f"{found.ratio(name):.2f}", f"{one.acceptance_length:.2f}",
@@ -239,7 +238,7 @@ def _as_yaml(config: Config, best: Measured, gain: float, found: Compared | None
         "draft": config.draft.model_dump(mode="json", include={"drafter", "model", "dtype", "device", "token_map",
                                                                  "quantize", "compile"})
         | {"growth": best.growth.model_dump(mode="json")} | ({} if found is None else {"run_ahead": found.run_ahead}),
-        # Room for its trees; what the target copies by itself may be longer.
+        # Enough for its trees; prompt lookup may propose longer chains.
         "target": {"policy": {"max_nodes": max(config.target.policy.max_nodes, best.growth.num_draft_tokens)}},
     }
     told = "".join(f"# {line}.\n" for line in (found.why() if found is not None else ()))

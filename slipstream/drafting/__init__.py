@@ -1,16 +1,17 @@
-"""Algorithms that propose trees: the small protocol that every drafter speaks, and the one place that picks among them.
+"""Drafters: the interface of every algorithm that proposes trees, and ``create``, which makes the configured one.
 
 Rules of a drafter:
-1. It works on batches, and declares which target states it reads (``features``), not which algorithm it is.
-2. It is a cache of the target's committed tokens. ``open`` (re)sets a session, ``commit`` appends to it, and nothing
-   else changes what it believes.
+1. Each method takes a batch of sessions. Callers read its properties, never its type: ``features`` says which target
+   states it reads.
+2. It is a cache of the target's committed tokens. Only ``open``, which begins a session or begins it again, and
+   ``commit``, which appends, change a session's tokens.
 3. ``grow`` returns one ``Growth`` for each id that it knows, possibly empty, with at most ``budget`` new nodes. It
    never raises for a session that lacks states, is unknown or exceeds the drafter's context: such a session is left out
    or grows nothing.
 4. Node ids are positive and not used twice while a session is open.
 
-It knows nothing about the network, about verification or about policies. What loads models is imported only for a
-drafter that has one.
+It knows nothing about the network, about verification or about policies. The code that loads models is imported only
+for a drafter with a model: an n-gram drafter needs no torch.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Drafter(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Of the target; 0: any."""
+        """The vocabulary size that the target must have; 0: any."""
         ...
 
     @property
     def hidden_size(self) -> int:
-        """Of the target; 0: any."""
+        """The hidden size that the target must have; 0: any."""
         ...
 
     @property
@@ -50,7 +51,7 @@ class Drafter(Protocol):
 
     @property
     def max_nodes(self) -> int:
-        """Of one tree, root not counted."""
+        """The most nodes of one tree, root not counted."""
         ...
 
     @property
@@ -65,7 +66,7 @@ class Drafter(Protocol):
         ...
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Append committed tokens (and their features). Bases have been checked: they continue the session."""
+        """Append committed tokens (and their features). The caller has checked that each base continues its session."""
         ...
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
@@ -74,12 +75,12 @@ class Drafter(Protocol):
         ...
 
     def read(self, ids: Sequence[int]) -> list[int]:
-        """Compute some of the sessions' pending rows in idle time. Returns the sessions of which more could be computed
-        at once."""
+        """Compute some of the committed tokens that sessions have not read yet; called when nothing is to grow.
+        Returns the sessions for which a further call would compute more."""
         ...
 
     def tree(self, session: int) -> GrowingTree:
-        """The tree of an open session: the grown nodes, and which of them the target has."""
+        """The tree of an open session: its proposed nodes, and which of them were sent to the target."""
         ...
 
     def close(self, ids: Sequence[int]) -> None:
@@ -94,9 +95,10 @@ NO_TOKEN_MAP = {"ngram": "an ngram drafter scores no vocabulary",
 
 def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
     """The drafter that ``section`` asks for; ``model`` is the target's section (heads read its config and embedding).
-    num_slots: of its KV; 0: sized from ``max_sessions`` and memory.
+    num_slots: its KV slots; 0: sized from ``max_sessions`` and memory.
 
-    Raises ConfigError when no draft model is named, ModelError when it cannot be used or does not fit the target.
+    Raises ConfigError when no draft model is named or trees are too deep for its context, ModelError when the model
+    cannot be used or does not fit the target.
     """
     section = settled_draft(section, model)
     if section.token_map and section.drafter in NO_TOKEN_MAP:

@@ -1,21 +1,21 @@
-"""BlockPass: the predictions of one pass over blocks of several sessions, and the children of nodes that follow from
-them.
+"""BlockPass: the predictions of one pass over the blocks of several sessions, and the children that they give to nodes.
 
 Rules:
-1. A block predicts ``reach`` tokens below the newest one at once. Slot k gives the marginal distribution k tokens below
-   it, whatever the tokens between. A head may also give a bias from the token directly before (``MarkovHead``); then
-   siblings have different children, all from the one pass.
-2. Only a slot's ``CANDIDATES`` best tokens can become nodes; a bias is computed only for those. The probability of the
-   others is kept as one number, so that scores stay shares of the whole vocabulary.
-3. Candidates of sampled sessions are ranked with the shared keyed noise. It depends on the position alone, so a bias is
-   added to what has the noise in it already. Penalties count what is committed, not the path within a block.
+1. A block predicts ``reach`` tokens after the newest one at once. Slot k predicts the token k places after it, whatever
+   the tokens between are: a marginal distribution. A head may also have a bias that depends on the token right before
+   (``MarkovHead``); then each sibling has children of its own, all from the one pass.
+2. Only the ``CANDIDATES`` best tokens of a slot can become nodes; a bias is computed only for those. The probability of
+   all other tokens is kept as one number, so that scores stay shares of the whole vocabulary.
+3. Candidates of sampled sessions are ranked with the shared keyed noise. The noise depends only on the position, so a
+   bias is added to scores that contain it already. Penalties count committed tokens, not the path within a block.
 4. A markov head adds ``W2 · l`` to a slot's logits. x is a slot's state after the final norm, e = W1[token before].
    vanilla: l = e. gated: l = σ(G · [x; e]) e. rnn, with a state s that is zero at first: [g, c, o] = J · [s; e; x],
    s' = σ(g) s + (1 - σ(g)) tanh(c), l = tanh(o); where slot 0 does not predict it is a step of it too, as in training.
-5. A confidence head says how likely the target takes a child of a node at all: σ(w · [x; e]). It lowers their scores.
+5. A confidence head predicts the chance that the target accepts any child of a node: σ(w · [x; e]). It lowers the
+   scores of the children.
 
-It knows nothing about layers, slots of KV or who asks. Dimension key: R sessions, N nodes, C candidates, W numbers of a
-slot's state, r of a markov head's.
+It knows nothing about layers, KV slots or sessions. Dimension key: R sessions, S slots of a block, N nodes,
+C candidates, W width of a slot's state, r width of a markov head.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ CANDIDATES = 64
 
 
 class MarkovHead:
-    """How the token before a slot changes what the slot says: a markov head, a confidence head, or both."""
+    """The parts of a head that depend on the token before a slot: a markov head, a confidence head, or both."""
 
     __slots__ = ("_confidence", "_from_anchor", "_gate", "_joint", "_kind", "_places", "_w1", "_w2", "_with_markov")
 
     def __init__(self, head: BlockHead, tensors: Tensors, vocabulary: torch.Tensor | None) -> None:
-        """vocabulary: int64 [V'] target ids of the draft's tokens; None: themselves."""
+        """vocabulary: int64 [V'] target ids of the draft's tokens; None: draft ids are target ids."""
         def product(name: str) -> Linear:
             return Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
@@ -57,8 +57,8 @@ class MarkovHead:
 
     @torch.inference_mode()
     def begin(self, states: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor | None:
-        """What the nodes of R new blocks begin with, [R, r], given all slots' states [R, S, W]; None: nothing is
-        carried from slot to slot."""
+        """The rnn state s of the roots of R new blocks, [R, r]. states [R, S, W]: of all slots; anchors int64 [R]: the
+        newest tokens. None: not an rnn head."""
         if self._joint is None or self._w1 is None:
             return None
         before = F.embedding(anchors, self._w1)
@@ -67,9 +67,9 @@ class MarkovHead:
 
     def step(self, tokens: torch.Tensor, states: torch.Tensor,
              carried: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Of N nodes, their tokens int64 [N], their slots' states [N, W] and what their parents handed on [N, r]: a
-        row whose product with ``rows`` is the bias [N, r], what they hand on, and the log chance that the target takes
-        a child of theirs at all [N]; None for what the head does not say."""
+        """For N nodes with tokens int64 [N], states of their slots [N, W] and the rnn states of their parents [N, r].
+        Returns l of rule 4 [N, r], whose product with ``rows`` is the bias; the nodes' rnn states [N, r]; and the log
+        chance that the target accepts any child [N]. Each is None if the head lacks that part."""
         before = None if self._w1 is None else F.embedding(tokens, self._w1)
         chance = None
         if self._confidence is not None:
@@ -83,7 +83,7 @@ class MarkovHead:
         return *self._turned(before, states, carried), chance
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[C, r] of candidates int64 [C]."""
+        """The rows of W2 for candidates int64 [C]: [C, r]."""
         assert self._w2 is not None
         return self._w2.index_select(0, tokens if self._places is None else self._places[tokens])
 
@@ -97,10 +97,10 @@ class MarkovHead:
 
 @dataclass(frozen=True, slots=True)
 class BlockStates:
-    """What a network says beside its logits, which are those of ``reach`` slots of each row."""
+    """What a network returns with its logits, which are those of ``reach`` slots of each row."""
 
     reach: int
-    states: torch.Tensor | None = None  # [R, S, W] of all slots, the newest ``reach`` of which predict
+    states: torch.Tensor | None = None  # [R, S, W] of all slots; the last ``reach`` of them predict
     conditional: MarkovHead | None = None
 
 
@@ -108,24 +108,24 @@ class BlockStates:
 class Asked:
     """A node whose children are wanted."""
 
-    row: int  # its session's in the pass
-    depth: int  # 0: the newest committed token; below ``reach``
+    row: int  # of its session in the pass
+    depth: int  # 0: the newest committed token; less than ``reach``
     token: int
-    carried: torch.Tensor | None  # [r] what its parent handed on
+    carried: torch.Tensor | None  # [r] rnn state of its parent
 
 
 class BlockPass:
-    """Slots of R sessions. What a head computes stays where it is; what trees need is on the host."""
+    """The block slots of R sessions. A head's tensors stay on its device; candidates and scores are on the host."""
 
     __slots__ = ("_conditional", "_found", "_heat", "_kept", "_left", "_scores", "_states", "_tokens", "begun", "reach")
 
     def __init__(self, block: BlockStates, found: Sequence[Children], heat: Sequence[float],
                  anchors: Sequence[int]) -> None:
-        """found: of R * reach slots their best tokens and log scores; heat: [R] temperatures, 0 for greedy sessions;
-        anchors: [R] the newest committed tokens."""
+        """found: the best tokens and log scores of each of R * reach slots; heat: [R] temperatures, 0 for greedy
+        sessions; anchors: [R] the newest committed tokens."""
         self.reach, self._found, self._heat = block.reach, found, heat
         self._conditional = block.conditional
-        self.begun: torch.Tensor | None = None  # [R, r] what roots are handed on
+        self.begun: torch.Tensor | None = None  # [R, r] rnn states of the roots
         if self._conditional is None:
             return
         assert block.states is not None
@@ -135,12 +135,12 @@ class BlockPass:
         self._tokens = torch.tensor([tokens for tokens, _ in found]).view(shape)
         self._scores = torch.tensor([scores for _, scores in found], dtype=torch.float64).view(shape)
         greedy = torch.tensor(heat)[:, None] == 0
-        # What a sampled session's other tokens weigh is not known: its scores are shares of the best alone.
+        # With noise the probability of the other tokens is unknown: scores are then shares of the candidates only.
         self._left = torch.where(greedy, (1 - self._scores.exp().sum(-1)).clamp(min=0), 0.0)  # [R, reach]
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}  # of a slot its candidates' rows
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}  # (row, depth) -> W2 rows of that slot's candidates
 
     def children(self, asked: Sequence[Asked], topk: int) -> tuple[list[Children], torch.Tensor | None]:
-        """The ``topk`` best children of each node, best first, and what the nodes hand on [N, r]."""
+        """The ``topk`` best children of each node, best first, and the nodes' rnn states [N, r] (None: no rnn head)."""
         if self._conditional is not None:
             return self._ranked(self._conditional, asked, topk)
         slots = (self._found[node.row * self.reach + node.depth] for node in asked)

@@ -1,13 +1,13 @@
-"""FreshTrees: the trees of sessions that begin together, as arrays over the sessions until their levels are grown.
+"""FreshTrees: new trees of several sessions, grown together as arrays; then they become ``tree.GrowingTree`` objects.
 
 Rules:
-1. The result equals ``tree.GrowingTree.expand`` on the same children, tree by tree, which is the specification. Trees
-   of which the target holds nodes, or that grow ahead of it, are grown only there.
-2. Nodes of a level stand as its candidates do: those of the frontier's first node first.
-3. A score that is not finite makes a frontier that arrays cannot represent: ``expand`` returns which trees are finite,
-   and the caller must check it.
+1. They equal the trees of ``tree.GrowingTree.expand``, called for one tree after the other: it is the specification. A
+   tree of which the target has nodes already, or that grows ahead of it, is left to ``GrowingTree``.
+2. Nodes of a level are in the order of its candidates: those of the frontier's first node first.
+3. With a score that is not finite a frontier is shorter, which these arrays cannot hold: ``expand`` returns which trees
+   are finite, and the caller checks it.
 
-A few trees cost less one by one, in lists: arrays take as long for one as for a hundred (``MANY``).
+Fewer than ``MANY`` trees are faster in lists: arrays take as long for one tree as for a hundred.
 
 It knows nothing about sessions, networks or slots. B trees, w nodes in a frontier, K children of each.
 """
@@ -29,7 +29,7 @@ MANY = 4  # trees: from so many on arrays are faster
 
 
 def is_fresh(tree: GrowingTree) -> bool:
-    """Whether a tree begins, and the target holds nothing of it."""
+    """Whether nothing of a tree is grown, and the target has none of its nodes."""
     return not (tree.begun or tree.ahead or tree.tokens)
 
 
@@ -40,7 +40,7 @@ class FreshTrees:
         self._width = width
         self._tokens, self._parents, self._picks = list[Indices](), list[Indices](), list[Indices]()
         self._scores = list[NDArray[np.float64]]()
-        self._depths, self._sizes = list[int](), [0]  # of one tree; after each level
+        self._depths, self._sizes = list[int](), [0]  # node depths of one tree; its nodes after each level
         self._frontiers: list[Indices] = [np.full((count, 1), ROOT)]
         self._above = np.zeros((count, 1))  # scores of the newest frontier
 
@@ -50,8 +50,8 @@ class FreshTrees:
         return self._picks[-1]
 
     def expand(self, tokens: Indices, scores: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """A level: children of each frontier node, [B, w, K] best first, and their log scores relative to it. Returns
-        [B]: whether a tree's are finite."""
+        """Add a level: children of each frontier node, int64 [B, w, K] best first, and their log scores relative to the
+        node. Returns bool [B]: whether all scores of a tree are finite."""
         count, nodes, topk = tokens.shape
         totals: NDArray[np.float64] = (self._above[:, :, None] + np.minimum(scores, 0.0)).reshape(count, -1)
         self._tokens.append(tokens.reshape(count, -1))
@@ -69,7 +69,7 @@ class FreshTrees:
         return finite
 
     def settle(self, trees: Sequence[GrowingTree], levels: Sequence[int]) -> None:
-        """Make them sessions' trees, of so many of their levels, at least one."""
+        """Write the first ``levels[i]`` levels (at least one) into ``trees[i]``."""
         tokens, parents, scores = (_rows(parts) for parts in (self._tokens, self._parents, self._scores))
         computed = _rows(self._frontiers[1:])
         before = [0, *accumulate(frontier.shape[1] for frontier in self._frontiers[1:])]

@@ -1,20 +1,21 @@
-"""GraphLevels: trees of a head on a GPU, pending rows, root and all levels, as one captured graph.
+"""GraphLevels: the trees of a head on a GPU (pending rows, root and all levels) as one captured graph.
 
 Rules:
-1. Level by level as ``tree.GrowingTree`` does it with a host between: the ``topk`` best candidates of a level, the
+1. It grows level by level as ``tree.GrowingTree`` does on the host: the ``topk`` best candidates of a level, the
    earlier first among equals, are the rows of the next. Sums are float64 here too, so both choose the same.
-2. What the host knows beforehand is planned beforehand: pending rows once, and all levels at once, whose rows list the
-   whole tree. What it cannot know, the ancestors of each row, is computed on the device, as ancestor words. Rows do not
-   see slots outside their words, and these hold zeros until they are written.
-3. Sessions are padded, never tensors: a dummy has rows and slots of its own. One call writes every static buffer.
-4. Nothing of a tree waits for the host, so that a graph may hold all of it; one copy brings it back.
-5. Greedy sessions and those whose tokens are drawn have graphs of their own; what is drawn is ranked without filters
+2. The host makes two plans before a replay: of the pending rows, and of all levels, whose rows list the whole tree. The
+   ancestors of each row are only known during the replay: the device computes them as words. Rows do not see slots
+   outside their words, and these hold zeros until they are written.
+3. Missing sessions are filled up with dummies, which have rows and slots of their own; tensors are not padded in
+   another way. One call writes every static buffer.
+4. No level waits for the host, so one graph holds the whole tree; one copy brings the result back.
+5. Greedy and sampled sessions have separate graphs; sampled ones are ranked with noise but without filters
    (``is_narrow``). For a session that wants fewer levels all are computed, and only its own are returned.
-6. A graph has room for the pending rows that a round leaves. Older ones are a forward of their own before it. Where no
-   graph can be replayed, the root's children are all that is grown. What cannot be captured for so many sessions is
-   left out for good, with a warning; fewer sessions keep theirs.
+6. A graph has room for the pending rows that one round leaves; a forward before it computes older ones. Where no graph
+   can be replayed, only the root's children are grown. If capturing fails for a number of sessions, graphs for that
+   many and more are given up with a warning; those for fewer stay.
 
-It knows nothing about sessions or who owns slots. How a graph is captured is given, as in ``engine.graphs``.
+It knows nothing about sessions or the owners of slots. The way to capture a graph is passed in (see ``engine.graphs``).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from slipstream.observe.log import logger
 from slipstream.protocol.requests import Sampling
 
 SESSIONS = (1, 2, 4, 8, 16, 32, 64)
-FEW_ROWS = 64  # pending rows of a session
+FEW_ROWS = 64  # most pending rows of a session
 FEW_TOKENS, LITTLE_MASS, MUCH_OF_THE_BEST = 8, 0.5, 0.1  # of filters: top-k, top-p and min-p
 
 
@@ -60,22 +61,22 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Of a level."""
+        """Rows of one level, all sessions together."""
         return self.sessions * self.topk
 
     @property
     def most_pending(self) -> int:
-        """Rows of a session: a path that was accepted, and what the target chose behind it."""
+        """Most pending rows of a session in a graph: an accepted path and the bonus token."""
         return 2 + self.levels
 
     @property
     def pending(self) -> int:
-        """Rows of all sessions, and one of a dummy behind them."""
+        """Pending rows of all sessions, and one row of a dummy after them."""
         return self.sessions * self.most_pending + 1
 
     @property
     def spare(self) -> int:
-        """Slots of dummies."""
+        """How many slots the dummies need."""
         return self.pending + self.rows * self.levels
 
 
@@ -84,14 +85,14 @@ class GraphLevels:
 
     def __init__(self, network: EagleNetwork, attention: PagedAttention, topk: int, levels: int,
                  capture: Capture, sessions: int = SESSIONS[-1]) -> None:
-        """levels: beyond the root's children. sessions: that there may be."""
+        """levels: below the root's children. sessions: the most that a call may have."""
         self._network, self._attention, self._capture = network, attention, capture
         self._largest, self._sessions = Shape(1, topk, levels), sessions
         self._loops: dict[tuple[Shape, bool], TreeLoop] = {}
         self.reshape(topk, levels)
 
     def reshape(self, topk: int, levels: int) -> None:
-        """See ``neural.Levels``. Loops that were made stay; there are none of more rows or levels than at first."""
+        """See ``neural.Levels``. Captured loops stay. A shape with more rows or levels than the first one gets none."""
         self._shape, largest = Shape(1, topk, levels), self._largest
         enough = next((count for count in SESSIONS if count >= self._sessions), SESSIONS[-1])
         fits = 0 < levels <= largest.levels and topk <= largest.topk
@@ -104,14 +105,14 @@ class GraphLevels:
         return self._shapes[-1].sessions if self._shapes else 1
 
     def warm(self) -> int:
-        """Make all loops now, the largest first. Returns how many there are."""
+        """Capture all loops now, the largest first. Returns how many there are."""
         for shape in reversed(self._shapes):
             for drawn in (False, True) if self._draws else (False,):
                 self._loop(shape.sessions, drawn)
         return len(self._loops)
 
     def loops(self) -> list[TreeLoop]:
-        """Those that were made."""
+        """The captured loops."""
         return list(self._loops.values())
 
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
@@ -138,7 +139,7 @@ class GraphLevels:
 
     @torch.inference_mode()
     def _caught_up(self, seeds: Sequence[Seed]) -> list[Seed]:
-        """The same with no more pending rows than a graph has room for: the older ones are computed."""
+        """Compute the pending rows for which a graph has no room, the oldest ones. Returns seeds of the others."""
         most, left = self._shape.most_pending, list[Seed]()
         builder, states = BatchBuilder(), list[torch.Tensor]()
 
@@ -163,7 +164,7 @@ class GraphLevels:
 
     @torch.inference_mode()
     def _children(self, seeds: Sequence[Seed], drawn: bool) -> Grown:
-        """The roots' children alone, without a graph."""
+        """Grow only the roots' children, without a graph."""
         builder, network, shape = BatchBuilder(), self._network, self._shape
         for seed in seeds:
             count = len(seed.tokens)
@@ -192,14 +193,14 @@ class GraphLevels:
 
 
 def is_narrow(sampling: Sampling) -> bool:
-    """Whether filters leave so few tokens that ranks without them say little of what is chosen. With those that leave
+    """Whether filters (top-k, top-p, min-p) leave so few tokens that ranks without them are a bad guess. If they leave
     more, ranks are nearly the same, and the target filters anyway."""
     return 0 < sampling.top_k < FEW_TOKENS or sampling.top_p < LITTLE_MASS or sampling.min_p > MUCH_OF_THE_BEST
 
 
 def asked_of(seeds: Sequence[Seed], shape: Shape) -> Indices:
-    """[M, NOISY]: what ``races.noisy_rows`` says of B roots, and then of the K rows of each in every level; of sessions
-    beyond ``seeds`` anything."""
+    """[M, NOISY]: the values of ``races.noisy_rows`` for B roots, then for the K rows of each in every level; rows of
+    sessions beyond ``seeds`` hold arbitrary values."""
     wanted = [(seed.drawn or Sampling(), seed.base) for seed in seeds]
     wanted += [(Sampling(temperature=1.0), 0)] * (shape.sessions - len(seeds))
     depths, count = range(1 + shape.levels), shape.sessions * (1 + shape.levels)
@@ -211,21 +212,21 @@ def asked_of(seeds: Sequence[Seed], shape: Shape) -> Indices:
 
 
 def spare_slots(topk: int, levels: int) -> int:
-    """Slots at the end of a pool that the loops want for themselves; 0: no loop holds such a tree."""
+    """Slots at the end of a pool that the loops need for dummies; 0: such a tree is too large for a loop."""
     return Shape(SESSIONS[-1], topk, levels).spare if 0 < topk * levels <= MOST_BITS else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Which slots a call reads and writes, dummies included: [B] sessions each."""
+    """The slots that a call reads and writes, dummies included; lists of B sessions."""
 
-    contexts: list[Indices]  # [C] what is computed
-    pending: list[Indices]  # [M]
+    contexts: list[Indices]  # [C] of computed rows
+    pending: list[Indices]  # [M] of pending rows
     trees: Indices  # [B, L * K] level by level
-    filling: Indices  # of the dummy behind them: what is left of the pending rows
+    filling: Indices  # of the last dummy: it takes all pending rows that are left over
 
     def pending_plan(self) -> PagePlan:
-        """Every row sees what stands before it."""
+        """The plan of the pending rows: each sees all rows before it."""
         rows = np.array([*map(len, self.pending), len(self.filling)])
         known = np.array([*map(len, self.contexts), 0])
         limits = np.arange(1, rows.sum() + 1) + np.repeat(known - np.cumsum(rows) + rows, rows)
@@ -233,14 +234,14 @@ class Places:
         return _plan(rows, known + rows, [*listed, self.filling], limits)
 
     def level_plan(self, topk: int) -> PagePlan:
-        """Every row sees what stands before the tree. Words come later."""
+        """The plan of all levels: each row sees all rows before the tree. Words are written during the replay."""
         before = np.array([len(a) + len(b) for a, b in zip(self.contexts, self.pending, strict=True)])
         listed = [part for all_of in zip(self.contexts, self.pending, self.trees, strict=True) for part in all_of]
         return _plan(np.full(len(before), topk), before + self.trees.shape[1], listed, np.repeat(before, topk))
 
 
 def _plan(rows: Indices, entries: Indices, listed: Sequence[Indices], limits: Indices) -> PagePlan:
-    """rows, entries: of each segment."""
+    """rows, entries: rows and KV entries of each segment; limits: entries that each row sees."""
     q_indptr, kv_indptr = (np.concatenate((np.zeros(1, np.int64), np.cumsum(of))).astype(np.int32)
                            for of in (rows, entries))
     return PagePlan(q_indptr, kv_indptr, np.concatenate(listed).astype(np.int32), np.zeros(len(limits), np.int32),
@@ -248,7 +249,7 @@ def _plan(rows: Indices, entries: Indices, listed: Sequence[Indices], limits: In
 
 
 class TreeLoop:
-    """For one shape, of greedy sessions or of drawn ones."""
+    """The captured graph of one shape, for greedy or for sampled sessions."""
 
     __slots__ = ("_attends", "_bits", "_drawn", "_found", "_network", "_pages", "_parts",
                  "_picks", "_read", "_replay", "_shape", "_start", "_states")
@@ -270,7 +271,7 @@ class TreeLoop:
                        for part, rows in ((pending, shape.pending), (level, shape.rows))]
         self._attends = [attention.fixed(pages, apart=True) for pages in self._pages]
         self._read = torch.zeros(shape.pending, width, dtype=dtype, device=device)
-        # Tokens and scores (float64 as its bits) of the children of all rows; and which rows were picked.
+        # Tokens and scores (float64, stored as int64 bits) of all rows' children; and which rows were picked.
         self._found = torch.zeros(2, b, 1 + levels * k, k, dtype=torch.int64, device=device)
         self._picks = torch.zeros(b, levels, k, dtype=torch.int64, device=device)
         self._states = torch.zeros(b, 1 + levels * k, width, dtype=dtype, device=device)
@@ -280,7 +281,7 @@ class TreeLoop:
 
     @torch.inference_mode()
     def __call__(self, seeds: Sequence[Seed]) -> Grown | None:
-        """The trees of at most ``sessions`` seeds. None: these lengths would need another launch than the captured."""
+        """The trees of at most ``sessions`` seeds. None: these lengths need another launch than the captured one."""
         if not self._write(seeds):
             return None
         self._replay()
@@ -293,14 +294,15 @@ class TreeLoop:
         return Grown(tokens, scores.view(np.float64), chosen, states, np.array([1 + seed.levels for seed in seeds]))
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """All that is written before a replay or by it, for tests that spoil it."""
+        """All buffers that are written before or during a replay; tests fill them with wrong values."""
         yield from (self._start, self._read, self._found, self._picks, self._states)
         for pages in self._pages:
             yield pages.indices
 
     def _write(self, seeds: Sequence[Seed]) -> bool:
-        """Pending rows' tokens, positions and slots, which of them are roots, and of the trees the positions of a first
-        level's rows, all slots, what noise is asked for, and both plans."""
+        """Write the static buffers: tokens, positions and slots of pending rows, which of them are roots, positions of
+        the first level, slots of the trees, keys of the noise, and both plans. Returns False where the plans need
+        another launch than the captured one."""
         shape, places = self._shape, self._places(seeds)
         own = [(seed.tokens, np.arange(seed.position, seed.position + len(seed.tokens))) for seed in seeds]
         left = shape.pending - sum(len(seed.tokens) for seed in seeds)
@@ -324,11 +326,11 @@ class TreeLoop:
     def _places(self, seeds: Sequence[Seed]) -> Places:
         shape, first = self._shape, self._network.pool_slots - self._shape.spare
         each, used = shape.topk * shape.levels, sum(len(seed.tokens) for seed in seeds)
-        spare = np.arange(first, first + shape.pending - used)  # of pending rows; those of trees come behind
+        spare = np.arange(first, first + shape.pending - used)  # for dummies' pending rows; slots of their trees follow
         dummies = range(shape.sessions - len(seeds))
         begin = first + shape.pending
         trees = begin + np.arange(shape.sessions * each).reshape(shape.sessions, each)
-        for tree, seed in zip(trees, seeds, strict=False):  # levels that nobody asked for are a dummy's
+        for tree, seed in zip(trees, seeds, strict=False):  # levels that were not asked for use dummy slots
             tree[: len(seed.slots) - len(seed.tokens)] = seed.slots[len(seed.tokens) :]
         return Places([*(seed.context for seed in seeds), *(spare[:0] for _ in dummies)],
                       [*(seed.slots[: len(seed.tokens)] for seed in seeds), *(spare[i : i + 1] for i in dummies)],
@@ -362,8 +364,8 @@ class TreeLoop:
 
     def _keep(self, first: int, count: int, out: Output,
               asked: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What so many rows of each session gave, which are the tree's from ``first`` on: their children, [B, count,
-        K] each. asked: the noise of these rows is the first."""
+        """Store the results of rows ``first`` … ``first + count - 1`` of each tree. Returns tokens and scores of their
+        children, [B, count, K] each. asked: noise keys; the first are those of these rows."""
         b, k, network = self._shape.sessions, self._shape.topk, self._network
         ids, scores = network.drawn(out.logits, asked[0], k) if asked else network.children(out.logits, k)
         ids, scores = ids.view(b, count, k), scores.view(b, count, k)

@@ -1,4 +1,5 @@
-"""From settings to drafters with weights: folders resolved, slots sized.
+"""Loading: makes drafters with weights from the settings. It resolves model folders, checks which settings go together,
+and sizes the KV slots.
 
 It knows nothing about how a network works.
 """
@@ -42,20 +43,20 @@ from slipstream.observe.log import logger
 
 N = TypeVar("N", bound=Network)
 REPEATED = (OWN_EMBEDDING, OWN_LM_HEAD)
-QUANTIZED = {"fp8": ("block", "eagle2", "eagle3", "standalone"), "int8": ("eagle3", "standalone")}  # which drafters
+QUANTIZED = {"fp8": ("block", "eagle2", "eagle3", "standalone"), "int8": ("eagle3", "standalone")}  # drafters that can
 
 
 @fitting("the draft model or head")
 def load(section: DraftSection, target: ModelSection, num_slots: int = 0) -> Drafter:
-    """The drafter with weights that ``section`` asks for, which names it; see ``drafting.create``. Raises
-    ModelError."""
+    """The drafter with weights that ``section.drafter`` names; see ``drafting.create``. Raises ModelError, and
+    ConfigError for trees that are too deep for its context."""
     _check(section, target)
     make = {"standalone": _standalone, "mtp": _mtp, "block": _block}.get(section.drafter, _eagle)
     return make(section, target, num_slots)
 
 
 def _check(section: DraftSection, target: ModelSection) -> None:
-    """Raises ModelError for what such a drafter cannot have."""
+    """Raises ModelError for ``quantize`` or ``compile`` with a drafter that does not support it."""
     quantize, drafters = section.quantize, QUANTIZED.get(section.quantize)
     if drafters is not None and section.drafter not in drafters:
         raise ModelError(f"draft.quantize: {quantize} is for {', '.join(drafters)}; use none with {section.drafter}")
@@ -71,7 +72,7 @@ def _check(section: DraftSection, target: ModelSection) -> None:
 
 
 def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> Drafter:
-    """Over the model folder or name in ``section.model``; of ``target`` only ``kernels`` counts."""
+    """A drafter over the model folder or name in ``section.model``; of ``target`` only ``kernels`` is read."""
     folder = resolve(section.model)
     config = ModelConfig.from_folder(folder)
     known, vocabulary = known_tokens(folder), _token_map(section, config.vocab_size)
@@ -92,7 +93,8 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
 
 
 def _masks(folder: Path, config: ModelConfig, count: int, num_slots: int) -> Masks | None:
-    """So many, of a draft model that fills them in. Raises ModelError."""
+    """``count`` masks for a draft model that was trained to fill them in (PARD); None for another model. Raises
+    ModelError."""
     fields = Fields(str(folder / "config.json"), read_json(folder / "config.json"))
     if fields.raw.get("pard2") or fields.raw.get("spd_type") == "pard2":
         raise ModelError(f"{fields.where}: pard2: such a model reads the target's states, too, and without them drafts "
@@ -104,7 +106,7 @@ def _masks(folder: Path, config: ModelConfig, count: int, num_slots: int) -> Mas
 
 
 def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
-    """Over the EAGLE head of any generation in ``section.model`` for the target in ``model.path``."""
+    """A drafter over the EAGLE head of any version in ``section.model``, for the target in ``model.path``."""
     folder, target = resolve(section.model), resolve(model.path)
     head = (read_head(folder, target) if section.drafter == "eagle3" else
             read_eagle2_head(folder, target, _token_map(section, Lender.of(target).vocab_size)))
@@ -123,7 +125,7 @@ def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
 
 
 def _block(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
-    """Over the DFlash or DSpark head in ``section.model`` for the target in ``model.path``."""
+    """A drafter over the DFlash or DSpark head in ``section.model``, for the target in ``model.path``."""
     head = read_block_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
     kernels = "torch" if section.quantize == "fp8" else _kernels(model)
@@ -134,8 +136,8 @@ def _block(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
 
 
 def _mtp(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
-    """Over the multi-token prediction head in ``section.model``, or (empty) in the target's own folder, for the target
-    in ``model.path``."""
+    """A drafter over the multi-token prediction head in ``section.model``, or (empty) in the target's own folder, for
+    the target in ``model.path``."""
     target = resolve(model.path)
     head = read_mtp(resolve(section.model) if section.model else target, target)
     vocabulary = _token_map(section, head.vocab_size)
@@ -153,12 +155,12 @@ def _mtp(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
 
 
 def mtp_layers(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) -> Layers:
-    """The decoder layers of a head, on whichever engine has them; ``ops`` are those of ``decoder.py``'s. Raises
+    """The decoder layers of a head, built by transformers or by ``decoder.py``; ``ops``: for the latter. Raises
     ModelError."""
     kind, place, prefixes = dtype_of(dtype), device_of(device), [layer.prefix for layer in head.layers]
     layers: Layers
     if head.layout.own_kind:
-        # transformers takes seconds to import, which other heads need not pay.
+        # Imported here because transformers takes seconds to import, and other heads do not need it.
         from slipstream.engine.hf import HFLayers
 
         layers, taken = HFLayers(head.folder, head.tensors, prefixes, kind, place), head.tensors.taken
@@ -172,7 +174,7 @@ def mtp_layers(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) ->
 
 
 def _kernels(target: ModelSection) -> Literal["auto", "torch"]:
-    """Drafts compute on kernels of our own where they can, unless none of ours are wanted."""
+    """Drafts use our own kernels where they can, unless the target's setting is ``torch``."""
     return "torch" if target.kernels == "torch" else "auto"
 
 
@@ -196,7 +198,8 @@ def _token_map(section: DraftSection, vocab_size: int) -> torch.Tensor | None:
 
 
 def _num_slots(section: DraftSection, config: ModelConfig, given: int) -> int:
-    """Told in the log with what they take: memory is touched when a slot is first used, which may be hours later."""
+    """``given``, or if 0 as many slots as ``max_sessions`` and memory suggest. Their size is logged now, because memory
+    is only touched when a slot is first used, which may be hours later."""
     if given:
         return given
     dtype = dtype_of(section.dtype)

@@ -1,8 +1,8 @@
-"""Network: the interface of a small model or a head for the code that grows trees.
+"""Network: the interface of a draft model or head to the code that grows trees with it.
 
-A network is stateless between forwards but for its KV slots. ``lag`` 0: a row needs its token alone. ``lag`` 1: the
-row of the token at position p also needs the target's state at p - 1, the one from which that token was chosen; below
-the newest token the network's own states take its place.
+Between forwards a network keeps nothing but its KV slots. ``lag`` 0: a row needs only its token. ``lag`` 1: the row of
+the token at position p also needs the target's state at p - 1, from which that token was chosen; for draft tokens the
+network's own states replace the target's.
 
 It knows nothing about sessions or trees.
 """
@@ -27,21 +27,21 @@ class Output:
     """The rows of a forward whose logits were wanted."""
 
     logits: torch.Tensor  # [R, V] float32, float64 for a float64 network; V of the draft vocabulary
-    states: torch.Tensor | None  # [R, W] the input of a child's row; None with lag 0 and of blocks
-    block: BlockStates | None = None  # the rows began blocks; then logits are [R * reach, V]
+    states: torch.Tensor | None  # [R, W] the input of a child's row; None with lag 0 and for blocks
+    block: BlockStates | None = None  # set if each row began a block; then logits are [R * reach, V]
 
 
 class Network(Protocol):
     """A draft model or head on one device."""
 
     lag: int
-    bridged: bool  # whether rows whose states never come stand in their places: their tokens tell something
+    bridged: bool  # whether a row whose target state is missing is computed with zeros: its token still helps
     vocab_size: int  # of the target
     hidden_size: int  # of the target; 0: any
     features: FeatureSpec | None  # None with lag 0
     vocabulary: torch.Tensor | None  # int64 [V] token ids of the logits' columns; None: the columns are the ids
-    race: Race | None  # finds choices in its logits, beside ``choosing.sampling`` itself
-    max_context: int  # tokens it was trained for
+    race: Race | None  # a faster way to choose from its logits than that of ``choosing.sampling``
+    max_context: int  # the longest context that it was trained for, in tokens
     slots: Slots
     device: torch.device
 
@@ -55,12 +55,13 @@ class Network(Protocol):
 
 
 def some_tokens(ids: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor | None:
-    """``Network.vocabulary`` of a network that scores the tokens ``ids`` int64 [V]."""
+    """``Network.vocabulary`` for the scored tokens ``ids`` int64 [V], on ``device``; None if they are all tokens in
+    order."""
     return None if torch.equal(ids, torch.arange(vocab_size)) else ids.to(device)
 
 
 def run_network(network: Network, num_rows: int) -> None:
-    """One forward of so many rows of token 0, whose slots are free again afterwards."""
+    """Run one forward of ``num_rows`` rows of token 0; their slots are freed afterwards."""
     states, spec = None, network.features
     if spec is not None:
         content = bytes(num_rows * spec.width * FEATURE_DTYPES[spec.dtype])

@@ -1,16 +1,16 @@
-"""NeuralDrafter: sessions, catching up and tree growth over any ``Network``, batch-first.
+"""NeuralDrafter: a drafter over any ``Network``: it keeps sessions, computes their committed tokens and grows trees.
 
 Rules:
 1. One ``grow`` first computes pending rows of all its sessions in one forward of at most ``PREFILL_ROWS`` rows, the
-   shortest first. A session that still has pending rows grows nothing this time; it goes on in the next ``grow``, or in
-   a ``read`` before.
+   session with the fewest first. A session that still has pending rows then grows nothing; its other rows are computed
+   by the next ``grow`` or ``read``.
 2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``). That is the
-   specification. ``Levels`` (CPU kernels of our own in one call, a captured graph on a GPU) grow a whole tree, for
-   sessions that begin one and rank its logits as they are, under noise or not, with few pending rows: nothing is
-   different but time, and a graph's ranks of filtered sessions (``graph.is_narrow``).
-3. The host chooses each level's rows again from the numbers that came back: its rules (``tree.GrowingTree``) stay the
-   only ones. Where others were chosen, the tree ends there, and goes on level by level.
-4. A session without slots or target states grows nothing; that is no error.
+   specification. ``Levels`` (our CPU kernels in one call, or a captured graph on a GPU) grow a whole new tree for
+   sessions with few pending rows and without penalties or logit_bias. The trees are the same, except that a graph ranks
+   without filters (``graph.is_narrow``).
+3. The host chooses each level's rows again from the scores that ``Levels`` return, so ``tree.GrowingTree`` alone
+   decides. Where ``Levels`` chose other rows, their tree is cut, and it goes on level by level.
+4. A session without free slots or without its target states grows nothing; that is no error.
 5. Children are ranked as the target will choose: sampling parameters, path-dependent penalties, the shared keyed noise.
 
 It knows nothing about the network's kind, links or verification.
@@ -47,32 +47,33 @@ class Levels(Protocol):
 
     @property
     def most_sessions(self) -> int:
-        """Of a call."""
+        """The most sessions of one call of ``trees``."""
         ...
 
     def reshape(self, topk: int, levels: int) -> None:
-        """Trees have so many levels beyond the root's children from now on, of so many rows."""
+        """From now on trees have ``levels`` levels below the root's children, each of ``topk`` rows."""
         ...
 
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
-        """Whether it can grow a tree of so many levels below the root's children after so many pending rows. drawn: the
-        noise of the ranks."""
+        """Whether it can grow such a tree for a session with ``rows`` pending rows. levels: below the root's children.
+        drawn: whose keyed noise ranks the children; None: greedy."""
         ...
 
     def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
-        """The trees of at most ``most_sessions`` seeds; KV is written at their slots. Fewer levels where it
-        cannot go on. alone: no other session is drafted for."""
+        """Grow the trees of at most ``most_sessions`` seeds; KV is written at their slots. A tree may get fewer levels.
+        alone: the drafter has no other session."""
         ...
 
 
 def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int],
                topk: int, alone: bool = False) -> dict[int, int]:
-    """Grow whole trees where possible, with as many levels as sessions want (the root's children count as one); windows
-    have room for them. alone: no other session is drafted for. Returns each session's number of levels."""
+    """Grow whole trees for the sessions that ``backend`` takes. wanted: levels of each session, the root's children
+    counted; windows have room for them. alone: the drafter has no other session. Returns the levels that each session
+    got."""
     fitting = [c for c in contexts if _fits(backend, c, wanted[c.session], topk)]
     done: dict[int, int] = {}
     for first in range(0, len(fitting), backend.most_sessions):
-        left: dict[int, Indices] = {}  # slots that are nobody's yet
+        left: dict[int, Indices] = {}  # slots that no session owns yet
         try:
             taken = _seeded(slots, fitting[first : first + backend.most_sessions], wanted, topk, left)
             if not taken:
@@ -93,7 +94,7 @@ def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], 
 
 def _seeded(slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int], topk: int,
             left: dict[int, Indices]) -> list[tuple[DraftContext, Seed]]:
-    """The first of ``contexts``, as many as there are slots for, each with what it begins from. Their slots join
+    """The first of ``contexts``, as many as there are slots for, each with its seed. Their slots are added to
     ``left``."""
     taken: list[tuple[DraftContext, Seed]] = []
     for context in contexts:
@@ -108,7 +109,7 @@ def _seeded(slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int,
 
 
 def _known(taken: list[tuple[DraftContext, Seed]], found: Grown) -> tuple[list[tuple[DraftContext, Seed]], Grown]:
-    """Those of which anything is certain. The others' rows are pending again."""
+    """Keep the trees with at least one known level. The others' rows become pending again."""
     if found.known.all():
         return taken, found
     for (context, seed), known in zip(taken, found.known.tolist(), strict=True):
@@ -126,7 +127,8 @@ def _fits(backend: Levels, context: DraftContext, levels: int, topk: int) -> boo
 
 
 def _keep(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -> None:
-    """A session's pending rows and ``count`` nodes of its tree are computed; states [R, W]: the root's, then theirs."""
+    """Record that a session's pending rows and ``count`` nodes of its tree are computed. states [R, W]: of the root,
+    then of the nodes."""
     rows, tree = len(seed.tokens), context.tree
     context.computed(seed.slots[:rows])
     tree.slots = seed.slots[rows : rows + count]
@@ -135,8 +137,8 @@ def _keep(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -
 
 
 def adopted(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int]:
-    """Take the grown nodes over into the trees, as long as the trees' own rules choose the same rows. Returns each
-    tree's number of levels, counting the root's children, at most 1 + ``levels``."""
+    """Put the ``grown`` levels into ``trees``, as far as the trees choose the same rows. Returns the levels of each
+    tree: the root's children, and at most ``levels`` below them."""
     found = _adopted_together(trees, grown, levels, topk) if len(trees) >= MANY and all(map(is_fresh, trees)) else None
     if found is not None:
         return found
@@ -158,7 +160,7 @@ def _adopted(tree: GrowingTree, tokens: list[list[int]], scores: list[list[float
 
 
 def _adopted_together(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int] | None:
-    """None: a score is no finite number."""
+    """The same with arrays; None: a score is not finite, which arrays cannot express."""
     fresh, wanted, found = FreshTrees(len(trees), topk), np.array(levels), np.ones(len(trees), np.int64)
     same, finite = np.ones(len(trees), bool), fresh.expand(grown.tokens[:, :1], grown.scores[:, :1])
     for level in range(min(max(levels), grown.picks.shape[1])):
@@ -176,17 +178,17 @@ def _adopted_together(trees: Sequence[GrowingTree], grown: Grown, levels: Sequen
     return counts
 
 
-PREFILL_ROWS = 512  # rows of one catching-up forward: what other sessions wait for at most
+PREFILL_ROWS = 512  # rows of one forward of pending rows: it bounds how long other sessions wait
 
 
 class NeuralDrafter:
-    """A ``drafting.Drafter`` with weights. ``max_context`` 0: what the network was trained for."""
+    """A ``drafting.Drafter`` with weights. ``max_context`` 0: the network's own."""
 
     max_nodes = MAX_NODES - 1
 
     def __init__(self, name: str, network: Network, growth: GrowthSection, max_sessions: int,
                  max_context: int = 0, levels: Levels | None = None) -> None:
-        """levels: what grows the network's trees whole."""
+        """levels: grows whole trees; None: level by level only."""
         window = min(max_context or network.max_context, network.max_context)
         self.name = name
         self.features: FeatureSpec | None = network.features
@@ -198,7 +200,7 @@ class NeuralDrafter:
         self.slots = network.slots  # all of them are free when no session is open
         self._levels: Levels | None = None
         self.reshape(growth)
-        self._levels = levels  # of this shape
+        self._levels = levels  # made for this shape already, so not reshaped above
         self._contexts: dict[int, DraftContext] = {}
 
     def reshape(self, growth: GrowthSection) -> None:
@@ -246,7 +248,7 @@ class NeuralDrafter:
                 self.slots.free(freed)
 
     def _settle(self, context: DraftContext) -> None:
-        """Compute what is pending, as far as there are slots: behind a gap it has no place."""
+        """Compute the pending rows, as far as there are slots: after a gap they could not be computed any more."""
         left = 0
         while left != context.num_pending:
             left = context.num_pending
@@ -265,7 +267,7 @@ class NeuralDrafter:
                 features.append(message.features)
         if features:
             self.absorb(features)
-        # Here too, so that a session that is followed without growing holds no more than a window of states.
+        # Here too, so that a session that never grows holds no more than a window of states.
         self._slide(contexts)
 
     def close(self, ids: Sequence[int]) -> None:
@@ -276,8 +278,8 @@ class NeuralDrafter:
                 self.slots.free(context.close())
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
-        """Up to ``budgets[i]`` further nodes for each known session, ``steps`` levels deeper at most; 0: ``num_steps``
-        levels, and no more than ``num_draft_tokens`` nodes."""
+        """Up to ``budgets[i]`` further nodes for each known session, at most ``steps`` levels deeper; 0: ``num_steps``
+        levels, and no more than ``num_draft_tokens`` nodes. Raises DeviceFull where memory runs out."""
         most = max(budgets, default=0) if steps else self._growth.num_draft_tokens
         wanted = [(self._contexts[session], min(budget, most))
                   for session, budget in zip(ids, budgets, strict=True) if session in self._contexts]
@@ -285,14 +287,15 @@ class NeuralDrafter:
         return [context.tree.growth(context.session, budget) for context, budget in wanted]
 
     def read(self, ids: Sequence[int]) -> list[int]:
-        """Compute pending rows, as many as one ``grow`` would. Returns the sessions that could go on."""
+        """Compute pending rows, as many as one ``grow`` would. Returns the sessions that have more of them, if this
+        call computed any. Raises DeviceFull."""
         known = [self._contexts[session] for session in ids if session in self._contexts]
         reading = [context for context in known if not context.tree.begun]
         self._slide(reading)
         before = sum([context.num_pending for context in reading])
         if before:
             self._catch_up(reading)
-            if self.network.device.type == "cuda":  # or all parts would stand in line there before what comes meanwhile
+            if self.network.device.type == "cuda":  # else all parts queue on the device, and a new commit waits for all
                 torch.cuda.current_stream(self.network.device).synchronize()
         left = [context for context in reading if context.num_pending]
         return [context.session for context in left] if sum([c.num_pending for c in left]) < before else []
@@ -301,7 +304,7 @@ class NeuralDrafter:
         return self._contexts[session].tree
 
     def _rows_of(self, tokens: NDArray[np.int32]) -> list[int]:
-        """The tokens; a target with more padding may say one for which there is no row, and the last stands for it."""
+        """The tokens as a list. A target with more padding may send an id beyond our rows: it becomes the last row."""
         rows: list[int] = np.minimum(tokens, self.vocab_size - 1).tolist()
         return rows
 
@@ -393,12 +396,13 @@ class NeuralDrafter:
             if not taken:
                 return False
             self._expand(self._forward(builder, inputs), taken)
-        except torch.OutOfMemoryError as error:  # it does not run out behind the first tree that takes its slots
+        except torch.OutOfMemoryError as error:  # once the first tree has taken its slots, nothing allocates any more
             raise self._full([slots for _, _, slots in taken]) from error
         return True
 
     def _expand(self, output: Output, taken: Sequence[tuple[DraftContext, range, Indices]]) -> None:
-        """Rank the children of the frontiers, each of whose outputs are rows, with their KV in slots."""
+        """Rank the children of the frontiers. taken: contexts, each with the rows of ``output`` and the KV slots of its
+        frontier."""
         if not taken:
             return
         if output.block is not None:
@@ -414,7 +418,7 @@ class NeuralDrafter:
             tree.expand(children, slots)
 
     def _begin_blocks(self, output: Output, block: BlockStates, taken: Sequence[tuple[DraftContext, int]]) -> None:
-        """Rank what slots say of sessions, each of which is a row of the output, and give their roots children."""
+        """Rank the predictions of each session's block (one row of ``output``), and give the roots children."""
         reach, rows = block.reach, [row for _, row in taken]
         choices = [_slot_rows(context, range(row * reach, (row + 1) * reach)) for context, row in taken]
         most = self._growth.topk if block.conditional is None else min(CANDIDATES, output.logits.shape[1])
@@ -427,7 +431,7 @@ class NeuralDrafter:
         self._grow_blocks([context for context, _ in taken])
 
     def _grow_blocks(self, contexts: Sequence[DraftContext]) -> None:
-        """Give the nodes of the frontiers children from what the sessions' passes said."""
+        """Give the frontiers' nodes children from the block passes of their sessions."""
         passes = {id(context.block[0]): context.block[0] for context in contexts if context.block is not None}
         for made in passes.values():
             sharing = [context for context in contexts if context.block is not None and context.block[0] is made]
@@ -447,7 +451,7 @@ class NeuralDrafter:
         return self.network.forward(builder.build(self.network.device, torch.cat(list(inputs)) if inputs else None))
 
     def _full(self, taken: Sequence[Indices]) -> DeviceFull:
-        """What is to be raised where memory ran out. taken: slots that are nobody's yet; they are free again."""
+        """The error to raise when memory ran out. taken: slots that no session owns yet; they are freed."""
         for slots in taken:
             self.slots.free(slots)
         return DeviceFull("the draft's device has no memory for this step; lower draft.max_sessions")
@@ -466,7 +470,7 @@ def _choice_rows(context: DraftContext, rows: range) -> ChoiceRows:
 
 
 def _slot_rows(context: DraftContext, rows: range) -> ChoiceRows:
-    """A block's slots, whatever stands between the newest token and them."""
+    """How to choose in a block's slots: penalties count committed tokens only, as the path to a slot is not known."""
     base, count = context.base, len(rows)
     return ChoiceRows(context.sampling, rows, range(base, base + count),
                       range(base - context.prompt_len, base - context.prompt_len + count), context.history,
@@ -494,7 +498,7 @@ def _add_frontier(builder: BatchBuilder, context: DraftContext, slots: Indices) 
     if mask_len <= MAX_NODES:
         return builder.add(tokens, positions, slots.tolist(), np.concatenate([context.slots, tree.slots]),
                            tree.words(), mask_len)
-    # No word has so many bits: each node is a sequence of its own, with its ancestors before it.
+    # An ancestor word has too few bits: each node becomes a sequence of its own, with its ancestors before it.
     first = len(builder.tokens)
     for node, token, position, slot in zip(tree.frontier, tokens, positions, slots.tolist(), strict=True):
         builder.add([token], [position], [slot],

@@ -7,8 +7,8 @@ Rules:
 3. A node is expanded only when the target has it, so a second ``grow`` at the same base sends further nodes. Trees are
    those of ``tree.GrowingTree``.
 4. A continuation that reaches the end of the text goes on with its own beginning, as an overlapping copy in LZ77 does.
-5. Texts take the memory that is left and no more: a session for which there is none is refused, as one is for which
-   there is no place. What closed sessions have taken is taken again first.
+5. Texts take only memory that is free: a session without enough is refused, as one beyond ``max_sessions`` is. Memory
+   of closed sessions is used again first.
 
 It knows nothing about sampling: the same tree is right for greedy and sampled requests.
 """
@@ -26,11 +26,11 @@ from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, 
 from slipstream.protocol.session import DOUBT, Match, SuffixIndex
 from slipstream.protocol.tree import MAX_NODES
 
-# Constants, as no measurement speaks for other values.
+# Constants and no settings: no measurement favoured other values.
 ORDERS = (2, 4, 8, 16)  # suffixes that are looked up; below the shortest nothing is proposed
-LONGEST = 18  # tokens of a match that are counted, and the depth of a tree
-BREADTH = 4  # children of a node after the shortest match; after the longest there is one
-A_TOKEN, SPARE = 400, 128 << 20  # bytes that a remembered token takes, and of what is left for answers that go on
+LONGEST = 18  # most tokens of a match that count, and the greatest depth of a tree
+BREADTH = 4  # children of a node after the shortest match; one after the longest
+A_TOKEN, SPARE = 400, 128 << 20  # bytes of a remembered token; bytes that are kept free for answers that go on
 KEEP = 1_000_000 // 18  # newest tokens of a session, as many as SGLang's trie of a million nodes holds
 
 
@@ -49,13 +49,13 @@ class Branch(NamedTuple):
 class NgramSession:
     index: SuffixIndex
     tree: GrowingTree
-    asked: bool = False  # for matches at this base
+    asked: bool = False  # whether matches were looked up at this base
     heap: list[Branch] = field(default_factory=list)
     age: int = 0
 
 
 class NgramDrafter:
-    """See the module. All costs are host microseconds; batches are loops."""
+    """See the module. It costs only microseconds on the host, so batches are loops."""
 
     name = "ngram"
     features: FeatureSpec | None = None
@@ -66,7 +66,7 @@ class NgramDrafter:
 
     def __init__(self, max_sessions: int, orders: Sequence[int] = ORDERS,
                  left: Callable[[], int | None] = lambda: None) -> None:
-        """left: bytes of memory; None: there is no limit."""
+        """left: returns the bytes of memory that are free; None: no limit."""
         self._orders, self._left = orders, left
         self._most = 0  # tokens that were remembered at the same time
         self._sessions: dict[int, NgramSession] = {}
@@ -87,7 +87,7 @@ class NgramDrafter:
         return refused
 
     def _fits(self, count: int) -> bool:
-        """Whether so many tokens more can be remembered."""
+        """Whether there is memory for ``count`` further tokens."""
         whole = count + sum([len(session.index.tokens) for session in self._sessions.values()])
         if whole > self._most:
             left = self._left()

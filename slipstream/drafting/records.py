@@ -1,9 +1,10 @@
-"""Records: a drafter's trees at every position of real answers, computed once, so that schedules can be compared by
-simulation (``slipstream.simulate.replay``).
+"""Records: a drafter's tree at every position of real answers, computed once. Simulations then compare schedules
+without a model (``slipstream.simulate.replay``).
 
-1. The target answers each question plainly and greedily. Trees never change an answer, so that is every schedule's.
-2. At each position of an answer, behind the target's own states, the drafter that serves grows a tree best first, far
-   wider than any schedule would: what a schedule would grow is in it, with what the head says of each node.
+1. The target answers each question greedily and without drafts. Trees never change an answer, so every schedule gives
+   this one.
+2. At each position of an answer the drafter grows a tree from the target's states, best first and far wider than any
+   schedule would. So each schedule's tree is a part of it, and each node has the head's score.
 
 It knows nothing about schedules, devices or times.
 """
@@ -25,15 +26,15 @@ from slipstream.drafting.tree import SENT, GrowingTree
 from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.messages import Growth
 
-ROWS, FORWARDS = 32, 8  # nodes that are expanded at once, and how often, at each position
-CHILDREN, LEAST = 64, -9.0  # of a node at most; a score below which nothing is kept
-TOGETHER = 13  # questions
+ROWS, FORWARDS = 32, 8  # nodes expanded in one forward, and forwards at each position
+CHILDREN, LEAST = 64, -9.0  # most children of a node; the lowest score that is kept
+TOGETHER = 13  # most questions answered at once
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tree at one position: node 0 stands for the newest committed token. Scores are logarithms of chances, relative
-    to the parent; -1 in ``first`` is a node whose children are not known."""
+    """A tree of N nodes at one position; node 0 is the newest committed token. Scores are log chances relative to the
+    parent; -1 in ``first`` means that the node was not expanded."""
 
     tokens: NDArray[np.int32]
     scores: NDArray[np.float32]
@@ -41,46 +42,46 @@ class Place:
     count: NDArray[np.int32]  # [N] of its children
 
     def children(self, node: int) -> range:
-        """Their numbers; none where they are not known."""
+        """The numbers of the node's children; empty where it was not expanded."""
         first = int(self.first[node])
         return range(first, first + int(self.count[node])) if first >= 0 else range(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An answer. ``places[i]``: where its first i + 1 tokens are committed."""
+    """An answer. ``places[i]``: the tree after its first i + 1 tokens."""
 
     answer: list[int]
     places: list[Place]
 
 
 class Recording(NeuralDrafter):
-    """Grows trees as one that runs ahead, without end, and proposes nothing. ``places``: of each session, so far."""
+    """Grows wide trees, keeps each as a Place in ``places`` (by session), and proposes nothing to the target."""
 
     def __init__(self, network: Network) -> None:
-        # Wider than it may be where trees are sent.
+        # Not validated: wider than the limit for trees that are sent.
         shape = GrowthSection.model_construct(num_steps=1 + FORWARDS, topk=CHILDREN, num_draft_tokens=CHILDREN)
         super().__init__("recording", network, shape, TOGETHER)
         self.places: dict[int, list[Place]] = defaultdict(list)
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
-        """A place more for each."""
+        """Append the tree at the newest token to ``places`` of each session. Returns no growth."""
         for _ in range(1 + FORWARDS):
             super().grow(ids, [SENT * ROWS] * len(ids), 1)
         for session in ids:
             tree = self.tree(session)
             self.places[session].append(place_of(self._contexts[session].tokens[-1], tree))
-            tree.ids, tree.num_sent = [0] * len(tree.ids), 0  # nobody has them: it begins anew behind the next commit
+            tree.ids, tree.num_sent = [0] * len(tree.ids), 0  # nothing was sent: a new tree begins at the next commit
         return []
 
     def close(self, ids: Sequence[int]) -> None:
-        """With a place behind the newest tokens."""
+        """Append the last trees, then forget the sessions."""
         self.grow(ids, [0] * len(ids))
         super().close(ids)
 
 
 def place_of(root: int, tree: GrowingTree) -> Place:
-    """The nodes of ``tree`` below the token ``root``, except very unlikely ones."""
+    """``tree`` below the token ``root``, without nodes whose score is below ``LEAST``."""
     scores = np.array(tree.scores)
     kept = np.flatnonzero(scores >= LEAST)  # parents of what is kept are kept, too
     numbers = np.zeros(1 + len(scores), np.int64)
@@ -95,13 +96,14 @@ def place_of(root: int, tree: GrowingTree) -> Place:
 
 
 def record(runner: ModelRunner, network: Network, tokens: int, prompts: Sequence[Sequence[int]]) -> list[Record]:
-    """Answer at most TOGETHER prompts with a target. network: of its drafter, with ``slots_for`` slots of each prompt;
-    tokens: of an answer at most."""
+    """Answer at most TOGETHER prompts with the target ``runner``, and record the trees of its drafter. network: the
+    drafter's, with ``slots_for`` slots for each prompt; tokens: the longest answer. Raises CapacityError without
+    enough slots."""
     drafter = Recording(network)
     answers = Rounds(runner, drafter, tokens).answer(prompts, 1, Tally())
     return [Record(answer, drafter.places[session]) for session, answer in enumerate(answers, 1)]
 
 
 def slots_for(prompt: int, tokens: int) -> int:
-    """Of a network, for a prompt of so many tokens and its answer."""
+    """Slots that a network needs for a prompt of ``prompt`` tokens and an answer of ``tokens``."""
     return prompt + tokens + ROWS * FORWARDS

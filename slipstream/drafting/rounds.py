@@ -1,12 +1,12 @@
-"""Rounds without a network: draft, verify, commit in one process, what was accepted and how long it took; and by that,
-which tree shape pays for a target and a drafter on this device.
+"""Rounds without a network: draft, verify and commit in one process, with acceptance and times measured; and a sweep
+that finds the tree shape which pays for a target and a drafter on this device.
 
 Rules:
-1. The drafter and the engine are the ones that serve, so a fault in either shows here.
-2. Every tree is verified whole, greedily or at a temperature with keyed noise, and no policy looks on.
-3. The token that comes with the prompt is no round: nothing could be drafted for it.
-4. A sweep answers one prompt at a time, plain and with each shape in turn, so that a slow minute of the machine affects
-   all of them. Times are medians over rounds, so that single slow rounds do not count.
+1. The drafter and the engine are those that serve, so a fault in either shows here.
+2. Every tree is verified whole, greedily or at a temperature with keyed noise; no policy makes it smaller.
+3. The first token of an answer comes with the prompt and is no round: nothing could be drafted for it.
+4. A sweep answers one prompt at a time, plain and with each shape in turn, so a slow minute affects all of them. Times
+   are medians over rounds, so a short pause of the machine does not count.
 5. A shape is judged by acceptance length / (draft + verify + exchange), an estimate: services that draft ahead while
    the target verifies are faster than that.
 
@@ -41,10 +41,10 @@ class Acceptance:
 
     rounds: int = 0
     reached: list[int] = field(default_factory=list)
-    ended: int = 0  # rounds with no token behind their draft tokens, as the last of them ended the answer
+    ended: int = 0  # rounds without a bonus token, because an accepted draft token ended the answer
 
     def add(self, accepted: int, ended: bool = False) -> None:
-        """One round more, with so many accepted draft tokens."""
+        """Count a round with ``accepted`` draft tokens. ended: one of them ended the answer."""
         self.rounds += 1
         self.ended += ended
         self.reached.extend([0] * (accepted - len(self.reached)))
@@ -53,7 +53,7 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """Tokens a round: accepted draft tokens, and the target's own behind them."""
+        """Tokens a round: accepted draft tokens plus the bonus token."""
         return 1 + (sum(self.reached) - self.ended) / max(1, self.rounds)
 
     @property
@@ -65,7 +65,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Tally:
-    """What rounds gave: acceptance, and the seconds of each draft and of each verification."""
+    """The acceptance of rounds, and the seconds of each draft and each verification."""
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     draft_s: list[float] = field(default_factory=list)
@@ -74,13 +74,13 @@ class Tally:
 
 @dataclass(slots=True)
 class Answering:
-    """One prompt that is being answered."""
+    """The state of one answer."""
 
     session: int
     sampling: Sampling
     tokens: list[int]
     slots: Indices  # KV of all tokens but the newest
-    first: int  # the answer begins here
+    first: int  # index in ``tokens`` where the answer begins
     over: bool = False
 
 
@@ -103,7 +103,8 @@ class Rounds:
         self._eos = frozenset(runner.config.eos_token_ids)
 
     def answer(self, prompts: Sequence[Sequence[int]], budget: int, tally: Tally) -> list[list[int]]:
-        """The answers' tokens; what they took joins ``tally``. Raises CapacityError when slots are too few."""
+        """Answer ``prompts`` with at most ``budget`` nodes a tree. Returns the answers' tokens, and adds acceptance and
+        times to ``tally``. Raises CapacityError when slots are too few."""
         if self._spec is not None:
             self._rows = self._runner.keep(self._spec)
         all_ = [self._begin(session, list(prompt)) for session, prompt in enumerate(prompts, 1)]
@@ -115,7 +116,7 @@ class Rounds:
             verified_s = perf_counter()
             if self._drafter is not None:
                 self._drafter.commit(commits)
-            # What a drafter does with a commit is part of what drafting costs.
+            # The drafter's own work on a commit counts as drafting.
             tally.draft_s.append(drafted_s - began_s + perf_counter() - verified_s)
             tally.verify_s.append(verified_s - drafted_s)
         for answering in all_:
@@ -146,7 +147,7 @@ class Rounds:
         return list(roots.values())
 
     def _verify(self, running: Sequence[Answering], trees: Sequence[DraftTree], acceptance: Acceptance) -> list[Commit]:
-        """Verify all trees in one forward and make what was accepted part of the answers."""
+        """Verify all trees in one forward and append the accepted tokens to the answers."""
         builder, placed = BatchBuilder(), list[tuple[range, Indices]]()
         for answering, tree in zip(running, trees, strict=True):
             slots = self._runner.slots.alloc(len(tree))
@@ -200,7 +201,7 @@ Report = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A shape, and what its rounds gave. Seconds are medians."""
+    """The results of one tree shape. Seconds are medians over rounds."""
 
     growth: GrowthSection
     acceptance_length: float
@@ -208,13 +209,13 @@ class Measured:
     verify_s: float
 
     def tokens_per_s(self, exchange_s: float) -> float:
-        """With so many seconds a round for the way between the services."""
+        """Tokens a second, if the exchange between the services takes ``exchange_s`` seconds a round."""
         return self.acceptance_length / (self.draft_s + self.verify_s + exchange_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """All that was measured. ``plain_s``: one plain step."""
+    """The results of all shapes. ``plain_s``: median seconds of a plain step."""
 
     plain_s: float
     measured: tuple[Measured, ...]
@@ -223,25 +224,26 @@ class Sweep:
         return max(self.measured, key=lambda m: m.tokens_per_s(exchange_s))
 
     def gain(self, measured: Measured, exchange_s: float) -> float:
-        """Tokens a second with the shape by those of plain decoding."""
+        """Tokens a second with the shape, divided by those of plain decoding."""
         return measured.tokens_per_s(exchange_s) * self.plain_s
 
 
 def shapes(steps: Iterable[int], topks: Iterable[int], nodes: Iterable[int]) -> list[GrowthSection]:
-    """Chains of all ``steps`` if 1 is among ``topks``; else trees that have room for so many nodes and reach their
-    depth. Raises pydantic's ValidationError for what no tree can have."""
+    """The shapes of all ``steps`` and ``topks``: a chain for a topk of 1, else a tree for each of ``nodes`` that is
+    enough to reach its depth and no more than its candidates. Raises pydantic's ValidationError for values out of
+    range."""
     found = []
     topks, nodes = list(topks), list(nodes)
     for topk in topks:
         for depth in steps:
-            most = topk + (depth - 1) * topk * topk  # candidates that growth looks at
+            most = topk + (depth - 1) * topk * topk  # all candidates of such a tree
             counts = [depth] if topk == 1 else [n for n in nodes if depth <= n <= most]
             found += [GrowthSection(num_steps=depth, topk=topk, num_draft_tokens=n) for n in counts]
     return found
 
 
 def largest(all_: Sequence[GrowthSection]) -> GrowthSection:
-    """A shape that is no smaller than any in any way: what a drafter is made for that shall take them all."""
+    """The largest depth, topk and number of nodes: a drafter made for this shape can take all the others."""
     return GrowthSection(num_steps=max(g.num_steps for g in all_), topk=max(g.topk for g in all_),
                          num_draft_tokens=max(g.num_draft_tokens for g in all_))
 
@@ -250,7 +252,7 @@ def sweep(runner: ModelRunner, drafter: NeuralDrafter, all_: Sequence[GrowthSect
           max_tokens: int, report: Report = lambda: None, temperature: float = 0.0) -> Sweep:
     """Answer each prompt plain and with each shape, greedily where ``temperature`` is 0. ``report`` is called after
     each answer, (shapes + 1) * prompts in all. Raises ConfigError for a shape that is too deep for the drafter, or
-    where no answer had a round."""
+    where every answer ended with its first token."""
     plain, tallies = Tally(), [Tally() for _ in all_]
     alone, drafting = (Rounds(runner, one, max_tokens, temperature) for one in (None, drafter))
     for prompt in prompts:

@@ -1,12 +1,12 @@
 """The standalone drafter's network: any smaller model with the target's vocabulary.
 
 Rules:
-1. It reads tokens alone, so drafted KV is as good as committed KV and is kept when the draft was right.
-2. The same ``ModelRunner`` as the target's runs it; it never learns that it drafts.
-3. A model that was trained to fill in masks (PARD: ``pard_token`` in its ``config.json``) reads some of them behind the
-   newest token, and says as many tokens more in the same pass. Masks see what is before them and one another, causally;
-   their keys and values are gone after the pass.
-4. Rows of its vocabulary that no token has are padding, of which a target may have fewer: they are never proposed.
+1. It reads only tokens, so the KV of an accepted draft token equals that of a committed one and is kept.
+2. A ``ModelRunner`` runs it, as in the target; the runner needs no code for drafting.
+3. A model trained to fill in masks (PARD: ``pard_token`` in its ``config.json``) reads some masks after the newest
+   token and predicts one further token at each, in the same pass. A mask sees all rows before it, other masks included;
+   the masks' keys and values are dropped after the pass.
+4. Vocabulary rows without a token are padding. They are never proposed: the target may have fewer of them.
 
 It knows nothing about sessions, trees or the target. Source of PARD: arXiv 2504.18583.
 """
@@ -40,9 +40,9 @@ class StandaloneNetwork:
 
     def __init__(self, runner: ModelRunner, masks: Masks | None = None, vocabulary: torch.Tensor | None = None,
                  lm_head: torch.Tensor | None = None, known: int = 0) -> None:
-        """masks: of a model that fills them in; vocabulary, lm_head: int64 [K] token ids that are scored and their rows
-        [K, H] of the model's, in any dtype and place; None: all are. known: tokens, where all are scored: columns
-        behind them are padding; 0: there is none."""
+        """masks: for a model that fills them in. vocabulary, lm_head: int64 [K] token ids to score, and their rows
+        [K, H] of the model's lm_head, any dtype and device; None: all tokens. known: number of real tokens where all
+        are scored: columns from there on are padding; 0: there is no padding."""
         model = runner.model
         self._runner, self._masks, self._known = runner, masks, known or runner.config.vocab_size
         self._head = None if lm_head is None else Linear(lm_head.to(model.device, model.dtype))
@@ -54,18 +54,18 @@ class StandaloneNetwork:
         self.race: Race | None = runner.race if lm_head is None else None
 
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
-        """Nobody sends any: ``features`` is None."""
+        """Never called with states: ``features`` is None."""
         return []
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:
-        """Logits of the wanted rows. With masks every segment wants its last row, and gets that row's block."""
+        """Logits of the wanted rows. With masks only the last row of each segment may be wanted; it begins a block."""
         if self._masks is None:
             return Output(self._logits(batch), None)
         segments = range(len(batch.mask_lens))
         parts = [self._logits(self._masks.behind(batch, segments[first : first + AT_ONCE]))
                  for first in range(0, len(segments), AT_ONCE)]
-        # The next forward of a model of ours may write where this one's logits are.
+        # The next forward of one of our models may overwrite these logits.
         logits = parts[0] if len(parts) == 1 else torch.cat([part.clone() for part in parts])
         return Output(logits, None, BlockStates(1 + self._masks.count))
 
@@ -81,17 +81,17 @@ class StandaloneNetwork:
 
 
 class Masks:
-    """What stands behind the newest token."""
+    """The mask rows of a block, which follow the newest token, and their KV slots."""
 
     __slots__ = ("_scratch", "_token", "count")
 
     def __init__(self, token: int, count: int, num_slots: int) -> None:
-        """count: of a block; num_slots: of the pool, behind which there are ``AT_ONCE * count`` for masks."""
+        """count: masks of a block; num_slots: of the pool, which has ``AT_ONCE * count`` further slots for masks."""
         self._token, self.count = token, count
         self._scratch = np.arange(num_slots, num_slots + AT_ONCE * count).reshape(AT_ONCE, count)
 
     def behind(self, batch: ForwardBatch, segments: range) -> ForwardBatch:
-        """Some segments of ``batch`` with masks behind each; logits of its last row and of the masks."""
+        """A batch of some ``segments`` of ``batch`` with masks after each; logits of its last row and of its masks."""
         builder, host, entries = BatchBuilder(), batch.host, batch.listed
         for place, segment in enumerate(segments):
             rows = slice(batch.q_indptr[segment], batch.q_indptr[segment + 1])

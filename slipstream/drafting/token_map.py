@@ -1,11 +1,11 @@
-"""The token map of FR-Spec: a drafter scores the tokens that are frequent, not the whole vocabulary.
+"""The token map of FR-Spec: a drafter scores only frequent tokens, not the whole vocabulary.
 
 Rules:
 1. A map is a list of token ids: JSON, or safetensors with one tensor of integers called ``token_map`` or
    ``hot_token_id``. A pickle (``.pt``) is refused with the command that converts it.
-2. Ids are distinct, inside the vocabulary and at least as many as a node may get children.
-3. Logits are those of the kept rows of the lm_head; ids map back through ``Network.vocabulary``. The target still
-   chooses from its whole vocabulary: a map costs acceptance, never exactness.
+2. Ids are distinct and inside the vocabulary, and there are at least as many as children of a node.
+3. Logits come from the kept rows of the lm_head; ids map back through ``Network.vocabulary``. The target still chooses
+   from its whole vocabulary: a map may lower acceptance, and never changes an answer.
 
 It knows nothing about drafters. Source: FR-Spec, arXiv 2502.14856.
 """
@@ -26,7 +26,7 @@ CONVERSION = "read it there and write the ids as a JSON list, json.dump([int(i) 
 
 
 def load_token_map(path: str | Path, vocab_size: int, at_least: int = 1) -> torch.Tensor:
-    """The ids of a map, int64 [K], ascending. at_least: children of a node. Raises ModelError naming what is wrong."""
+    """The ids of a map, int64 [K], ascending. at_least: the fewest ids allowed. Raises ModelError naming the fault."""
     path = Path(path)
     where = f"draft.token_map: {path}"
     if path.suffix in (".pt", ".pth", ".bin", ".pkl"):

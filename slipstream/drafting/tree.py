@@ -4,35 +4,35 @@ Rules of a growing tree:
 1. Nodes are numbered in the order in which they were proposed, a parent before its children; ``ROOT`` is the newest
    committed token. A node is *computed* when its children are known (its KV, if a drafter has any, is in a slot) and
    *sent* when the target has it, under an id that is positive and never used twice.
-2. The frontier are the nodes whose children come next: the root at first, then the ``width`` best of the newest level.
+2. The frontier is the set of nodes that get children next: first the root, then the ``width`` best of the newest level.
    Each gets up to ``width`` children; all of them stay proposed (EAGLE-2, arXiv 2406.16858). width = 1: a chain.
 3. Scores are cumulative logs and never rise along a path, so the best n nodes are connected.
-4. It is re-rooted once a commit, as the target re-roots its own. Nodes below the committed tokens that the target has
-   are kept with their ids; a drafter that begins anew there may propose them again, but they are not sent again. A tree
-   that grows ahead goes on below a commit instead, where the last committed token was computed.
-5. Ahead of the target the frontier are the ``rows`` best nodes of any level that have no children yet: a forward of
-   few rows costs what one row costs, and what the target will ask for next is not known. A score is the chance that
-   the answer comes there, so what the target does not verify is grown in the order in which rounds may end there.
-6. Computed nodes stand in the KV list in the order in which they were; bit j of an ancestor word is the j-th.
+4. Each commit re-roots the tree, as the target re-roots its own. Sent nodes below the committed tokens stay, under the
+   same ids; a drafter that grows from the new root proposes some of them again, and they are not sent twice. A tree
+   that grows ahead instead keeps all nodes below the last committed token, if that one was computed.
+5. Ahead of the target the frontier is the ``rows`` best nodes of any level without children: a forward of few rows
+   costs the same as one row, and it is not known what the target will ask for next. A score is the log chance that the
+   answer reaches a node, so nodes where a round is more likely to end are grown first.
+6. Computed nodes are in the KV list in the order in which they were computed; bit j of an ancestor word is the j-th.
 
-DraftContext: one session of a drafter with weights: its committed tokens, and what of them was computed.
+DraftContext: one session of a drafter with weights: its committed tokens, and the KV and states computed for them.
 
 Rules of a context:
-1. Rows are tokens by position. ``slots`` holds the KV of rows ``start, start + 1, …``; what comes after is pending.
-2. The window: rows from ``start`` on are at most ``window``, the tree included. Beyond that, the older half is dropped.
-   Without features the kept half is computed again from position 0 on, as if the session had begun there, because a
-   model's states depend on all tokens before. With features it is kept as it is: only distances of rotary positions
-   matter, and the first layer's KV depends only on a row's own input. Further layers keep some influence of dropped
-   rows, as in any sliding window.
-3. With features (lag 1) a row can be computed only when the target's state before it is here. States that are known
-   already are passed over. In a gap the states are zeros, because a row's token alone also helps (the default head
-   without states of a short prompt: acceptance length 1.86, beginning anew 1.77, with all states 1.97); before states
-   behind a gap of more than ``BRIDGE`` rows the context begins anew, so many rows earlier. Rows that read no token (a
-   block's) tell nothing then and are not there; what is computed before the gap stays.
-4. A commit keeps the KV of drafted tokens that became true (lag 0), and none with features: those rows were computed
-   from guessed states and are pending again, with the target's. The newest token stays pending, because its row gives
-   the logits to grow from; unless it was drafted, and the tree goes on below it (``tree.GrowingTree``).
-Slots that it gives up are returned, for the owner to free.
+1. Rows are tokens by position. ``slots`` holds the KV of rows ``start, start + 1, …``; later rows are pending.
+2. The window: rows from ``start`` on are at most ``window``, the tree included. When they would be more, the older half
+   is dropped. Without features the kept half is computed again from position 0 on, as if the session had begun there,
+   because a model's states depend on all rows before them. With features its KV is kept: rotary positions matter only
+   by their distances, and the KV of a head's first layer depends only on a row's own input. Further layers keep traces
+   of the dropped rows, as with any sliding window.
+3. With features (lag 1) a row can be computed only when the target's state before it has arrived. States that arrive
+   twice are ignored. Missing states are replaced by zeros, because a row's token alone helps (the default head without
+   states of a short prompt: acceptance length 1.86, beginning anew 1.77, with all states 1.97). After a gap of more
+   than ``BRIDGE`` rows the context begins anew, ``BRIDGE`` rows before the new states. A block head's rows read no
+   token, so they are left out of a gap; rows before the gap stay.
+4. A commit keeps the KV of accepted draft tokens with lag 0. With features it keeps none: those rows were computed from
+   the head's own states, and are pending again with the target's. The newest token stays pending, because its row gives
+   the logits to grow from; except where it was computed and the tree goes on below it (``GrowingTree``, rule 4).
+Slots that a context gives up are returned; the caller frees them.
 
 It knows nothing about logits, networks or peers; it is plain Python on lists of at most a few hundred nodes.
 """
@@ -55,7 +55,7 @@ from slipstream.protocol.messages import Growth
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 
-AHEAD, SENT = 8, 2  # nodes that are expanded at once at least; nodes sent for each
+AHEAD, SENT = 8, 2  # the fewest nodes expanded in one forward ahead; nodes sent for each of them
 BRIDGE = 256  # rows without a state
 WORST = float(np.finfo(np.float32).min)  # score that is sent
 ROOT = -1  # among nodes, which are counted from 0
@@ -67,22 +67,22 @@ class GrowingTree:
                  "parents", "picks", "rows", "scores", "slots", "tokens", "width")
 
     def __init__(self, base: int, width: int = 1, next_id: int = 1) -> None:
-        """next_id: the first that is free, where a session begins again."""
+        """base: committed tokens; next_id: the first free id, above 1 where a session begins again."""
         self.base, self.width, self.next_id = base, width, next_id
-        self.ahead = False  # it is grown on while the target verifies
-        self.rows = AHEAD  # of its frontier then
-        self.begun = False  # the root's children are known
+        self.ahead = False  # whether it grows while the target verifies
+        self.rows = AHEAD  # most nodes of its frontier then
+        self.begun = False  # whether the root's children are known
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.scores: list[float] = []
         self.depths: list[int] = []  # 1 below the root
         self.ids: list[int] = []  # 0: not sent
         self.num_sent = 0
-        self.computed: list[int] = []  # the root not counted
-        self.slots: Indices = NO_SLOTS  # of their KV
+        self.computed: list[int] = []  # without the root
+        self.slots: Indices = NO_SLOTS  # KV of ``computed``
         self.frontier = [ROOT]
         self.picks: list[int] = []  # which children of the level above the frontier is
-        self._held: dict[tuple[int, int], int] = {}  # (parent, token) -> sent, and not proposed since the last commit
+        self._held: dict[tuple[int, int], int] = {}  # (parent, token) -> sent node, not proposed again since the commit
 
     @property
     def room(self) -> int:
@@ -90,7 +90,7 @@ class GrowingTree:
         return MAX_HELD - 1 - self.num_sent
 
     def depth(self) -> int:
-        """The depth of the deepest node of the frontier; 0 at the root, or if there is nothing to expand."""
+        """The depth of the deepest frontier node; 0 at the root, and when nothing is left to expand."""
         return max((self.depths[node] for node in self.frontier if node != ROOT), default=0)
 
     def path(self, node: int) -> list[int]:
@@ -123,7 +123,7 @@ class GrowingTree:
 
     def expand(self, children: Sequence[Children], slots: Indices = NO_SLOTS) -> None:
         """Give each frontier node its children (log scores relative to the node) and move the frontier down a level.
-        What is not a finite score is no child: a token that the filters forbid. slots: where the frontier's KV is."""
+        A child with a score that is not finite is skipped: the filters forbid its token. slots: the frontier's KV."""
         assert len(children) == len(self.frontier)
         level: list[int] = []
         totals: list[float] = []
@@ -153,7 +153,7 @@ class GrowingTree:
         self.frontier = [level[place] for place in self.picks]
 
     def propose(self, parent: int, token: int, score: float) -> int:
-        """A child that is proposed now: one that the target holds, or a new one."""
+        """Propose a child. Returns its number: of a sent node that is proposed again, or of a new one."""
         node = self._held.pop((parent, token), None)
         if node is not None:
             self.scores[node] = score
@@ -166,12 +166,12 @@ class GrowingTree:
         return len(self.tokens) - 1
 
     def holds(self, parent: int, token: int) -> bool:
-        """Whether the target has a child that was not proposed since the last commit."""
+        """Whether the target has this child, and it was not proposed again since the last commit."""
         return (parent, token) in self._held
 
     def aim(self, rows: int = AHEAD) -> None:
-        """From now on grow ahead of the target: expand the nodes where growth is most likely needed, not only the
-        newest level. ``rows``: nodes expanded at once, at least AHEAD."""
+        """Grow ahead of the target from now on: the likeliest nodes of all levels, not only the newest level.
+        ``rows``: nodes expanded in one forward, at least AHEAD."""
         self.ahead, self.rows = True, max(AHEAD, rows)
         if not self.begun or not self.tokens:
             return
@@ -181,7 +181,7 @@ class GrowingTree:
         self.frontier = sorted(nlargest(most, waiting, key=self.scores.__getitem__))
 
     def growth(self, session: int, most: int) -> Growth:
-        """The ``most`` best nodes that the target does not have, best first, which is parents first: they are sent."""
+        """Send the ``most`` best nodes that the target does not have, best first, so parents come first."""
         ids, parents, tokens, scores = self.ids, self.parents, self.tokens, self.scores
         order = sorted(range(len(ids)), key=scores.__getitem__, reverse=True)  # the earlier among equals
         if self.num_sent:
@@ -197,22 +197,22 @@ class GrowingTree:
                       np.array([max(scores[node], WORST) for node in nodes], np.float32))
 
     def promise(self, count: int) -> float:
-        """Expected accepted tokens of the ``count`` best nodes that the target has, if scores were the true log chances
-        of acceptance."""
+        """Expected accepted tokens of the ``count`` best sent nodes, if scores were the true log chances of
+        acceptance."""
         sent = [score for score, number in zip(self.scores, self.ids, strict=True) if number]
         return sum(map(exp, sorted(sent, reverse=True)[:count]))
 
     def sent_depth(self) -> int:
-        """Levels below the root of which the target has nodes."""
+        """The depth of the deepest sent node; 0: none was sent."""
         return max((depth for depth, number in zip(self.depths, self.ids, strict=True) if number), default=0)
 
     def commit(self, tokens: Sequence[int], lasting: bool) -> tuple[Indices, Indices]:
-        """Re-root below committed ``tokens``. lasting: the KV of drafted tokens that became true is that of committed
-        ones. Returns slots: of such KV, for the first of ``tokens``; and those to free."""
+        """Re-root below committed ``tokens``. lasting: the KV of accepted draft tokens may be kept. Returns the slots
+        of kept KV, for the first of ``tokens``; and the slots to free."""
         path, node, left = list[int](), ROOT, iter(tokens)
         token = next(left, None)
         for child, (parent, own) in enumerate(zip(self.parents, self.tokens, strict=True)):
-            if parent == node and own == token:  # one pass: a parent stands before its children
+            if parent == node and own == token:  # one pass is enough: a parent comes before its children
                 path.append(child)
                 node, token = child, next(left, None)
         self.base += len(tokens)
@@ -226,13 +226,13 @@ class GrowingTree:
         return (slots[true], np.delete(slots, true)) if true else (NO_SLOTS, slots)
 
     def forget(self) -> Indices:
-        """Give up what is proposed, but for what the target has. Returns the slots of computed nodes."""
+        """Drop all nodes except the sent ones. Returns the slots of computed nodes, for the caller to free."""
         freed = self.slots
         self._begin_anew(ROOT)
         return freed
 
     def _go_on(self, path: list[int]) -> tuple[Indices, Indices]:
-        """The last of ``path`` becomes the root, and all below it stays as it is."""
+        """Make the last of ``path`` the root and keep all nodes below it. Returns as ``commit``."""
         at, held, slots = {node: place for place, node in enumerate(self.computed)}, self._held, self.slots
         places = self._cut(path[-1], everything=True)
         del places[path[-1]]
@@ -247,7 +247,7 @@ class GrowingTree:
         return slots[true], np.delete(slots, [*true, *kept])
 
     def _begin_anew(self, root: int | None) -> None:
-        """What the target has below ``root`` stays (None: it has nothing), and nothing is proposed."""
+        """Keep only sent nodes below ``root`` (None: there are none), and begin a new tree."""
         if root is None:
             for held in (self.tokens, self.parents, self.scores, self.depths, self.ids):
                 held.clear()
@@ -258,7 +258,7 @@ class GrowingTree:
         self.begun, self.frontier, self.computed, self.slots = False, [ROOT], [], NO_SLOTS
 
     def _cut(self, root: int, everything: bool) -> dict[int, int]:
-        """Keep what stands below ``root``, or of it what the target has. Returns the numbers that nodes have now."""
+        """Keep the nodes below ``root`` (only sent ones without ``everything``). Returns old number -> new number."""
         places, nodes = {root: ROOT}, list[int]()
         for node in range(root + 1, len(self.tokens)):
             if self.parents[node] in places and (everything or self.ids[node]):
@@ -267,7 +267,7 @@ class GrowingTree:
         score, depth = (0.0, 0) if root == ROOT else (self.scores[root], self.depths[root])
         self.parents = [places[self.parents[node]] for node in nodes]
         self.tokens = [self.tokens[node] for node in nodes]
-        # One that the target has may be better than its parent, which was proposed again and thought less of.
+        # A sent node may have a better score than its parent, if the parent was proposed again with a lower one.
         self.scores = [min(0.0, self.scores[node] - score) for node in nodes]
         self.depths = [self.depths[node] - depth for node in nodes]
         self.ids = [self.ids[node] for node in nodes]
@@ -288,16 +288,16 @@ class DraftContext:
     history: TokenHistory | None
     window: int
     lag: int
-    bridged: bool = True  # whether rows without a state tell something; lag 1 only
-    plain: bool = False  # its logits are ranked, under noise or not, as they are
-    drawn: Sampling | None = None  # the noise that they are ranked under
-    start: int = 0  # position of the oldest row, if none between was left out
-    origin: int = 0  # taken from positions before they are rotated
+    bridged: bool = True  # whether a row without a target state is computed with zeros; lag 1 only
+    plain: bool = False  # no penalties and no logit_bias: logits are ranked unchanged, with or without noise
+    drawn: Sampling | None = None  # whose keyed noise ranks children; None: greedy
+    start: int = 0  # position of the oldest row, if no row was left out
+    origin: int = 0  # subtracted from positions before rotary embedding
     slots: Indices = field(default_factory=lambda: NO_SLOTS)  # [C] KV of rows start .. start + C - 1
     inputs: list[torch.Tensor] = field(default_factory=list)  # [_, W] states for the first pending rows; lag 1 only
     num_inputs: int = 0  # rows in them
     states: dict[int, State] = field(default_factory=dict)  # computed node -> its output state; lag 1 only
-    block: tuple[BlockPass, int] | None = None  # what its tree grows from, and its row there; see ``block``
+    block: tuple[BlockPass, int] | None = None  # the block pass of its tree, and its row there; see ``block``
 
     def __post_init__(self) -> None:
         # The token at 0 has no state before it, so a head's first row is the token at 1.
@@ -355,13 +355,14 @@ class DraftContext:
                 break
         found = taken[0] if len(taken) == 1 else torch.cat(taken)
         rest = self.inputs[len(taken) - 1][len(taken[-1]) :]
-        # A view would keep the memory of all that it was cut from; what stands behind it is not touched.
+        # A view would keep the whole tensor in memory, so the rest is copied; later tensors stay as they are.
         self.inputs[: len(taken)] = [rest.clone()] if len(rest) else []
         self.num_inputs -= count
         return found
 
     def take(self, start: int, rows: torch.Tensor) -> Indices:
-        """Target states of positions ``start, …`` [M, W]. Returns slots to free (when a long gap begins it anew)."""
+        """Take target states of positions ``start, …`` [M, W]. Returns slots to free (where a long gap made the context
+        begin anew)."""
         end, expected = min(start + rows.shape[0], len(self.tokens)), self.awaited
         if end <= max(start, expected):
             return NO_SLOTS
@@ -370,7 +371,7 @@ class DraftContext:
             self.num_inputs += end - expected
             return NO_SLOTS
         if not self.bridged:
-            self.start = start + 1 - len(self.slots)  # rows before stay where they were turned to
+            self.start = start + 1 - len(self.slots)  # rows before the gap keep their rotary positions
             self.inputs, self.num_inputs = [rows[: end - start]], end - start
             return NO_SLOTS
         freed, gap, most = NO_SLOTS, start - expected, min(BRIDGE, self.window // 2)
@@ -382,14 +383,15 @@ class DraftContext:
         return freed
 
     def seed(self, row: int, slots: Indices, levels: int) -> Seed:
-        """All pending rows, from ``row`` on, whose states are taken; and so many levels beyond the root's children."""
+        """A seed of all pending rows, from ``row`` on; their states are taken out of ``inputs``. levels: below the
+        root's children."""
         tokens = self.tokens[row:]
         states = self.pull(len(tokens))
         assert states is not None
         return Seed(tokens, states, row - self.origin, self.slots, slots, levels, len(self.tokens), self.drawn)
 
     def unseed(self, seed: Seed) -> None:
-        """Its rows are pending again."""
+        """Put the seed's states back: its rows are pending again."""
         self.inputs.insert(0, seed.states)
         self.num_inputs += len(seed.states)
 
@@ -414,7 +416,7 @@ class DraftContext:
         return torch.stack([rows[place] for rows, place in (self.states[node] for node in nodes)])
 
     def close(self) -> Indices:
-        """Give up all that was computed or waits to be. Returns every slot that the session holds."""
+        """Drop all computed and pending rows. Returns every slot of the session, for the caller to free."""
         freed = np.concatenate([self.slots, self.tree.forget()])
         self.states.clear()
         self.block = None

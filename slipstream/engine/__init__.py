@@ -2,6 +2,6 @@
 
 Dimension key, used in every shape comment of this package:
 
-B sessions · T query rows (ragged) · N nodes of one tree, root included · M tokens in one commit · R rows with logits ·
+B segments, one a session · T query rows (ragged) · N nodes of one tree, root included · M tokens · R rows with logits ·
 S slots in the pool · V vocabulary · H hidden · F feature width · L layers · Q, G query / KV heads · D head size
 """

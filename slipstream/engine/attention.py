@@ -1,20 +1,19 @@
-"""Attention over slots: the visibility rule, torch's implementation (the specification), and the protocol of other
-kernels.
+"""Attention over slots: which KV entries a row sees, torch's computation of it, and the protocol of other kernels.
 
 Rules:
 1. A page is a slot. A segment's KV is a list of slots (``indices`` between two of ``kv_indptr``), its own rows last.
-2. What a row sees is three numbers, whatever kind of row it is: of its segment's entries those from ``first`` up to
-   ``limit``, and entry ``limit + j`` where bit j of ``word`` is set. A causal row has no word; a row of a tree has its
-   ancestors there; a sliding window raises ``first``. So a kernel's mask is 16 bytes a row, however long the context.
-3. That is planned on the host, once a forward and not once a layer, without a loop over rows.
+2. Three numbers say what a row of any kind sees: the entries of its segment from ``first`` up to (not including)
+   ``limit``, and entry ``limit + j`` where bit j of ``word`` is set. A causal row has the word 0; a tree row's word
+   marks its ancestors; a sliding window raises ``first``. So a mask is 16 bytes a row, however long the context.
+3. These numbers are computed on the host, once a forward and not once a layer, without a loop over rows.
 4. Torch's attention is the specification, and what runs on a CPU. The query heads of one KV head are folded into rows,
-   so K and V are never repeated. Segments alike in size (same power of two of rows and of KV entries) share one padded
-   call; a segment alone is taken as it is, without a gather if its slots are one run. Padding reads the segment's own
-   last slot, never foreign memory.
-5. A *fixed* attention is planned repeatedly for one number of rows and segments: its inputs stay at the same addresses,
-   so that a captured graph may read them. Its owner writes all of them before each ``take``.
-6. Before another attention serves, ``disagreement`` compares both of its ways (planned, fixed) with torch's, with NaN
-   in slots that no row may read.
+   so K and V are never repeated. Segments of similar size (same power of two of rows and of KV entries) share one
+   padded call; a segment alone is not padded, nor gathered if its slots are consecutive. Padding reads the segment's
+   own last slot, never that of another segment.
+5. A *fixed* attention is planned many times for one number of rows and segments. It always reads the same memory, so a
+   captured graph can contain it. Its owner writes all of that memory before each ``take``.
+6. Before other kernels serve, ``disagreement`` compares both of their forms (planned and fixed) with torch's, with NaN
+   in all slots that no row may read.
 
 It knows nothing about layers, weights or why a row is there. Which attention serves: ``flashinfer.attention_for``.
 Dimension key: see the package.
@@ -40,15 +39,15 @@ from slipstream.protocol.tree import MAX_NODES
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """A batch as a paged kernel reads it, on the host."""
+    """What a paged attention kernel needs of a batch, on the host (rule 2)."""
 
     q_indptr: NDArray[np.int32]  # [B + 1]
     kv_indptr: NDArray[np.int32]  # [B + 1]
-    entries: NDArray[np.int32] | NDArray[np.int64]  # slots: those of all segments, or a whole table
+    entries: NDArray[np.int32] | NDArray[np.int64]  # KV slots: those of all segments, or a whole ``SlotTable``
     firsts: NDArray[np.int32]  # [T]
     limits: NDArray[np.int32]  # [T]
     words: NDArray[np.int64]  # [T]
-    begins: NDArray[np.int64] | None = None  # [B] of segments in a table; None: ``entries`` lists them
+    begins: NDArray[np.int64] | None = None  # [B] where segments begin in the table; None: ``entries`` is no table
 
     @property
     def num_rows(self) -> int:
@@ -56,7 +55,7 @@ class PagePlan:
 
     @property
     def indices(self) -> NDArray[np.int32]:
-        """[kv_indptr[-1]] slots of all segments, one behind the other."""
+        """int32 [kv_indptr[-1]], the slots of all segments, one segment after the other."""
         found = self.entries if self.begins is None else listed(self.entries, self.begins, self.kv_indptr)
         return found.astype(np.int32, copy=False)
 
@@ -68,7 +67,7 @@ class PagePlan:
 
 @dataclass(frozen=True, slots=True)
 class PageTensors:
-    """The same where the kernel runs."""
+    """A ``PagePlan`` on the device of the kernel."""
 
     q_indptr: torch.Tensor  # int32 [B + 1]
     kv_indptr: torch.Tensor  # int32 [B + 1]
@@ -82,7 +81,8 @@ class PageTensors:
 
     @staticmethod
     def within(numbers: torch.Tensor, indices: torch.Tensor, rows: int) -> PageTensors:
-        """Where what ``packed`` makes of plans of so many rows is written, and beside it what they list."""
+        """Views into ``numbers``, memory for what ``packed`` makes of plans of ``rows`` rows; ``indices`` is kept as it
+        is."""
         halves = numbers[rows:].view(torch.int32)
         ends = len(halves) // 2 - rows
         firsts, limits, q_indptr, kv_indptr = halves.split_with_sizes((rows, rows, ends, ends))
@@ -90,15 +90,15 @@ class PageTensors:
 
 
 def plan_pages(batch: ForwardBatch, window: int = 0) -> PagePlan:
-    """window: sliding window in tokens, 0 for none; it must hold a whole tree."""
+    """The plan of a batch. window: sliding window in tokens, 0 for none; it must hold a whole tree."""
     assert window == 0 or window >= MAX_NODES, "a window must hold a whole tree"
     segments, count = len(batch.mask_lens), batch.num_rows
     host = np.array((batch.q_indptr, batch.kv_indptr, (*batch.mask_lens, 0)))
     q_indptr, kv_indptr, mask_lens = host[0], host[1], host[2, :segments]
     q, n = host[:2, 1:] - host[:2, :-1]
-    own = n - q_indptr[1:]  # of a causal row its own entry, without the row's place in the batch
+    own = n - q_indptr[1:]  # a causal row's own entry minus its index in the batch, the same for all rows of a segment
     whole = n - mask_lens
-    if count > segments:  # else there is a row for each
+    if count > segments:  # else each segment has one row
         own, whole, mask_lens = np.repeat(np.array((own, whole, mask_lens)), q, axis=1)
     limits = own + np.arange(1, count + 1)
     words = batch.host.words
@@ -107,7 +107,7 @@ def plan_pages(batch: ForwardBatch, window: int = 0) -> PagePlan:
         words = np.where(causal, 0, words)
         limits = np.where(causal, limits, whole)
     firsts = np.zeros(count, np.int32)
-    if window:  # a row of a tree stands where it would if its path were all there is
+    if window:  # a tree row's window counts its own path only, not the other nodes
         end = limits + np.bitwise_count(words.view(np.uint64)).astype(np.int64)
         firsts = np.clip(end - window, 0, limits).astype(np.int32)
     begins = None if batch.kv_begins is None else np.array(batch.kv_begins)
@@ -116,13 +116,13 @@ def plan_pages(batch: ForwardBatch, window: int = 0) -> PagePlan:
 
 
 def placed(plan: PagePlan, device: torch.device) -> PageTensors:
-    """A plan's own tensors, for one forward."""
+    """The tensors of a plan on ``device``, newly made, for one forward."""
     numbers, indices = (torch.from_numpy(part).to(device, non_blocking=True) for part in (packed(plan), plan.indices))
     return PageTensors.within(numbers, indices, plan.num_rows)
 
 
 def visible(plan: PagePlan, rows: slice, entries: int) -> NDArray[np.bool_]:
-    """[q, entries]: which of a segment's entries its rows see (rule 2)."""
+    """bool [q, entries]: which of its segment's first ``entries`` entries each of ``rows`` sees (rule 2)."""
     entry = np.arange(entries)
     node = entry - plan.limits[rows, None]
     marked = (plan.words[rows, None].view(np.uint64) >> node.clip(0, MAX_NODES - 1).astype(np.uint64)) & np.uint64(1)
@@ -131,23 +131,24 @@ def visible(plan: PagePlan, rows: slice, entries: int) -> NDArray[np.bool_]:
 
 
 def packed_size(rows: int, segments: int) -> int:
+    """How many int64 ``packed`` returns."""
     return 2 * rows + segments + 1
 
 
 def packed(plan: PagePlan) -> NDArray[np.int64]:
-    """[2 * T + B + 1]: all of a plan but what it lists, to be sent in one copy."""
+    """int64 [2 * T + B + 1]: all of a plan except its slots, in one array for one copy to the device."""
     halves = np.concatenate((plan.firsts, plan.limits, plan.q_indptr, plan.kv_indptr))
     return np.concatenate((plan.words, halves.view(np.int64)))
 
 
 def write_indices(pages: PageTensors, plan: PagePlan) -> None:
-    """What a plan lists. What lies beyond the last entry repeats it."""
+    """Write a plan's slots into ``pages.indices``, and the last slot into the rest of it."""
     indices = plan.indices
     pages.indices[: len(indices)].copy_(torch.from_numpy(indices), non_blocking=True)
     pages.indices[len(indices) :] = int(indices[-1])
 
 
-# KV entries of one padded call, about: bounds what is gathered at a time. A GPU likes few launches.
+# KV entries of one padded call, about: it bounds the memory of a gather. More on a GPU, where launches are expensive.
 PADDED_ENTRIES, PADDED_ENTRIES_CUDA = 8192, 131_072
 
 
@@ -157,13 +158,14 @@ class Part:
 
     size: tuple[int, int, int]  # b, q, n
     rows: slice | torch.Tensor  # b * q rows of the batch
-    targets: slice | torch.Tensor  # where their results go; the row after the last one takes those of padding
+    targets: slice | torch.Tensor  # result rows; padding rows write to an extra row after the last one
     slots: slice | torch.Tensor  # b * n KV slots, or n that all segments read
     mask: torch.Tensor | None  # [b, 1, q * Q/G, n] added to the scores; None: every row sees everything
 
 
 def plan_attention(pages: PagePlan, group: int, dtype: torch.dtype, device: torch.device) -> tuple[Part, ...]:
-    """Plan the attention of every layer of one forward. group: query heads of one KV head; dtype: the queries'."""
+    """The calls that compute the attention of each layer of one forward. group: query heads of one KV head; dtype: that
+    of the queries."""
     host = _Host(pages, group, dtype, device)
     return tuple(host.single(s[0]) if len(s) == 1 else host.padded(s) for s in host.likes())
 
@@ -179,7 +181,7 @@ def attend(q: torch.Tensor, kv: torch.Tensor, plan: tuple[Part, ...], scale: flo
 
 
 def attend_pages(q: torch.Tensor, kv: torch.Tensor, pages: PageTensors, scale: float) -> torch.Tensor:
-    """The same of what a paged kernel reads: the specification of such kernels."""
+    """``attend`` from the inputs of a paged kernel: the specification of such kernels. Slow: it plans at each call."""
     plan = plan_attention(PagePlan(*(part.cpu().numpy() for part in pages)), q.shape[1] // kv.shape[2], q.dtype,
                           q.device)
     return attend(q, kv, plan, scale)
@@ -221,7 +223,7 @@ class _Host:
         return slice(int(self.pages.q_indptr[segment]), int(self.pages.q_indptr[segment + 1]))
 
     def likes(self) -> Iterator[list[int]]:
-        """Segments that go together."""
+        """Groups of segments that share one call (rule 4)."""
         open_groups: dict[tuple[int, int], list[int]] = {}
         most = PADDED_ENTRIES_CUDA if self.device.type == "cuda" else PADDED_ENTRIES
         for segment in range(len(self.pages.q_indptr) - 1):
@@ -257,7 +259,7 @@ class _Host:
             slots[i, :entries] = self.pages.slots(segment)
             slots[i, entries:] = slots[i, entries - 1]
             seen[i, :own, :entries] = visible(self.pages, of, entries)
-            seen[i, own:] = seen[i, own - 1]  # a padding row repeats the last one: no row of nothing but -inf
+            seen[i, own:] = seen[i, own - 1]  # a padding row repeats the last row: a row of -inf alone would give NaN
         mask = None if seen.all() else self.additive(seen)
         if np.array_equal(targets.ravel(), np.arange(count)):
             whole = slice(0, count)
@@ -279,7 +281,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [T, Q, D], on
 
 class Attention(Protocol):
     def plan(self, batch: ForwardBatch) -> Attend:
-        """What attends in each layer of one forward of ``batch``."""
+        """The function that computes the attention of each layer in one forward of ``batch``."""
         ...
 
 
@@ -287,7 +289,7 @@ class FixedAttention(Protocol):
     """An attention for one number of rows and segments."""
 
     def take(self, plan: PagePlan) -> bool:
-        """Another batch of this size, which the pages hold already. False: it cannot run as it was captured."""
+        """Plan another batch of this size; its pages are written already. False: it cannot run as it was captured."""
         ...
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -297,13 +299,13 @@ class FixedAttention(Protocol):
 
 class PagedAttention(Attention, Protocol):
     def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
-        """For batches of as many rows and segments as ``pages`` has, and at most as many KV entries. apart: others are
-        planned before it runs."""
+        """A fixed attention for batches with as many rows and segments as ``pages``, and at most as many KV entries.
+        apart: it keeps a plan of its own, as other batches may be planned before it runs."""
         ...
 
 
 class TorchAttention:
-    """Over gathered slots; see ``attention``. As a paged one it is slow: what kernels are held against."""
+    """Torch's attention over gathered slots (rule 4). Its ``fixed`` form is slow: it is there for comparison."""
 
     __slots__ = ("_config", "_dtype")
 
@@ -332,15 +334,16 @@ class FixedTorch:
         return attend_pages(q, kv, self._pages, self._scale)
 
 
-# Of a trial: one batch of every kind of row, behind contexts of several lengths, on slots in any order.
-TRIAL = (("chunk", 40, 9), ("step", 200, 1), ("tree", 130, 33), ("step", 1, 1), ("tree", 3, 2))  # context, rows
+# The batch of a trial: segments of every kind, with contexts of several lengths, on slots in random order.
+TRIAL = (("chunk", 40, 9), ("step", 200, 1), ("tree", 130, 33), ("step", 1, 1), ("tree", 3, 2))  # kind, context, rows
 TRIAL_SLOTS = 500
-ROUNDING = 2e-2  # of a row's length: several times what 16 bits round
+ROUNDING = 2e-2  # allowed error, relative to a row's norm: several times the rounding of 16-bit floats
 
 
 @torch.inference_mode()
 def disagreement(attention: PagedAttention, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Where a trial differs from torch's, in words; empty: nowhere. Raises what the attention raises."""
+    """How ``attention`` differs from torch's in a trial, in words; empty: it does not. Raises what ``attention``
+    raises."""
     batch = trial_batch().build(device)
     dice = torch.Generator().manual_seed(0)
     q, known = (torch.randn(count, heads, config.head_dim, generator=dice).to(device, dtype)
@@ -356,13 +359,14 @@ def disagreement(attention: PagedAttention, config: ModelConfig, dtype: torch.dt
 
 
 def farthest(found: torch.Tensor, right: torch.Tensor) -> float:
-    """The greatest distance of a row of ``found`` [T, W] from the same of ``right``, by that one's length; infinite
-    where something is not a number."""
+    """The greatest distance between a row of ``found`` [T, W] and the same row of ``right``, relative to the norm of
+    the latter; infinite if a number is NaN."""
     off = (found.float() - right.float()).norm(dim=1) / right.float().norm(dim=1)
     return float(off.nan_to_num_(nan=torch.inf).max())
 
 
 def trial_batch() -> BatchBuilder:
+    """The segments of TRIAL, with random trees, always the same."""
     dice, builder, taken = np.random.default_rng(0), BatchBuilder(), 0
     order = dice.permutation(TRIAL_SLOTS).astype(np.int64)
     for kind, context, rows in TRIAL:
@@ -384,6 +388,6 @@ def _fixed(attention: PagedAttention, config: ModelConfig, batch: ForwardBatch, 
     pages = PageTensors.within(torch.from_numpy(packed(plan)).to(kv.device), indices, batch.num_rows)
     write_indices(pages, plan)
     fixed = attention.fixed(pages)
-    for _ in "ab":  # from the second time on less is done
+    for _ in "ab":  # the second ``take`` goes a shorter way, which must be right too
         fixed.take(plan)
     return fixed(q, kv)

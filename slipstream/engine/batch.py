@@ -2,15 +2,15 @@
 
 Rules:
 1. A prefill chunk, a plain step, a tree verification, a draft prefill and a tree growth are all *segments*: some query
-   rows of one sequence, plus the slots of the KV that they may see. The rows' own slots are the last ones of the list.
-   The list is copied into the batch, or is a row of a ``SlotTable``: then a batch costs as much as it has new rows,
-   however long its contexts are.
-2. Visibility is causal, or ruled by ancestor words: the last ``mask_len`` KV entries of a segment form a tree, and
-   bit j of a row's word says whether the row sees entry ``kv_len - mask_len + j``. Everything before them is visible to
-   all rows. With words, ``mask_len`` is at most 64; with ``mask_len == 0`` the segment is causal.
+   rows of one sequence, and the slots of the KV that they may see. The rows' own slots are the last of these. The slots
+   are copied into the batch, or they are a row of a ``SlotTable``: then the cost of a batch depends on its new rows
+   only, however long the contexts are.
+2. A segment with ``mask_len == 0`` is causal. Else its last ``mask_len`` KV entries (at most 64) form a tree, and bit j
+   of a row's ancestor word says whether the row sees entry ``kv_len - mask_len + j``. All rows see every entry before
+   those.
 3. A row's KV is written to its slot before attention, so a row sees itself.
-4. Built once, read-only afterwards. Lists until ``build``, tensors after: lists are cheap to append to.
-5. Numbers are copied to a device without waiting for its earlier work (``choosing.transfer``).
+4. A batch is built once and read-only afterwards. The builder collects lists, which are cheap to append to.
+5. Copies to a device do not wait for the work that the device was given before (``choosing.transfer``).
 
 It knows nothing about sessions, sampling or why a row is there.
 """
@@ -29,43 +29,44 @@ from numpy.typing import NDArray
 from slipstream.engine.kv import Row, SlotTable
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
-SENT = ("tokens", "positions", "slots", "words", "logit_rows")  # of ``HostRows``
+SENT = ("tokens", "positions", "slots", "words", "logit_rows")  # the fields of ``HostRows`` that go to the device
 
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """What a batch's tensors say, int64, on the host. On a CPU they share memory with the tensors."""
+    """The numbers of a batch's rows on the host. On a CPU the batch's tensors share their memory."""
 
     tokens: NDArray[np.int64]  # [T]
     positions: NDArray[np.int64]  # [T]
     slots: NDArray[np.int64]  # [T]
     words: NDArray[np.int64]  # [T]
     logit_rows: NDArray[np.int64]  # [R]
-    kv_slots: NDArray[np.int64]  # of all segments, one behind the other, or a whole table: see ``kv_begins``
+    kv_slots: NDArray[np.int64]  # of all segments, one after the other, or a whole table: see ``kv_begins``
 
     def placed(self, device: torch.device) -> Sequence[torch.Tensor]:
-        """The same, in this order, on a device; without ``kv_slots``, which attention plans with on the host."""
+        """The fields SENT as tensors on ``device``, in that order. ``kv_slots`` stay on the host, where attention is
+        planned."""
         arrays = (self.tokens, self.positions, self.slots, self.words, self.logit_rows)
         if device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
-        # A copy to a device costs more to begin than its bytes: one for all.
+        # Starting a copy to a device costs more than its bytes, so there is one copy for all.
         whole = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
         return whole.split_with_sizes([len(array) for array in arrays])
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One forward pass. What planning on the host reads is plain Python and numpy; the tensors of its rows, of those
-    names in ``host``, are sent to the device when somebody asks for the first of them, all in one copy."""
+    """One forward pass. Planning reads plain Python and numpy values on the host. The tensors of the rows are copied to
+    the device when the first of them is read, all in one copy."""
 
     host: HostRows
     q_indptr: tuple[int, ...]  # [B + 1] rows of segment b: q_indptr[b] : q_indptr[b + 1]
-    kv_indptr: tuple[int, ...]  # [B + 1] the sums of the segments' entries
+    kv_indptr: tuple[int, ...]  # [B + 1] segment b has kv_indptr[b + 1] - kv_indptr[b] KV entries
     mask_lens: tuple[int, ...]  # [B] 0: causal
     device: torch.device
     features: torch.Tensor | None = None  # [T, F] further input of draft heads
-    kv_begins: tuple[int, ...] | None = None  # [B] where segments begin in a table; None: ``kv_slots`` lists them
-    table: SlotTable | None = None  # the one
+    kv_begins: tuple[int, ...] | None = None  # [B] where segments begin in the table; None: ``kv_slots`` is no table
+    table: SlotTable | None = None  # whose entries ``kv_slots`` are
     _there: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
@@ -90,7 +91,7 @@ class ForwardBatch:
 
     @property
     def logit_rows(self) -> torch.Tensor:
-        """int64 [R], rows whose logits are wanted, ascending."""
+        """int64 [R], the rows whose logits are wanted, ascending."""
         return self._at("logit_rows")
 
     def _at(self, name: str) -> torch.Tensor:
@@ -99,7 +100,7 @@ class ForwardBatch:
         return self._there[name]
 
     def there(self, name: str, tensor: torch.Tensor) -> None:
-        """One of the tensors has come with something else."""
+        """Use ``tensor`` for the field ``name``: it came to the device in another copy."""
         self._there[name] = tensor
 
     @property
@@ -108,24 +109,24 @@ class ForwardBatch:
 
     @property
     def begins(self) -> tuple[int, ...]:
-        """[B] where each segment's entries begin in ``host.kv_slots``."""
+        """[B], where each segment's entries begin in ``host.kv_slots``."""
         return self.kv_indptr[:-1] if self.kv_begins is None else self.kv_begins
 
     @property
     def listed(self) -> NDArray[np.int64]:
-        """[kv_indptr[-1]] the slots of all segments, one behind the other."""
+        """int64 [kv_indptr[-1]], the slots of all segments, one segment after the other, on the host."""
         if self.kv_begins is None:
             return self.host.kv_slots
         return listed(self.host.kv_slots, np.array(self.kv_begins), np.array(self.kv_indptr))
 
     @property
     def kv_slots(self) -> torch.Tensor:
-        """int64 [kv_indptr[-1]], where the batch is; of a batch that lists them, on a CPU the list itself."""
+        """``listed`` on the batch's device. Without a table, on a CPU, it shares the memory of ``host.kv_slots``."""
         return torch.from_numpy(self.listed).to(self.device)
 
 
 def listed(entries: NDArray[Any], begins: NDArray[Any], indptr: NDArray[Any]) -> NDArray[Any]:
-    """Runs of ``entries`` one behind the other: run b begins at ``begins[b]`` and has its length from ``indptr``."""
+    """Runs of ``entries``, joined: run b begins at ``begins[b]`` and has ``indptr[b + 1] - indptr[b]`` entries."""
     sizes = np.diff(indptr).tolist()
     runs = [entries[begin : begin + size] for begin, size in zip(begins.tolist(), sizes, strict=True)]
     return np.concatenate(runs) if runs else entries[:0]
@@ -133,8 +134,8 @@ def listed(entries: NDArray[Any], begins: NDArray[Any], indptr: NDArray[Any]) ->
 
 @dataclass(slots=True)
 class BatchBuilder:
-    """Collects segments; ``build`` makes the batch. Their contexts are given all as lists (``add``) or all as rows of
-    one table (``add_row``)."""
+    """Collects segments; ``build`` makes the batch. Either all contexts are given as lists (``add``), or all as rows of
+    one table (``add_row``, ``add_trees``)."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -165,17 +166,18 @@ class BatchBuilder:
 
     def add_row(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int], row: Row, length: int,
                 words: Sequence[int] | None = None, mask_len: int = 0, logits: str = "all") -> range:
-        """The same behind the first ``length`` entries of a table's row, in which ``build`` writes the rows' slots."""
+        """As ``add``; the context is the first ``length`` entries of a table's row, and ``build`` writes ``slots``
+        behind them."""
         assert self.table is row.table or not self.kv_indptr[-1]
         self.table = row.table
         self.kv_begins.append(row.number * row.table.width)
         return self._add(tokens, positions, slots, length, words, mask_len, logits)
 
     def add_trees(self, trees: Sequence[tuple[DraftTree, Row, int]], slots: Sequence[int]) -> list[list[int]]:
-        """As ``add_row`` for each tree, behind so many of its row's first entries; one of one node is causal. slots: of
-        all nodes, tree by tree. Returns the nodes' depths.
+        """As ``add_row`` for each (tree, row, length); a tree of one node is a causal segment. slots: those of all
+        nodes, tree by tree. Returns the depths of each tree's nodes.
 
-        Written out: a step has as many as there are answers, and calls of a few numbers each cost more than these."""
+        The loop is written out here: a step has a tree for each answer, and a function call a tree costs more."""
         tokens, positions, words, rows, entries = self.tokens, self.positions, self.words, self.q_indptr, self.kv_indptr
         first, begin, seen, found = rows[-1], rows[-1], entries[-1], list[list[int]]()
         for tree, row, length in trees:
@@ -227,7 +229,7 @@ class BatchBuilder:
 
     def build(self, device: torch.device | str = "cpu", features: torch.Tensor | None = None) -> ForwardBatch:
         """The finished batch. features: [T, F] or None."""
-        # Through an array: numpy takes three times as long for a list.
+        # By way of an array: numpy converts a list three times as slowly.
         whole = np.asarray(array("q", [*self.tokens, *self.positions, *self.slots, *self.words, *self.logit_rows]))
         rows = len(self.tokens)
         tokens, positions, slots, words = whole[: 4 * rows].reshape(4, rows)
@@ -238,7 +240,7 @@ class BatchBuilder:
                             self.table)
 
     def _placed(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The table's entries, with the rows' slots behind their contexts."""
+        """The table's entries, after the rows' slots were written behind their contexts."""
         assert self.table is not None
         ends, rows = np.array(self.kv_indptr), np.array(self.q_indptr)
         counts = rows[1:] - rows[:-1]
@@ -247,7 +249,7 @@ class BatchBuilder:
 
 
 def rows_batch(slots: NDArray[np.int64], device: torch.device, features: torch.Tensor | None = None) -> ForwardBatch:
-    """A causal segment of token 0, with so many rows as slots."""
+    """A batch of one causal segment without context: token 0 in as many rows as there are ``slots``."""
     builder = BatchBuilder()
     builder.add([0] * len(slots), range(len(slots)), slots.tolist(), np.zeros(0, np.int64), logits="all")
     return builder.build(device, features)

@@ -2,11 +2,12 @@
 
 Rules:
 1. Batch, pool and taps are arguments; a model holds weights and nothing that changes.
-2. A tap at layer i is the residual stream that enters layer i; at the number of layers it is the state after the final
+2. A tap at layer i is the residual stream that enters layer i; a tap at ``num_layers`` is the state after the final
    norm.
-3. A device holds a model once, and one layer twice, while it is built: what is merged is placed layer by layer.
+3. While a model is built its device holds the weights once, and one layer twice: merged matrices are moved layer by
+   layer.
 
-It knows nothing about sessions, slots' owners or files. Format: tensor names as in transformers' checkpoints.
+It knows nothing about sessions, who owns slots, or files. Format: tensor names as in transformers' checkpoints.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from slipstream.engine.ops.layer import (
 )
 
 LAYERS, NORM = "model.layers.", "model.norm.weight"
-MTP_LAYERS = "model.mtp_layers."  # MiMo's, which a draft reads
+MTP_LAYERS = "model.mtp_layers."  # MiMo's multi-token prediction layers, which a drafter reads
 
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """How a checkpoint's tensors become those of a decoder. place: brings one to the dtype and the device to run in;
-    product: makes what a layer multiplies with, by its name in ``LayerWeights``; head: of a part of the vocabulary."""
+    """How a checkpoint's tensors become a decoder's. place: moves a tensor to its dtype and device; product: makes the
+    linear map of a matrix, by its name in ``LayerWeights``; head: lm_head rows to use instead of the checkpoint's (a
+    rank's part of the vocabulary)."""
 
     place: Callable[[str, torch.Tensor], torch.Tensor]
     product: Callable[[str, Matrix, torch.Tensor | None], Linear] = linear
@@ -59,7 +61,8 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, tensors: Tensors, ops: LayerOps = TORCH,
                  attention: Attention | None = None, placing: Placing = AS_IT_IS) -> None:
-        """tensors: by name; ops: how its layers run; attention: None is torch's. Raises ModelError naming a tensor."""
+        """tensors: by name; ops: the operations of a layer; attention: None is torch's. Raises ModelError naming a
+        tensor."""
         self.config, self._ops = config, ops
         own_head = placing.head is None and not config.tied_embeddings
         around = {name: placing.place(name, tensors[name]) for name in (EMBEDDING, NORM, *([HEAD] if own_head else []))
@@ -76,7 +79,8 @@ class Decoder:
     @staticmethod
     def from_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
                      ops: LayerOps = TORCH, attention: Attention | None = None) -> Decoder:
-        """As ``Decoder(...)``, of tensors in any dtype and place."""
+        """As ``Decoder(...)``, for tensors of any float dtype on any device; they are moved to ``dtype`` and
+        ``device``. Tensors of integers are ignored."""
         floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         return Decoder(config, floats, ops, attention, Placing(lambda _, tensor: tensor.to(device, dtype)))
 
@@ -86,7 +90,7 @@ class Decoder:
         return f"{type(self.attention).__name__}, {self._ops.name} operations"
 
     def linears(self) -> Iterator[Linear]:
-        """All of its products, the head's last."""
+        """All linear maps, layer by layer; the head is the last."""
         for layer in self._layers:
             yield from layer.linears()
         yield self._head
@@ -99,11 +103,11 @@ class Decoder:
 
     def run(self, tokens: torch.Tensor, step: Step, pool: KVPool,
             taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``forward`` of rows that are planned: tensors alone, which a graph may capture. tokens: int64 [T]."""
+        """``forward`` after planning: it runs on tensors only, so a CUDA graph can capture it. tokens: int64 [T]."""
         x, tapped = F.embedding(tokens, self._embedding), dict[int, torch.Tensor]()
         read = self._layers[0].read(x)
         for number, (layer, norm, kv) in enumerate(zip(self._layers, self._norms, pool.kv, strict=True)):
-            if number in taps:  # the others are given up: a step is as large as its widest layer
+            if number in taps:  # other layers' states are freed, which bounds the memory of a step
                 tapped[number] = x
             x, read = layer(x, read, step, kv, norm)
         tapped[len(self._layers)] = read
@@ -116,14 +120,14 @@ class Decoder:
 
 
 def decoder_names(config: ModelConfig) -> set[str]:
-    """The tensors that a decoder takes, and a head that a tied embedding stands for."""
+    """The names of the tensors that a decoder reads, lm_head included also where the embedding is tied."""
     layers = (layer_shapes(config, f"{LAYERS}{i}") for i in range(config.num_layers))
     return {EMBEDDING, NORM, HEAD}.union(*layers)
 
 
 def unread_names(config: ModelConfig, tensors: Tensors) -> list[str]:
-    """Those that no decoder takes, scales of whole numbers and layers for a draft set aside. A head beside a tied
-    embedding is taken for granted only where it is the same."""
+    """The names of tensors that no decoder reads. Scales of int8 weights and layers for a drafter are left out, and so
+    is an lm_head beside a tied embedding if both are equal."""
     known = decoder_names(config)
     if config.tied_embeddings and HEAD + SCALE not in tensors and not _repeated(tensors):
         known.remove(HEAD)

@@ -1,17 +1,16 @@
-"""FlashInfer's paged attention, with this engine's own rule of who sees whom compiled into its kernel.
+"""FlashInfer's paged attention, with this engine's visibility rule (rule 2 of ``attention``) compiled into its kernel.
 
 Rules:
-1. One kernel for every kind of row: for each score that not every row of its segment may use, the variant below checks
-   the three numbers of ``attention``. There is no mask tensor, on the host or on the device.
-2. The backend is always ``fa2``: fa3 has no masks of one's own, and ``auto`` may choose what downloads its kernels.
-3. Plans are made from arrays on the host, so planning does not wait for the device; results are written to a given
-   place.
-4. A plan is staged in pinned memory of its wrapper, which is not touched again before the device has read it.
-5. One float workspace for all plans of an engine: what is planned runs one after the other. Contexts that are spread
-   over the whole device leave 17 MB there on an H100, whatever the heads; the largest graphs of models of as many KV
-   heads as query heads would take more, and are not captured.
-6. Before it serves it is tried beside torch's attention (``attention.disagreement``), by another process first
-   (``proof``); where it fails, torch's serves.
+1. One kernel serves every kind of row. For each score that only some rows of the segment see, the variant below checks
+   the row's three numbers. There is no mask tensor, on the host or on the device.
+2. The backend is always ``fa2``: fa3 takes no custom masks, and ``auto`` may choose a backend that downloads kernels.
+3. Plans are made from arrays on the host, so planning waits for no device; results are written to a given tensor.
+4. A plan is written to pinned memory of its wrapper, which is not written again before the device has read it.
+5. All plans of an engine share one float workspace, as they run one after the other. Contexts that are split over the
+   whole device need 17 MB of it on an H100, for any number of heads. The largest graphs of models with as many KV heads
+   as query heads would need more, so they are not captured.
+6. Before it serves, it is compared with torch's attention (``attention.disagreement``), first in another process
+   (``proof``). If it fails, torch's attention serves.
 
 It has run on an H100. It knows nothing about models or graphs. Written for flashinfer-python 0.7.2.
 """
@@ -49,9 +48,9 @@ from slipstream.observe.log import logger
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 HEAD_DIMS = (64, 128, 256)
-BFLOAT16 = (8, 0)  # of the first GPUs that multiply it
+BFLOAT16 = (8, 0)  # the lowest compute capability of GPUs that multiply bfloat16
 WORKSPACE_BYTES = 128 << 20
-INT_WORKSPACE_BYTES = 2 << 20  # of a plan, pinned on the host too: 16 bytes a row; FlashInfer refuses what is longer
+INT_WORKSPACE_BYTES = 2 << 20  # one plan, also in pinned memory: 16 bytes a row; FlashInfer refuses longer plans
 
 VARIANT = r"""
 struct RowRules : AttentionVariantBase {
@@ -86,8 +85,8 @@ struct RowRules : AttentionVariantBase {
 
 
 def variant(dtype: torch.dtype, head_dim: int) -> tuple[list[Any], dict[str, Any]]:
-    """What FlashInfer needs to make, or find, the kernel: positional and keyword arguments after the backend's name."""
-    # What was compiled is found by its name: another variant must have another.
+    """FlashInfer's arguments for this kernel: positional ones, which follow the backend's name, and keyword ones."""
+    # FlashInfer finds compiled kernels by name, so each variant needs a name of its own.
     name = f"slipstream_rows_{DTYPES[dtype]}_d{head_dim}_{hashlib.sha256(VARIANT.encode()).hexdigest()[:8]}"
     return ([name, dtype, dtype, dtype, torch.int32, head_dim, head_dim, ["firsts", "limits", "words"],
              ["int32_t", "int32_t", "uint64_t"], ["sm_scale"], ["double"], "RowRules", VARIANT],
@@ -95,7 +94,7 @@ def variant(dtype: torch.dtype, head_dim: int) -> tuple[list[Any], dict[str, Any
 
 
 def specified(dtype: torch.dtype, head_dim: int) -> Any:
-    """The kernel as FlashInfer compiles it, or loads it where it is compiled."""
+    """FlashInfer's object for this kernel, which compiles it, or loads it if it was compiled before."""
     modules = importlib.import_module("flashinfer.jit.attention.modules")
     arguments, words = variant(dtype, head_dim)
     return modules.gen_customize_batch_prefill_module("fa2", *arguments, **words)
@@ -126,7 +125,8 @@ def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
 
 def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
                   proof: Proof = objection) -> Attention:
-    """FlashInfer's where it passes its trials, in a process of its own and in this one; torch's elsewhere."""
+    """FlashInfer's attention if it passes its trials, in another process and in this one; else torch's, with a warning
+    on a GPU."""
     reason = missing(config, dtype, device)
     if not reason:
         try:
@@ -145,13 +145,13 @@ def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 
 def _settled(device: torch.device) -> None:
-    """A launch that failed tells its error to whoever asks next: let that be nobody."""
+    """CUDA reports the error of a failed launch to the next call: make that call here, and ignore the error."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)
 
 
 class FlashInferAttention:
-    """See ``attention.PagedAttention``. ``workspace``: bytes in which plans lie."""
+    """See ``attention.PagedAttention``. ``workspace``: device memory for plans."""
 
     __slots__ = ("_config", "_device", "_dtype", "_float", "_planner", "_wrapper_type", "workspace")
 
@@ -194,7 +194,7 @@ class Planner:
         self._read = cuda.Event() if device.type == "cuda" else None
 
     def plan(self, plan: PagePlan, indices: torch.Tensor) -> tuple[int, ...]:
-        """indices: int32, where the kernel runs. Returns what the launch will look like."""
+        """Plan the next ``run``. indices: int32, on the device. Returns FlashInfer's description of the launch."""
         self._wait()
         config = self._config
         segments = len(plan.q_indptr) - 1
@@ -203,11 +203,11 @@ class Planner:
             torch.ones(segments, dtype=torch.int32), config.num_heads, config.num_kv_heads, config.head_dim, 1,
             q_data_type=self._dtype, kv_data_type=self._dtype, o_data_type=self._dtype,
             seq_lens=torch.from_numpy(np.diff(plan.kv_indptr)))
-        return self._planned(self._wrapper._plan_info)  # nothing public says it
+        return self._planned(self._wrapper._plan_info)  # there is no public access to it
 
     def again(self, plan: PagePlan) -> tuple[int, ...]:
-        """As ``plan``, of as many rows and segments as were planned before, for a graph: its schedule alone. What else
-        the wrapper would copy is there already."""
+        """As ``plan``, for a graph whose number of rows and segments was planned before: it makes the schedule only.
+        The other arrays that ``plan`` copies are on the device already."""
         self._wait()
         wrapper, config, size = self._wrapper, self._config, self._config.head_dim
         return self._planned(wrapper._cached_module.plan(
@@ -233,8 +233,8 @@ class Planner:
 
 
 class FixedFlashInfer:
-    """See ``attention.FixedAttention``. The wrapper reads the same memory. ``launch``: what FlashInfer says of the
-    captured one."""
+    """See ``attention.FixedAttention``. Its wrapper reads the memory of ``pages``. ``launch``: FlashInfer's description
+    of the captured launch."""
 
     __slots__ = ("_pages", "_planner", "launch")
 
@@ -245,7 +245,7 @@ class FixedFlashInfer:
     def take(self, plan: PagePlan) -> bool:
         if self.launch:
             return self._planner.again(plan) == self.launch
-        # A captured launch has the grid of its first plan; one that would need another must not be replayed.
+        # A captured launch has the grid of its first plan: a batch that needs another grid must not replay it.
         self.launch = self._planner.plan(plan, self._pages.indices[: int(plan.kv_indptr[-1])])
         return True
 

@@ -1,16 +1,15 @@
-"""Weights and activations of 8 bits in floating point, for GPUs: half of what a step reads, and products at twice the
-rate.
+"""fp8 weights and activations for GPUs: a step reads half as many bytes as with bfloat16, and multiplies twice as fast.
 
 Rules:
-1. Numbers are e4m3, which ends at 448. A matrix has a scale for each of its rows (what a row sums to), an activation
-   one for each row of the batch, taken from its own largest number: a row does not depend on its company.
-2. Products and sums are the GPU's; their result is bfloat16. ``specified`` is the specification in plain torch. It also
-   runs on a CPU: slowly, but enough to see how answers change.
-3. Matrices whose sides are no multiples of 16 stay as they are: the kernel does not take them.
-4. All implementations round to the same bits: ``rounded`` is the specification, and a kernel with one launch is used
-   where there is one (see ``ops.fused``). It rounds the weights too, so it is compiled before anything is served.
-5. The new weights replace the old ones. A target's lm_head is not rounded, because its rounding changes answers most. A
-   draft's lm_head is.
+1. Numbers are e4m3, whose largest is 448. A matrix has a scale for each output row; an activation has one for each row
+   of the batch, from that row's own largest number, so no row depends on the other rows of the batch.
+2. The GPU computes products and sums; the result is bfloat16. ``specified`` defines them in plain torch, and runs on a
+   CPU: slow, but it shows the answers that fp8 gives.
+3. Matrices whose sides are not multiples of 16 stay bfloat16: the kernel does not take them.
+4. ``rounded`` defines the rounding, and every implementation gives the same bits. A kernel that does it in one launch
+   is used where there is one (see ``ops.fused``); it rounds the weights, too, so it is compiled before answers run.
+5. fp8 weights replace the originals. A target's lm_head stays bfloat16, as its rounding would change answers most; a
+   draft's lm_head may be fp8.
 
 It knows nothing about files or batches. Format: OCP 8-bit floating point, e4m3 ("fn").
 """
@@ -28,28 +27,28 @@ from slipstream.engine.ops.layer import Linear
 from slipstream.observe.log import logger
 
 MOST = torch.finfo(E4M3).max
-STEP = 16  # rows and columns come in multiples of it
-CAPABILITY = (9, 0)  # of the first GPUs that multiply with a scale a row
-LEAST = torch.finfo(torch.float32).tiny  # a scale
+STEP = 16  # rows and columns of a matrix must be multiples of it
+CAPABILITY = (9, 0)  # the lowest compute capability of GPUs whose products take a scale for each row
+LEAST = torch.finfo(torch.float32).tiny  # the smallest scale
 
 Rounding = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [R, C] -> e4m3 [R, C] and float32 scales [R, 1] whose product is x, to rounding. A row of zeros stays one."""
+    """x [R, C] -> e4m3 [R, C] and float32 scales [R, 1]; numbers times scales are x, to rounding. Zeros stay zeros."""
     wide = x.float()
-    # Not divided: by a number, torch divides on a CPU and multiplies on a GPU.
+    # A product, not a division by MOST: torch computes that division differently on a CPU and on a GPU.
     scale = wide.abs().amax(-1, keepdim=True).mul_(1 / MOST).clamp_min_(LEAST)
     return (wide / scale).clamp_(-MOST, MOST).to(E4M3), scale
 
 
 def specified(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """e4m3 [T, I] and [O, I] with their scales [T, 1] and [O, 1] -> x W^T in bfloat16 [T, O]."""
+    """x e4m3 [T, I] and weight e4m3 [O, I] with their scales [T, 1] and [O, 1] -> x W^T in bfloat16 [T, O]."""
     return (x.float() @ weight.float().t()).mul_(x_scale).mul_(scale.t()).to(torch.bfloat16)
 
 
 def multiplied(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The same by the device's own kernel."""
+    """As ``specified``, with the GPU's own kernel."""
     y: torch.Tensor = torch._scaled_mm(x, weight.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=torch.bfloat16,
                                        use_fast_accum=True)
     return y
@@ -72,7 +71,7 @@ class Fp8Weights:
 
 
 def with_fp8(decoder: Decoder, rounding: Rounding = rounded) -> Decoder:
-    """The decoder, with its layers in fp8. Raises ModelError."""
+    """The same decoder, after the matrices of its layers became fp8; lm_head did not. Raises ModelError."""
     check_fp8(decoder.dtype, decoder.device)
     *layers, _head = decoder.linears()
     into_fp8(layers, rounding)
@@ -80,7 +79,7 @@ def with_fp8(decoder: Decoder, rounding: Rounding = rounded) -> Decoder:
 
 
 def into_fp8(linears: Iterable[Linear], rounding: Rounding = rounded) -> None:
-    """Each product in the place of its own, where it can be."""
+    """Replace the weights of each of ``linears`` by fp8, if its sides allow it (rule 3)."""
     done = kept = 0
     for linear in linears:
         if linear.in_features % STEP or linear.out_features % STEP:
@@ -92,7 +91,7 @@ def into_fp8(linears: Iterable[Linear], rounding: Rounding = rounded) -> None:
 
 
 def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ModelError where fp8 cannot be."""
+    """Raises ModelError if this dtype or device cannot be served in fp8."""
     if dtype != torch.bfloat16:
         raise ModelError(f"quantize: fp8 is for dtype bfloat16, and this is {str(dtype).removeprefix('torch.')}")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:

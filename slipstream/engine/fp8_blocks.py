@@ -1,11 +1,11 @@
-"""Weights that are published as floating-point numbers of 8 bits with a scale for each block of a matrix (DeepSeek-V3,
-the FP8 folders of Qwen3): read as bfloat16, which is how their publishers convert them.
+"""Checkpoints in fp8 with a scale for each block of a matrix (DeepSeek-V3, the FP8 folders of Qwen3). They are read as
+bfloat16, as their publishers' own conversion does.
 
 Rules:
-1. ``config.json`` has the method and the block's size (``FIELD``). Other keys of that field are ignored.
-2. A matrix W has e4m3 numbers and, beside them, W_scale_inv [rows / block, columns / block], rounded up: a weight is
-   its number times the scale of its block. What has no scales is stored as it is.
-3. Numbers of 8 bits without scales, or with such as cannot be, are a ModelError that names the tensor.
+1. ``FIELD`` of ``config.json`` says so and gives the size of a block. Other quantisations there are not handled here.
+2. A matrix W is stored as e4m3 numbers, and W_scale_inv [rows / block, columns / block] (rounded up) beside it. A
+   weight is its number times the scale of its block. Tensors of other dtypes are read as stored.
+3. Missing scales, or scales of a wrong shape or value, are a ModelError that names the tensor.
 
 It knows nothing about files or models. Format: that of transformers' ``quant_method`` fp8.
 """
@@ -28,7 +28,8 @@ Block = tuple[int, int]  # rows, columns
 
 
 def block_of(raw: Mapping[str, Any], where: str) -> Block | None:
-    """What a block is in the folder of this ``config.json``; None: it has none. Raises ModelError."""
+    """The size of a block, from the content ``raw`` of a ``config.json``; None: it has no fp8 blocks. where: its name
+    in errors. Raises ModelError."""
     found = raw.get(FIELD)
     if not isinstance(found, dict) or found.get("quant_method") != "fp8" or found.get("weight_block_size") is None:
         return None
@@ -40,7 +41,7 @@ def block_of(raw: Mapping[str, Any], where: str) -> Block | None:
 
 
 def widened(tensors: Mapping[str, torch.Tensor], block: Block) -> dict[str, torch.Tensor]:
-    """All tensors but the scales. Raises ModelError."""
+    """All tensors except the scales, those in fp8 as bfloat16. Raises ModelError."""
     return {name: _wide(name, tensor, tensors.get(name + SCALE_INV), block) if _is_narrow(tensor) else tensor
             for name, tensor in tensors.items() if not name.endswith(SCALE_INV)}
 

@@ -1,17 +1,18 @@
-"""Captured steps: a decoder whose small forwards are replayed as one graph instead of being launched kernel by kernel.
+"""Captured steps: a decoder whose small forwards are replayed as one CUDA graph, not launched kernel by kernel.
 
 Rules:
-1. Requests are padded, never tensors: a batch that is smaller than its graph gets dummy segments with rows, positions
-   and slots of their own, before anything is derived from it. Only the last slice knows the real size.
+1. Batches are padded, never tensors: a batch that is smaller than its graph gets dummy segments with rows, positions
+   and slots of their own, before anything is computed from it. Only the last slice uses the real number of rows.
 2. One function writes every static buffer, each over its whole length, before each replay.
 3. Results are copied out before another replay may write over them.
-4. Dummy rows write to slots beyond those that the pool hands out, so they touch nobody's KV.
-5. A batch that fits no graph, or cannot be captured, runs as it would without graphs. Nothing is refused.
-6. Each new graph is tried when it is captured: it replays a step that also runs without it, on slots of its own, also
-   while answers are served. A graph that fails is left out alone, and tried again after many steps without it.
+4. Dummy rows write to spare slots that the pool never hands out, so they change nobody's KV.
+5. A batch that fits no graph, or whose graph cannot be captured, runs as without graphs. None is refused.
+6. Each new graph is tried at once: it replays a step on spare slots, which is compared with the same step without the
+   graph, also while answers run. If that fails, only this graph is given up, and captured again after many steps that
+   would have used it.
 
-How a graph is captured is given: CUDA's on a GPU; on a CPU the same function is called again on the same buffers, which
-is all of this but the speed. It knows nothing about sessions or sampling.
+How a graph is captured is an argument: on a GPU as a CUDA graph; on a CPU the function is called again on the same
+buffers, so that tests cover all but the speed. It knows nothing about sessions or sampling.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from slipstream.observe.log import logger
 from slipstream.protocol.tree import MAX_NODES
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-SEGMENTS = (1, 2, 5, 9, 17, 33, 65)  # one more than a power of two: room for the dummy
-MANY_ROWS, MANY_SEGMENTS = (192, 256, 320, 384, 512, 640), 17  # trees, of at least so many
-TRIAL_CONTEXT, TRIAL_LIMIT = 20, 0.1  # tokens; of a row's length: far beyond what sums in another order change
-MISSED = 1000  # steps that a size is passed over after it failed; twice as many each time
+SEGMENTS = (1, 2, 5, 9, 17, 33, 65)  # one more than a power of two, for a dummy segment
+MANY_ROWS, MANY_SEGMENTS = (192, 256, 320, 384, 512, 640), 17  # rows of many trees at once: at least so many segments
+TRIAL_CONTEXT, TRIAL_LIMIT = 20, 0.1  # tokens; error relative to a row's norm, far above that of another sum order
+MISSED = 1000  # steps without the graph of a size after it failed; doubled at each further failure
 CPU = torch.device("cpu")
 NOTHING = BatchBuilder(kv_slots=[np.zeros(0, np.int64)]).build()  # pads to dummies alone
 
@@ -57,8 +58,8 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """The size of a graph. It takes a batch of exactly that size, or a smaller one with room for at least one dummy row
-    and segment."""
+    """The size of a graph. It takes a batch of exactly this size, or one that leaves room for dummies: at least one
+    segment, and at least as many rows as segments."""
 
     rows: int
     segments: int
@@ -70,14 +71,14 @@ class Size:
 
 def sizes(rows: Sequence[int] = ROWS, segments: Sequence[int] = SEGMENTS,
           many_rows: Sequence[int] = MANY_ROWS) -> list[Size]:
-    """All that are captured, the cheapest first. A plain step has as many segments as rows: attention that knows it
-    takes the smallest tiles there are."""
+    """All sizes that are captured, the cheapest first. For plain steps there are sizes with as many segments as rows:
+    attention then uses its smallest tiles."""
     found = {Size(r, s) for r in rows for s in segments if s <= r} | {Size(r, r) for r in rows}
     return sorted(found | {Size(r, s) for r in many_rows for s in segments if s >= MANY_SEGMENTS})
 
 
 def needed(every: Sequence[Size], most_segments: int) -> set[Size]:
-    """Those of the sizes (cheapest first) that batches of so many segments use."""
+    """The sizes that batches of at most ``most_segments`` segments use. every: all sizes, the cheapest first."""
     found, most = set[Size](), min(most_segments, max(size.segments for size in every))
     for count in range(1, most + 1):
         fitting = [size for size in every if size.segments >= count]
@@ -87,8 +88,8 @@ def needed(every: Sequence[Size], most_segments: int) -> set[Size]:
 
 
 def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatch:
-    """``batch`` on the host, with dummy segments to ``size``: one row each, the rest in the last one. spare: slots of
-    the dummy rows; a table has them in its first row."""
+    """``batch`` on the host, filled up to ``size`` with dummy segments: each has one row, the last one all that are
+    left. spare: slots of the dummy rows, which are also the first row of a table."""
     rows, segments = size.rows - batch.num_rows, size.segments - len(batch.mask_lens)
     if not rows:
         return batch
@@ -106,21 +107,21 @@ def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatc
 
 
 def rows_of(batch: ForwardBatch, plan: PagePlan) -> NDArray[np.int64]:
-    """Tokens, positions and slots of each row, and the plan, as ``CapturedStep`` holds it."""
+    """int64 [3 * T + packed_size]: tokens, positions and slots of the rows, then the plan, as in ``CapturedStep``."""
     host = batch.host
     return np.concatenate((host.tokens, host.positions, host.slots, packed(plan)))
 
 
 def capture_eager(run: Callable[[], None]) -> Replay:
-    """A graph where there are none: the function itself."""
+    """The capture for devices without graphs: a replay calls ``run`` again."""
     run()
     return run
 
 
 class CudaCapture:
-    """The kernels that a function launches, as one CUDA graph. Graphs of one engine share their scratch memory: they
-    run one after the other, and what they leave is copied to buffers outside of it. They share a stream, too: cuBLAS
-    keeps a workspace for each that it has ever been called on."""
+    """Captures the kernels that a function launches as one CUDA graph. Graphs of one engine share their scratch memory,
+    as they run one after the other and copy results to buffers outside of it. They share a stream, too: cuBLAS keeps a
+    workspace for each stream that it was called on."""
 
     __slots__ = ("_device", "_pool", "_side")
 
@@ -132,11 +133,11 @@ class CudaCapture:
         ambient, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._side.wait_stream(ambient)
         try:
-            with torch.cuda.stream(self._side):  # and back, also where a capture that fails stays on its own
-                run()  # what is made at a first call must not be captured
+            with torch.cuda.stream(self._side):  # it also restores the stream after a failed capture
+                run()  # before the capture: first calls allocate and compile
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
                     run()
-        finally:  # a run before a capture that failed reads what is written next
+        finally:  # also after a failed capture: the first run still reads buffers that are written next
             ambient.wait_stream(self._side)
         return graph.replay
 
@@ -148,7 +149,7 @@ class CapturedStep:
 
     def __init__(self, model: Decoder, attention: PagedAttention, indices: torch.Tensor, size: Size, pool: KVPool,
                  spare: Sequence[int], taps: tuple[int, ...], capture: Capture) -> None:
-        """indices: memory that all sizes share."""
+        """indices: memory for KV slots, int32, shared by all sizes; spare: slots of dummy rows."""
         self._size, self._spare = size, spare
         self._window = model.config.sliding_window
         rows = size.rows
@@ -171,8 +172,8 @@ class CapturedStep:
 
     def __call__(self, batch: ForwardBatch,
                  mirror: Mirror | None = None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """As ``Decoder.forward``; None where this batch would need another launch than the captured one. mirror: of the
-        batch's table, where it has one."""
+        """As ``Decoder.forward``; None if this batch needs another launch than the captured one. mirror: the copy of
+        the batch's table, if it has a table."""
         if not self._write(batch, mirror):
             return None
         self._replay()
@@ -189,7 +190,7 @@ class CapturedStep:
         else:
             came, first = mirror.bring(rows, plan, self._pages.indices), 2 * self._size.rows
             self._rows.copy_(came)
-            batch.there("slots", came[first : first + batch.num_rows])  # feature rows are kept by them
+            batch.there("slots", came[first : first + batch.num_rows])  # features are written by slot after the step
         return self._attend.take(plan)
 
     def buffers(self) -> Iterator[torch.Tensor]:
@@ -199,23 +200,22 @@ class CapturedStep:
 
 @dataclass(slots=True)
 class Refusal:
-    """When to try a failed size again. It counts steps, not seconds, so that all ranks of a model try again
-    together."""
+    """A size whose graph failed. Steps are counted, not seconds, so that all ranks of a model try again together."""
 
     left: int  # steps until it is tried again
-    next: int  # and after the next failure
+    next: int  # the same after the next failure
 
 
 class GraphedDecoder:
-    """A decoder that replays what fits; see ``model.CausalModel``. It serves one pool, which must have ``spare_slots``
-    slots beyond those that are handed out, at its end: those of dummies, then those of trials."""
+    """A decoder that replays graphs where a batch fits one; see ``model.CausalModel``. It serves one pool, whose last
+    ``spare_slots`` slots must never be handed out: those of dummy rows, then those of trials."""
 
     __slots__ = ("_agreed", "_attention", "_capture", "_indices", "_mirror", "_model", "_most_rows", "_pool",
                  "_refusals", "_sizes", "_steps", "config", "device", "dtype", "logits", "spare_slots")
 
     def __init__(self, model: Decoder, attention: PagedAttention, capture: Capture,
                  wanted: Sequence[Size] | None = None, agreed: Callable[[bool], bool] = bool) -> None:
-        """agreed: of whether it went well here, whether it did on all ranks of a model."""
+        """agreed: called with whether a step of a capture succeeded here; returns whether it did on all ranks."""
         self._model, self._attention, self._capture, self._agreed = model, attention, capture, agreed
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
         self.logits = model.logits
@@ -230,7 +230,7 @@ class GraphedDecoder:
 
     @property
     def kernels(self) -> str:
-        """See ``model.CausalModel``; padded rows may be multiplied by others."""
+        """See ``model.CausalModel``. It names graphs, as products of padded batches may run on other kernels."""
         return f"{self._model.kernels}, graphs"
 
     @property
@@ -247,11 +247,11 @@ class GraphedDecoder:
 
     @torch.inference_mode()
     def warm(self, pool: KVPool, most_segments: int, taps: tuple[int, ...] = ()) -> int:
-        """Capture every size that steps of so many segments may need. Returns how many graphs serve."""
+        """Capture every size that steps of at most so many segments need. Returns how many graphs serve."""
         if pool is not self._pool:
             self._serve(pool)
         wanted = needed(self._sizes, most_segments)
-        for size in reversed(self._sizes):  # the largest first: the scratch memory of the others is part of its own
+        for size in reversed(self._sizes):  # the largest first: the others then reuse its scratch memory
             if size in wanted:
                 self._captured(size, taps)
         return self.num_serving
@@ -262,7 +262,7 @@ class GraphedDecoder:
             yield from step.buffers()
 
     def _disagrees(self, size: Size, step: CapturedStep, pool: KVPool, taps: tuple[int, ...]) -> str:
-        """In words; empty: its replay is the step that it was captured from."""
+        """How the replay of a new graph differs from the step without it, in words; empty: it does not."""
         rows = size.rows - size.segments + 1  # one segment, and room for dummies
         first = pool.num_slots - self._most_rows - TRIAL_CONTEXT
         context, own = np.arange(first, first + TRIAL_CONTEXT), range(first + TRIAL_CONTEXT, pool.num_slots)[:rows]
@@ -293,7 +293,7 @@ class GraphedDecoder:
         self._pool = pool
         self._steps.clear()
         self._refusals.clear()
-        # Contexts that answers share are listed once for each of them.
+        # Twice the slots: a context that several answers share is listed once for each of them.
         self._indices = torch.zeros(2 * pool.num_slots, dtype=torch.int32, device=self.device)
 
     def _step(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep | None:
@@ -320,7 +320,7 @@ class GraphedDecoder:
             step = self._capture_step(size, self._pool, taps)
         except RuntimeError as error:
             reason = in_a_line(error)
-        if self._agreed(step is not None) and step is not None:  # else ranks that have one would try it alone
+        if self._agreed(step is not None) and step is not None:  # a trial needs all ranks
             try:
                 reason = self._disagrees(size, step, self._pool, taps)
             except RuntimeError as error:
@@ -336,7 +336,7 @@ class GraphedDecoder:
         return None
 
     def _keep(self, taps: tuple[int, ...]) -> None:
-        """Graphs of other taps are given up: a draft that names new ones with each handshake takes no memory so."""
+        """Drop the graphs of other taps, so that a draft that asks for new taps at each handshake fills no memory."""
         self._steps = {key: step for key, step in self._steps.items() if key[1] == taps}
         self._refusals = {key: refusal for key, refusal in self._refusals.items() if key[1] == taps}
 

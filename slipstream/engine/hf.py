@@ -1,18 +1,18 @@
-"""Any causal language model of transformers behind the CausalModel protocol: the breadth path, and decoder.py's oracle;
-and single decoder layers of such a model, for draft heads that are layers of the target's own kind.
+"""Any causal language model of transformers as a CausalModel: for families that decoder.py does not know, and as its
+reference in tests; and single decoder layers of such a model, for draft heads that are layers of the target's kind.
 
 Rules:
 1. The model runs through transformers' attention interface: our function writes KV into the pool and attends over
-   slots. Batch and pool travel as arguments of the forward call. The only thing that is process-wide is the function's
-   name in transformers' registry; the function itself holds no state.
+   slots. Batch and pool are arguments of the forward call. Only the function's name in transformers' registry is global
+   to the process; the function itself holds no state.
 2. Local files only; remote code is never run.
-3. Windows are read from the masks that a family makes; steps after the decoder (scales, soft caps) are done by the
-   family's own code.
-4. A model that this engine cannot compute exactly is refused when it is loaded: layers without attention, soft-capped
-   scores, attention sinks; and whatever fails its trial (see ``trial``). Where positions depend on the length of a
-   text, a model is served up to the length at which they begin to (``_reach``).
+3. Sliding windows are read from the masks that a family makes. What follows the decoder (logit scales, soft caps) runs
+   in the family's own code.
+4. A model that this engine cannot compute exactly is refused when it is loaded: layers without attention, attention
+   scores with soft caps or sinks, or a failed trial (see ``trial``). If positions depend on the length of the text, its
+   context ends where they begin to (``_reach``).
 
-It knows nothing about sessions. transformers computes its norms in float32, so float64 is not float64 throughout here.
+It knows nothing about sessions. transformers computes norms in float32, so a float64 model is not float64 throughout.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias")  # arguments th
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What stands in the place of a mask: a row sees so many tokens, itself included. Full causal masks are None."""
+    """What attention functions get in place of a mask: a row sees so many tokens, itself included. None stands for a
+    full causal mask."""
 
     tokens: int
 
 
 class States(tuple[torch.Tensor]):
-    """What a decoder gives: its last states [1, R, H], and nothing else that a family may ask for."""
+    """A decoder's output: its last states [1, R, H]. Every other field that a family's code may read is None."""
 
     @property
     def last_hidden_state(self) -> torch.Tensor:
@@ -104,7 +105,7 @@ class Step:
 
 @dataclass(slots=True)
 class Probe:
-    """A forward that only looks: which layers attend, with how many heads of what size."""
+    """A forward of one row that notes which layers attend, and with how many heads of which size."""
 
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> Q, G, D
 
@@ -121,7 +122,7 @@ class HFModel:
     __slots__ = ("_behind", "_decoder", "_embed", "_text", "config", "device", "dtype")
 
     def __init__(self, model: PreTrainedModel, eos_token_ids: tuple[int, ...] = ()) -> None:
-        """model: in its final dtype and place. Raises ModelError for what this engine cannot keep exact."""
+        """model: in its final dtype, on its device. Raises ModelError for what this engine cannot compute exactly."""
         _attend_over_slots(model, model.dtype)
         whole: Any = model  # transformers leaves these untyped
         self._decoder, self._text = whole.get_decoder(), whole.config.get_text_config()
@@ -192,7 +193,8 @@ class HFModel:
 
 
 def tried(config: Any) -> None:
-    """Try the model that a transformers configuration describes, and log the time. Raises ModelError."""
+    """Try a tiny copy of the model that a transformers configuration describes, and log how long it took. Raises
+    ModelError."""
     began = time.perf_counter()
     check(config, with_random_weights, HFModel)
     logger("engine").info("a tiny copy computes what the model's own forward does", model_type=config.model_type,
@@ -200,14 +202,14 @@ def tried(config: Any) -> None:
 
 
 def with_random_weights(config: Any) -> PreTrainedModel:
-    """A model in float32 as a configuration describes it, which attends as its family's reference does."""
+    """A float32 model of a configuration with random weights and its family's own (eager) attention."""
     model: PreTrainedModel = _class_of(config).from_config(config, attn_implementation="eager", dtype=torch.float32,
                                                            trust_remote_code=False).eval()
     return model
 
 
 def _class_of(config: Any) -> Any:
-    """What loads a model of text, or one that sees or hears as well, whose text is served."""
+    """The transformers class that loads a text model, or a multimodal one of which only text is served."""
     plain: Any = AutoModelForCausalLM
     further: Any = AutoModelForMultimodalLM
     kind = type(config)
@@ -215,16 +217,16 @@ def _class_of(config: Any) -> Any:
 
 
 class HFLayers:
-    """The layers of a multi-token prediction head, which are decoder layers of the target's own kind, apart from any
-    model. As in the target they attend through the pool, layer i in the pool's layer i."""
+    """The layers of a multi-token prediction head, without the model around them: decoder layers of the target's kind.
+    Layer i uses the KV pool's layer i."""
 
     __slots__ = ("_layers", "_rotary", "config", "device", "dtype")
 
     def __init__(self, folder: str | Path, tensors: Tensors, prefixes: Sequence[str], dtype: torch.dtype,
                  device: torch.device) -> None:
-        """folder: whose ``config.json`` describes the model; prefixes: of each layer's tensors, such as
+        """folder: its ``config.json`` describes the model; prefixes: those of each layer's tensors, for example
         ``model.layers.61``. Raises ModelError naming a tensor that is missing or of a wrong shape, or what cannot be
-        kept exact."""
+        computed exactly."""
         model = _bare(folder, len(prefixes))
         _attend_over_slots(model, dtype)
         self.dtype, self.device = dtype, device
@@ -234,7 +236,7 @@ class HFLayers:
         self.config = self._measure(model.config)
 
     def begin(self, batch: ForwardBatch, pool: KVPool) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """One forward: a function of a layer's number and its input [T, H] that gives its output [T, H]."""
+        """Begin one forward. Returns a function from a layer's number and input [T, H] to its output [T, H]."""
         return self._run(batch.positions, Step(batch, pool))
 
     def _run(self, positions: torch.Tensor, step: Step | Probe) -> Callable[[int, torch.Tensor], torch.Tensor]:
@@ -258,7 +260,7 @@ class HFLayers:
 
 
 def _bare(folder: str | Path, num_layers: int) -> Any:
-    """The model without weights, with so many layers as its prediction heads have them."""
+    """The model of a folder's prediction layers, ``num_layers`` of them, without weights."""
     config: Any
     model: Any
     try:
@@ -276,11 +278,11 @@ def _bare(folder: str | Path, num_layers: int) -> Any:
 
 
 def _filled(layer: nn.Module, tensors: Tensors, prefix: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The layer with weights. Checkpoints hold each expert by itself, transformers (and what it writes without
-    converting it back) holds all of them in one."""
+    """The layer with weights. Most checkpoints have a tensor for each expert; transformers has one for all experts, as
+    have some checkpoints that it wrote."""
     state = {}
     for name, empty in layer.state_dict().items():
-        # What only corrects the choice of experts is kept as exact as transformers keeps it.
+        # As in transformers, the bias that corrects the choice of experts is at least float32.
         kind = torch.promote_types(dtype, torch.float32) if name.endswith("e_score_correction_bias") else dtype
         full = f"{prefix}.{name}"
         apart = ".experts." in name and full not in tensors
@@ -299,7 +301,7 @@ def _experts(tensors: Tensors, name: str, empty: torch.Tensor) -> torch.Tensor:
 
 
 def _behind(module: nn.Module, decoder: nn.Module) -> Any:
-    """The same module, weights shared, whose decoder takes its input for its output."""
+    """The same module with shared weights, in which the decoder returns its input unchanged."""
     rest = copy(module)
     if module is decoder:
         rest.forward = _given
@@ -336,7 +338,8 @@ def _measures(text: Any, probe: Probe, where: str, rows: int, hidden: int,
 def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               attention_mask: Window | None, scaling: float | None = None, sliding_window: int | None = None,
               slipstream_step: Step | Probe | None = None, **others: Any) -> tuple[torch.Tensor, None]:
-    """The function in transformers' registry: query [1, Q, T, D], key and value [1, G, T, D] -> [1, T, Q, D]."""
+    """The function in transformers' registry: query [1, Q, T, D], key and value [1, G, T, D] -> [1, T, Q, D]. Raises
+    ModelError for arguments that this engine does not support."""
     if slipstream_step is None or not (attention_mask is None or isinstance(attention_mask, Window)):
         raise ModelError(f"{type(module).__name__} does not pass attention arguments through; use engine: decoder")
     named = [name for name in UNSUPPORTED if others.get(name) is not None]
@@ -354,14 +357,14 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
 
 
 def mask(local_size: int | None = None, **_: Any) -> Window | None:
-    """The function in transformers' registry of masks: what rows see is planned from the batch, all but a window."""
+    """The function in transformers' registry of masks. It keeps the window only: all else is planned from the batch."""
     return None if local_size is None else Window(local_size)
 
 
 def _reach(text: Any) -> int:
-    """Tokens of the longest text whose positions do not depend on its length, which cached KV could not follow.
-    "dynamic" stretches them behind a model's own limit alone; "longrope" turns all of them otherwise in a longer text
-    than the model was first trained for."""
+    """The context in tokens, up to which rotary positions do not depend on the text's length (cached KV could not
+    change with it). "dynamic" stretches positions only beyond the model's own limit; "longrope" changes all of them
+    once the text is longer than the original context."""
     rope = text.to_dict().get("rope_parameters") or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     own = max([int(text.max_position_embeddings), *(stretched(kind["factor"], kind[CONTEXT]) for kind in kinds
@@ -370,7 +373,7 @@ def _reach(text: Any) -> int:
 
 
 def _scale_attention(text: Any) -> None:
-    """As ``model.rope_of`` has it: yarn's ``attn_factor``, which transformers passes over, counts."""
+    """Apply yarn's ``attn_factor``, as ``model.rope_of`` does: transformers ignores it."""
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("attn_factor") and rope.get("attention_factor") is None:
         rope["attention_factor"] = ROPE_INIT_FUNCTIONS["yarn"](text)[1] * rope["attn_factor"]

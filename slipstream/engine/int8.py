@@ -1,14 +1,14 @@
-"""Weights as 8-bit integers for our CPU kernels: a step reads half as many bytes.
+"""int8 weights for our own CPU kernels: a step reads half as many bytes as with bfloat16.
 
 Rules:
-1. A row of a matrix (what sums to one output) has a scale: its largest size / 127. A number is its weight over the
-   scale, rounded to the nearest, ties to even; zero stays zero, and -128 never occurs.
-2. Products are of these numbers, which bfloat16 holds exactly; a scale is applied to the sum of its products. Where a
-   processor multiplies four bytes at once, a row's inputs are whole numbers of 15 bits, too (``native/numbers.h``).
+1. Each row of a matrix (the weights of one output) has a scale: its largest absolute value / 127. A stored number is
+   weight / scale, rounded to nearest, ties to even; zero stays zero, and -128 never occurs.
+2. Products use these integers, which bfloat16 holds exactly; the scale multiplies the finished sum. On processors that
+   multiply four bytes at once, inputs are rounded to integers of 15 bits, too (``native/numbers.h``).
 3. Only matrices are rounded. Norms, biases and the embedding stay as they are.
-4. A folder may hold them so: tensor ``X.weight`` as int8 [O, I], and ``X.weight_scale`` as float32 [O]. Its config.json
-   says so (``NOTE``). A head that is tied to the embedding stands there by itself.
-5. What a folder holds is checked before it is used: shapes, types, -128, and that scales are numbers and positive.
+4. A model folder may store them: tensor ``X.weight`` as int8 [O, I] and ``X.weight_scale`` as float32 [O]. Its
+   config.json has ``NOTE`` then. A head that is tied to the embedding is stored as a tensor of its own.
+5. The content of a folder is checked before use: shapes, dtypes, no -128, finite scales above 0.
 
 It knows nothing about kernels. Dimension key: see ``slipstream.engine``.
 """
@@ -31,7 +31,7 @@ SCALE = "_scale"  # behind the name of a matrix
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EIGHT_BITS = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
               "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-              "F4": "float4_e2m1fn_x2"}  # or less, as safetensors and torch call them
+              "F4": "float4_e2m1fn_x2"}  # dtypes of at most 8 bits: safetensors' name -> torch's
 NOTE = {"quant_method": "slipstream", "format": 1, "weights": "int8"}
 
 
@@ -51,18 +51,19 @@ Matrix = torch.Tensor | Whole
 
 
 def rounded(weight: torch.Tensor) -> Whole:
-    """weight [O, I], any float dtype, finite."""
+    """Round weight [O, I], any float dtype, finite numbers (rule 1)."""
     wide = weight.float()
     scales = wide.abs().amax(-1).div_(MOST).clamp_min_(torch.finfo(torch.float32).tiny)
     return Whole((wide / scales[:, None]).round_().clamp_(-MOST, MOST).to(torch.int8), scales)
 
 
 def as_whole(matrix: Matrix) -> Whole:
+    """The matrix as int8; a float one is rounded."""
     return matrix if isinstance(matrix, Whole) else rounded(matrix)
 
 
 def joined(parts: Sequence[Matrix]) -> Matrix:
-    """Matrices below one another: whole numbers as soon as one of them is."""
+    """One matrix of the rows of all ``parts``: int8 if at least one of them is."""
     floats = [part for part in parts if not isinstance(part, Whole)]
     if len(floats) == len(parts):
         return torch.cat(floats)
@@ -71,7 +72,7 @@ def joined(parts: Sequence[Matrix]) -> Matrix:
 
 
 def matrix(tensors: Tensors, name: str, rows: int, columns: int) -> Matrix:
-    """The matrix called ``name``, as the folder holds it. Raises ModelError naming the tensor."""
+    """The matrix called ``name`` [rows, columns], float or int8 as stored. Raises ModelError naming the tensor."""
     numbers = take(tensors, name, rows, columns)
     if numbers.is_floating_point() and name + SCALE not in tensors:
         return numbers
@@ -87,23 +88,23 @@ def matrix(tensors: Tensors, name: str, rows: int, columns: int) -> Matrix:
 
 
 def with_embedding(config: ModelConfig, tensors: Tensors) -> Tensors:
-    """``tensors`` of a whole model, the embedding among them under its own name: of a tied one a folder may have it as
-    the head alone, and transformers reads that, too."""
+    """``tensors`` of a whole model, with the embedding under its own name. A folder of a tied model may store it as
+    lm_head only, which transformers reads, too."""
     if not config.tied_embeddings or EMBEDDING in tensors or HEAD not in tensors or HEAD + SCALE in tensors:
         return tensors
     return {EMBEDDING if name == HEAD else name: tensor for name, tensor in tensors.items()}
 
 
 def head_of(config: ModelConfig, tensors: Tensors) -> Matrix:
-    """What makes logits of final states [V, H]: as ``matrix``; of a tied model the embedding, unless a head is stored
-    beside it. Raises ModelError."""
+    """The lm_head [V, H], see ``matrix``. Of a tied model it is the embedding, unless an int8 head is stored, too.
+    Raises ModelError."""
     own = not config.tied_embeddings or HEAD + SCALE in tensors
     return matrix(tensors, HEAD if own else EMBEDDING, config.vocab_size, config.hidden_size)
 
 
 def holds_int8(folder: str | Path) -> bool:
-    """Whether the folder's config.json says that its matrices are whole numbers. Raises ModelError for weights that
-    somebody else has quantised, or another version has, but for those that are read as bfloat16 (``fp8_blocks``)."""
+    """Whether the folder's config.json says that its matrices are int8 in our format. False for fp8 in blocks, which is
+    read as bfloat16 (``fp8_blocks``). Raises ModelError for any other quantisation."""
     path = Path(folder) / "config.json"
     found = read_json(path).get(FIELD)
     if found is None or fp8_block(folder) is not None:
@@ -115,8 +116,8 @@ def holds_int8(folder: str | Path) -> bool:
 
 
 def check_floats(folder: str | Path) -> None:
-    """Raises ModelError for weights of eight bits in a folder without a note: whoever wrote them keeps their scales
-    elsewhere, and taken for plain numbers they are another model's."""
+    """Raises ModelError for weights of at most 8 bits in a folder whose config.json names no quantisation: their scales
+    are somewhere unknown, and without scales the model would be another one."""
     if fp8_block(folder) is not None:
         return
     for name, kind in tensor_types(folder).items():
@@ -127,8 +128,8 @@ def check_floats(folder: str | Path) -> None:
 
 
 def check_int8(field: str, quantize: str, dtype: str, device: str, *, native: bool) -> None:
-    """Raises ModelError that names the field where weights cannot be whole numbers. native: kernels of our own are
-    wanted, or left to be chosen, and nothing else asks for torch's."""
+    """Raises ModelError naming ``field`` if int8 weights cannot be served with these settings. native: our CPU kernels
+    are asked for or may be chosen, and no other setting needs torch's."""
     if quantize == "fp8":
         raise ModelError(f"{field}: the folder's weights are int8 already; set none, or take the folder that it was "
                          "prepared from")

@@ -1,31 +1,31 @@
-"""Slots and the KV pool: one slot per token, and who owns it.
+"""Slots and the KV pool: one slot for each token's keys and values, and who owns it.
 
 Rules of slots:
-1. Every slot is free or owned by exactly one holder (a session, the prefix cache); ``check`` proves it.
+1. Every slot is free or owned by exactly one owner (a session or the prefix cache); ``check`` proves it.
 2. A slot is written before it is read. The pool is not cleared when a slot changes hands.
 3. Accepting a token moves no data: its slot joins a list, nothing else.
-4. The slots of an answer lie near one another where the pool has room: neighbours in memory are read faster.
+4. The slots of an answer are neighbours if the pool has room for that: neighbours in memory are read faster.
 
-RadixCache: prompts that were computed once, kept by their tokens so that the next one with the same start is cheap.
+RadixCache: the prefix cache. It keeps the KV of computed prompts, so a prompt with the same beginning is cheap.
 
 Rules of the cache:
-1. A tree of runs: an edge carries tokens and the slots of their KV, one each; children of a node differ in their first
-   token.
-2. The cache owns every slot in it, also those of running answers' prompts, which lock them. ``insert`` gives the cache
-   ownership; slots of tokens that it holds already are freed.
-3. A locked node and everything above it stays; the rest may be evicted, leaves first, the least recently used first.
-4. Each namespace has its own tree, which no other can find, so that the cost of a prompt does not reveal what others
-   asked. Eviction is over all of them. Idea: radix attention (SGLang, arXiv 2312.07104), page size one.
+1. It is a radix tree: a node has a run of tokens and their slots; children of a node differ in their first token.
+2. The cache owns all its slots, also those of running answers' prompts: these answers lock them. ``insert`` gives slots
+   to the cache; it frees those whose tokens it holds already.
+3. A locked node and all nodes above it stay; others may be evicted, leaves first, the least recently used first.
+4. Each namespace has its own tree, and a prompt is looked up in its namespace only: response times must not show what
+   other tenants asked. Eviction is over all trees.
+Idea: radix attention (SGLang, arXiv 2312.07104), page size one.
 
-SlotTable: which slot each token of each sequence has, a row for each sequence.
+SlotTable: the slots of each sequence's tokens, one row for each sequence.
 
 Rules of the table:
-1. Entry i of a row is the slot of token i. Behind the tokens that are computed stand the slots of what a step adds:
-   prompt rows, nodes of a tree. So a batch names rows and lengths, and lists no context.
-2. Row 0 belongs to the dummies of captured steps, and holds their slots.
-3. It grows when a row is wanted that it has no room for; rows keep their numbers.
-4. ``known`` is the number of a row's first entries that a device's copy has. Only ``Row.put`` and batch builders
-   (``place``) write entries, and they lower ``known``; the copy then gets the entries after it.
+1. Entry i of a row is the slot of token i. After the computed tokens come the slots of the rows that a step adds:
+   prompt rows or tree nodes. So a batch needs only row numbers and lengths, and copies no context.
+2. Row 0 holds the slots of the dummy rows of captured steps (see ``graphs``).
+3. The table grows when it has no room for a new row; rows keep their numbers.
+4. ``known`` counts the first entries of a row that a device's copy (``mirror``) has right; later ones are sent to it.
+   So only ``Row.put`` and ``SlotTable.place`` write entries: they lower ``known``.
 
 It knows nothing about sessions, trees or models.
 """
@@ -46,10 +46,10 @@ from slipstream.base.errors import CapacityError
 
 Indices = NDArray[np.int64]
 
-SCAN = 4096  # free flags looked at in one go
-FIRST_ROWS, FIRST_WIDTH = 8, 1024  # of a table
-FEW = 64  # slots for which Python is faster than numpy, most of all with cold caches: a tree's, not a prompt's
-RUN = 16  # slots of a run that one answer fills; longer ones measured the same
+SCAN = 4096  # free flags that are searched at a time
+FIRST_ROWS, FIRST_WIDTH = 8, 1024  # size of a new table
+FEW = 64  # up to so many slots (a tree's, not a prompt's) Python is faster than numpy, most of all with cold caches
+RUN = 16  # consecutive slots that one answer fills; longer runs measured the same
 FREE_RUN = b"\x01" * RUN
 
 
@@ -64,14 +64,15 @@ class Slots:
         self._flags = bytearray(b"\x01") * num_slots
         self._free = np.frombuffer(self._flags, bool)  # the same memory
         self._num_free = num_slots
-        self._lowest = 0  # no free slot stands below it
+        self._lowest = 0  # no slot below it is free
 
     @property
     def num_free(self) -> int:
         return self._num_free
 
     def alloc(self, n: int) -> Indices:
-        """int64 [n], ascending, the lowest. Raises CapacityError, and changes nothing, when fewer are free."""
+        """The n lowest free slots, int64 [n], ascending. Raises CapacityError, and changes nothing, when fewer are
+        free."""
         if n > self._num_free:
             raise _none_left(n, self)
         if n <= 0:
@@ -82,8 +83,9 @@ class Slots:
         return slots
 
     def alloc_behind(self, wanted: Sequence[tuple[int, int]]) -> list[int]:
-        """For each (count, slot), ``count`` slots: those that follow ``slot`` in its run, then slots of unused runs,
-        else the lowest free ones. Raises CapacityError, and changes nothing, when fewer are free in all."""
+        """For each (count, slot) of ``wanted``, ``count`` free slots near ``slot``: the later ones of its run of RUN,
+        then whole free runs, else the lowest free slots. Returns all, in order. Raises CapacityError, and changes
+        nothing, when fewer are free in all."""
         n = sum([count for count, _ in wanted])
         if n > self._num_free:
             raise _none_left(n, self)
@@ -99,11 +101,11 @@ class Slots:
         return taken
 
     def _run(self) -> int:
-        """Where the lowest free run begins; without one near the lowest free slot, that one, so that a full pool costs
-        no search of all of it. One must be free."""
+        """The first slot of the lowest free run; the lowest free slot if there is no free run within SCAN slots of it,
+        so that a full pool is not searched as a whole. One slot must be free."""
         place, end = self._lowest, self._lowest + SCAN
         while (place := self._flags.find(FREE_RUN, place, end)) >= 0:
-            begin = -(-place // RUN) * RUN  # runs begin at multiples, or two answers would fill one together
+            begin = -(-place // RUN) * RUN  # runs begin at multiples of RUN, so that two answers never share one
             if self._flags.startswith(FREE_RUN, begin):
                 return begin
             place = begin
@@ -131,7 +133,7 @@ class Slots:
         return slots
 
     def free(self, slots: Indices | list[int]) -> None:
-        """Give slots back; each must be owned and named once. A list is for a few."""
+        """Give slots back; each must be owned and occur once. Lists should be short: they are freed one by one."""
         if len(slots) == 0:
             return
         if isinstance(slots, list) or len(slots) <= FEW:
@@ -152,7 +154,7 @@ class Slots:
         self._lowest = min(self._lowest, *slots)
 
     def check(self, owned: Iterable[Indices]) -> None:
-        """Prove that every slot is free, or in exactly one of the ``owned`` arrays. AssertionError otherwise."""
+        """Prove that every slot is free or in exactly one of the ``owned`` arrays, once. Raises AssertionError."""
         holders = self._free.astype(np.int64)
         for slots in owned:
             np.add.at(holders, slots, 1)
@@ -171,26 +173,26 @@ LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of Arm
 
 
 def in_large_pages(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory, in large pages where the system has some: reading it from end to end is faster. Memory that was
-    never written still takes no room."""
+    """The same tensor; Linux is advised to use large pages for its memory, which makes reading all of it faster. It
+    takes no memory before it is written to."""
     if memory.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-        if size > 0:  # advice, which may be refused
+        if size > 0:  # the system may ignore the advice
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _apart(num_layers: int, num_slots: int, slot_bytes: int) -> int:
-    """At least so many slots a layer. A large page takes up to 5 ms when it is touched first; with these, layers come
-    to their next one in turn, not all in one step."""
+    """How many slots to allocate a layer, at least ``num_slots``. The first write to a large page takes up to 5 ms;
+    layers of this size reach their next page in different steps, not all in the same one."""
     pages = -(-num_slots * slot_bytes // LARGE_PAGE)
     return -(-(pages * LARGE_PAGE + LARGE_PAGE // num_layers) // slot_bytes)
 
 
 class KVPool:
-    """Keys and values of all layers. K and V of a slot lie side by side: one write and one gather move both.
-    Memory is touched when slots are written, not before."""
+    """Keys and values of all layers: ``kv`` [L, S, 2, G, D]. K and V of a slot lie side by side, so one write and one
+    gather move both. Memory is used when slots are first written, not before."""
 
     __slots__ = ("kv",)
 
@@ -208,7 +210,7 @@ class KVPool:
         return self.kv.shape[1]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """slots int64 [T]; k, v [T, G, D]."""
+        """Write keys and values of one layer. slots: int64 [T]; k, v: [T, G, D]."""
         self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 1))
 
 
@@ -219,15 +221,15 @@ class Node:
     parent: Node | None
     tokens: Indices  # int64 [n]
     slots: Indices  # int64 [n]
-    locks: int = 0  # of this node and everything below it
-    used: int = 0
+    locks: int = 0  # matches that end at this node or below it and are locked
+    used: int = 0  # clock of the last ``match`` or ``insert`` that passed it
     children: dict[int, Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of some tokens. ``slots`` int64 [length], or those behind another match; ``node`` is
-    what to lock."""
+    """The longest cached prefix of some tokens: ``length`` tokens, that end at ``node``. slots: int64 [length]; after
+    an ``insert`` behind another match, those of the inserted tokens only."""
 
     length: int
     slots: Indices
@@ -235,7 +237,7 @@ class Match:
 
 
 class RadixCache:
-    """Belongs to the engine thread, as the slots do."""
+    """The prefix cache; see the rules above. It belongs to the engine thread, as the slots do."""
 
     __slots__ = ("_clock", "_num_locked", "_num_slots", "_roots", "_slots")
 
@@ -254,12 +256,13 @@ class RadixCache:
         return self._num_slots - self._num_locked
 
     def match(self, tokens: ArrayLike, namespace: str = "") -> Match:
-        """The longest prefix of tokens [n] that is cached in ``namespace``. Lock it before anything else may evict."""
+        """The longest prefix of tokens [n] that is cached in ``namespace``. Lock it before the next ``evict``."""
         node, length = self._descend(self._roots.get(namespace) or _root(), np.asarray(tokens, np.int64))
         return Match(length, _slots(node), node)
 
     def known(self, tokens: ArrayLike, namespace: str = "") -> tuple[int, int]:
-        """How many of tokens [n] are cached in ``namespace``, and how many of those are locked. Changes nothing."""
+        """How many of tokens [n] are cached in ``namespace``, and how many of those are locked. It changes nothing, not
+        even when they were last used."""
         tokens, at, locked = np.asarray(tokens, np.int64), 0, 0
         node = self._roots.get(namespace)
         while node is not None and at < len(tokens) and (child := node.children.get(int(tokens[at]))) is not None:
@@ -269,12 +272,12 @@ class RadixCache:
         return at, locked
 
     def kept_by(self, match: Match) -> int:
-        """How many slots only this lock keeps from eviction."""
+        """How many slots no other lock than this match's own keeps."""
         return sum([len(node.slots) for node in _path(match.node) if node.locks == 1])
 
     def lock(self, match: Match, behind: Match | None = None) -> None:
-        """Keep the matched prefix until ``unlock``; may be called more than once. ``behind``: a lock that becomes part
-        of it."""
+        """Keep the matched prefix until ``unlock``; may be called more than once. behind: a locked match of a shorter
+        prefix; its lock becomes part of this one."""
         for node in _path(match.node, None if behind is None else behind.node):
             self._num_locked += len(node.slots) if node.locks == 0 else 0
             node.locks += 1
@@ -286,10 +289,10 @@ class RadixCache:
             self._num_locked -= len(node.slots) if node.locks == 0 else 0
 
     def insert(self, tokens: ArrayLike, slots: Indices, namespace: str = "", behind: Match | None = None) -> Match:
-        """Give ``slots`` (one for each token, KV written) to the cache. Where it holds a token already, the given slot
-        is freed, unless it is that very slot; the caller must not use any of them afterwards without a lock. Returns
-        what ``match`` would find of ``tokens`` now: all of them. ``behind``: a locked match before ``tokens``, at which
-        nobody looks again; of the one that is returned ``slots`` are those of ``tokens``."""
+        """Give ``slots`` (one for each token, KV written) to the cache. If it holds a token already, the given slot is
+        freed, unless the cache has that very slot. The caller must lock the result before it uses any of its slots.
+        Returns the match of all ``tokens``. behind: a locked match of the tokens before ``tokens``, so that they are
+        not searched again; the result's ``slots`` are then those of ``tokens`` only."""
         tokens = np.asarray(tokens, np.int64)
         assert len(tokens) == len(slots)
         first, above = 0, self._roots.setdefault(namespace, _root())
@@ -305,7 +308,8 @@ class RadixCache:
         return Match(first + len(tokens), np.concatenate((held, slots[length:])), node)
 
     def evict(self, n: int) -> int:
-        """Free ``n`` slots, or what is not locked: the ends of the least recently used runs. Returns how many."""
+        """Free ``n`` slots, or all that are not locked if these are fewer: the ends of the least recently used runs.
+        Returns how many were freed."""
         leaves = [(node.used, id(node), node) for node in self._nodes() if not node.children and not node.locks]
         heapq.heapify(leaves)
         freed = 0
@@ -360,14 +364,14 @@ def _root() -> Node:
 
 
 def _path(node: Node, above: Node | None = None) -> Iterator[Node]:
-    # From the node up, without the root, or up to ``above``.
+    # The node and those above it, without the root; or without ``above`` and those over it.
     while node is not above and node.parent is not None:
         yield node
         node = node.parent
 
 
 def _slots(node: Node, above: Node | None = None) -> Indices:
-    # Of all tokens down to the node, or of those below ``above``.
+    # The slots of all tokens from the root down to the node, or of those below ``above``.
     return np.concatenate([np.zeros(0, np.int64), *[n.slots for n in _path(node, above)][::-1]])
 
 
@@ -392,7 +396,7 @@ class SlotTable:
     __slots__ = ("_free", "entries", "known", "width")
 
     def __init__(self, dummies: Sequence[int] = ()) -> None:
-        """dummies: slots that nobody is handed."""
+        """dummies: spare slots for row 0 (rule 2)."""
         self.width = max(FIRST_WIDTH, len(dummies))
         self.entries: Indices = np.zeros(FIRST_ROWS * self.width, np.int64)
         self.entries[: len(dummies)] = dummies
@@ -400,21 +404,23 @@ class SlotTable:
         self._free = list(range(FIRST_ROWS - 1, 0, -1))
 
     def take(self, width: int) -> Row:
-        """A row with room for so many entries. It may hold anything."""
+        """A row with room for ``width`` entries. Its content is undefined."""
         if width > self.width or not self._free:
             self._grow(max(width, 2 * self.width) if width > self.width else self.width)
         return Row(self, self._free.pop())
 
     def place(self, begins: Indices, lengths: Indices, counts: Indices, slots: Indices) -> None:
-        """So many of ``slots`` behind the first entries of rows that begin there. begins, lengths, counts: [B]."""
+        """Write slots into rows: of row b, which begins at ``begins[b]``, the ``counts[b]`` entries after its first
+        ``lengths[b]``. begins, lengths, counts: [B]; slots: those of all rows, one row after the other."""
         places = begins + lengths
-        if len(slots) > len(begins):  # else one each
+        if len(slots) > len(begins):  # else each row gets one
             places = (places + counts - counts.cumsum()).repeat(counts) + np.arange(len(slots))
         self.entries[places] = slots
         rows = begins // self.width
         self.known[rows] = np.minimum(self.known[rows], lengths)
 
     def give(self, row: Row) -> None:
+        """Give a row back."""
         assert row.number not in self._free, "a row is given back twice"
         self._free.append(row.number)
 
@@ -438,16 +444,16 @@ class Row:
 
     @property
     def begin(self) -> int:
-        """Where it begins among the table's entries."""
+        """The index of its first entry in ``table.entries``."""
         return self.number * self.table.width
 
     @property
     def slots(self) -> Indices:
-        """int64 [W], the row itself, to be read."""
+        """int64 [W], a view of the row; only to be read (rule 4 of the table)."""
         return self.table.entries[self.number * self.table.width : (self.number + 1) * self.table.width]
 
     def put(self, start: int, slots: Indices | list[int]) -> None:
-        """Entries from ``start`` on."""
+        """Write ``slots`` as the row's entries from ``start`` on."""
         begin, known = self.begin + start, self.table.known
         self.table.entries[begin : begin + len(slots)] = slots
         if known[self.number] > start:

@@ -1,10 +1,11 @@
-"""From a model folder to a ready model: which engine, kernels, attention and dtype serve it.
+"""From a model folder to a model that is ready: it picks engine, kernels, attention and quantisation.
 
 Rules:
-1. A setting that cannot be met is a ModelError that names the field, if possible before anything is loaded.
-2. Settings on "auto" are decided once, here, and the log has the choice and the reason.
-3. Exact kernels are tried first: the rows of a random tree, and of a prompt, must equal plain steps bit for bit. Only
-   the CPU kernels (``native``) pass, whose sums have one order; torch's depend on the number of rows.
+1. A setting that cannot be met is a ModelError that names the field; before anything is loaded, if that is possible.
+2. A setting that is left open is decided once, here, and the log says what was chosen and why.
+3. Kernels that must be exact are tried first: the rows of a random tree and of a prompt must have the same bits as
+   plain steps. Our CPU kernels (``native``) pass, as they sum in a fixed order; torch's order depends on the number of
+   rows.
 
 It knows nothing about where folders come from (see ``slipstream.models``), sessions or pools.
 """
@@ -51,15 +52,15 @@ from slipstream.observe.log import logger
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.tree import DraftTree
 
-CONTEXT, ROWS = 120, 16  # of the trial of exactness: tokens before a random tree, and its rows
+CONTEXT, ROWS = 120, 16  # in the trial of rule 3: tokens before the random tree, and its nodes
 ROOT = Path(__file__).parents[1]
 CHOOSING = ("choosing", "engine", "grammar")
 
 
 @fitting("the model")
 def load_model(folder: str | Path, section: ModelSection, compile_layers: bool = False) -> CausalModel:
-    """The model in ``folder``, loaded as ``section`` says. The section's ``path`` and ``tensor_parallel`` are not read
-    here. compile_layers: see ``compiled``. Raises ModelError."""
+    """The model in ``folder``, ready, with the settings of ``section`` except its path and tensor_parallel.
+    compile_layers: see ``compiled``. Raises ModelError."""
     noted, insisted = holds_int8(folder), section.kernels == "native"
     whole = noted or section.quantize == "int8"
     ours = section.engine == "decoder" and not compile_layers and section.kernels != "torch"
@@ -96,10 +97,11 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
 
 
 def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Identity:
-    """The identity of a model loaded as ``section`` says from files with the hash ``weights``. Kernels get the same
-    name only if they round alike: one kind, one kind of device, one release of torch and one commit of ours."""
+    """The identity of a loaded model: two targets with the same one choose the same greedy tokens. weights: the hash of
+    its files. The kernels' part names all that changes rounding: their kind, the kind of device, the number of ranks,
+    the versions of torch and Slipstream, and a hash of our source."""
     if model.device.type == "cuda":
-        found = torch.cuda.get_device_properties(model.device)  # products and attention are split by processors
+        found = torch.cuda.get_device_properties(model.device)  # kernels split their work by its multiprocessors
         device = f"cuda {found.major}.{found.minor} of {found.multi_processor_count}"
     else:
         device = f"{model.device.type} {torch.backends.cpu.get_cpu_capability()}"
@@ -109,8 +111,8 @@ def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Iden
 
 
 def graphed(model: CausalModel, agreed: Callable[[bool], bool] = bool) -> CausalModel:
-    """The model as a GraphedDecoder where its attention can be captured; its pool needs spare slots then. agreed: see
-    there."""
+    """The model as a GraphedDecoder if its attention can be captured (its pool then needs ``spare_slots``), else the
+    model itself. agreed: see ``GraphedDecoder``."""
     if isinstance(model, Decoder) and isinstance(model.attention, FlashInferAttention):
         return GraphedDecoder(model, model.attention, CudaCapture(model.device), agreed=agreed)
     return model
@@ -128,14 +130,14 @@ def _torch_decoder(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, de
 
 
 def _first_rows(decoder: Decoder, rows: int) -> None:
-    """One forward of ``rows`` rows on a pool of its own."""
+    """One forward of ``rows`` rows on a pool made for it."""
     config = decoder.config
     pool = KVPool(config.num_layers, rows, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
     decoder.forward(rows_batch(np.arange(rows), decoder.device), pool)
 
 
 def check_exact(model: CausalModel) -> CausalModel:
-    """The model, after its trial. Raises ModelError."""
+    """The same model, if it passes the trial of rule 3. Raises ModelError if not."""
     if not passes_trial(model):
         raise ModelError("model.kernels: native: on this machine a tree's rows differ from plain steps; serve with "
                          "model.dtype=float32 instead")
@@ -143,7 +145,8 @@ def check_exact(model: CausalModel) -> CausalModel:
 
 
 def passes_trial(model: CausalModel) -> bool:
-    """Whether the rows of a random tree, and of a prompt, are bit for bit those of plain steps."""
+    """Whether the logits of a random tree's and a prompt's rows have the same bits as those of plain steps: those of
+    the prompt's last row and of the nodes on the tree's longest path are compared."""
     dice, sessions, beside, plain = np.random.default_rng(0), Sessions(model), 0, 1
     parents = [-1, *(int(dice.integers(node)) for node in range(1, ROWS))]
     tokens = dice.integers(model.config.vocab_size, size=CONTEXT + ROWS).tolist()

@@ -1,13 +1,12 @@
-"""Mirror: a copy of the slot table on the model's device, updated by changes only, and the slot lists that kernels read
-from it.
+"""Mirror: a copy of a ``SlotTable`` on a model's device. Each step sends it the changed entries only.
 
 Rules:
-1. One copy brings everything that a step needs from the host: its rows, the table's changes, where segments begin.
-2. Kernels that read slots one segment behind the other have them gathered on the device: however long contexts are,
-   the host sends what is new.
+1. A step sends one copy to the device: its rows, the changed entries of the table, and where segments begin.
+2. Kernels read the slots of all segments as one list, which is gathered on the device: the host sends new entries only,
+   however long contexts are.
 3. Nothing here waits for the device.
-4. If a copy failed half-way (a full device), the next one sends all entries again, because entries that count as known
-   may be missing.
+4. If a copy fails half-way (the device was full), the next step sends the whole table: entries that count as known may
+   be missing on the device.
 
 It knows nothing about graphs or sessions. The specification is ``PagePlan.indices``.
 """
@@ -24,6 +23,8 @@ NOWHERE: Indices = np.zeros(0, np.int64)
 
 
 class Mirror:
+    """The copy of one table on one device."""
+
     __slots__ = ("_entries", "_source", "table")
 
     def __init__(self, table: SlotTable, device: torch.device) -> None:
@@ -32,8 +33,8 @@ class Mirror:
         self._entries = torch.zeros(0, dtype=torch.int32, device=device)
 
     def bring(self, rows: Indices, plan: PagePlan, indices: torch.Tensor) -> torch.Tensor:
-        """``rows`` where the device is, int64 [K]. The plan's slots are written over all of ``indices``; what lies
-        behind the last of them repeats it. Of a plan over this table."""
+        """Send ``rows`` int64 [K] and the table's changes; returns ``rows`` on the device. The plan's slots are written
+        to ``indices``, and the last of them into the rest of it. plan: of a batch over this table."""
         assert plan.begins is not None
         if self.table.entries is not self._source:
             self._begin()
@@ -51,8 +52,9 @@ class Mirror:
         return there
 
     def packed(self, rows: Indices, plan: PagePlan) -> tuple[Indices, list[int]]:
-        """What travels, and the lengths of its parts: ``rows``, where segments end in a list and how far they lie from
-        there in the table, what changed in the table and to what. The table's copy counts as up to date from now on."""
+        """The numbers to send, and the lengths of their parts: ``rows``; where segments end in the list; the distance
+        from there to their place in the table; the changed places of the table; their slots. From now on ``known``
+        counts these as sent."""
         table, begins = self.table, plan.begins
         assert begins is not None
         lists = plan.kv_indptr.astype(np.int64)
@@ -67,7 +69,7 @@ class Mirror:
         return np.concatenate(parts), [len(part) for part in parts]
 
     def _begin(self) -> None:
-        """All of it, when the table is new or has grown."""
+        """Send the whole table, when it is new, has grown, or a copy failed."""
         entries = self.table.entries.astype(np.int32)
         self._entries = torch.from_numpy(entries).to(self._entries.device, non_blocking=True)
         self.table.known[:] = self.table.width

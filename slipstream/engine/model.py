@@ -1,4 +1,4 @@
-"""What a model is: its measures and its tensors, read from a Hugging Face folder, and the protocol of both engines.
+"""A model's dimensions and tensors, read from a Hugging Face folder, and the protocol that all engines implement.
 
 Rules:
 1. A field that is missing, of the wrong type or not supported is a ModelError that names the file and the field.
@@ -6,8 +6,8 @@ Rules:
 3. Only safetensors are read, never pickles; shards follow ``model.safetensors.index.json``. A missing file, tensor or a
    wrong shape is a ModelError that names it.
 
-It knows nothing about where folders come from (see ``slipstream.models``), what tensors are for, layers or batches
-beyond their types.
+It knows nothing about where folders come from (see ``slipstream.models``) or what tensors are for; of layers and
+batches it knows the types only.
 Format: ``config.json`` and ``generation_config.json`` as transformers writes them, nested ``rope_parameters`` included.
 """
 
@@ -37,17 +37,17 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a ``model_type`` says by itself."""
+    """Properties of all models of one ``model_type``."""
 
-    qkv_bias: bool  # of q, k and v
+    qkv_bias: bool  # q, k and v have biases
     qk_norm: bool
-    absent: Mapping[str, Any]  # what transformers takes for fields that are not there; null is something else
+    absent: Mapping[str, Any]  # transformers' defaults for missing fields; a field that is null is not missing
 
 
-SEEING = ("mistral3",)  # types whose text alone is read: Mistral Small 3.1
-SEEN = ("vision_tower.", "multi_modal_projector.")  # what their names begin with that are of no text
-MOST = 1 << 24  # of anything that is counted
-CONTEXT = "original_max_position_embeddings"  # before positions were stretched
+SEEING = ("mistral3",)  # vision models of which only the text decoder is read: Mistral Small 3.1
+SEEN = ("vision_tower.", "multi_modal_projector.")  # prefixes of their tensors that are not of the text decoder
+MOST = 1 << 24  # the largest integer that a field may hold
+CONTEXT = "original_max_position_embeddings"  # the field with the context before positions were stretched
 QWEN: Mapping[str, Any] = MappingProxyType({"num_key_value_heads": 32, "max_position_embeddings": 32768})
 FAMILY: Mapping[str, Family] = MappingProxyType({
     "llama": Family(False, False, {}),
@@ -68,15 +68,16 @@ class RopeScaling:
     low_freq_factor: float = 1.0  # llama3's
     high_freq_factor: float = 4.0
     original_context: int = 8192  # llama3's and yarn's
-    beta_fast: float = 32.0  # yarn's: turns in the original context from which on a frequency stays,
-    beta_slow: float = 1.0  # and up to which it is stretched in full
-    truncate: bool = True  # to whole places between the two
-    attention_factor: float = 1.0  # of cosines and sines
+    beta_fast: float = 32.0  # yarn's: a frequency with at least so many turns in the original context is kept,
+    beta_slow: float = 1.0  # one with at most so many is stretched in full
+    truncate: bool = True  # yarn's: the bounds of the range between them are rounded to whole dimensions
+    attention_factor: float = 1.0  # multiplies cosines and sines
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The measures of a decoder. Rotary and norm fields rule ``decoder.py``; ``hf.py`` leaves them to transformers."""
+    """The dimensions of a decoder. ``decoder.py`` uses the rotary and norm fields; ``hf.py`` leaves those to
+    transformers."""
 
     model_type: str
     vocab_size: int
@@ -105,12 +106,12 @@ class ModelConfig:
 
     @staticmethod
     def from_folder(folder: str | Path) -> ModelConfig:
-        """Read and check ``config.json`` (and ``generation_config.json`` for end tokens) of ``folder``."""
+        """Read and check ``config.json`` of ``folder``; end tokens: see ``end_tokens``. Raises ModelError."""
         path = Path(folder) / "config.json"
         raw = read_json(path)
         text = text_of(raw)
         config = parse_config(text, str(path), end_tokens(Path(folder)))
-        if text is not raw:  # its library writes what it takes by default, whatever there is
+        if text is not raw:  # transformers writes tie_word_embeddings' default into text_config, so tensors decide
             config = replace(config, tied_embeddings="lm_head.weight" not in map(_of_text, tensor_names(folder)))
         rope = config.rope_scaling
         if rope is None or rope.kind != "yarn":
@@ -119,14 +120,15 @@ class ModelConfig:
 
 
 def text_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """What describes a decoder of text in a parsed ``config.json``: all of it, or a part where the model sees as
-    well."""
+    """The part of a parsed ``config.json`` that describes the text decoder: ``text_config`` of a vision model (SEEING),
+    else all of it."""
     text = raw.get("text_config")
     return text if raw.get("model_type") in SEEING and isinstance(text, dict) else raw
 
 
 class CausalModel(Protocol):
-    """One model on one device, as ``decoder.Decoder`` and ``hf.HFModel`` are; ``native.decoder`` goes on to choices."""
+    """One model on one device: ``decoder.Decoder``, ``hf.HFModel`` or ``native.decoder.NativeDecoder``, which can also
+    choose tokens."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -139,7 +141,7 @@ class CausalModel(Protocol):
 
     @property
     def kernels(self) -> str:
-        """The name of the kernels that compute. Other kernels give the same model with other rounding."""
+        """The name of the kernels that compute. The same model on other kernels rounds differently."""
         ...
 
     def forward(self, batch: ForwardBatch, pool: KVPool,
@@ -153,7 +155,7 @@ class CausalModel(Protocol):
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a configured name. Raises ModelError naming the known ones."""
+    """The torch dtype of a configured name. Raises ModelError that lists the known names."""
     if name not in DTYPES:
         raise ModelError(f"dtype '{name}' is not known; use one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -166,7 +168,7 @@ def device_of(name: str) -> torch.device:
     except RuntimeError as error:
         raise ModelError(f"device '{name}' is not known; write cpu, or cuda for a GPU") from error
     try:
-        torch.ones(1, device=device).item()  # memory is given by GPUs, too, for which this torch has no kernels
+        torch.ones(1, device=device).item()  # a kernel has to run: allocating works even on a GPU without kernels here
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
     return device
@@ -174,7 +176,7 @@ def device_of(name: str) -> torch.device:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """A context in which ``what`` is loaded. Raises ModelError where its device has no memory for it."""
+    """A context for loading ``what``: running out of memory inside becomes a ModelError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -183,8 +185,8 @@ def fitting(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Typed access to one JSON object. What is missing or null is its default, and without one, or of another type, a
-    ModelError that names file and field."""
+    """Typed access to one JSON object. A missing or null field takes its default. Without a default, or with a value of
+    another type, it is a ModelError that names file and field."""
 
     where: str
     raw: dict[str, Any]
@@ -263,12 +265,12 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
     if raw.get(CONTEXT) is not None:  # transformers takes it first
         nested = nested | {CONTEXT: raw[CONTEXT]}
     rope = Fields(f"{fields.where}: {name}", nested)
-    for given in (fields, rope):  # of a head's numbers
+    for given in (fields, rope):  # all numbers of a head must be rotated
         given.must_be("partial_rotary_factor", 1, None)
     theta = rope.real("rope_theta", fields.real("rope_theta", 10000.0))
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind in ("default", "dynamic", "mrope", None):
-        # A dynamic one stretches positions behind max_position_embeddings alone; those of three axes are one in text.
+        # "dynamic" stretches positions beyond max_position_embeddings only; "mrope" has equal axes in text.
         return theta, None
     if kind == "linear":
         return theta, RopeScaling(kind, rope.real("factor"))
@@ -282,8 +284,8 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
 
 
 def stretched(factor: float, original: int) -> int:
-    """The context of positions that are stretched by yarn: whoever writes it into a ``config.json``, as cards of models
-    say, need not raise ``max_position_embeddings``."""
+    """The context in tokens of positions that yarn stretches from ``original``. Users who add yarn to ``config.json``,
+    as model cards describe it, often leave ``max_position_embeddings`` as it was."""
     return int(min(factor * original, MOST))
 
 
@@ -322,7 +324,7 @@ NAMES_SHOWN, NAME_SHOWN = 5, 120  # of tensors that nothing reads, and character
 
 
 class Noted(dict[str, torch.Tensor]):
-    """A mapping of tensors that records which of them were taken."""
+    """Tensors by name that remember which of them were read."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__(tensors)
@@ -334,8 +336,8 @@ class Noted(dict[str, torch.Tensor]):
 
 
 def take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
-    """The tensor called ``name``. A vector is copied, because a view would keep the whole file in memory. Raises
-    ModelError when it is missing or has another shape."""
+    """The tensor called ``name``, of this shape. A vector is copied: as a view it would keep a whole file in memory.
+    Raises ModelError when it is missing or has another shape."""
     if name not in tensors:
         raise ModelError(f"tensor {name} is missing from the model's safetensors")
     if tuple(tensors[name].shape) != shape:
@@ -344,8 +346,8 @@ def take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
 
 
 def tell_unread(folder: str | Path, names: Iterable[str]) -> None:
-    """Warn of tensors that are in a file and that nothing reads: a bias, say, of which the config does not speak. Those
-    that hold nothing to be read are left out."""
+    """Log a warning about tensors in a file that nothing reads, for example a bias that the config does not mention.
+    BUFFERS are left out: they are computed from the config."""
     left = sorted(name for name in names if not name.endswith(BUFFERS))
     if left:
         logger("engine").warning(
@@ -354,8 +356,8 @@ def tell_unread(folder: str | Path, names: Iterable[str]) -> None:
 
 
 def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of the folder's safetensors by name, in their stored dtypes (of ``fp8_blocks`` in bfloat16), on the
-    CPU: those of ``names`` that are there, or (None) all. Raises ModelError."""
+    """The folder's tensors by name, on the CPU, in their stored dtypes (``fp8_blocks``: bfloat16). names: read only
+    those of them that are there; None: all. Raises ModelError."""
     block = fp8_block(folder)
     if block is not None and names is not None:
         names = {*names, *(name + SCALE_INV for name in names)}
@@ -378,25 +380,26 @@ def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> di
 
 
 def _of_text(name: str) -> str:
-    """As a model has it that is for text alone."""
+    """A tensor's name as a text-only model has it."""
     return name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
 
 
 def fp8_block(folder: str | Path) -> Block | None:
-    """Of the folder's weights, see ``fp8_blocks``; None: they are of another kind. Raises ModelError."""
+    """The block size of the folder's fp8 weights (see ``fp8_blocks``); None: they are not in blocks. Raises
+    ModelError."""
     path = Path(folder) / "config.json"
     return block_of(read_json(path), str(path)) if path.exists() else None
 
 
 def tensor_names(folder: str | Path) -> set[str]:
-    """The names of the tensors that ``load_tensors`` would read; of files with an index nothing else is. Raises
+    """The names of the tensors that ``load_tensors`` would read: those of the index, if there is one. Raises
     ModelError."""
     return set(_files(Path(folder))[1] or tensor_types(folder))
 
 
 def tensor_types(folder: str | Path) -> dict[str, str]:
-    """What the tensors of the files that ``load_tensors`` would read hold, in safetensors' own words; only headers are
-    read. Raises ModelError."""
+    """The stored type of each tensor in the files that ``load_tensors`` would read, as safetensors names it ("BF16").
+    Only headers are read. Raises ModelError."""
     types: dict[str, str] = {}
     for path in _files(Path(folder))[0]:
         with _opened(path) as file:
@@ -405,8 +408,9 @@ def tensor_types(folder: str | Path) -> dict[str, str]:
 
 
 def _files(folder: Path, names: Collection[str] | None = None) -> tuple[list[Path], dict[str, str]]:
-    """The files that hold the tensors ``names`` (None: all), and the one of each that an index, if there is one,
-    lists: what two of them hold is read from there. An index without any of its files is left from an earlier save."""
+    """The files with the tensors ``names`` (None: all), and by tensor the file that the index names, if there is an
+    index: a tensor in two files is read from that one. An index none of whose files exist is of an earlier save and is
+    ignored."""
     index = folder / INDEX
     if not index.exists():
         return [folder / SINGLE], {}

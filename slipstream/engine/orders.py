@@ -1,13 +1,13 @@
-"""Communication between the ranks of one model: orders of rank 0 through a pipe, and tensors between their devices.
+"""Communication between the ranks of one model: orders from rank 0 over pipes, and tensors between their devices.
 
 Rules:
-1. An order is an array of int32: a kind, lengths, values. A batch travels as what the host knows of it.
-2. A rank waits for orders without a time limit, and exits when the pipe closes. Rank 0 waits at most ``TIMEOUT_S`` for
-   a rank to take an order.
-3. Ranks call the same operations of their ``Group`` in the same order; one that the others do not join ends after
-   ``TIMEOUT_S``: with an error where the host waits for it (gloo), with the process where the device does (NCCL's
-   watchdog). None but ``agreed`` waits for the host on a GPU, so that a graph may capture it.
-4. All ranks are processes of one machine and of the same program. NCCL joins GPUs, gloo CPUs.
+1. An order is an array of int32: a kind, lengths, values. Of a batch its host arrays are sent, not its tensors.
+2. Between orders a rank waits without limit; it ends when its pipe is closed. Rank 0 waits at most ``TIMEOUT_S`` for a
+   rank to take an order.
+3. All ranks call the same collective operations of ``Group`` in the same order. If one rank does not join an operation,
+   the others' ends after ``TIMEOUT_S``: with an error on CPUs (gloo), by ending the process on GPUs (NCCL's watchdog).
+   On a GPU only ``agreed`` makes the host wait, so a graph can capture the others.
+4. All ranks are processes of the same program on one machine. NCCL connects GPUs, gloo CPUs.
 
 It knows nothing about models.
 """
@@ -68,7 +68,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOrder:
-    """Run a batch on the pool of a number, which has so many slots."""
+    """Run a batch on pool number ``pool``, which has ``num_slots`` slots."""
 
     pool: int
     num_slots: int
@@ -78,14 +78,14 @@ class ForwardOrder:
 
 @dataclass(frozen=True, slots=True)
 class LogitsOrder:
-    """Take so many states from rank 0, and give their logits."""
+    """Receive ``rows`` states from rank 0, and send back this rank's part of their logits."""
 
     rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class WarmOrder:
-    """Capture what steps of so many segments need."""
+    """Capture the graphs that steps of at most ``most_segments`` segments need."""
 
     pool: int
     num_slots: int
@@ -96,7 +96,7 @@ Order = ForwardOrder | LogitsOrder | WarmOrder
 
 
 def written(order: Order) -> bytes:
-    """As it travels."""
+    """The bytes of an order; ``read`` is the inverse."""
     match order:
         case ForwardOrder(pool, num_slots, taps, batch):
             parts = _arrays(batch)
@@ -141,7 +141,7 @@ def _words(values: Sequence[int] | NDArray[np.int64]) -> Words:
 
 
 class Meeting:
-    """Where ranks find one another: a port of rank 0, on this machine alone."""
+    """Where ranks find one another: a port of rank 0, open on this machine only."""
 
     __slots__ = ("_store", "port")
 
@@ -152,7 +152,7 @@ class Meeting:
         self.port: int = self._store.port
 
     def join(self, rank: int, ranks: int, device: torch.device) -> Group:
-        """Waits for all others. Raises RuntimeError when they do not come."""
+        """Waits for all other ranks. Raises RuntimeError if they do not come within ``TIMEOUT_S``."""
         backend = "nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -162,7 +162,7 @@ class Meeting:
 
 
 class Group:
-    """One process's place among the ranks. A process has one at a time."""
+    """The collective operations of one rank. A process has one Group at a time."""
 
     __slots__ = ("_all", "_device", "rank", "ranks")
 
@@ -171,23 +171,23 @@ class Group:
         self._all = _distributed()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in x's place."""
+        """The sum of all ranks' x, written to x (all-reduce)."""
         self._all.all_reduce(x)
         return x
 
     def told(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, in x's place."""
+        """Rank 0's x, written to x (broadcast)."""
         self._all.broadcast(x, 0)
         return x
 
     def beside(self, x: torch.Tensor) -> torch.Tensor:
-        """x [R, W] of all ranks side by side: [R, ranks * W]."""
+        """The x [R, W] of all ranks side by side: [R, ranks * W] (all-gather)."""
         parts = x.new_empty(self.ranks, *x.shape)
         self._all.all_gather(list(parts.unbind(0)), x)
         return parts.transpose(0, 1).reshape(x.shape[0], -1)
 
     def agreed(self, well: bool) -> bool:
-        """Whether it went well on all ranks. It waits for them."""
+        """Whether ``well`` is true on all ranks. It waits for them."""
         return not self.sum(torch.full((), not well, dtype=torch.int32, device=self._device)).item()
 
     def leave(self) -> None:

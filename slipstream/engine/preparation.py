@@ -1,12 +1,13 @@
-"""A model folder in another dtype: prepared once, and loaded without another conversion.
+"""Copies of a model folder in another dtype or in int8: converted once, and loaded without another conversion.
 
 Rules:
-1. ``int8`` writes what ``int8.rounded`` makes of the matrices, so answers are bit for bit those of ``model.quantize``;
-   what stays is stored as it is, the embedding in bfloat16. Other kinds are dtypes, of matrices: vectors stay.
-2. A folder is written beside its place and renamed when complete. Its ``slipstream.json`` names its source, by the
-   source's receipt or SHA-256, and the digests of the files beside the weights. Preparing the same source again does
-   nothing; a folder from another source is never overwritten.
-3. A known model stays one under its name: the head that is shipped for it drafts for the new folder too.
+1. ``int8`` stores the matrices as ``int8.rounded`` makes them, so answers have the same bits as with
+   ``model.quantize=int8``; the embedding is stored as bfloat16, and all else as it is. Other kinds are dtypes of the
+   matrices; vectors keep theirs.
+2. A folder is written beside its place and renamed when complete. Its ``slipstream.json`` says what it was made from:
+   the source's receipt or the SHA-256 of its weights, and a hash of the files beside them. Preparing the same again
+   does nothing; a folder with other content is never overwritten.
+3. A copy of a known model keeps that model's name, so the head that is shipped for the model drafts for it, too.
 
 It knows nothing about engines. Format: see ``int8``.
 """
@@ -51,13 +52,14 @@ from slipstream.models.folder import (
 )
 
 KINDS = {"int8": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-COPIED = (".json", ".txt", ".model", ".jinja")  # what stands beside weights: tokenizer, chat template, end tokens
+COPIED = (".json", ".txt", ".model", ".jinja")  # files beside the weights: tokenizer, chat template, end tokens
 WEIGHTS = "model.safetensors"
-BESIDE = "beside"  # in a receipt: the hash of what comes along
+BESIDE = "beside"  # in a receipt: the hash of the copied files
 
 
 def prepare_as(kind: str, source: Path, folder: Path) -> Path:
-    """Write the model in ``source`` to ``folder`` in a kind of ``KINDS``, unless it is there. Raises ModelError."""
+    """Write the model in ``source`` to ``folder`` in a kind of ``KINDS``, unless that is done already. Returns
+    ``folder``. Raises ModelError."""
     if kind not in KINDS:
         raise ModelError(f"--dtype: {kind!r} is not known; use one of {', '.join(KINDS)}")
     config = ModelConfig.from_folder(source)
@@ -66,7 +68,7 @@ def prepare_as(kind: str, source: Path, folder: Path) -> Path:
     receipt = {"name": prepared_name(source), "dtype": kind, "source": _origin(source)}
     beside = weights_hash(source, [str(file.relative_to(source)) for file in _beside(source)])
     if is_prepared(folder) and (told := _told(folder)).items() >= receipt.items():
-        if told.get(BESIDE, beside) != beside:  # earlier versions did not say
+        if told.get(BESIDE, beside) != beside:  # receipts of earlier versions have no such hash
             raise ModelError(f"{folder}: was made before what stands beside {source.name}'s weights was changed "
                              "(config.json, tokenizer, chat template); remove it, or choose another with --to")
         return folder
@@ -97,11 +99,11 @@ def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
                    for name, tensor in tensors.items()}
     write_json(fresh / "config.json", content)
     save_file(written, fresh / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(fresh / "config.json", fresh / WEIGHTS)  # which safetensors keeps to its owner
+    shutil.copymode(fresh / "config.json", fresh / WEIGHTS)  # safetensors makes files that only their owner can read
 
 
 def _beside(source: Path) -> list[Path]:
-    """What comes along as it is."""
+    """The files that are copied unchanged (config.json is then written anew)."""
     return [file for file in (*source.iterdir(), *(source / TEMPLATES).glob("*"))
             if file.is_file() and file.suffix in COPIED and file.name not in (INDEX, RECEIPT)]
 

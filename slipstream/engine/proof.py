@@ -1,11 +1,12 @@
-"""Proof: whether kernels may serve on this GPU, found in a process of its own.
+"""Proof: whether kernels may serve on this GPU, found out by a trial in another process.
 
 Rules:
-1. After a kernel's invalid memory access a process cannot use the GPU any more. So a kernel that has not run on this
-   GPU runs in another process first (``witness``), before a model is loaded. If that one dies, this process can still
-   use torch.
-2. The result, or the signal that killed it, is stored for this GPU, driver, versions and model sizes, so the next start
-   needs no trial. A timeout, a lack of memory or a missing compiler may not happen next time, so these are not stored.
+1. After a kernel has read an invalid address, its process can never use the GPU again. So kernels that this GPU has not
+   run before are first run by another process (``witness``), before a model is loaded. If that process fails, this one
+   can fall back to torch.
+2. The verdict of the trial, or the signal that ended it, is kept in a file for this GPU, driver, versions and model
+   dimensions: the next start needs no trial. Running out of time or memory, or a missing compiler, may be over at the
+   next start, so these are not kept.
 
 It knows nothing about kernels. Format of a verdict: JSON, one file each in the user's cache.
 """
@@ -36,12 +37,12 @@ Proof = Callable[[What, ModelConfig, torch.dtype, torch.device], str]
 LIMIT_S = 900.0  # compilers take minutes
 DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("torch", "triton", "flashinfer-python")
-SAID = "verdict "  # what the line of a witness begins with that counts
-PASSING = ("out of memory", "Out of memory", "OutOfMemoryError")
+SAID = "verdict "  # the beginning of a witness's line with the verdict
+PASSING = ("out of memory", "Out of memory", "OutOfMemoryError")  # errors that may be over at the next start
 
 
 def objection(what: What, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Why these kernels may not serve a model of such measures, in words; empty: they may."""
+    """Why these kernels may not serve a model of these dimensions, in words; empty: they may."""
     about = asked(what, config, dtype)
     place = {"gpu": torch.cuda.get_device_name(device), "driver": driver(), "slipstream": __version__,
              "cuda": str(torch.version.cuda), **{name: version(name) for name in PACKAGES}}
@@ -50,12 +51,12 @@ def objection(what: What, config: ModelConfig, dtype: torch.dtype, device: torch
 
 
 def asked(what: What, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """The question as it travels."""
+    """The question as the witness gets it, in JSON."""
     return {"what": what, "dtype": str(dtype).removeprefix("torch."), "config": asdict(config)}
 
 
 def remembered(folder: Path, about: dict[str, object], asking: Sequence[str]) -> str:
-    """The verdict of the command ``asking`` on what ``about`` says, from ``folder`` where it is known."""
+    """The verdict on ``about``: from its file in ``folder``, else from running the command ``asking``."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
     path = folder / f"verdict-{digest[:24]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -71,7 +72,7 @@ def remembered(folder: Path, about: dict[str, object], asking: Sequence[str]) ->
 
 
 def witnessed(asking: Sequence[str], limit_s: float = LIMIT_S) -> tuple[str, bool]:
-    """The objection that a process tells, or what its end says; and whether that will be so the next time."""
+    """Run the command ``asking``: its objection, or how it ended; and whether this holds for the next start, too."""
     try:
         done = subprocess.run(asking, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:

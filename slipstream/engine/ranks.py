@@ -1,25 +1,26 @@
-"""A model on several devices of one machine, cut as Megatron cuts it (Shoeybi et al., arXiv 1909.08053): this process
-is rank 0, the others are started by it, each as ``main FD``.
+"""Tensor parallelism: a model on several devices of one machine, split as in Megatron (Shoeybi et al., arXiv
+1909.08053). This process is rank 0; it starts the others, each as ``main FD``.
 
 Rules of the ranks:
-1. Every call is an order that all ranks carry out, so any sequence of calls is right. What is called on a pool happens
-   on a pool of the same number everywhere, each with the heads of its own part. Only rank 0 answers anybody.
-2. ``config`` has the measures of one rank's part: pools, memory and attention are sized from it. Everything else in it
-   (width, layers, vocabulary) is the whole model's.
-3. After a rank dies, or an order raises an error, the ranks are out of step for good: every call raises RanksLost from
-   then on, and the watcher is told once. Only a restart of all helps. A rank sends an error before the first order to
-   rank 0 as text; a later one ends its process.
-4. Nothing waits for ever: see ``orders`` for what bounds each wait.
+1. Every call is an order that all ranks carry out, so calls may come in any sequence. Pools have numbers: a call on a
+   pool of rank 0 uses the pool of the same number on each rank, with that rank's KV heads. Only rank 0 returns results.
+2. ``config`` has the dimensions of one rank's part (heads, MLP width): pools, memory and attention are sized from it.
+   Its other fields (hidden size, layers, vocabulary) are those of the whole model.
+3. If a rank dies, or an order fails, the ranks are out of step for good: every later call raises RanksLost, the
+   ``watch`` callback is called once, and all must be started anew. A SlipstreamError while a rank loads is sent to rank
+   0 as text; an error in an order ends the rank's process.
+4. A wait of rank 0 has a limit (see ``orders``), except that for a rank to load: this ends when the rank does.
 
-Rules of the cut:
-5. A rank holds whole heads, KV heads with their query heads, and as many columns of the MLP: a smaller model, whose
-   attention, KV pool and batches are as any other's. The residual stream is whole on every rank.
-6. Two sums a layer: after ``o`` and after ``down``, which are cut along what they sum over. Their biases are rank 0's.
-7. The embedding is whole on every rank: its rows are looked up, not multiplied, and cutting it would cost a third sum.
-   The head is cut by vocabulary, since a step reads all of it; its logits are put side by side.
-8. What does not divide is a ModelError that names the field.
+Rules of the split:
+5. A rank has some KV heads with their query heads, and an equal share of the MLP's columns. So it is a smaller model
+   with its own attention and KV pool. The residual stream is whole on every rank.
+6. There are two all-reduces a layer: after ``o`` and after ``down``, whose input columns are split. Only rank 0 adds
+   their biases.
+7. The embedding is whole on every rank: splitting it would save no reads (rows are looked up) and cost a third
+   all-reduce. lm_head is split by vocabulary, since a step reads all of it; the ranks' logits are put side by side.
+8. A dimension that does not divide by the number of ranks is a ModelError that names the field.
 
-It knows nothing about sessions. Format of a part: JSON, for the other ranks.
+It knows nothing about sessions. Format of a ``Part``: JSON, for the other ranks.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ from slipstream.engine.orders import ForwardOrder, Group, LogitsOrder, Meeting, 
 from slipstream.observe.log import configure, logger
 
 ALONG = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
-SUMMED = ("o", "down")  # products that ranks have parts of
+SUMMED = ("o", "down")  # products whose results are summed over the ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of the model in ``folder``, which ``section`` shares out: the ``rank``-th. ``port``: where ranks meet. Of device
-    cuda, rank r has the r-th."""
+    """What a rank loads: its part of the model in ``folder``, with the settings of ``section``. port: of the
+    ``Meeting``. With device cuda, rank r uses GPU r."""
 
     rank: int
     port: int
@@ -98,8 +99,8 @@ class Part:
 
 
 def part_of(folder: str | Path, section: ModelSection) -> Part:
-    """The first part of a model. Raises ModelError where it cannot be cut as the section says, or devices are missing;
-    before anything is loaded."""
+    """The part of rank 0. Raises ModelError, before anything is loaded, if the model cannot be split as ``section``
+    says, or devices are missing."""
     ranks, field = section.tensor_parallel, "model.tensor_parallel"
     if section.engine != "decoder" or section.kernels == "native":
         raise ModelError(f"{field}: it is for engine decoder, without kernels native")
@@ -134,7 +135,7 @@ def load_part(part: Part, group: Group) -> CausalModel:
 
 
 def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
-    """The measures of one rank's part. Raises ModelError naming what does not divide."""
+    """The dimensions of one rank's part. Raises ModelError naming the field that does not divide."""
     for field, whole in (("num_attention_heads", config.num_heads), ("num_key_value_heads", config.num_kv_heads),
                          ("intermediate_size", config.intermediate_size)):
         if whole % ranks:
@@ -144,7 +145,7 @@ def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
 
 
 def part_of_tensor(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """A rank's part of one of a checkpoint's tensors."""
+    """A rank's part of a checkpoint's tensor; the whole tensor if it is not split."""
     module, _, kind = name.rpartition(".")
     module = module.rpartition(".")[2]
     if module not in ALONG:
@@ -153,12 +154,12 @@ def part_of_tensor(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> to
         return tensor if rank == 0 else torch.zeros_like(tensor)
     along = ALONG[module] if kind == "weight" else 0
     if tensor.dim() <= along or tensor.shape[along] % ranks:
-        return tensor  # of a wrong shape, which the decoder names
+        return tensor  # of a wrong shape: the decoder raises an error that names it
     return tensor.chunk(ranks, along)[rank]
 
 
 def part_head(config: ModelConfig, tensors: Tensors, rank: int, ranks: int) -> torch.Tensor:
-    """A rank's rows of the head [ceil(V / ranks), H]; those beyond the vocabulary are zeros."""
+    """A rank's rows of lm_head [ceil(V / ranks), H]; rows beyond the vocabulary are zeros."""
     name = EMBEDDING if config.tied_embeddings else HEAD
     head = take(tensors, name, config.vocab_size, config.hidden_size)
     width = -(-config.vocab_size // ranks)
@@ -168,8 +169,8 @@ def part_head(config: ModelConfig, tensors: Tensors, rank: int, ranks: int) -> t
 
 def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: torch.dtype, device: torch.device,
                     attention: Attention | None = None, ops: LayerOps = TORCH) -> Decoder:
-    """This rank's part of a decoder, whose logits are of its part of the vocabulary. config, tensors: of the whole
-    model; attention, ops: of the part. Raises ModelError."""
+    """This rank's part of a decoder; its logits cover its part of the vocabulary. config, tensors: of the whole model;
+    attention, ops: for the part. Raises ModelError."""
     part = part_config(config, group.ranks)
     own = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and name != HEAD}
     head = part_head(config, tensors, group.rank, group.ranks).to(device, dtype)
@@ -184,15 +185,15 @@ def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: 
     return Decoder(part, own, ops, attention, Placing(place, product, head))
 
 
-END_S = 10.0  # that ranks have to end by themselves
-REASON_S = 2.0  # after a failed sum, for the news which rank is gone
+END_S = 10.0  # how long ranks may take to end by themselves
+REASON_S = 2.0  # after a failed collective operation: how long to wait until it is known which rank has ended
 
 
 class Ranks:
-    """The other ranks' processes."""
+    """The processes of the other ranks."""
 
     def __init__(self, first: Part) -> None:
-        """Starts them, and returns when all have met."""
+        """Starts them, and returns when all have joined the group. Raises ModelError, RanksLost."""
         self._count = first.ranks
         self._lost: RanksLost | None = None
         self._gone, self._ending = threading.Event(), threading.Event()
@@ -204,7 +205,7 @@ class Ranks:
         try:
             for rank in range(1, first.ranks):
                 self._start(replace(first, rank=rank, port=meeting.port))
-            self.hear()  # they are there, so meeting them takes no time
+            self.hear()  # the processes run, so the meeting below is quick
             self.group: Group = meeting.join(0, first.ranks, first.place)
         except BaseException:
             self.end(0.0)
@@ -212,7 +213,7 @@ class Ranks:
 
     def _start(self, part: Part) -> None:
         own, given = socket.socketpair()
-        with given:  # a group of its own: a Ctrl-C is rank 0's to deal with
+        with given:  # in a session of its own, so that Ctrl-C reaches rank 0 only
             process = subprocess.Popen([*command("slipstream.engine.ranks"), str(given.fileno())],
                                        pass_fds=(given.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
         self._processes.append(process)
@@ -225,7 +226,7 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def hear(self) -> None:
-        """Until each rank has said that it is ready. Raises ModelError with what one says, RanksLost."""
+        """Wait until each rank has sent that it is ready. Raises ModelError with a rank's error, RanksLost."""
         for pipe in self._pipes:
             try:
                 problem = pipe.receive()
@@ -235,7 +236,7 @@ class Ranks:
                 raise ModelError(problem.decode())
 
     def tell(self, order: Order) -> None:
-        """Raises RanksLost."""
+        """Send an order to all ranks. Raises RanksLost."""
         if self._lost is not None:
             raise self._lost
         message = written(order)
@@ -246,12 +247,12 @@ class Ranks:
             raise self.lost(error) from error
 
     def lost(self, error: Exception) -> RanksLost:
-        """What an error between ranks means: the rank that is gone, where one is."""
+        """The RanksLost for an error between ranks; it names the rank that has ended, if one has."""
         self._gone.wait(REASON_S)
         return self._lose(f"the {self._count} ranks of the model are out of step: {in_a_line(error)}")
 
     def watch(self, told: Callable[[RanksLost], None]) -> None:
-        """``told`` is called once, from any thread, when ranks are lost."""
+        """Call ``told`` once, from any thread, when ranks are lost; at once if they are."""
         with self._lock:
             self._told = told
         if self._lost is not None:
@@ -276,7 +277,7 @@ class Ranks:
         return self._lost
 
     def end(self, patience_s: float = END_S) -> None:
-        """Close the pipes, at whose end ranks end, and see that they do."""
+        """Close the pipes, which ends the ranks; kill those that still run after ``patience_s``."""
         self._ending.set()
         for pipe in self._pipes:
             pipe.close()
@@ -326,7 +327,7 @@ class RankedModel:
             return self._group.beside(own)[:, : self._vocabulary]
 
     def warm(self, pool: KVPool, most_segments: int) -> int:
-        """Capture graphs on all ranks, where there are any. Returns how many there are on each."""
+        """Capture graphs on all ranks, if they use graphs. Returns how many rank 0 serves."""
         if not isinstance(self._model, GraphedDecoder):
             return 0
         self._ranks.tell(WarmOrder(self._number(pool), pool.num_slots, most_segments))
@@ -351,13 +352,13 @@ class RankedModel:
     def _in_step(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever it is, the others are now somewhere else
+        except Exception as error:  # after any error the ranks are out of step
             raise self._ranks.lost(error) from error
 
 
 def ranked_model(folder: str | Path, section: ModelSection) -> RankedModel:
-    """A ready model on ``section.tensor_parallel`` devices: the first GPUs (device cuda), or so many processes on a
-    CPU, which serve to prove it. Raises ModelError, RanksLost."""
+    """A ready model on ``section.tensor_parallel`` devices: the first GPUs (device cuda), or so many processes on one
+    CPU, which is for tests. Raises ModelError, RanksLost."""
     part = part_of(folder, section)
     others = Ranks(part)
     try:
@@ -375,6 +376,7 @@ READY = b""
 
 
 def main() -> None:
+    """The process of a rank other than 0: load its part, then carry out orders until the pipe ends."""
     configure(LogSection())
     pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
     try:
@@ -393,11 +395,11 @@ def main() -> None:
         while True:
             follower.obey(read(pipe.receive(), part.place))
     except ConnectionError:
-        return  # rank 0 has ended, or sends us home
+        return  # rank 0 has ended, or has closed the pipe
 
 
 class Follower:
-    """Does on this rank what rank 0 does on its own."""
+    """Carries out rank 0's orders on this rank's part of the model."""
 
     __slots__ = ("_group", "_model", "_pools")
 
@@ -423,6 +425,6 @@ class Follower:
         if number not in self._pools:
             pool = KVPool(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self._model.dtype,
                           self._model.device)
-            pool.kv.zero_()  # rank 0 may look at slots that nothing was written to, to measure steps
+            pool.kv.zero_()  # to measure steps, rank 0 reads slots that were never written
             self._pools[number] = pool
         return self._pools[number]

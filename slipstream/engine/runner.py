@@ -1,21 +1,20 @@
-"""ModelRunner: a model with its KV pool, its slots and, when somebody reads them, its feature rows; and what of a
-device's memory they may have.
+"""ModelRunner: a model with its KV pool, its slots and, when a drafter reads them, its feature rows; and how much
+memory of the device they may take.
 
 Rules:
-1. Feature rows live beside the KV, one row a slot: the features of a committed token are read by its slot, whenever.
-   They travel as a drafter asked for them: joined where its spec says so, in its dtype, as bytes (``FeatureRows``); the
-   drafter makes states of them again (``FeatureReader``), and there a target's dtype becomes a drafter's. What joins
-   states of several layers is a ``Fusion``, which the target applies where rows get shorter by it (``joined_states``):
-   on its way where the model can, else when they are read.
+1. Feature rows lie beside the KV, one row a slot, so the features of a committed token can be read by its slot at any
+   time. They are sent as the drafter's spec says: joined or not, in its dtype, as bytes (``FeatureRows``). The drafter
+   makes tensors of them again, in its own dtype (``FeatureReader``). A ``Fusion`` joins the states of several layers.
+   The target applies it where that makes rows shorter (``joined_states``): during the forward where the model can do
+   it, else when the rows are read.
 2. The same runner serves target and draft; it never learns why a row is there.
-3. Memory is sized before anything is served: what is free beside the model, what a step may need, what is left for
-   tokens. A step is bounded from shapes, for the most rows that it may have: logits in float32 with two more copies for
-   choosing, the widest activations twice, and what torch's attention gathers and masks of a context. Feature rows are
-   counted from the start.
-4. If it cannot fit, a ConfigError with numbers is raised before anything is allocated.
+3. Memory is planned before anything is served: free memory, minus the largest step, is for slots. The bound of a step
+   follows from shapes and its most rows: logits in float32 with two more copies for choosing, the widest activations
+   twice, and the KV and masks that torch's attention gathers. Feature rows are counted from the start.
+4. Sizes that do not fit are a ConfigError with numbers, before anything is allocated.
 
-It knows nothing about sessions, trees, sampling or the network, nor how memory is given back when it runs out all the
-same (see the target's ``Shedding``).
+It knows nothing about sessions, trees, sampling or the network, nor what the target does when memory runs out in spite
+of this plan (see ``Shedding`` there).
 """
 
 from __future__ import annotations
@@ -47,28 +46,28 @@ from slipstream.engine.native.program import fits
 from slipstream.engine.ops.layer import Linear, norm_parts
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
-CGROUP = Path("/sys/fs/cgroup")  # as a container sees its own
-# What is allowed, what is used, and what for, with the beginning of its words: of version 2, and of version 1.
+CGROUP = Path("/sys/fs/cgroup")  # a container sees its own cgroup there
+# Files with the limit, the memory in use and its statistics, and the prefix of field names there: cgroup v2, then v1.
 MEMORY_FILES = (("memory.max", "memory.current", "memory.stat", ""),
                 ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"))
-UNLIMITED = 1 << 62  # as version 1 says it, nearly
-SHARE = 0.9  # of what is free is planned with: allocators waste some, and graphs keep some
-TYPICAL_CONTEXT = 1024  # slots are sized for so many tokens an answer, as few use the whole context
-MOST_TAPS = 3  # that a head of a known kind reads
+UNLIMITED = 1 << 62  # bytes; cgroup v1 writes a limit above this for "no limit"
+SHARE = 0.9  # the share of free memory that the plan uses: allocators waste some, and graphs keep some
+TYPICAL_CONTEXT = 1024  # tokens of an answer that slots are planned for: few answers use the whole context
+MOST_TAPS = 3  # layers whose states a draft head of a known kind reads
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one device, the model being there already."""
+    """Memory of one device in bytes, after the model was loaded."""
 
     total: int
     free: int
-    slot: int  # one token's KV and feature rows
-    step: int  # what the largest step may need beside them
+    slot: int  # KV and feature row of one token
+    step: int  # working memory of the largest step, beside the slots
 
     @staticmethod
     def of(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_rows: int, context: int = 0) -> Memory:
-        """As it is now. max_rows: of one step; context: see ``step_bytes``."""
+        """The device's memory now. max_rows: the most rows of one step; context: see ``step_bytes``."""
         free, total = free_memory(device)
         return Memory(total, free, slot_bytes(config, dtype), step_bytes(config, dtype, max_rows, context))
 
@@ -77,7 +76,7 @@ class Memory:
         return max(0, min(wanted, (int(self.free * SHARE) - self.step) // self.slot))
 
     def check(self, slots: int) -> None:
-        """Raises ConfigError where so many slots do not fit."""
+        """Raises ConfigError if so many slots do not fit."""
         if slots > self.slots(slots):
             raise ConfigError(
                 f"target.slots: {slots} tokens need {_gb(slots * self.slot)} GB and a step up to {_gb(self.step)} GB, "
@@ -91,7 +90,7 @@ class Memory:
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes. What torch keeps for later, as after loading, is free."""
+    """Free and total bytes. On a GPU torch's cache is emptied first, so memory that it kept after loading is free."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)
@@ -103,7 +102,8 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 
 def computes(device: torch.device) -> bool:
-    """Whether it still does: a kernel that reads what is not there ends a process's use of a GPU for good."""
+    """Whether the device still computes: after a kernel has read an invalid address, a process can never use its GPU
+    again. A full GPU counts as one that computes."""
     try:
         torch.zeros(1, device=device).item()
     except torch.OutOfMemoryError:
@@ -114,7 +114,8 @@ def computes(device: torch.device) -> bool:
 
 
 def stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
-    """In it this thread's work on a GPU does not stand in line behind what other threads give it from now on."""
+    """A context with a new CUDA stream: GPU work of this thread inside it does not queue behind other threads' later
+    work. On a CPU it does nothing."""
     if device.type != "cuda":
         return nullcontext()
     cuda: Any = torch.cuda
@@ -125,7 +126,7 @@ def stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many threads inside an operation of torch's."""
+    """Inside this context torch uses so many threads within an operation."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -135,22 +136,22 @@ def threads(count: int) -> Iterator[None]:
 
 
 def cores(group: Path = CGROUP) -> int:
-    """Those that this process may use, of the machine's and of its container's."""
+    """How many CPU cores this process may use: its CPU affinity, bounded by its container's quota (at least 1)."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # no quota is the word max, or -1
+        with suppress(OSError, ValueError):  # without a quota the file says "max", or -1
             quota, period = map(int, " ".join((group / name).read_text() for name in files).split())
             count = min(count, max(1, quota // period)) if quota > 0 else count
     return count
 
 
 def limited_memory(group: Path = CGROUP) -> tuple[int, int] | None:
-    """The same of the container that this process is in; None: it has no limit. Files in memory are free."""
-    for most, now, kinds, told in MEMORY_FILES:
+    """Free bytes and limit of this process's container; None: it has no limit. Cached files count as free."""
+    for most, now, kinds, prefix in MEMORY_FILES:
         with suppress(OSError, ValueError, KeyError):
-            limit = int((group / most).read_text())  # or the word max
+            limit = int((group / most).read_text())  # ValueError: the file says "max"
             stat = dict(line.split() for line in (group / kinds).read_text().splitlines())
-            files = int(stat[f"{told}inactive_file"]) + int(stat[f"{told}active_file"])
+            files = int(stat[f"{prefix}inactive_file"]) + int(stat[f"{prefix}active_file"])
             used = int((group / now).read_text()) - files
             return (max(0, limit - used), limit) if limit < UNLIMITED else None
     return None
@@ -158,9 +159,9 @@ def limited_memory(group: Path = CGROUP) -> tuple[int, int] | None:
 
 def default_slots(config: ModelConfig, dtype: torch.dtype, max_sessions: int, max_context: int = 0,
                   share: float = 0.5, device: torch.device | str = "cpu") -> int:
-    """How many slots to give a pool: room for ``max_sessions`` answers of a typical length and for one of a whole
-    context (0: the model's), or what fits into ``share`` of the memory that is free on the device now; at least a
-    typical one."""
+    """How many slots to give a pool: for ``max_sessions`` answers of TYPICAL_CONTEXT tokens, or for one whole context
+    if that is more; at most the KV that fits into ``share`` of the device's free memory; at least one typical answer.
+    max_context: tokens; 0: the model's."""
     context = min(max_context or config.max_context, config.max_context)
     typical = min(context, TYPICAL_CONTEXT)
     fits = int(free_memory(torch.device(device))[0] * share) // kv_bytes(config, dtype)
@@ -168,17 +169,18 @@ def default_slots(config: ModelConfig, dtype: torch.dtype, max_sessions: int, ma
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of one token."""
+    """Bytes of one token's keys and values, all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token's KV and of a feature row of MOST_TAPS layers."""
     return kv_bytes(config, dtype) + MOST_TAPS * config.hidden_size * dtype.itemsize
 
 
 def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int, context: int = 0) -> int:
-    """context: of the longest answer, where torch's attention gathers what rows read, a layer at a time, and masks it;
-    0: kernels read slots where they are."""
+    """An upper bound for the working memory of one step, in bytes. context: tokens of the longest answer where torch's
+    attention copies the KV of a layer and makes masks; 0: the kernels read KV in its slots, without a copy."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widest = max(3 * config.intermediate_size, 2 * heads) + (4 + MOST_TAPS) * config.hidden_size
     attends = (rows * config.group * context * dtype.itemsize
@@ -191,14 +193,14 @@ def _gb(size: int) -> float:
 
 
 class Fusion:
-    """x [M, F] -> x W^T [M, H], behind norms where there are any."""
+    """x [M, F] -> x W^T [M, H]. With a norm, the norm is applied to x first."""
 
     __slots__ = ("_dtype", "_norm", "_norm_eps", "_norm_width", "_product")
 
     def __init__(self, weight: torch.Tensor, norm: torch.Tensor | None = None, norm_width: int = 0,
                  norm_eps: float = 0.0, linear: Callable[[torch.Tensor], Map] = Linear) -> None:
-        """weight: W [H, F]; norm [F]: so many numbers are normed together; linear: makes x -> x W^T of W, where the
-        states are."""
+        """weight: W [H, F]; norm: RMS norm weight [F], or None; norm_width: how many numbers are normed together;
+        linear: makes the function x -> x W^T of W, on the device of the states."""
         self._product, self._dtype = linear(weight), weight.dtype
         self._norm, self._norm_width, self._norm_eps = norm, norm_width, norm_eps
 
@@ -211,35 +213,35 @@ class Fusion:
 
 
 class FeatureRows:
-    """What one spec makes of target states."""
+    """Makes the bytes that one ``FeatureSpec`` asks for from target states."""
 
     __slots__ = ("_dtype", "_fusion", "joined")
 
     def __init__(self, spec: FeatureSpec, linear: Callable[[torch.Tensor], Map] = Linear, joined: bool = False) -> None:
-        """linear: see ``Fusion``; joined: the rows are, already."""
+        """linear: see ``Fusion``; joined: the rows that it gets were joined during the forward already."""
         self.joined = joined
         self._dtype, asked = dtype_of(spec.dtype), None if joined else spec.projection
         self._fusion = None if asked is None else Fusion(*_weights_of(asked), asked.norm_width, asked.norm_eps, linear)
 
     def sends(self, dtype: torch.dtype) -> bool:
-        """Whether rows of this dtype are sent as they are."""
+        """Whether rows of this dtype are sent unchanged."""
         return self._fusion is None and dtype is self._dtype
 
     @torch.inference_mode()
     def __call__(self, rows: torch.Tensor) -> bytes:
-        """rows: [M, taps * H], any float dtype, or [M, width] of joined ones. Returns M * width numbers, row-major and
-        little-endian."""
+        """rows: [M, taps * H], any float dtype; [M, width] if they are joined already. Returns M * width numbers in the
+        spec's dtype, row-major and little-endian."""
         if self._fusion is not None:
             rows = self._fusion(rows)
         cast = rows.to(device="cpu", dtype=self._dtype).contiguous()
-        # numpy has no bfloat16: the bytes are taken without asking what they mean.
+        # numpy has no bfloat16, so the bytes are copied by their address.
         return ctypes.string_at(cast.data_ptr(), cast.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureReader:
-    """Makes target states of the wire a network's input. ``project``: what a network does to them first, rows below
-    each other."""
+    """Turns feature bytes from the wire into a draft network's input. ``project``: applied to all rows at once [M, W],
+    or None."""
 
     spec: FeatureSpec
     device: torch.device
@@ -248,7 +250,7 @@ class FeatureReader:
 
     @torch.inference_mode()
     def __call__(self, features: Sequence[Features]) -> list[torch.Tensor]:
-        """Rows of ``features``, already checked against ``spec``: [M, W] for each."""
+        """One tensor [M, W] for each of ``features``, which were checked against ``spec`` before."""
         content = bytearray(features[0].rows) if len(features) == 1 else bytearray().join([f.rows for f in features])
         rows = torch.frombuffer(content, dtype=DTYPES[self.spec.dtype]).view(-1, self.spec.width)
         rows = rows.to(self.device, self.dtype, non_blocking=True)
@@ -262,8 +264,9 @@ class FeatureReader:
 def joined_states(layers: tuple[int, ...], dtype: str, project: bool, weight: torch.Tensor,
                   norm: torch.Tensor | None = None, norm_width: int = 0, norm_eps: float = 0.0,
                   behind: Map | None = None) -> FeatureReader:
-    """Reads the states of ``layers`` joined by a ``Fusion``. dtype: on the wire; project: let the target apply it,
-    where rows get shorter by it; behind: what is done to the joined ones here in any case."""
+    """A reader of the states of ``layers``, joined by a ``Fusion`` of ``weight`` [H, F] and ``norm``. dtype: on the
+    wire; project: the target applies the fusion if that makes rows shorter; behind: a further map of the joined rows,
+    always applied here."""
     if project and weight.shape[0] < weight.shape[1]:
         asked = _projection_of(weight, dtype, norm, norm_width, norm_eps)
         return FeatureReader(FeatureSpec(layers, asked.rows, dtype, asked), weight.device, weight.dtype, behind)
@@ -274,7 +277,7 @@ def joined_states(layers: tuple[int, ...], dtype: str, project: bool, weight: to
 
 def _projection_of(weight: torch.Tensor, dtype: str, norm: torch.Tensor | None, norm_width: int,
                    norm_eps: float) -> Projection:
-    """As it is handed to a target."""
+    """The fusion as it is sent to a target."""
     whole = weight if norm is None else torch.cat((weight, norm[None]))
     content = whole.cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return Projection(weight.shape[0], weight.shape[1], dtype, hashlib.sha256(content).digest(), content, norm_width,
@@ -282,7 +285,7 @@ def _projection_of(weight: torch.Tensor, dtype: str, norm: torch.Tensor | None, 
 
 
 def _weights_of(projection: Projection) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[rows, columns] in the dtype of the weights, and of norms [columns] if there are any."""
+    """The weight [rows, columns] and the norm [columns] or None, both in the projection's dtype."""
     flat = torch.frombuffer(bytearray(projection.weights), dtype=dtype_of(projection.dtype))
     whole = flat.view(-1, projection.columns)
     return whole[: projection.rows], whole[projection.rows].clone() if projection.norm_width else None
@@ -290,7 +293,7 @@ def _weights_of(projection: Projection) -> tuple[torch.Tensor, torch.Tensor | No
 
 PROFILE_CONTEXT = 128
 PROFILE_REPEATS = 5
-PROFILED = (1, 2, 4, 8, 12, 16, 32, 64)  # rows; CPU kernels of our own compute twelve at once
+PROFILED = (1, 2, 4, 8, 12, 16, 32, 64)  # rows; our CPU kernels compute up to twelve rows together
 
 
 class ModelRunner:
@@ -300,8 +303,8 @@ class ModelRunner:
                  "table", "taps")
 
     def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0, race: Race | None = None) -> None:
-        """spare_slots: further slots at the end of the pool, which are handed to nobody (see ``graphs``). race: what
-        finds choices in the model's logits, beside ``choosing.sampling`` itself, where the model has none."""
+        """spare_slots: further slots at the end of the pool, which ``slots`` never hands out (see ``graphs``). race: a
+        faster way to choose tokens from the model's logits (``sampling.Race``); a NativeDecoder brings its own."""
         config = model.config
         self.model = model
         self._scoring = model if isinstance(model, NativeDecoder) else None
@@ -311,11 +314,11 @@ class ModelRunner:
                            model.dtype, model.device)
         self.table = SlotTable(range(num_slots, num_slots + spare_slots))
         self.taps: tuple[int, ...] = ()
-        self._join: Map | None = None  # on the way
-        self._by: Projection | None = None  # by this, told without its weights
+        self._join: Map | None = None  # joins the tapped states during the forward
+        self._by: Projection | None = None  # what ``_join`` was made of, without its weights
         self._kept: tuple[FeatureSpec, FeatureRows] | None = None
-        self._features = torch.empty(0, 0)
-        self._near: NDArray[np.uint8] | None = None  # their bytes [S, ·], where the host has them
+        self._features = torch.empty(0, 0)  # [S, F]
+        self._near: NDArray[np.uint8] | None = None  # [S, ·] the bytes of ``_features``, if it is in host memory
         self._known = np.zeros(num_slots, bool)  # [S] slots whose feature row was written under the present taps
 
     @property
@@ -328,8 +331,8 @@ class ModelRunner:
         return self._features.shape[1] if self.taps else 0
 
     def keep(self, spec: FeatureSpec) -> FeatureRows:
-        """Keep what ``spec`` says from the next forward on. Returns what makes its rows of ``features``. Raises
-        DeviceFull as ``set_taps`` does, or OutOfMemoryError: all is as before then."""
+        """Keep the states that ``spec`` names from the next forward on. Returns the object that makes the spec's bytes
+        from them. Raises DeviceFull as ``set_taps`` does, or OutOfMemoryError; then nothing has changed."""
         if self._kept is not None and self._kept[0] == spec:
             return self._kept[1]
         by = spec.projection if self._joins(spec) else None
@@ -339,15 +342,15 @@ class ModelRunner:
         return rows
 
     def set_taps(self, layers: tuple[int, ...], by: Projection | None = None) -> None:
-        """Keep the states of ``layers`` (see FeatureSpec) from the next forward on; () stops. by: one by which the
-        model joins them on its way. Rows that were kept otherwise are forgotten: tokens computed before need a new
-        prefill to have features. Raises DeviceFull where there is no memory for them; the taps are as before then, or
+        """Keep the states of ``layers`` (see FeatureSpec) from the next forward on; () stops. by: the projection that
+        the model applies to them during the forward. A change forgets all rows: tokens computed before need a new
+        prefill to have features. Raises DeviceFull if there is no memory for the rows; then the taps are as before, or
         none."""
         assert all(0 <= layer <= self.config.num_layers for layer in layers), f"no such layers: {layers}"
         if layers == self.taps and by == self._by:
             return
         width = len(layers) * self.config.hidden_size if by is None else by.rows
-        # Asked first: a CPU gives out memory that is not there, and ends who writes to it.
+        # Checked first: on a CPU an allocation succeeds without memory behind it, and writing to it kills the process.
         size, had = self.slots.num_slots * width * self.model.dtype.itemsize, self._features.nbytes
         problem = f"feature rows of layers {layers} need {_gb(size)} GB, which are not free"
         if size > SHARE * free_memory(self.model.device)[0] + had:
@@ -355,14 +358,14 @@ class ModelRunner:
         before = self.taps, self.feature_width, self._join, self._by, self._kept
         try:
             self._hold(layers, width, None if by is None else self.linear(_weights_of(by)[0]), by)
-        except RuntimeError as error:  # of memory, mostly: cuBLAS has one of its own for that
+        except RuntimeError as error:  # mostly out of memory; cuBLAS raises its own error for that
             with suppress(RuntimeError):
                 self._hold(*before)
             raise DeviceFull(f"{problem}: {in_a_line(error)}") from error
 
     def _hold(self, layers: tuple[int, ...], width: int, join: Map | None, by: Projection | None,
               kept: tuple[FeatureSpec, FeatureRows] | None = None) -> None:
-        self.taps, self._features, self._near = (), torch.empty(0, 0), None  # both do not have to fit
+        self.taps, self._features, self._near = (), torch.empty(0, 0), None  # old rows go first: both need not fit
         self._join = self._by = self._kept = None
         self._known[:] = False
         rows = self.slots.num_slots if layers else 0
@@ -373,7 +376,7 @@ class ModelRunner:
         self._by = None if by is None else replace(by, weights=b"")
 
     def _joins(self, spec: FeatureSpec) -> bool:
-        """Whether the model can do it on its way."""
+        """Whether the model can apply the spec's projection during the forward."""
         by = spec.projection
         return (by is not None and self._scoring is not None and not by.norm_width
                 and dtype_of(by.dtype) is dtype_of(spec.dtype) is self.model.dtype
@@ -381,8 +384,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def states(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run a batch: KV (and features, with taps) are written at its slots. Returns the last states [T, H], of which
-        the model's ``logits`` makes those that are wanted."""
+        """Run a batch: KV (and features, with taps) are written at its slots. Returns the states [T, H] after the final
+        norm, for ``logits``."""
         hidden, tapped = self.model.forward(batch, self.pool, self.taps)
         if tapped is not None:
             self._features.index_copy_(0, batch.slots, tapped if self._join is None else self._join(tapped))
@@ -395,13 +398,14 @@ class ModelRunner:
         return self.logits(batch, self.states(batch))
 
     def logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, V], of the rows that want them, from what ``states`` gave."""
+        """Logits [R, V] of the batch's ``logit_rows``. hidden: [T, H], as ``states`` returns."""
         every = len(batch.host.logit_rows) == len(hidden)
         return self.model.logits(hidden if every else hidden.index_select(0, batch.logit_rows))
 
     def scored(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[torch.Tensor, list[int] | None]:
-        """As ``forward``, with the argmax of each row where the model finds it on its way, or what ``draws`` chooses,
-        where nothing else is wanted; there may be no logits then. These are there until the next call."""
+        """As ``forward``, and the argmax of each row if the model finds it in the same call, else None. draws: only the
+        tokens that it chooses are wanted: they take the argmax's place, and the logits may be empty. The logits are
+        valid until the next call."""
         if self._scoring is None:
             return self.forward(batch), None
         scored = self._scoring.scored(batch, self.pool, self.taps, self._features if self.taps else None, draws,
@@ -411,19 +415,20 @@ class ModelRunner:
         return scored
 
     def linear(self, weight: torch.Tensor) -> Map:
-        """x -> x W^T for W [O, I], where the model is; the result is there until the next call."""
+        """The function x [M, I] -> x W^T [M, O] for W [O, I] on the model's device. Its result is valid until its next
+        call."""
         if self._scoring is not None:
             return self._scoring.linear(weight)
         return Linear(weight.to(self.model.device))
 
     def features(self, slots: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
-        """[M, F], the feature rows of tokens by their slots, in the model's dtype: F is ``feature_width``."""
+        """[M, F], the feature rows of the tokens at ``slots``, in the model's dtype; F is ``feature_width``."""
         assert self.taps, "no taps are set"
         near, device = np.asarray(slots, np.int64), self._features.device
         return self._features.index_select(0, torch.from_numpy(near) if device.type == "cpu" else sent(near, device))
 
     def rows(self, slots: NDArray[np.int64], of: FeatureRows) -> bytes:
-        """What ``of`` makes of the feature rows of tokens by their slots: what ``keep`` returned last."""
+        """The bytes that ``of`` makes from the feature rows at ``slots``. of: what ``keep`` returned last."""
         assert of.joined == (self._join is not None), "these rows are kept otherwise"
         if self._near is not None and of.sends(self.model.dtype):
             return self._near[slots].tobytes()
@@ -431,8 +436,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy_features(self, old: NDArray[np.int64], new: NDArray[np.int64]) -> None:
-        """Tokens at slots ``old`` are at ``new`` from now on; rows that are not there, or find no memory on their way,
-        are not needed."""
+        """Copy the feature rows of slots ``old`` to ``new``, for tokens whose slots changed. Rows that are not there,
+        or for whose copy memory is missing, are left out: a draft can do without them."""
         if not self.taps:
             return
         had = self._known[old]
@@ -442,24 +447,25 @@ class ModelRunner:
             self._known[new[had]] = True
 
     def features_from(self, slots: NDArray[np.int64]) -> int:
-        """The index in ``slots`` from which on every feature row is there (their number: none is)."""
+        """The first index in ``slots`` from which on every feature row is there; ``len(slots)``: the last is not."""
         unknown = np.flatnonzero(~self._known[slots])
         return int(unknown[-1]) + 1 if len(unknown) else 0
 
     def profile(self, rows: Sequence[int] = PROFILED) -> dict[int, float]:
-        """Seconds of one forward with so many tree rows behind a short context: the cost of verifying. Row counts that
-        do not fit the free slots are left out. Raises ModelError where the model gives no numbers."""
+        """The cost of verifying: for each of ``rows`` the seconds of a forward with so many tree rows behind a context
+        of PROFILE_CONTEXT tokens. Counts that do not fit the free slots are left out. Raises ModelError if the logits
+        are NaN."""
         self._check_numbers()
         fitting = [count for count in rows if PROFILE_CONTEXT + count <= self.slots.num_free]
         slots = self.slots.alloc(PROFILE_CONTEXT + max(fitting, default=0))
         try:
             self.pool.kv[:, sent(slots, self.pool.kv.device)] = 0  # memory may hold anything
-            # In turn: what a slow moment makes of one count alone would look like a bargain of the next.
+            # Counts take turns: a slow moment that hit one count alone would make the next one look cheap.
             turns = [{count: self._time(slots[: PROFILE_CONTEXT + count], count) for count in fitting}
                      for _ in range(PROFILE_REPEATS + 1)]
         finally:
             self.slots.free(slots)
-        # A neighbour on the machine can only make a step slower, so the fastest one tells what the step costs.
+        # Other work on the machine can only make a step slower, so the fastest one is what the step costs.
         return {count: min(turn[count] for turn in turns[1:]) for count in fitting}
 
     def _check_numbers(self) -> None:

@@ -1,17 +1,16 @@
-"""The trial of a transformers model: a tiny copy of it runs through our slots and by its own forward, and the results
-are compared.
+"""The trial of a transformers model: logits of a tiny copy, computed over our slots, are compared with those of the
+copy's own forward.
 
 Rules:
-1. The copy has the folder's configuration and random float32 weights. Its layers are few, but of every kind that there
-   is; its widths are small where the family allows it; every number that is a length (a window, a chunk, a reach) is so
-   short that the text goes beyond it.
-2. Ours must give the logits of its own forward: for a prompt in one piece, in chunks, in single steps, for a tree, and
-   for two sessions whose rows share batches.
-3. What differs is refused, by the name of the step that differs first. Whatever raises is a refusal too.
-4. It runs on the CPU, whatever serves, before any weight is read; most copies take less than a second.
+1. The copy has the folder's configuration and random float32 weights. It has few layers, but one of each kind; small
+   widths where the family allows it; and every length (window, chunk, reach) is so small that the text is longer.
+2. Our logits must be those of its own forward: for a prompt in one piece, for one in chunks, for single steps, for a
+   tree, and for two sessions that share batches.
+3. A model that differs is refused; the error names the first case that differs. A model that raises is refused, too.
+4. The trial runs on the CPU, whatever device serves, before any weight is read; most take less than a second.
 
-What it cannot find: faults that depend on lengths whose fields are not named below, and faults of a device or of narrow
-dtypes. It knows nothing about transformers: how a copy is built, and how it is served, is given to it.
+It cannot find what depends on lengths with other names than those below, nor faults of a device or of 16-bit floats.
+It knows nothing about transformers: functions that build and serve a copy are arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import threads
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
-# The most that a copy has of what configurations of transformers name so, or with words before: moe_intermediate_size.
+# Upper bounds of configuration fields in a copy. A field matches by its last words: moe_intermediate_size, too.
 LENGTHS: Mapping[str, int] = {
     "window": MAX_NODES, "window_size": MAX_NODES, "sliding_window": MAX_NODES, "attention_chunk_size": MAX_NODES,
     "local_attention": 2 * MAX_NODES,  # half of it lies before a row
@@ -57,22 +56,22 @@ KV_HEADS = ("key_value_heads", "kv_heads")
 FACTORS = ("short_factor", "long_factor")  # of positions
 FEW_LAYERS, MOST_LAYERS = 4, 1024
 LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "auto_map", "id2label", "label2id")
-MOST_WEIGHTS = 64_000_000  # of a copy whose family is never small: a quarter of a GB, and seconds
+MOST_WEIGHTS = 64_000_000  # of a copy, for families that cannot be made small: a quarter of a GB, and seconds
 
-# In tokens: a prompt whose later chunks begin behind every length above, steps behind it, and what two sessions add to
-# each batch that they share.
+# In tokens: the chunks of a prompt, where the later ones begin after every length above; single steps after it; and how
+# many rows two sessions add to each batch that they share.
 CHUNKS, STEPS, SHARED = (70, 50, 30), 4, ((70, 90), (50, 34), (1, 1))
 PARENTS = (-1, 0, 0, 1, 1, 2, 2)  # of the tree's nodes
-# Of the largest logit. What computes the same differs by 1e-6 to 1e-5, as float32 sums in another order do over a few
+# Relative to the largest logit. Right results differ by 1e-6 to 1e-5, as float32 sums in another order do over a few
 # layers; a row that sees one token too many, by 1e-2 and more. The bound is far from both.
 TOLERANCE = 3e-4
 
-Build = Callable[[Any], Any]  # a configuration -> a model of transformers with weights in float32, on the CPU
-Serve = Callable[[Any], CausalModel]  # such a model through our slots
+Build = Callable[[Any], Any]  # a configuration -> a transformers model with float32 weights, on the CPU
+Serve = Callable[[Any], CausalModel]  # such a model -> the same as our engine serves it
 
 
 def check_layers(raw: Mapping[str, Any], where: str) -> None:
-    """Raises ModelError for more layers than any model has: configuration classes write lists as long."""
+    """Raises ModelError for more layers than any model has: configuration classes would make lists of that length."""
     for name, value in raw.items():
         if name in LAYERS and isinstance(value, (int, float)) and value > MOST_LAYERS:
             raise ModelError(f"{where}: {name}: {value} layers are more than {MOST_LAYERS}")
@@ -81,9 +80,9 @@ def check_layers(raw: Mapping[str, Any], where: str) -> None:
 
 
 def check(config: Any, build: Build, serve: Serve) -> None:
-    """Try the model that a configuration of transformers describes. Raises ModelError that names what differs."""
+    """Try the model that a transformers configuration describes. Raises ModelError that names what differs."""
     where = f"{config.model_type} model"
-    # Tiny products gain nothing by threads, which wait for one another where cores are busy.
+    # One thread: tiny products gain nothing from more, which wait for one another on busy cores.
     with torch.random.fork_rng(devices=[]), threads(1), torch.no_grad():
         torch.manual_seed(0)
         model = tiny(config, build)
@@ -101,10 +100,10 @@ def check(config: Any, build: Build, serve: Serve) -> None:
 
 
 def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """A name for what was computed, the logits of ours and those of the model's own forward."""
+    """For each case of rule 2: its name, our logits, and those of the model's own forward."""
     dice, vocab = np.random.default_rng(0), int(model.config.get_text_config().vocab_size)
     prompt, length = sum(CHUNKS), sum(CHUNKS) + STEPS
-    # The lower half of a vocabulary may mean something, as padding does.
+    # Tokens of the upper half only: low ids may be special, as padding is.
     tokens = dice.integers(vocab // 2, vocab, size=length + sum(part for _, part in SHARED)).tolist()
     text, other = tokens[:length], tokens[length:]
     nodes = list(range(len(PARENTS)))
@@ -129,7 +128,8 @@ def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, tor
 
 
 class Sessions:
-    """Some sessions on a pool of their own, whose slots lie in any order; room for four texts of a trial."""
+    """Some sessions of a model, by number, on a pool of their own with slots in random order; it has room for four
+    times the text of a trial, and a tree."""
 
     def __init__(self, model: CausalModel) -> None:
         count = 4 * (sum(CHUNKS) + STEPS) + len(PARENTS)
@@ -140,7 +140,7 @@ class Sessions:
         self._slots: dict[int, list[int]] = defaultdict(list)
 
     def run(self, parts: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """Logits [T, V] of what some sessions add, in one batch."""
+        """Add tokens to some sessions, in one batch; logits [T, V] of these. parts: tokens by session."""
         builder = BatchBuilder()
         for session, tokens in parts.items():
             behind, own = self._slots[session], [self._free.pop() for _ in tokens]
@@ -149,7 +149,7 @@ class Sessions:
         return self._logits(builder)
 
     def run_tree(self, session: int, tree: DraftTree) -> torch.Tensor:
-        """Logits [N, V] of the nodes."""
+        """Logits [N, V] of a tree's nodes below a session's text, which does not change."""
         builder, behind, own = BatchBuilder(), self._slots[session], [self._free.pop() for _ in range(len(tree))]
         builder.add(tree.tokens, [len(behind) + level for level in tree.levels()], own, np.array(behind, np.int64),
                     tree.ancestors(), len(tree))
@@ -167,7 +167,8 @@ def _own(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def tiny(config: Any, build: Build) -> Any:
-    """The smallest copy that its own forward runs. Raises ModelError where there is none."""
+    """The smallest copy of the model whose own forward runs and gives finite logits. Raises ModelError if there is
+    none."""
     why = ""
     for widths in (WIDTHS, {}):
         try:
@@ -193,7 +194,8 @@ def _built(config: Any, build: Build) -> Any:
 
 
 def _fill(model: Any) -> None:
-    """Random weights for which a wrong mask shows: as drawn by families, attention is nearly even, and biases are 0."""
+    """Random weights with which a wrong mask changes the logits. As families initialise weights, attention is nearly
+    uniform and biases are 0, so it would not."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
@@ -202,7 +204,7 @@ def _fill(model: Any) -> None:
 
 
 def shrunk(raw: Mapping[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
-    """A configuration with few layers, and with at most so much of what is named so."""
+    """A smaller configuration: few layers, and numbers of at most ``most``, by the last words of their names."""
     layers = next((raw[name] for name in LAYERS if isinstance(raw.get(name), int)), 0)
     apart = {int(layer): value for layer, value in (raw.get("per_layer_config") or {}).items()}
     kept = _kept(raw, layers, apart)
@@ -212,7 +214,7 @@ def shrunk(raw: Mapping[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
         if name in LEFT_OUT:
             continue
         if name == "per_layer_config":
-            more = {end: 2 * limit for end, limit in most.items()}  # what differs goes on to differ
+            more = {end: 2 * limit for end, limit in most.items()}  # so that special layers still differ
             small[name] = {place: shrunk(apart[layer], more) for place, layer in enumerate(kept) if layer in apart}
         elif isinstance(value, dict):
             small[name] = shrunk(value, most)
@@ -232,7 +234,7 @@ def shrunk(raw: Mapping[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _agreeing(small: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, where numbers agree that agree in ``raw``."""
+    """``small``, corrected: numbers that depend on one another in ``raw`` do so in it, too."""
     for name in small:
         if name.endswith(KV_HEADS) and raw[name] == raw.get("num_attention_heads", 0):  # not grouped
             small[name] = small["num_attention_heads"]
@@ -253,7 +255,8 @@ def _agreeing(small: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(raw: Mapping[str, Any], layers: int, apart: Mapping[int, Any]) -> list[int]:
-    """Numbers of the layers that a copy has: the first of each kind, and some more. apart: what one has for itself."""
+    """The numbers of the layers that a copy keeps: the first of each kind, and more up to FEW_LAYERS. apart: settings
+    of single layers."""
     lists = [value for value in raw.values() if _of_layers(value, layers)]
     named = [value for name, value in raw.items() if not _of_layers(value, layers) and _names_layers(name, value)]
     counts = [(name, value) for name, value in raw.items() if name in (*FIRST, *LAST) and isinstance(value, int)]
@@ -276,7 +279,7 @@ def _of_layers(value: Any, layers: int) -> bool:
 
 
 def _names_layers(name: str, value: Any) -> bool:
-    """Whether it is a list of layers' numbers."""
+    """Whether the field is a list of layer numbers."""
     return (isinstance(value, list) and name.endswith(("layers", "layer_ids", "idxs", "indexes", "indices"))
             and all(isinstance(layer, int) for layer in value))
 

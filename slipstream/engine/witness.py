@@ -1,6 +1,6 @@
 """``main QUESTION DEVICE``: runs kernels that this GPU may never have run, and prints how they differ from torch's.
 
-It is started by ``proof``, which reads the line; it loads no model and answers nobody else.
+``proof`` starts it and reads its line. It loads no model.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]", "illegal memory access", "
 
 
 def seen(question: dict[str, Any], device: torch.device) -> str:
-    """Where the kernels differ, or how the device failed, in words; empty: nowhere. Raises what compilers and loaders
-    raise."""
+    """How the kernels differ from torch's, or how the device failed, in words; empty: neither. Raises what compilers
+    and loaders raise."""
     scaling = question["config"].pop("rope_scaling")
     config = ModelConfig(**question["config"], rope_scaling=scaling and RopeScaling(**scaling))
     dtype = dtype_of(question["dtype"])

@@ -108,7 +108,7 @@ def _limits(said: int) -> LLParserLimits:
     # Measured: a schema of 200 properties has 807 items in a row. What is ambiguous without end takes 20 ms for the
     # mask that breaks the limit; a quarter of the step's fuel is too little for an address (^[^\s@]+@[^\s@]+\.[^\s@]+$)
     # of at most 320 characters.
-    return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=300_000, step_lexer_fuel=200_000,
+    return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000,
                           step_max_items=3000, max_lexer_states=STATES + MORE * said, max_grammar_size=50_000,
                           verbose_errors=False)
 

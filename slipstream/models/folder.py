@@ -4,12 +4,12 @@ Rules:
 1. A folder with config.json is used as it is. A known name stands for its prepared folder below ``default_root``, or,
    for a head that comes with Slipstream, for its folder below ``HEADS_ROOT``.
 2. ``prepare`` converts once: into a temporary folder beside the destination, renamed when complete. A prepared folder
-   says so in ``slipstream.json``; one that is incomplete or of another format is prepared again.
-3. Source files are pinned by their SHA-256: another file is refused before anything reads it.
-4. A head fits the model that it was trained for, recognised by name or by its prepared folder, wherever that is.
-   ``draft.drafter: auto`` takes it; any other target gets n-grams, which fit all.
+   has ``slipstream.json``, its receipt; one that is incomplete or of another format is prepared again.
+3. A file to convert is pinned by its SHA-256: any other is refused before it is read as GGUF.
+4. A shipped head drafts for one known model, which is found by its name or by its prepared folder, wherever that is.
+   ``draft.drafter: auto`` means this head for that model, and n-grams, which fit all models, for any other target.
 
-Importing it costs no torch, transformers, gguf or rich: the router imports it too, and other engines do.
+Importing it imports no torch, transformers, gguf or rich: the router and other engines import it, too.
 It knows nothing about the weights' meaning.
 """
 
@@ -38,11 +38,11 @@ from tokenizers import Tokenizer
 from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 
-FORMAT = 1  # of a prepared folder; a change means that folders are prepared again
+FORMAT = 1  # of a prepared folder; after a change folders are prepared again
 RECEIPT = "slipstream.json"
-MAX_TOKENS = 1 << 24  # of any vocabulary
-TEMPLATES = "additional_chat_templates"  # a folder: those beside the default one
-MADE_FOR = "target_weights"  # in a head's config.json
+MAX_TOKENS = 1 << 24  # token ids must be below this
+TEMPLATES = "additional_chat_templates"  # the folder of chat templates beside the default one
+MADE_FOR = "target_weights"  # in a head's config.json: ``weights_hash`` of its target
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 MADE = ("; transformers makes it of {}, once, where sentencepiece and tiktoken are installed, too: "
         "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
@@ -50,8 +50,8 @@ SLOW = {**{name: MADE.format(name) for name in ("tokenizer.model", "vocab.json",
         "tekken.json": "; Mistral's own tekken.json is not read: take tokenizer.json and the chat template of a "
                        "conversion of this model"}
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-LFS = b"version https://git-lfs.github.com/spec/"  # begins what stands for a file in a clone without Git LFS
-# Of a model folder: what its answers depend on. Pickles are read by other engines alone.
+LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of a Git LFS pointer, left in place of a file
+# The files of a model folder that its answers depend on. Only other engines read pickles.
 ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 SOURCES = (".cpp", ".h", ".py")
 
@@ -179,12 +179,12 @@ def resolve(name_or_path: str | Path) -> Path:
 
 
 def called(folder: Path) -> str:
-    """What a model's folder is called, be it named by where one stands: "." has no name."""
+    """The name of a model's folder, also if it is given as a relative path such as "."."""
     return Path(os.path.abspath(folder)).name
 
 
 def packaged_head(head: KnownHead) -> Path:
-    """The folder of a head. Raises ModelError that says how to make it when it is not there."""
+    """The folder of a shipped head. If it is missing, raises ModelError that says how to train one."""
     folder = HEADS_ROOT / head.name
     if not is_head(folder):
         raise ModelError(f"head {head.name} is not in {folder}: this installation lacks it; train one with: slipstream "
@@ -193,7 +193,8 @@ def packaged_head(head: KnownHead) -> Path:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether ``folder`` is complete and of this version's format: sizes are compared, contents are not read."""
+    """Whether ``folder`` is prepared, complete and of this version's format. It compares the files' sizes with the
+    receipt, not their contents."""
     try:
         receipt = json.loads((folder / RECEIPT).read_text(encoding="utf-8"))
         return (receipt["format"] == FORMAT and len(receipt["files"]) > 0
@@ -209,8 +210,9 @@ def prepared_name(folder: Path) -> str:
 
 def prepare(name: str, dest: Path | None = None, known: Mapping[str, KnownModel] = KNOWN) -> Path:
     """Convert the ``known`` model ``name`` into ``dest`` (None: below ``default_root``) unless that is done already.
+    Returns the folder.
 
-    A bar is drawn on standard error. Needs the ``engine`` extra. Raises ModelError.
+    It draws a progress bar on standard error. It needs the ``engine`` extra. Raises ModelError.
     """
     if name not in known:
         raise ModelError(f"{resolve(name)}: a model's folder is served as it is, as model.path; with --dtype a further "
@@ -241,8 +243,8 @@ def prepare(name: str, dest: Path | None = None, known: Mapping[str, KnownModel]
 
 @contextmanager
 def filled(folder: Path, receipt: Mapping[str, Any]) -> Iterator[Path]:
-    """A new folder to write into, which takes the place of ``folder`` once the block is through; its receipt says what
-    it is. Raises ModelError when ``folder`` cannot be written."""
+    """A context with a new folder to write into. At its end ``receipt`` and the files' sizes are written to it, and it
+    replaces ``folder``. Raises ModelError when ``folder`` cannot be written."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
@@ -259,7 +261,7 @@ def filled(folder: Path, receipt: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def packaged_file(model: KnownModel) -> Path:
-    """The GGUF inside the installed package, which is found but not imported. Raises ModelError with the pip line."""
+    """The GGUF file inside the installed package, which is not imported. Raises ModelError with the pip command."""
     spec = importlib.util.find_spec(model.package)
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(place) / model.file).is_file():
@@ -268,9 +270,9 @@ def packaged_file(model: KnownModel) -> Path:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 over the vocabulary of ``tokenizer.json``, added tokens included: id by id, each with its token.
+    """SHA-256 (hex) over the vocabulary of ``tokenizer.json``, added tokens included: all pairs of id and token.
 
-    Two folders agree when the same ids stand for the same tokens, however their files are written. Raises ModelError.
+    Two folders have the same hash if their ids mean the same tokens, whatever else their files say. Raises ModelError.
     """
     digest = hashlib.sha256()
     vocab = load_tokenizer(folder).get_vocab(with_added_tokens=True)
@@ -281,16 +283,16 @@ def tokenizer_hash(folder: Path) -> str:
 
 
 def known_tokens(folder: Path) -> int:
-    """One more than the greatest id of ``tokenizer.json``; a model may have more rows, which are padding. 0: the folder
-    has no such file. Raises ModelError."""
+    """One more than the greatest id of ``tokenizer.json``; 0 without that file. The model's vocabulary may be larger:
+    the further rows are padding. Raises ModelError."""
     if not (folder / "tokenizer.json").is_file():
         return 0
     return 1 + max(load_tokenizer(folder).get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """The ids that end an answer: from generation_config.json, else config.json; and the eos_token of
-    tokenizer_config.json: whoever teaches a base model to chat often names the end of a turn there alone. Raises
+    """The ids that end an answer: eos_token_id of generation_config.json, else of config.json; and the eos_token of
+    tokenizer_config.json, as chat models made from base models often name the end of a turn only there. Raises
     ModelError."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
@@ -307,11 +309,11 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
-    """SHA-256 over what an answer depends on in a model folder: its configuration, and every file of weights, whole; or
-    over the files of other ``patterns``.
+    """SHA-256 (hex) over the names and contents of the files of a model folder that its answers depend on (ANSWERING),
+    or over those of other ``patterns``.
 
-    A file's name counts as well, so a model that is cut into other shards is another one. It takes less than a second
-    for each GB and core, of pages that were just read. Raises ModelError."""
+    As names count, the same weights in other shards have another hash. With the files in the page cache it takes less
+    than a second for each GB and core. Raises ModelError."""
     folder = Path(folder)
     files = sorted(path for pattern in patterns for path in folder.glob(pattern))
     try:
@@ -325,7 +327,8 @@ def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
 
 @cache
 def code_digest(root: Path, folders: tuple[str, ...]) -> str:
-    """Of what computes and chooses tokens there: two commits of one release may do it otherwise."""
+    """A hash (8 hex digits) of the source in ``folders`` of ``root``, which computes and chooses tokens: two commits
+    of one release may differ in them."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SOURCES):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
@@ -333,7 +336,7 @@ def code_digest(root: Path, folders: tuple[str, ...]) -> str:
 
 
 def made_for(folder: Path) -> str:
-    """The ``weights_hash`` of the target that the head in ``folder`` was trained with; "" where it does not say.
+    """The ``weights_hash`` of the target for which the head in ``folder`` was trained; "" if its config.json has none.
     Raises ModelError."""
     found = read_json(folder / "config.json", missing_ok=True).get(MADE_FOR, "")
     return found if isinstance(found, str) else ""
@@ -354,13 +357,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ModelError(f"{path}: cannot be read: {unread(path, error)}") from error
-    tokenizer.no_truncation()  # some files keep what their training cut texts to
+    tokenizer.no_truncation()  # some files contain the truncation and padding that were used in training
     tokenizer.no_padding()
     return tokenizer
 
 
 def unread(path: Path, error: Exception) -> str:
-    """Why a file of a model is not what it should be: as ``error`` says, or because another only stands for it."""
+    """Why a file of a model cannot be read: the text of ``error``, or that it is only a Git LFS pointer."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(LFS)) == LFS:
             return f"Git LFS has its content, and left a pointer here: run 'git lfs pull' in {path.parent}"
@@ -368,8 +371,9 @@ def unread(path: Path, error: Exception) -> str:
 
 
 def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """The chat template of a model folder (``chat_template.jinja``, tokenizer_config.json or, of a model that sees,
-    chat_template.json), and the bos_token and its like, which it may name; None if there is none."""
+    """The chat template of a model folder (from ``chat_template.jinja``, else tokenizer_config.json, else
+    chat_template.json, which vision models have), and the special tokens that it may use, by name; None without a
+    template. Raises ModelError."""
     config = read_json(folder / "tokenizer_config.json", missing_ok=True)
     path = folder / "chat_template.jinja"
     other = folder / TEMPLATES / "tool_use.jinja"
@@ -392,8 +396,9 @@ def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
 
 
 def _by_tools(source: str, with_tools: object) -> str:
-    """One template of two, the second for whoever brings tools, as transformers chooses, or calls, which the first may
-    not write: Hermes' has one. Others' have calls written in forms that nothing here reads."""
+    """One template made of two. ``with_tools`` is used for conversations with tools (as transformers does) or with tool
+    calls, which ``source`` may not print. It is ignored if it writes no <tool_call>: other forms are not parsed here.
+    Hermes has such a pair."""
     if not isinstance(with_tools, str) or "<tool_call>" not in with_tools:
         return source
     both = (template.removesuffix("\n") for template in (with_tools, source))  # as jinja2 takes each
@@ -402,14 +407,14 @@ def _by_tools(source: str, with_tools: object) -> str:
 
 
 def token_text(entry: object) -> str | None:
-    """Of a token as tokenizer_config.json names it."""
+    """The text of a token entry in tokenizer_config.json, a string or an object; None if it is neither."""
     found = entry.get("content") if isinstance(entry, dict) else entry
     return found if isinstance(found, str) else None
 
 
 def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
-    """The object in a JSON file of a model folder; {} for one that is not there and may be missing. Raises ModelError
-    naming the file."""
+    """The object in a JSON file of a model folder; {} for a missing file with ``missing_ok``. Raises ModelError naming
+    the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -425,20 +430,23 @@ def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` as indented UTF-8 JSON."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def is_head(folder: Path) -> bool:
+    """Whether ``folder`` holds the files of a head; they are not read."""
     return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
 
 
 def may_replace(folder: Path) -> bool:
-    """Only what was prepared earlier, or an empty folder, may go."""
+    """Whether ``folder`` may be replaced: it has a receipt, so it was prepared earlier, or it is empty."""
     return folder.is_dir() and ((folder / RECEIPT).is_file() or not any(folder.iterdir()))
 
 
 def _put_in_place(fresh: Path, folder: Path, old: Path) -> None:
-    """Rename a complete folder to its place; what is there goes to ``old``, unless another process was faster."""
+    """Rename a complete folder to its place, and what is there to ``old``; nothing, if another process has put a
+    complete folder there meanwhile."""
     if is_prepared(folder):
         return
     if folder.exists():
@@ -451,12 +459,13 @@ def _put_in_place(fresh: Path, folder: Path, old: Path) -> None:
 
 
 def settled(config: Config) -> Config:
-    """``config`` with a drafter in the place of ``auto``. Raises ConfigError where a setting needs a named drafter."""
+    """``config`` with ``auto`` replaced by a drafter. Raises ConfigError if a setting needs a named drafter."""
     return config.model_copy(update={"draft": settled_draft(config.draft, config.model)})
 
 
 def settled_draft(draft: DraftSection, model: ModelSection) -> DraftSection:
-    """The same for the section alone. A head's folder, not its name, as a folder of that name here would come first."""
+    """As ``settled``, for the section only. draft.model becomes the head's folder, not its name: a folder of that name
+    in the current directory would be taken instead. Raises ConfigError."""
     if draft.drafter != "auto":
         return draft
     for field in ("model", "token_map"):
@@ -469,7 +478,7 @@ def settled_draft(draft: DraftSection, model: ModelSection) -> DraftSection:
 
 
 def head_for(target: str) -> KnownHead | None:
-    """The shipped head of a target, a name or a folder; None when there is none."""
+    """The shipped head for a target, which is a name or a folder; None if there is none."""
     for head in HEADS.values():
         places = {head.target, str(default_root() / head.target)}
         prepared = prepared_name(Path(os.path.expanduser(target)))
@@ -480,7 +489,7 @@ def head_for(target: str) -> KnownHead | None:
 
 @contextmanager
 def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar; inside, ``report(done, total)`` in bytes."""
+    """A context with a progress bar; it gives the function ``report(done, total)``, in bytes."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -2,13 +2,12 @@
 
 Rules:
 1. Every value is checked for presence, type and size before it is used; a ModelError names the key or the tensor.
-2. Weights are stored as float32: a dequantised Q4_1 value has more digits than bfloat16 or float16 keep, and float32 is
-   the exact path. Nothing is rounded further.
-3. The rows of the query and key projections are put back from llama.cpp's interleaved rotary order.
+2. Weights are stored as float32: bfloat16 or float16 would round dequantised Q4_1 values again.
+3. The rows of the query and key projections are reordered from llama.cpp's interleaved rotary order to transformers'.
 4. The tokenizer splits digits one by one, as SmolLM's own does; the GGUF only names that rule (``pre = smollm``).
-5. Text that the vocabulary cannot spell (SmolLM lacks six control characters) is dropped, never replaced by a special
-   token.
-6. Tensors are written one after the other: memory holds one of them, not the model.
+5. Characters that the vocabulary cannot express (SmolLM lacks six control characters) are dropped, never replaced by a
+   special token.
+6. Tensors are written one after the other, so memory holds one of them, not the whole model.
 
 Formats: GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), safetensors
 (https://github.com/huggingface/safetensors), the config.json of transformers' LlamaForCausalLM.
@@ -34,17 +33,17 @@ from slipstream.base.errors import ModelError
 Floats = NDArray[np.float32]
 Value = TypeVar("Value", str, int, float, bool)
 
-# The reader of the gguf library trusts what it reads; a damaged file shows up as one of these.
+# The gguf library's reader checks nothing: a damaged file raises one of these.
 DAMAGE = (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError, AttributeError, RecursionError)
-MOST_PARTS = 1 << 23  # values, and lengths of texts, that a header may hold: four for each token of a million
+MOST_PARTS = 1 << 23  # reads of a value or a length in a header: enough for two million tokens of four reads each
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-MAX_DIMENSION = 1 << 20  # of any single size that the metadata names
+MAX_DIMENSION = 1 << 20  # the largest size that the metadata may name
 HEADER_ALIGN = 64
 
 
 class BoundedReader(gguf.GGUFReader):
-    """The library's reader, which takes the lengths in a file at their word: a list in a file of some kilobytes could
-    keep it busy for hours. Reading ends with ValueError where the file does, or beyond what any model holds."""
+    """The gguf library's reader with bounds. The library believes every length in a file, so a file of some kilobytes
+    could keep it busy for hours. This one raises ValueError at the end of the file, or after MOST_PARTS reads."""
 
     def __init__(self, path: Path) -> None:
         self._parts = 0
@@ -94,7 +93,7 @@ class GgufFile:
         return found
 
     def tensor(self, name: str) -> Floats:
-        """One tensor, dequantised: float32, of its shape in ``tensor_shapes``. Raises ModelError."""
+        """One tensor, dequantised to float32, with its shape in ``tensor_shapes``. Raises ModelError."""
         if name not in self._tensors:
             raise ModelError(f"{self._name}: no tensor {name}")
         tensor, shape = self._tensors[name], self.tensor_shapes[name]
@@ -132,7 +131,8 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of the folder and its source; ``interleaved_heads`` of query and key rows are put back in order."""
+    """One tensor of the folder and its name in the GGUF. interleaved_heads: the number of heads whose rows are to be
+    reordered (rule 3); 0: none."""
 
     source: str
     name: str
@@ -141,11 +141,11 @@ class Part:
 
 
 def convert(source: GgufFile, folder: Path, progress: Callable[[int, int], None]) -> dict[str, dict[str, Any]]:
-    """Write tokenizer.json and model.safetensors into the existing ``folder``. Returns what its other files say, by
-    name: config.json, generation_config.json and tokenizer_config.json.
+    """Write tokenizer.json and model.safetensors into the existing ``folder``. Returns the contents of its other files
+    by name: config.json, generation_config.json and tokenizer_config.json.
 
-    ``progress(done, total)`` hears about bytes of weights. Raises ModelError before the weights are written if the file
-    is not a Llama with a GPT-2 style tokenizer, or its tensors do not fit its metadata.
+    progress: called with the bytes of weights written so far, and their total. Raises ModelError before weights are
+    written, if the file is not a Llama with a GPT-2 style tokenizer, or its tensors do not match its metadata.
     """
     dimensions = read_dimensions(source)
     tied = "output.weight" not in source.tensor_shapes
@@ -164,7 +164,7 @@ def convert(source: GgufFile, folder: Path, progress: Callable[[int, int], None]
 
 
 def read_dimensions(source: GgufFile) -> Dimensions:
-    """Raises ModelError for another architecture and for sizes that cannot be."""
+    """The sizes in the metadata. Raises ModelError for another architecture, or for sizes that do not fit together."""
     architecture = source.value("general.architecture", str)
     if architecture != "llama":
         raise ModelError(f"general.architecture: '{architecture}' is not supported, only 'llama'")
@@ -189,12 +189,12 @@ def read_dimensions(source: GgufFile) -> Dimensions:
 
 
 def _short(value: float) -> float:
-    """1e-05 from the float32 9.999999747378752e-06: the number that was meant, and the same float32."""
+    """The shortest decimal for a float32: 1e-05 for 9.999999747378752e-06, which is the same float32."""
     return float(f"{value:.7g}")
 
 
 def parts_of(d: Dimensions, tied: bool) -> list[Part]:
-    """Every tensor of such a Llama, in the order of the folder's file."""
+    """Every tensor of a Llama of these sizes, in the order of the folder's safetensors file."""
     query, key = d.heads * d.head_dim, d.kv_heads * d.head_dim
     parts = [Part("token_embd.weight", "model.embed_tokens.weight", (d.vocab, d.hidden))]
     for i in range(d.layers):
@@ -225,7 +225,8 @@ def _check_parts(source: GgufFile, parts: list[Part]) -> None:
 
 
 def deinterleave(rows: Floats, heads: int) -> Floats:
-    """float32 [heads * D, in] from llama.cpp's rotary order (pairs side by side) to transformers' (two halves)."""
+    """Reorder rows, float32 [heads * D, in], from llama.cpp's rotary order (pairs side by side) to transformers' (two
+    halves)."""
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
@@ -253,7 +254,7 @@ def write_weights(source: GgufFile, parts: list[Part], path: Path, progress: Cal
 
 
 def build_tokenizer(source: GgufFile, vocab_size: int) -> Tokenizer:
-    """The byte-level BPE tokenizer that the metadata describes. Raises ModelError when it is of another kind."""
+    """The byte-level BPE tokenizer that the metadata describes. Raises ModelError for any other kind of tokenizer."""
     kind, rule = source.value("tokenizer.ggml.model", str), source.value("tokenizer.ggml.pre", str)
     if (kind, rule) != ("gpt2", "smollm"):
         raise ModelError(f"tokenizer.ggml.pre: '{kind}/{rule}' is not supported, only 'gpt2/smollm'")
@@ -288,6 +289,7 @@ def _token_id(source: GgufFile, name: str, vocab_size: int) -> int:
 
 
 def tokenizer_config(source: GgufFile, tokenizer: Tokenizer, ids: dict[str, int], d: Dimensions) -> dict[str, Any]:
+    """The content of tokenizer_config.json. ids: of the special tokens ``bos``, ``eos`` and ``padding``."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokenizer.id_to_token(ids["bos"]),
@@ -300,6 +302,7 @@ def tokenizer_config(source: GgufFile, tokenizer: Tokenizer, ids: dict[str, int]
 
 
 def model_config(d: Dimensions, ids: dict[str, int], tied: bool) -> dict[str, Any]:
+    """The content of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32",
         "hidden_size": d.hidden, "intermediate_size": d.ffn, "num_hidden_layers": d.layers,

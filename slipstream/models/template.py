@@ -1,7 +1,7 @@
-"""The sandbox that chat templates run in, which offers what transformers' does: ``raise_exception``, ``strftime_now``,
-``tojson``, loop controls and the ``generation`` tag.
+"""The jinja2 sandbox that chat templates run in. It has what transformers' sandbox has: ``raise_exception``,
+``strftime_now``, ``tojson``, loop controls and the ``generation`` tag.
 
-It knows nothing about where templates come from, and imports little: a process that renders them starts with it.
+It knows nothing about where templates come from. It imports little, so that processes that render templates start fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationTag(Extension):
-    """``{% generation %} … {% endgeneration %}`` marks the assistant's words for training; here it only prints them."""
+    """``{% generation %} … {% endgeneration %}`` marks the assistant's text for training; here it only prints it."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
 
@@ -27,7 +27,7 @@ class GenerationTag(Extension):
 
 
 def sandbox() -> ImmutableSandboxedEnvironment:
-    """Nothing bounds what a template takes in it."""
+    """A new environment. It limits neither the time nor the memory of a template: the caller must."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                 extensions=[loopcontrols, GenerationTag])
     environment.filters["tojson"] = _to_json

@@ -1,1 +1,1 @@
-"""Observing a running system: metrics, spans, traces, logs."""
+"""Observability of a running system: metrics, spans, traces, logs."""

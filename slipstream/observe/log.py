@@ -1,10 +1,10 @@
-"""Structured logs on standard error: one JSON object a line; where that is a terminal, lines for a person.
+"""Structured logs on standard error: one JSON object a line; on a terminal, lines for a person.
 
 Rules:
 1. INFO is for life-cycle and changes of mode; nothing is logged for every request or round above DEBUG.
-2. Users' texts and secrets must not be logged: values of such keys are replaced, so that the mistake shows and the
-   secret does not. Log ids and lengths instead.
-3. A log that cannot be written (a full disk, a pipe that nobody reads any more) costs its lines, never an answer.
+2. Values under the keys of user text, answers and secrets are replaced, so that such a mistake in our code is visible
+   and the value is not. Log ids and lengths instead.
+3. If a log cannot be written (a full disk, a pipe without a reader), its lines are lost; answers go on.
 
 It knows nothing about services. The configuration of structlog is one for the process, so only a composition root
 calls ``configure``.
@@ -30,7 +30,7 @@ REFUSED = "[refused]"
 
 
 class Lenient:
-    """``stream``; what it does not take is dropped."""
+    """Wraps ``stream``; lines that cannot be written are dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -67,13 +67,13 @@ def configure(section: LogSection, stream: TextIO | None = None) -> None:
 
 
 def logger(name: str, **known: str) -> Any:
-    """A logger that says which part speaks: ``logger("router").info("draining", running=3)``. ``known``: what each of
-    its lines has."""
+    """A logger of one part: ``logger("router").info("draining", running=3)``. ``known``: fields of each of its
+    lines."""
     return structlog.get_logger(part=name, **known)
 
 
 def refuse_private(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """The processor of rule 2; looks into mappings too."""
+    """The processor of rule 2; it checks keys of nested mappings too."""
     for key, value in event.items():
         if key.lower() in REFUSED_KEYS:
             event[key] = REFUSED
@@ -83,7 +83,7 @@ def refuse_private(_logger: Any, _method: str, event: MutableMapping[str, Any]) 
 
 
 def _adopt_libraries(out: TextIO, level: int, shared: list[Any], renderer: Any) -> None:
-    """Libraries log through the standard library; they get the same form, and only from WARNING up."""
+    """Give log lines of libraries, which use the standard library, the same form; only those from WARNING up."""
     handler = logging.StreamHandler(out)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared, structlog.processors.format_exc_info],

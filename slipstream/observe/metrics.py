@@ -1,15 +1,15 @@
-"""What the services measure, under the prefix ``slipstream_``.
+"""The metrics of the services, under the prefix ``slipstream_``.
 
 Rules:
-1. Counters and histograms only; ratios are made in PromQL. Gauges say what is the case now.
-2. Every series carries ``service`` and ``model``. No label can be sized by a user: no request id, no prompt, no key.
-   Tenants are named by the operator, and so many have series of their own.
+1. Counters and histograms only; ratios are computed in PromQL. Gauges show a present state.
+2. Every series has the labels ``service`` and ``model``. No label has values that users choose (request id, prompt,
+   key), so their number is bounded. Tenants are named by the operator; ``MOST_TENANTS`` have their own series.
 3. Methods take plain values and never fail for a value that the service may meet.
 4. Each object has its own registry: several services live in one process without sharing series.
-5. Counters begin at 0, not with their first event, because ``increase`` does not see an event that creates its series.
-   Gauges begin when they are set, because 0 could be false.
+5. Counters begin at 0, not with their first event, because PromQL's ``increase`` misses an event that creates its
+   series. Gauges begin when they are set, because a 0 before would be false.
 6. A name has one meaning on all services.
-7. ``scope`` of a mode is its decider: pool, a router for all answers of a draft pool; session, a target for one answer.
+7. ``scope`` of a mode names the decision: pool, a router for all answers of a model; session, a target for one answer.
 
 The only importer of prometheus_client. It knows nothing about sessions, trees or sockets of the services.
 """
@@ -41,7 +41,7 @@ Counts = list[tuple[str, list[tuple[str, dict[str, str], float]]]]  # families: 
 
 @dataclass(frozen=True, slots=True)
 class Series(Generic[M]):
-    """A metric whose first labels are fixed; ``of`` takes the values of the others."""
+    """A metric whose first labels are fixed; ``of`` takes the values of the other labels."""
 
     metric: M
     fixed: tuple[str, str]
@@ -61,12 +61,12 @@ class Series(Generic[M]):
 
     def drop(self, *values: str) -> None:
         self.known.pop(values, None)
-        with suppress(KeyError):  # what was never there: only an old prometheus_client minds
+        with suppress(KeyError):  # an old prometheus_client raises it for a series that does not exist
             self.metric.remove(*self.fixed, *values)
 
 
 class Tally(Collector):
-    """A histogram of whole numbers, of which many are told at once."""
+    """A histogram of whole numbers, to which many equal ones can be added at once."""
 
     def __init__(self, name: str, text: str, buckets: Iterable[int], labels: Mapping[str, str]) -> None:
         self._name, self._text, self._labels = name, text, labels
@@ -75,7 +75,7 @@ class Tally(Collector):
         self._lock = threading.Lock()
 
     def add(self, number: int, times: int) -> None:
-        """Count ``number`` as seen ``times`` more times. From any thread."""
+        """Count ``number`` so many ``times``. From any thread."""
         with self._lock:
             self._times[number] += times
 
@@ -91,11 +91,11 @@ class Tally(Collector):
 
 
 class Families(CollectorRegistry):
-    """Metrics, of which some are shown as another process counts them."""
+    """Metrics, some of which are counted by another process."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: Mapping[str, list[Sample]] = {}  # of families, by name
+        self.told: Mapping[str, list[Sample]] = {}  # family name -> samples of the other process
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
@@ -109,7 +109,7 @@ class Registry:
     def __init__(self, service: str, model: str) -> None:
         self._collectors = Families()
         self._fixed = (service, model)
-        self.settle: Callable[[], None] = lambda: None  # what is not counted yet; called before all is read
+        self.settle: Callable[[], None] = lambda: None  # called before metrics are read: it counts what is pending
         ProcessCollector(registry=self._collectors)
         self.gauge("build_info", "Always 1; the labels say what runs.", "version").of(__version__).set(1)
         self._certificate = self.gauge("tls_certificate_expiry_seconds", "Unix time when this certificate expires.")
@@ -119,7 +119,7 @@ class Registry:
         return self._begun(Series(metric, self._fixed), labels)
 
     def add(self, collector: Collector) -> None:
-        """Show what it tells, too."""
+        """Also show the metrics of ``collector``."""
         self._collectors.register(collector)
 
     def gauge(self, name: str, text: str, *labels: str) -> Series[Gauge]:
@@ -136,13 +136,13 @@ class Registry:
         return metric
 
     def tell(self, families: Collection[str]) -> Counts:
-        """The values of ``families``, for another process of the same service (``hear``)."""
+        """The samples of ``families``, for ``hear`` in another process of the same service."""
         self.settle()
         return [(family.name, [(sample.name, sample.labels, sample.value) for sample in family.samples])
                 for family in self._collectors.collect() if family.name in families]
 
     def hear(self, told: Counts) -> None:
-        """Show what another process counts in place of our own."""
+        """Show the samples that another process counted, in place of our own."""
         fixed = dict(zip(self._labels(()), self._fixed, strict=True))
         self._collectors.told = {family: [Sample(name, {**labels, **fixed}, value) for name, labels, value in samples]
                                  for family, samples in told}
@@ -210,12 +210,13 @@ ENDINGS = ("stop", "length", "cancelled", "refused", "handed_back", "failed")
 OUTCOMES = ("used", "prompt_lookup", "plain", "draft_missing", "discarded_late")
 POSITIONS = tuple(str(depth) for depth in range(1, 5))
 REFUSALS = ("queue", "late", "tokens", "target")
-MOST_TENANTS = 200  # that have series of their own
-OTHERS = "others"  # all that came behind these
+MOST_TENANTS = 200  # tenants with series of their own
+OTHERS = "others"  # the label of all further tenants
 
 
 class VllmMetrics(Collector):
-    """Drafts of ended answers under vLLM's names, as its benchmark reads them from the port that it loads."""
+    """Counts of drafts in ended answers, under vLLM's names, for vLLM's benchmark, which reads them from the API's
+    port."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -223,7 +224,7 @@ class VllmMetrics(Collector):
         self._positions = Counted[int]()
 
     def answered(self, drafts: int, drafted: int, accepted: int, reached: Mapping[int, int]) -> None:
-        """Of one answer. ``reached``: accepted draft tokens of a draft -> how many drafts."""
+        """Count one answer. ``reached``: number of accepted draft tokens -> number of drafts with so many."""
         for name, count in zip(self._counts, (drafts, drafted, accepted), strict=True):
             self._counts[name] += count
         for length, count in reached.items():
@@ -247,7 +248,7 @@ class RouterMetrics:
     """Requests as clients see them."""
 
     def __init__(self, model: str, as_vllm: bool = False) -> None:
-        """as_vllm: drafts are told under vLLM's names, too."""
+        """as_vllm: also show counts of drafts under vLLM's names."""
         self.registry = registry = Registry("router", model)
         self.for_vllm = VllmMetrics(model) if as_vllm else None
         if self.for_vllm is not None:
@@ -291,7 +292,7 @@ class RouterMetrics:
         self.load(0, 0)
 
     def request(self, endpoint: str, code: int, mode: str) -> None:
-        """``mode``: speculative or plain, as it began, or none for a request that got no token."""
+        """Count an ended request. ``mode``: speculative or plain, as it began; none if it got no token."""
         self._requests.of(endpoint, str(code), mode).inc()
 
     def finished(self, seconds: float, mode: str) -> None:
@@ -301,8 +302,8 @@ class RouterMetrics:
         self._errors.of(kind).inc()
 
     def refused(self, tenant: str, reason: str) -> None:
-        """``tenant``: a name of the operator's, never a key. ``reason``: queue (it would wait too long), late (it has),
-        tokens (its quota of a minute) or target (the targets have no room)."""
+        """Count a refused request. ``tenant``: a name that the operator chose, never a key. ``reason``: queue (it would
+        wait too long), late (it waited too long), tokens (its quota of a minute) or target (targets have no room)."""
         if tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
             tenant = OTHERS
         self._tenants.add(tenant)
@@ -320,7 +321,7 @@ class RouterMetrics:
         self._first.of(mode).observe(seconds)
 
     def commit(self, seconds: float, tokens: int, mode: str) -> None:
-        """``seconds`` since the commit before, which brought ``tokens`` tokens."""
+        """A commit of ``tokens`` tokens came ``seconds`` after the commit before it."""
         self._between.of(mode).observe(seconds / max(tokens, 1))
 
     def answered(self, tokens: int, drafted: int, accepted: int, mode: str) -> None:
@@ -341,7 +342,7 @@ class RouterMetrics:
         self._ready.of().set(ready)
 
     def connections(self, idle: Callable[[], int], at_work: Callable[[], int]) -> None:
-        """Set the functions that give the numbers when metrics are read."""
+        """Set the functions that give the numbers of connections whenever metrics are read."""
         self._connections.of("idle").set_function(idle)
         self._connections.of("at_work").set_function(at_work)
 
@@ -350,7 +351,7 @@ class RouterMetrics:
         self._crowded.of(reason).inc()
 
     def target_known(self, peer: str) -> None:
-        """Its series are there, whatever has become of it."""
+        """Create the series of a target, even if it never answers."""
         self._retries.of(peer)
         self._breaker.of(peer)
 
@@ -359,33 +360,33 @@ class RouterMetrics:
         self._breaker.drop(peer)
 
 
-# What is counted beside an engine that is a process of its own, and shown by the one that serves its answers.
+# Families that vLLM's workers count in their own process, and that the target's process shows.
 BESIDE_ENGINE = frozenset(f"slipstream_{name}" for name in (
     "step_seconds", "step_rows", "mode_transitions", "wire_bytes", "drafter_lost", "invalid_growths", "stale_growths",
     "pairing_suspect", "drafter_tokens", "drafter_moves"))
-DRAFTERS = 32  # names that drafters give themselves and that have series of their own
-TOGETHER = 64  # times that something was told, which are counted at once
+DRAFTERS = 32  # drafter names with series of their own: drafters choose them
+TOGETHER = 64  # steps and rounds that are counted at once
 
 
 def taken(told: deque[Told]) -> Iterator[Told]:
-    """All that is there, though others put or take too."""
+    """Take items until none is left; other threads may add or take items meanwhile."""
     with suppress(IndexError):
         while True:
             yield told.popleft()
 
 
 class TargetMetrics:
-    """Steps and rounds. ``accepted_tokens_total + bonus_tokens_total`` is what was emitted.
+    """Steps and rounds. ``accepted_tokens_total + bonus_tokens_total`` is the number of emitted tokens.
 
-    What steps tell is counted when TOGETHER are there or somebody reads: behind a step the caches hold
-    weights, and a counter takes ten times longer than in a loop. Rounds that are alike are counted as one."""
+    Values of steps are counted when TOGETHER are pending or metrics are read: right after a step the processor's caches
+    hold weights, and a counter takes ten times longer than in a loop. Equal rounds are counted together."""
 
     def __init__(self, model: str) -> None:
         self.registry = registry = Registry("target", model)
         self._stepped = deque[tuple[int, float, float, float]]()
         self._ended = deque[Sequence[tuple[int, int, str]]]()
         self._judged, self._drafters = deque[tuple[str, int, int]](), set[str]()
-        self._waiting = 0  # steps, and their rounds
+        self._waiting = 0  # steps and rounds that are not counted yet
         self._held: tuple[int, int, int] | None = None  # slots
         self._there: tuple[int, int] | None = None  # sessions
         registry.settle = self._settle
@@ -424,10 +425,10 @@ class TargetMetrics:
         self._full = registry.counter("device_full_total", "Steps that failed for lack of device memory.")
         self._shedding = registry.gauge("shedding_level", "Given up for memory: 1 half trees, 2 drafts, 3 new answers.")
         self.shedding(0)
-        self.drafts_connected(0)  # one that never comes is missed too
+        self.drafts_connected(0)  # so that alerts see a draft that never connects
 
     def tell(self) -> Counts:
-        """What is counted beside an engine; see ``Registry``."""
+        """The samples of ``BESIDE_ENGINE``; see ``Registry.tell``."""
         return self.registry.tell(BESIDE_ENGINE)
 
     def request(self, outcome: str) -> None:
@@ -443,12 +444,13 @@ class TargetMetrics:
         self._wait()
 
     def rounds(self, rounds: Sequence[tuple[int, int, str]]) -> None:
-        """The commits of one step, one a session: draft tokens, how many were accepted, and one of OUTCOMES."""
+        """Count the commits of one step: for each session its draft tokens, the accepted ones, and one of OUTCOMES."""
         self._ended.append(rounds)
         self._wait()
 
     def slots(self, total: int, free: int, cached: int) -> None:
-        """``cached``: those that hold prompts for later and are given up when room is wanted."""
+        """Set the numbers of KV slots. ``cached``: slots of the prefix cache, which are given up when others are
+        needed."""
         self._held = total, free, cached
 
     def sessions(self, running: int, waiting: int) -> None:

@@ -1,7 +1,7 @@
-"""Spans as OpenTelemetry has them, sent to a collector over OTLP.
+"""Spans of OpenTelemetry, sent to a collector over OTLP.
 
-It is imported only where ``log.spans`` asks for it, by ``spans``, which it does not import: what it makes has the form
-of ``spans.Spans``. It knows nothing about requests.
+Only ``spans`` imports this module, and only if ``log.spans`` is set. It does not import ``spans`` itself: its classes
+have the methods of ``spans.Spans``. It knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from opentelemetry.util.types import AttributeValue
 from slipstream.observe.log import logger
 
 HEADER = "traceparent"  # as in ``spans``, and by W3C
-LIBRARY = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # whose log tells of batches
+LIBRARY = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # the logger that reports refused batches
 SEND_MS = 1000
 LAST_S = 2.0
-FOLLOWED = DEFAULT_ON  # every request that brings no parent: which of them are kept is the collector's to say
+FOLLOWED = DEFAULT_ON  # record every request without a parent; the collector decides which of them to keep
 
 
 class Recorded:
@@ -62,7 +62,8 @@ class Recorder:
 
 
 class Refusals(logging.Filter):
-    """What OpenTelemetry logs of each batch that is not taken, and of each try: kept, and not told."""
+    """Keeps the latest error that OpenTelemetry logs, for ``Exporter``, and lets none of its lines into the log: it
+    logs each refused batch and each try."""
 
     latest = ""
 
@@ -73,14 +74,15 @@ class Refusals(logging.Filter):
 
 
 class Exporter(OTLPSpanExporter):
-    """Tells once that ``collector`` takes no spans, which may be for hours, and once that it does again."""
+    """Logs once when ``collector`` begins to refuse spans, which may last for hours, and once when it takes them
+    again."""
 
     def __init__(self, collector: str) -> None:
         super().__init__(endpoint=collector)
         self._told = False
         self._log = logger("spans", collector=collector)
         theirs = logging.getLogger(LIBRARY)
-        # One for all of a process: what a filter does not let pass, the next one never sees.
+        # One filter for the whole process: a second one would never see the lines that the first one stops.
         self._refusals = next((one for one in theirs.filters if isinstance(one, Refusals)), None) or Refusals()
         theirs.addFilter(self._refusals)
 
@@ -96,8 +98,8 @@ class Exporter(OTLPSpanExporter):
 
 
 def exported(collector: str, service: str) -> Recorder:
-    """Spans that go to ``collector`` (http://host:port, or https) in batches, from a thread of the exporter's. What a
-    parent says goes for its parts. At the end of the process the last ones have ``LAST_S`` to go."""
+    """A recorder that sends spans to ``collector`` (http://host:port, or https) in batches, from its own thread. A span
+    is recorded if its parent is. When the process ends, the last spans have ``LAST_S`` seconds to be sent."""
     resource = Resource.create({"service.name": f"slipstream-{service}"})
     provider = TracerProvider(FOLLOWED, resource, shutdown_on_exit=False)
     exporter = Exporter(collector)
@@ -106,9 +108,9 @@ def exported(collector: str, service: str) -> Recorder:
 
     def last() -> None:
         over.wait()
-        provider.shutdown()  # waits for what is sent, half a minute if need be
+        provider.shutdown()  # waits until spans are sent, up to half a minute
 
-    # Begun now: a process that ends may begin none.
+    # Started now, because no thread can be started while the process ends.
     sends = threading.Thread(target=last, name="spans", daemon=True)
     sends.start()
 

@@ -2,9 +2,9 @@
 
 Rules:
 1. It runs in a thread of its own: neither a full event loop nor a long step delays a probe.
-2. Nothing but these three pages is answered, to GET alone, one for each connection. A client that dawdles is dropped
-   after ten seconds.
-3. Beyond ``MOST`` connections, or ``MOST_EACH`` of one address, the oldest is closed, so that a new request is always
+2. It serves only these three pages, only to GET, one request for each connection. A slow client is disconnected after
+   ten seconds.
+3. Beyond ``MOST`` connections, or ``MOST_EACH`` of one address, the oldest is closed, so a new client is always
    answered.
 
 It knows nothing about what is measured or what ready means.
@@ -34,11 +34,11 @@ MAX_HEAD_BYTES = 16 << 10
 class MetricsServer:
     """Serves ``registry`` on ``listen`` (host:port; port 0 takes a free one).
 
-    ``ready`` is asked on each call of ``/ready``, from another thread. Raises ConfigError when the port is taken."""
+    ``ready`` is called for each request of ``/ready``, in another thread. Raises ConfigError when the port is taken."""
 
     def __init__(self, listen: str, registry: Registry, ready: Callable[[], bool],
                  vitals: Vitals | None = None) -> None:
-        """vitals: of the service that it is a part of; it is ready with them alone."""
+        """vitals: of the service; ``/ready`` also needs them to be ready."""
         vitals = vitals or Vitals("metrics")
         host, port = host_port(listen)
         self._registry = registry
@@ -56,12 +56,12 @@ class MetricsServer:
         self._stop: Callable[[], object] = lambda: None
 
     def start(self) -> None:
-        """Returns when it answers, or cannot, which ``vitals`` are told."""
+        """Start the thread. Returns when it answers requests, or has failed, which ``vitals`` then report."""
         self._thread.start()
         self._up.wait()
 
     def close(self) -> None:
-        """Also again."""
+        """Stop the server; calling it twice is allowed."""
         if self._thread.is_alive():
             with suppress(RuntimeError):  # its loop is closed
                 self._stop()
@@ -79,7 +79,7 @@ class MetricsServer:
         server = await asyncio.start_server(self._answer, sock=self._socket, limit=MAX_HEAD_BYTES)
         self._up.set()
         await stop.wait()
-        server.close()  # and whoever is still there is let go with the loop
+        server.close()  # open connections end with the event loop
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._guests.enter(writer, writer.get_extra_info("peername")[0])

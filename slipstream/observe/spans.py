@@ -1,10 +1,10 @@
-"""Spans: the events of one request, from the router through the target to the drafts.
+"""Spans: timed records of the parts of one request, from the router through the target to the drafts.
 
 Rules:
-1. Off unless ``log.spans`` names a collector: callers then have None instead of a span. OpenTelemetry (the extra
-   ``otel``) is imported only then.
-2. A span's ``parent`` text (W3C ``traceparent``) travels with the work: over gRPC as metadata of a request's call, to
-   a draft in the message that opens the session. What came from outside counts only if it has that form.
+1. Off unless ``log.spans`` names a collector; then code that would begin a span has None. OpenTelemetry (the extra
+   ``otel``) is imported only if it is on.
+2. A span's ``parent`` text (W3C ``traceparent``) is passed on with the work: over gRPC as metadata of a request's call,
+   to a draft in the message that opens the session. A client's own is used only if it has that form.
 3. Numbers and names of modes only: no prompt, no token, no key.
 
 It knows nothing about who begins spans.
@@ -24,17 +24,17 @@ Value = int | float | str
 
 
 class Span(Protocol):
-    """An operation with a duration. ``parent``: the traceparent for its child spans; "" if there is no trace."""
+    """A timed part of a request. ``parent``: the text that its own parts pass on; "" if they are not recorded."""
 
     @property
     def parent(self) -> str: ...
 
     def event(self, name: str, **values: Value) -> None:
-        """Add an event of now to this span."""
+        """Record an event at the present time."""
         ...
 
     def end(self, **values: Value) -> None:
-        """End the span; a second call does nothing. A field ``failed`` that is not 0 marks it as an error."""
+        """End the span; a second call does nothing. A ``failed`` that is not 0 marks it as an error."""
         ...
 
 
@@ -48,7 +48,7 @@ def well_formed(parent: str) -> str:
 
 
 def spans_of(section: LogSection, service: str) -> Spans | None:
-    """As the configuration says; None: off. Raises ConfigError if OpenTelemetry is wanted and not installed."""
+    """The spans that ``log.spans`` asks for; None: off. Raises ConfigError if OpenTelemetry is not installed."""
     if not section.spans:
         return None
     try:

@@ -1,11 +1,11 @@
 """A trace of rounds in Chrome's format (chrome://tracing, ui.perfetto.dev): what each pod did, and when, side by side.
 
 Rules:
-1. Times are given by a monotone clock and written as the machine's wall clock, so that those of several processes stand
-   beside each other; across machines they agree as well as their clocks do.
-2. Without a path it keeps nothing; with one it keeps the newest ``KEPT`` events and writes them at the end, beside what
-   services that ended before have written there since this one began.
-3. Numbers, and words of ours: no token, no text, no request id.
+1. Times come from a monotonic clock and are written as wall-clock time, so that events of several processes can be
+   compared; between machines only as well as their clocks agree.
+2. Without a path it keeps nothing. With one it keeps the newest ``KEPT`` events and writes them at the end; events that
+   other services have written into the file since this one began are kept.
+3. It holds numbers and names from our code: no token, no text, no request id.
 
 An arrow leads from ``left`` to ``came`` with the same key: a message on the wire.
 """
@@ -37,25 +37,25 @@ class Trace:
             self._put("")
         self.keeps = bool(path)  # whether anything is kept
         self._name = name
-        self._pid = crc32(f"{os.getpid()} {name}".encode())  # two of one process are two in the picture
+        self._pid = crc32(f"{os.getpid()} {name}".encode())  # two traces of one process are shown as two processes
         self._offset_s = time.time() - time.monotonic()
         self._rows: dict[str, int] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def span(self, row: str, name: str, began_s: float, ended_s: float, **values: Value) -> None:
-        """Something took from ``began_s`` to ``ended_s``."""
+        """Record that ``name`` lasted from ``began_s`` to ``ended_s``."""
         self._add(row, began_s, ph="X", name=name, dur=round(1e6 * max(0.0, ended_s - began_s), 1), args=values)
 
     def left(self, row: str, name: str, key: str, at_s: float) -> None:
-        """A message leaves for another process."""
+        """Record that a message left for another process."""
         self._add(row, at_s, ph="s", cat="wire", name=name, id=key)
 
     def came(self, row: str, name: str, key: str, at_s: float) -> None:
-        """It is there."""
+        """Record that a message arrived."""
         self._add(row, at_s, ph="f", bp="e", cat="wire", name=name, id=key)
 
     def write(self) -> None:
-        """Write what was kept. Raises ConfigError when the file cannot be written."""
+        """Write the kept events. Raises ConfigError when the file cannot be written."""
         if not self._path:
             return
         pid = self._pid
@@ -85,10 +85,10 @@ class Trace:
 
 
 def commit_key(session: int, base: int) -> str:
-    """Of the arrow of a Commit."""
+    """The key of a Commit's arrow."""
     return f"c{session}.{base}"
 
 
 def growth_key(growth: Growth) -> str:
-    """Of the arrow of a Growth."""
+    """The key of a Growth's arrow."""
     return f"g{growth.session}.{growth.base}.{int(growth.ids[0]) if len(growth.ids) else 0}"

@@ -1,17 +1,17 @@
-"""Vitals: whether the threads and tasks that a service needs are alive.
+"""Vitals: watches the threads and tasks that a service needs to work.
 
 Rules:
-1. A death is reported once, with its reason. The service is then not ready, and ``until`` raises the reason, because
-   half a service looks healthy and answers nobody.
-2. Others may wait for ever for the dead part (a device for a rank). So ``GRACE_S`` after a death that ``until``
-   reported, the process exits with code 1, unless it has ended by then.
-3. Each thread beats, also when idle; so do the event loop, and another engine when it answers. One that is silent for
-   ``SILENT_S`` makes the service not ready until it beats again. It is not ended: it may be compiling, and after a
-   restart it would compile again. A step of 512 rows of 8 billion weights takes 80 s where 100 GFLOP/s are computed.
-4. Inside another engine's process a death is only reported; it ends nothing.
-5. ``watch_lag`` measures ten times a second how late an event loop runs: all its tasks are delayed by that time.
+1. If one dies, that is logged once with its reason. The service is then no longer ready, and ``until`` raises the
+   reason: a service without one of its parts would look healthy and not answer.
+2. Other parts may then wait for ever (a device for a rank). So ``GRACE_S`` after a death the process ends with code 1,
+   unless the service has ended by then. This holds only where ``until`` is waiting.
+3. Threads write a beat regularly, even when idle; so do an engine of another project, when it answers, and the event
+   loop. If one is silent for ``SILENT_S``, the service is not ready until it beats again. It is not restarted, because
+   it may be compiling and would only begin again. A step of 512 rows of 8 billion weights takes 80 s at 100 GFLOP/s.
+4. In the process of another project (vLLM) ``until`` is not called: a death is logged and ends nothing.
+5. ``watch_lag`` measures ten times a second how late the event loop is: everything on it waits as long.
 
-It knows nothing about what they do.
+It knows nothing about the work of these parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slipstream.base.errors import PartLost, SlipstreamError
 from slipstream.observe.log import logger
 
 SILENT_S = 120.0
-BEAT_S = 10.0  # a thread waits no longer for something to do
+BEAT_S = 10.0  # the longest wait of an idle thread between two beats
 GRACE_S = 20.0
 LOOK_S = 0.5
 LAG_EVERY_S = 0.1
@@ -38,14 +38,14 @@ LAG_EVERY_S = 0.1
 
 @dataclass(slots=True)
 class Pulse:
-    """Made by ``Vitals.pulse``. Who goes on writes the time, by the vitals' clock: that is a beat."""
+    """Made by ``Vitals.pulse``. A beat is the present time of the vitals' clock, written into ``beaten_s``."""
 
     name: str
     beaten_s: float | None = None  # None: it does not beat, or has ended
 
 
 class Supervised(threading.Thread):
-    """Made by ``Vitals.thread``. That ``work`` returns is an end that was asked for; that it raises is none."""
+    """Made by ``Vitals.thread``. If ``work`` returns, the thread was asked to end; if it raises, the thread is lost."""
 
     def __init__(self, name: str, work: Callable[[], None], vitals: Vitals) -> None:
         super().__init__(name=name, daemon=True)
@@ -62,7 +62,7 @@ class Supervised(threading.Thread):
 
 
 class Vitals:
-    """Of one service, which is called ``part`` in logs."""
+    """The vitals of one service, which is called ``part`` in logs."""
 
     def __init__(self, part: str, clock: Callable[[], float] = time.monotonic,
                  exits: Callable[[int], object] = os._exit) -> None:
@@ -73,25 +73,25 @@ class Vitals:
         self._pulses: list[Pulse] = []
         self._error: SlipstreamError | None = None
         self._awaited = False
-        self._silent: str | None = None  # as it was told
+        self._silent: str | None = None  # the silent thread that was logged last
         self._last: threading.Timer | None = None
 
     def thread(self, name: str, work: Callable[[], None]) -> Supervised:
-        """One that is to be started."""
+        """A watched thread; the caller starts it."""
         return Supervised(name, work, self)
 
     def pulse(self, name: str) -> Pulse:
-        """A pulse for a part that must keep beating after its first beat."""
+        """A pulse for something that must beat regularly after its first beat."""
         one = Pulse(name)
         self._pulses.append(one)
         return one
 
     def follow(self, task: asyncio.Task[None]) -> None:
-        """Also this task may not die; it may end."""
+        """Watch a task: it may end, but not with an error."""
         task.add_done_callback(self._ended)
 
     def lost(self, name: str, error: BaseException) -> None:
-        """``name`` is gone. From any thread; only the first counts."""
+        """Report that ``name`` has died. From any thread; only the first report counts."""
         with self._lock:
             if self._error is not None:
                 return
@@ -102,11 +102,11 @@ class Vitals:
 
     @property
     def ready(self) -> bool:
-        """Whether all live and none is silent. From any thread."""
+        """Whether no part has died and none is silent. From any thread."""
         return self._error is None and self._silence() is None
 
     def look(self) -> bool:
-        """Tell of silence and of its end. Returns ``ready``; raises what was lost."""
+        """Log when a part becomes silent or beats again. Returns ``ready``; raises the error of a part that died."""
         if not self._awaited:
             with self._lock:
                 self._awaited = True
@@ -122,7 +122,7 @@ class Vitals:
         return silent is None
 
     def end(self) -> None:
-        """The service has come to its end."""
+        """The service has ended: do not end the process any more."""
         with self._lock:
             self._awaited = False
             if self._last is not None:
@@ -135,7 +135,7 @@ class Vitals:
             self._last.start()
 
     def _silence(self) -> str | None:
-        """The name of what is silent."""
+        """The name of a silent part; None: there is none."""
         now_s = self.clock()
         return next((one.name for one in self._pulses
                      if (beaten_s := one.beaten_s) is not None and now_s - beaten_s > SILENT_S), None)
@@ -147,8 +147,8 @@ class Vitals:
 
 async def until(stop: asyncio.Event, *vitals: Vitals,
                 show: Callable[[bool], Awaitable[None]] | None = None) -> None:
-    """Wait for ``stop``. Raises what is lost before. ``show`` is told whenever readiness changes. The event loop that
-    waits beats, too."""
+    """Wait for ``stop``. Raises the error of a part that dies before. ``show`` is called with readiness whenever it
+    changes. The waiting event loop beats, too."""
     ready, beats = True, [(one.pulse("event loop"), one.clock) for one in vitals]
     try:
         while not stop.is_set():
@@ -167,7 +167,7 @@ async def until(stop: asyncio.Event, *vitals: Vitals,
 
 @asynccontextmanager
 async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None) -> AsyncIterator[None]:
-    """Run ``work`` beside the block, and end it with the block. ``vitals`` hear of what fails before."""
+    """Run ``work`` beside the block, and cancel it at the block's end. ``vitals`` get errors before that."""
     tasks = [asyncio.create_task(one) for one in work]
     if vitals is not None:
         for task in tasks:
@@ -182,7 +182,7 @@ async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None
 
 async def watch_lag(tell: Callable[[float], None], clock: Callable[[], float] = time.monotonic,
                     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-    """Tell by how many seconds this task was woken late, until cancelled (rule 5)."""
+    """Call ``tell`` with the seconds by which this task was woken late, until cancelled (rule 5)."""
     while True:
         due_s = clock() + LAG_EVERY_S
         await sleep(LAG_EVERY_S)

@@ -238,10 +238,10 @@ class PromptScores:
     ``top_logprobs``: equally many a token, one token behind the other, the likeliest first."""
 
     start: int
-    logprobs: tuple[float, ...]
-    ranks: tuple[int, ...]
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
+    logprobs: Sequence[float]
+    ranks: Sequence[int]
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
 
     @property
     def width(self) -> int:

@@ -1,11 +1,12 @@
-"""Together or apart: what a pair whose devices were measured would give under each schedule, in simulated time.
+"""Together or apart: the tokens a second that a measured pair of target and draft would give under each schedule, in
+simulated time.
 
 Rules:
-1. The answers and what the drafter says at each place of them are records of the real pair (``replay``); times are
-   what was measured, host work included. Prompts take no time.
-2. A schedule is compared with both on one device. It pays where it gives more than ``LEAST`` times as much: what is
-   simulated is no nearer to the truth than that, and a device more is to be run.
-3. ``bound``: the speed if a draft apart took no time, and its network none.
+1. Answers, and the drafter's trees at each place of them, are records of the real pair (``replay``); times are measured
+   ones, host work included. Prompts take no time.
+2. Each schedule is compared with target and draft on one device. A draft apart pays if it gives at least ``LEAST``
+   times as much: a simulation is not more exact than that, and a second device has to be run.
+3. ``bound``: what a draft apart would give if drafting and the network took no time.
 
 It knows nothing about how devices are measured.
 """
@@ -24,39 +25,39 @@ from slipstream.simulate.simulation import AHEAD, SCHEDULES, Deployment, Predict
 from slipstream.simulate.timed import Timing
 
 LEAST = 1.03
-STEPS, WARM_UP = 1000, 200  # plain ones: so long each schedule is played, and so long before
-AT_ONCE_S = 1e-6
+STEPS, WARM_UP = 1000, 200  # times of so many plain steps: how long a schedule is played, and how long before counting
+AT_ONCE_S = 1e-6  # a drafting time of nearly 0
 TOGETHER = "colocated"
 
 
 def timing_of(plain_s: float, measured: Measured, wider: float, many: int) -> Timing:
-    """Of simulated devices, from what was measured of one answer at a time: a plain step, a shape's rounds, and how
-    much longer a level of ``many`` rows takes than one of the shape's."""
+    """The Timing of simulated devices, from measurements of one answer at a time. plain_s: a plain step; measured:
+    rounds of one tree shape; wider: how many times as long a tree level of ``many`` rows takes as one of that shape."""
     growth = measured.growth
     return Timing(plain_s, knee(growth.num_draft_tokens + 1, measured.verify_s / plain_s), knee(many, wider),
                   measured.draft_s, growth.num_steps, growth.topk)
 
 
 def knee(rows: int, ratio: float) -> int:
-    """Rows at which arithmetic takes as long as reading the weights, where a forward of ``rows`` takes ``ratio`` times
-    one of few (see ``Timing.step_of``)."""
+    """The number of rows at which arithmetic takes as long as reading the weights, if a forward of ``rows`` rows takes
+    ``ratio`` times as long as one of few rows (see ``Timing.step_of``)."""
     return 1 << 30 if ratio <= 1.001 else max(1, round(rows / (ratio**3 - 1) ** (1 / 3)))
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The schedules, and what each gave."""
+    """The result of each schedule, by name."""
 
     found: dict[str, Predicted]
-    bound: float  # by what one device gives
+    bound: float  # rule 3, divided by the tokens a second of one device
 
     def ratio(self, schedule: str) -> float:
-        """Tokens a second by those of both on one device; inf where that has not made any."""
+        """Tokens a second of ``schedule``, divided by those of both on one device; inf if these are 0."""
         return _by(self.found[schedule], self.found[TOGETHER])
 
     @property
     def apart(self) -> str:
-        """The best one of two devices."""
+        """The best schedule with two devices."""
         return max((name for name in self.found if name not in ("plain", TOGETHER)),
                    key=lambda name: self.found[name].tokens_per_s)
 
@@ -68,7 +69,7 @@ class Compared:
 
     @property
     def run_ahead(self) -> int:
-        """The setting for it."""
+        """The setting draft.run_ahead for the best schedule."""
         return AHEAD.get(self.best, 0)
 
     def why(self) -> list[str]:
@@ -89,9 +90,9 @@ class Compared:
 
 def compared(timing: Timing, nodes: int, exchange_s: float, records: Sequence[Record], apart_s: float,
              shared_cores: bool = False, report: Callable[[], None] = lambda: None) -> Compared:
-    """Play every schedule, with trees of so many ``nodes``. ``exchange_s``: what a round spends between the services;
-    ``apart_s``: what a tree takes on the draft's own device; ``shared_cores``: the setting of a target that has the
-    draft on its device. ``report`` is called after each of SCHEDULES."""
+    """Play every schedule, with trees of ``nodes`` nodes. exchange_s: round trip of a round between the services, in
+    seconds; apart_s: seconds of a tree on the draft's own device; shared_cores: that setting of a colocated target;
+    report: called after each of SCHEDULES."""
     deployment = Deployment(timing, rtt_s=exchange_s, hop_s=0.0, host_s=0.0, cast=ReplayedCast(Answers(records)),
                             policy=PolicySection(max_nodes=nodes))
 

@@ -1,8 +1,7 @@
-"""A real pair in simulated time: records of its answers (``drafting.records``) are a target's text and what a drafter
-says.
+"""A real pair of target and drafter in simulated time, from records of its answers (``drafting.records``).
 
-All recorded answers form one text. Each target begins at its own place and reads the text in a circle. At each place
-the drafter proposes what the real one proposed there; like a head it begins a new tree after each commit.
+All recorded answers, joined, are one text. A target reads it from a place of its own on, again and again. At each place
+the drafter proposes what the real one did there; like a draft head it starts a new tree after each commit.
 """
 
 from __future__ import annotations
@@ -22,21 +21,22 @@ PROMPT = 2  # tokens: where the text begins, and its first token
 
 
 class Answers:
-    """Of all questions, one behind the other."""
+    """The recorded answers to all questions, joined. Tokens are numbered anew: only those that occur."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.places: list[Place] = [place for record in records for place in record.places]
         answers = np.array([token for record in records for token in record.answer], np.int64)
         every = np.unique(np.concatenate([answers, *(place.tokens for place in self.places)]))
         self.tokens = np.searchsorted(every, answers)
-        self.vocab_size = max(len(every), len(answers))  # tokens are numbered anew, as none else is ever said
+        self.vocab_size = max(len(every), len(answers))  # a place in the text is sent as a token, too (PROMPT)
         self._said = [np.searchsorted(every, place.tokens).tolist() for place in self.places]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def children(self, at: int, path: Sequence[int], most: int) -> tuple[list[int], list[float]]:
-        """What the head said behind ``path`` at a place, best first, as far as it was asked."""
+        """Tokens and log scores of the recorded children after ``path`` at the place ``at``, best first, at most
+        ``most``; none if the record does not reach there."""
         place, said, node = self.places[at], self._said[at], 0
         for token in path:
             node = next((child for child in place.children(node) if said[child] == token), -1)
@@ -48,7 +48,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A ``simulate.timed.Text`` that a target reads from ``begin`` on. A session's place is where it began."""
+    """A ``simulate.timed.Text`` that a target reads from ``begin`` on. A session's place is where its text begins."""
 
     text: Answers
     begin: int
@@ -65,7 +65,7 @@ class Reading:
         return int(prompt[0])
 
     def by_level(self, sessions: Sequence[TimedSession], levels: int) -> None:
-        """Children depend on the path."""
+        """None: children depend on the path."""
 
     def children(self, sessions: Sequence[TimedSession]) -> Iterator[list[Children]]:
         for session in sessions:
@@ -75,7 +75,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedCast:
-    """Like a head a drafter begins anew behind each commit."""
+    """A ``simulation.Cast`` of recorded answers; its drafter starts a new tree after each commit, like a head."""
 
     said: Answers
     answer: int = MAX_CONTEXT // 2

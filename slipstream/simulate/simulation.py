@@ -1,11 +1,11 @@
-"""A deployment in simulated time: real workers, scheduler, policy and sessions on timed devices, without a clock.
+"""A deployment in simulated time: real workers, scheduler, policy and sessions on timed devices, without a real clock.
 
 Rules:
-1. Each worker has its own clock. Its work is done at once, and its clock then moves on by the time that the device
-   would take; messages sent to it meanwhile stay in its inbox with their arrival times.
-2. A message takes half a round trip plus ``hop_s``. Events are played in order of time, so a run depends on its seed
-   alone: two schedules can be compared without the noise of a machine.
-3. Host work takes ``host_s`` for each target step, and no other time.
+1. Each worker has its own time. Its work is done at once, and its time advances by what its device would take. A
+   message that arrives before that time waits in its inbox, with its time of arrival.
+2. A message takes half a round trip plus ``hop_s`` (20 us if colocated). Events are played in order of time, so a run
+   depends on its seed only: two schedules can be compared without the noise of a machine.
+3. Host work takes no time, except ``host_s`` for each target step.
 
 It is what ``slipstream simulate`` runs. It knows nothing about processes or sockets.
 """
@@ -42,35 +42,37 @@ from target_service.loop import TargetWorker
 from target_service.service import hand_over
 from target_service.step import Limits
 
-AHEAD = {"run-ahead": 239, "outcomes": 1007}  # nodes beyond those that are verified next
+AHEAD = {"run-ahead": 239, "outcomes": 1007}  # draft.run_ahead of a schedule: nodes beyond those that are verified next
 SCHEDULES = ("plain", "colocated", "serial", *AHEAD)
-PROFILED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-PARTS = 100  # of what is played; behind each one is told how far it is
-ANSWER = 2000  # tokens; who has read them asks for more
+PROFILED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows
+PARTS = 100  # of the simulated time; progress is reported after each
+ANSWER = 2000  # tokens of an answer; the reader then asks again
 
 
 class Cast(Protocol):
-    """The texts and drafters of a simulation."""
+    """The prompts and texts of a simulation."""
 
     @property
     def answer(self) -> int:
-        """Tokens of one."""
+        """Tokens of one answer."""
         ...
 
     @property
     def keeps(self) -> bool:
-        """Whether a drafter that grows ahead does not draft again what survives a commit."""
+        """Whether a drafter that runs ahead keeps the part of a tree that survives a commit."""
         ...
 
     def text(self, timing: Timing, stream: int) -> Text:
-        """Of a target and of drafts. ``stream``: the first that the target is asked for."""
+        """The text of a target or of drafts. stream: the first stream that the target is asked for."""
         ...
 
-    def prompt(self, stream: int) -> tuple[int, ...]: ...
+    def prompt(self, stream: int) -> tuple[int, ...]:
+        """The prompt tokens of a stream."""
+        ...
 
 
 class TimedCast:
-    """Nothing is computed."""
+    """The texts of ``timed.Law``."""
 
     answer = ANSWER
     keeps = True
@@ -84,25 +86,25 @@ class TimedCast:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What is simulated. ``batch``: streams of each target."""
+    """What is simulated."""
 
     timing: Timing = field(default_factory=Timing)
     targets: int = 1
     drafts: int = 1
     rtt_s: float = 0.001
     hop_s: float = 0.000125  # of host work and RPC, one way
-    host_s: float = 0.0003  # of a target step, not hidden
-    batch: int = 1
-    run_ahead: int = 0
-    colocated: bool = False
-    shared_cores: bool = False  # as the setting of a target
+    host_s: float = 0.0003  # host work of a target step that does not overlap with the device
+    batch: int = 1  # answers that each target runs at a time
+    run_ahead: int = 0  # the setting draft.run_ahead
+    colocated: bool = False  # a draft on the device of each target
+    shared_cores: bool = False  # that setting of a target
     speculate: bool = True
     policy: PolicySection = field(default_factory=PolicySection)
     cast: Cast = field(default_factory=TimedCast)
 
 
 class World:
-    """What happens, in order of time."""
+    """Events, played in order of time."""
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -118,7 +120,7 @@ class World:
 
 
 class Accelerator(Device):
-    """A device whose users' times move on instead of passing."""
+    """A simulated device: work advances the time of its user instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,13 +135,14 @@ class Accelerator(Device):
 
 @dataclass(slots=True)
 class Actor:
-    """A worker with a time of its own. ``act`` returns when it wants to act next (None: when it hears something)."""
+    """A worker with its own simulated time. ``act`` does its work and returns the time at which it acts next; None: at
+    the next message."""
 
     world: World
     device: Accelerator
     now_s: float = 0.0
-    came_s: float | None = None  # while a message is handed over, when it came
-    due_s: float = float("inf")
+    came_s: float | None = None  # while a message is put into the inbox: its time of arrival
+    due_s: float = float("inf")  # when it acts next
     act: Callable[[], float | None] = field(default=lambda: None)
 
     def clock(self) -> float:
@@ -160,7 +163,7 @@ class Actor:
             self.wake(again_s)
 
     def hear(self, time_s: float, tell: Callable[[], None]) -> None:
-        """``tell`` puts a message into its inbox at ``time_s``."""
+        """At ``time_s`` call ``tell``, which puts a message into the worker's inbox, and wake the worker."""
         def come() -> None:
             self.came_s = time_s
             tell()
@@ -171,7 +174,7 @@ class Actor:
 
 
 class Line:
-    """One target joined with one draft: the link of the one, the peer of the other."""
+    """The connection of one target with one draft, as the target's link; ``LinePeer`` is the draft's side."""
 
     def __init__(self, name: str, target: Target, draft: Draft, delay_s: float) -> None:
         self.address = self.name = name
@@ -214,6 +217,8 @@ class LinePeer:
 
 
 class Draft:
+    """A real draft worker on a simulated device."""
+
     def __init__(self, world: World, device: Accelerator, deployment: Deployment) -> None:
         self.actor = Actor(world, device)
         cast, timing = deployment.cast, deployment.timing
@@ -228,14 +233,14 @@ class Draft:
 
 
 class Target:
-    """With ``batch`` readers, each of which asks again when its answer is over."""
+    """A real target worker on a simulated device, with ``batch`` clients that ask again when their answer ends."""
 
     def __init__(self, world: World, device: Accelerator, deployment: Deployment, first: int) -> None:
         self.actor = Actor(world, device)
         self.pieces: list[tuple[float, Piece]] = []
         self._deployment = deployment
         timing = deployment.timing
-        # Whole answers of all have their place: who is put back computes anew, and that takes time.
+        # Slots for whole answers of all clients: a preempted answer would be computed anew, which takes time.
         slots = max(MAX_CONTEXT, deployment.batch * (deployment.cast.answer + 2 * MAX_NODES))
         runner = ModelRunner(TimedModel(timing, device, deployment.cast.text(timing, first)), slots)
         self.vocab_size = runner.config.vocab_size
@@ -268,13 +273,13 @@ class Target:
         if wait_s == 0.0:
             self.actor.now_s += self._deployment.host_s
         asked, self._asked = self._asked, False
-        if asked and wait_s != 0.0:  # who heard the end of an answer has asked again
+        if asked and wait_s != 0.0:  # an answer ended, and its client has asked again
             return self.actor.now_s
         return None if wait_s is None else self.actor.now_s + wait_s
 
 
 def of_schedule(name: str, deployment: Deployment) -> Deployment:
-    """The deployment under a schedule of SCHEDULES. Raises ConfigError for another name."""
+    """``deployment`` with one of SCHEDULES. Raises ConfigError for another name."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule: {name!r} is not one of {', '.join(SCHEDULES)}")
     return replace(deployment, speculate=name != "plain", colocated=name == "colocated",
@@ -283,8 +288,8 @@ def of_schedule(name: str, deployment: Deployment) -> Deployment:
 
 def describe(schedule: str, targets: int, drafts: int, batch: int, rtt_ms: float, step_ms: float, draft_ms: float,
              acceptance: str, seconds: float, report: Callable[[float], None]) -> dict[str, str]:
-    """One row of ``slipstream simulate``; ``report`` is told which share of it is done. Raises ConfigError for what
-    cannot be."""
+    """One row of the table of ``slipstream simulate``, column by column. report: called with the share that is done.
+    Raises ConfigError for invalid arguments."""
     try:
         chances = tuple(float(part) for part in acceptance.split(","))
     except ValueError as error:
@@ -299,19 +304,20 @@ def describe(schedule: str, targets: int, drafts: int, batch: int, rtt_ms: float
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Results of all targets together, over the measured time."""
+    """Results of all targets together, over the counted time."""
 
     tokens_per_s: float
-    hit_rate: float  # rounds whose tree was there
-    hit_length: float  # tokens that they gave; 0 of none
-    waiting_share: float  # of a target's time
-    acceptance_length: float
+    hit_rate: float  # share of the rounds whose tree was there without waiting
+    hit_length: float  # tokens of such a round; 0 if there was none
+    waiting_share: float  # share of a target's time in which its device was idle
+    acceptance_length: float  # tokens of a round
     draft_busy: float  # share of a draft's time
 
 
 def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0,
              report: Callable[[float], None] | None = None) -> Predicted:
-    """Play ``warmup_s`` and then ``seconds`` of simulated time; ``report`` is told which share of both is played."""
+    """Play ``warmup_s`` and then ``seconds`` of simulated time; only the latter counts. report: called with the share
+    of both that is done."""
     world = World()
     devices = [Accelerator() for _ in range(deployment.targets)]
     targets = [Target(world, device, deployment, 7 * number) for number, device in enumerate(devices)]

@@ -1,15 +1,15 @@
-"""Timed devices: a target and a drafter that take set times and agree with a set chance, and compute nothing.
+"""Timed devices: a target and a drafter that take set times, agree with a set probability, and compute nothing.
 
 Everything around them is real: scheduler, workers, policy, sessions, wire. So schedules can be measured on a machine
-without an accelerator, and a run says what the schedule costs, not what the arithmetic costs.
+without an accelerator; a run shows the cost of the schedule, not that of arithmetic.
 
 Rules:
-1. The text is fixed: the token after position p of a stream is a function of (seed, stream, p). A token names its
-   stream, so an answer follows from the last token of its prompt, and streams share no tokens.
-2. Which of a drafter's children is right is drawn by (seed, stream, position), so it is the same for every schedule.
-3. A device sleeps on its engine thread until what it was given would be done; host work inside counts as its own.
-   Sockets and event loops go on meanwhile, as they do beside a real device.
-4. Two timed things that share a ``Device`` never run at once: target and drafter on one accelerator.
+1. The token after position p of a stream is a function of (seed, stream, p). A token contains its stream, so the last
+   token of a prompt decides the answer, and different streams have different tokens.
+2. Which of a drafter's children is right is a function of (seed, stream, position), the same in every schedule.
+3. A device sleeps on its engine thread until its work would be done; the time of host work inside the call is part of
+   it. Sockets and event loops go on meanwhile, as with a real device.
+4. A target and a drafter that share a ``Device`` never run at the same time, as on one accelerator.
 
 It knows nothing about processes, links or schedules.
 """
@@ -45,17 +45,17 @@ KNEE_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the two devices take, in seconds, and how well they agree."""
+    """The times of the two devices in seconds, and how often they agree."""
 
     step_s: float = 0.020  # a target step of few rows
     knee_rows: int = KNEE_ROWS  # rows at which a step's arithmetic takes as long as reading the weights
-    draft_knee_rows: int = 1 << 30  # likewise of a tree's level
-    draft_s: float = 0.005  # a whole tree of one batch
-    levels: int = 4  # of a tree; each takes its share of draft_s
+    draft_knee_rows: int = 1 << 30  # the same for a level of a tree
+    draft_s: float = 0.005  # a whole tree of few rows a level
+    levels: int = 4  # of a tree; each takes draft_s / levels
     width: int = 3  # nodes expanded in a level, and children of a node
     acceptance: tuple[float, ...] = (0.75, 0.12, 0.05)  # chance that a node's first, second, … child is right
     seed: int = 0
-    wrong: tuple[int, int] = (0, 0)  # positions from and before which every child is wrong
+    wrong: tuple[int, int] = (0, 0)  # every child is wrong at positions from the first number to before the second
 
     def __post_init__(self) -> None:
         if not (self.acceptance and all(p > 0 for p in self.acceptance) and sum(self.acceptance) <= 1):
@@ -64,11 +64,11 @@ class Timing:
             raise ConfigError(f"width, levels: at least 1; acceptance: fewer than {SYMBOLS} children")
 
     def step_of(self, rows: float) -> float:
-        """Seconds of a target step: flat, then linear, with a soft corner (as a roofline has)."""
+        """Seconds of a target step of ``rows`` rows: constant for few, linear for many (a smooth roofline)."""
         return self.step_s * float((1.0 + (rows / self.knee_rows) ** 3) ** (1 / 3))
 
     def level_of(self, rows: int) -> float:
-        """Seconds of a level of a tree, likewise."""
+        """Seconds of a tree level of ``rows`` rows, with the same shape."""
         return self.draft_s / self.levels * float((1.0 + (rows / self.draft_knee_rows) ** 3) ** (1 / 3))
 
 
@@ -84,7 +84,7 @@ def mix(seed: int, stream: NDArray[np.uint64], position: NDArray[np.uint64]) -> 
 
 
 class Text(Protocol):
-    """What a model says, and what a drafter believes of it."""
+    """The tokens that a model generates, and a drafter's guesses of them."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -94,21 +94,21 @@ class Text(Protocol):
         ...
 
     def place(self, prompt: NDArray[np.int32]) -> int:
-        """Whatever of a session's prompt decides what a drafter says in it."""
+        """The number that decides a session's text and guesses, from its prompt."""
         ...
 
     def by_level(self, sessions: Sequence[TimedSession], levels: int) -> tuple[Indices, Sequence[float]] | None:
-        """Children [B, levels, K] of whichever node of a level below the root, best first, and their scores; None: they
-        depend on the path."""
+        """For each session and level the children that every node of that level has, int64 [B, levels, K], best first,
+        and their K scores; None: children depend on the path."""
         ...
 
     def children(self, sessions: Sequence[TimedSession]) -> Iterable[list[Children]]:
-        """Of each one's frontier."""
+        """For each session the children of each node of its tree's frontier."""
         ...
 
 
 class Law:
-    """A ``Text`` that is a function of stream and position. A session's place is its stream."""
+    """A ``Text`` that is a function of stream and position (rule 1). A session's place is its stream."""
 
     vocab_size = VOCAB
 
@@ -137,8 +137,8 @@ class Law:
         return ([(next(found), self._scores) for _ in session.tree.frontier] for session in sessions)
 
     def believed(self, streams: NDArray[np.int64], positions: NDArray[np.int64]) -> Indices:
-        """The best children, by the drafter's belief, of nodes of a stream at a position, whatever tokens they carry:
-        int64 [..., K]. K is a node's width, or how many there are chances for."""
+        """The drafter's children, best first, int64 [..., K], of any node at ``positions`` of ``streams``. K: the
+        width, or the number of acceptance chances if that is less."""
         begin = streams * SYMBOLS
         truth = self.following(begin, positions)
         luck = mix(self._timing.seed + (1 << 32), streams.astype(np.uint64), positions.astype(np.uint64))
@@ -152,13 +152,14 @@ class Law:
 
 
 class Device:
-    """One thing that is busy for set times, one piece of work after the other."""
+    """A device that does one piece of work after the other, by sleeping for its time."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
 
     def busy(self, began_s: float, seconds: float) -> None:
-        """Return when work that was given at ``began_s`` (of ``perf_counter``) and takes ``seconds`` is done."""
+        """Return when work that began at ``began_s`` (of ``perf_counter``) and takes ``seconds`` is done; waiting for
+        earlier work comes on top."""
         asked_s = time.perf_counter()
         with self._turn:
             waited_s = time.perf_counter() - asked_s
@@ -168,8 +169,8 @@ class Device:
 
 
 class TimedModel:
-    """A ``engine.model.CausalModel`` that knows a text, its law's where none is given. Its states hold the token that
-    comes next."""
+    """An ``engine.model.CausalModel`` that generates ``text`` (None: that of ``Law``). A state [1] is the next
+    token's id."""
 
     dtype = torch.float32
     device = torch.device("cpu")
@@ -184,14 +185,14 @@ class TimedModel:
 
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[T, 1], and nothing tapped: no timed drafter reads states."""
+        """[T, 1], and None: no timed drafter reads tapped states."""
         began_s = time.perf_counter()
         following = self._text.following(batch.tokens.numpy(), batch.positions.numpy())
         self._device.busy(began_s, self._timing.step_of(batch.num_rows))
         return torch.from_numpy(following.astype(np.float32))[:, None], None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, 1] -> [R, V], one where the token stands."""
+        """[R, 1] -> [R, V], 1 for the next token and 0 for all others."""
         return torch.zeros(len(hidden), self.config.vocab_size).scatter_(1, hidden.long(), 1.0)
 
 
@@ -206,8 +207,8 @@ class TimedSession:
 
 
 class TimedDrafter:
-    """A ``drafting.Drafter`` that takes set times and says what is believed of a text, its law's where none is given.
-    ``keep``: what survives a commit is not drafted again."""
+    """A ``drafting.Drafter`` that takes set times and proposes a text's children (None: those of ``Law``). keep: the
+    part of a tree that survives a commit is kept, not drafted again."""
 
     features = None
     hidden_size = 0
@@ -222,7 +223,7 @@ class TimedDrafter:
         self.vocab_size = self._text.vocab_size
 
     def open(self, opens: Sequence[Open]) -> list[int]:
-        """Begin sessions; all have room."""
+        """Begin sessions. Returns those without room: none."""
         for message in opens:
             known = self.sessions.get(message.session)
             tree = GrowingTree(len(message.tokens), self._timing.width, 1 if known is None else known.tree.next_id)
@@ -274,7 +275,7 @@ class TimedDrafter:
             self.sessions.pop(number, None)
 
     def _begin(self, sessions: Sequence[tuple[TimedSession, int]], children: Indices, scores: Sequence[float]) -> None:
-        """Whole trees of so many levels each."""
+        """Grow whole trees, each with its own number of levels."""
         trees, levels = [session.tree for session, _ in sessions], [count for _, count in sessions]
         if len(trees) < MANY:
             for tree, count, found in zip(trees, levels, children.tolist(), strict=True):

@@ -1,14 +1,15 @@
-"""Blocks at random anchors: how a DSpark head learns.
+"""The loss of a DSpark head: blocks at random anchors.
 
 Rules:
-1. An anchor is a token of a conversation. Its block is (anchor, mask, …) at the anchor's position and on; slot k learns
-   what the target says after token anchor + k, given the true tokens between.
-2. A block sees the target's states before its anchor, and itself, not causally. All of these: a draft waits for them.
-3. A slot's loss is 0.1 · cross-entropy with the token that followed + 0.9 · the L1 distance to the target's
-   distribution over the draft vocabulary + the binary cross-entropy of its confidence with 1 - L1 / 2, weighted with
-   e^(-k / 4). Where the token that followed is outside the draft vocabulary, there is no cross-entropy, and nothing to
-   be confident of; in the agreement it is a miss.
-4. Each process draws anchors of its own, anew for each step.
+1. An anchor is a token of a conversation. Its block is (anchor, mask, …) at the positions from the anchor's on; slot k
+   learns the target's distribution after token anchor + k, given the true tokens in between.
+2. A block attends to all of the target's states before its anchor, and to its own slots in both directions. No state is
+   missing, as a draft has all of them when it drafts.
+3. The loss of slot k is 0.1 · cross-entropy with the token that followed + 0.9 · the L1 distance to the target's
+   distribution over the draft vocabulary + the binary cross-entropy of its confidence with 1 - L1 / 2, all weighted by
+   e^(-k / 4). If the token that followed is outside the draft vocabulary, there is no cross-entropy, and the confidence
+   to learn is 0; in the agreement the slot is a miss.
+4. Each process draws its own anchors, new ones for each step.
 
 It knows nothing about files or optimisers. Shapes: R rows of all conversations of a step, A anchors, S slots of
 a block.
@@ -32,14 +33,14 @@ from slipstream.train.head import Head, Tensors
 from slipstream.train.shards import Conversation
 from slipstream.train.unroll import Unrolled, after_attention, rotated
 
-ROWS_OF_AN_ANCHOR = 8  # tokens of a conversation for each of its anchors
+ROWS_OF_AN_ANCHOR = 8  # a conversation has one anchor for each so many tokens
 DECAY = 4.0
 CE, L1, CONFIDENCE = 0.1, 0.9, 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Anchors of some conversations, whose rows stand side by side."""
+    """Anchors of some conversations, whose rows are joined."""
 
     states: torch.Tensor  # bfloat16 [R, taps * H] target states
     positions: torch.Tensor  # int64 [R]
@@ -63,7 +64,8 @@ class Blocks:
 
 def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, roles: Sequence[int],
               dice: random.Random) -> Blocks:
-    """Random anchors of ``conversations``, each cut after ``max_rows``. roles: of the tokens that are learnt."""
+    """Random anchors of ``conversations``, each cut after ``max_rows`` tokens. roles: roles of tokens that are
+    learnt."""
     hidden, device, draft_ids = head.config.hidden_size, head.vocabulary.device, head.draft_ids()
     found: dict[str, list[np.ndarray]] = {name: [] for name in ("places", "before", "after", "best", "counted")}
     states, finals, positions, bounds, owners = [], [], list[np.ndarray](), [0], [0]
@@ -98,8 +100,9 @@ def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, 
 
 
 def learn(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32, drawn: int = 0) -> Unrolled:
-    """The loss of all slots, and by slot the share whose best draft token is the target's. dtype: of the products;
-    drawn: tokens that are looked at besides the certain ones (rule 3 of ``distil``); 0: all are."""
+    """The loss of all slots, and for each slot k the share of blocks whose best draft token is the target's. dtype: of
+    the products; drawn: how many other tokens the loss samples besides the certain ones (rule 3 of ``distil``); 0: it
+    uses all tokens."""
     weight, kind = head.tensors, head.embedding.dtype
     with torch.autocast(blocks.states.device.type, dtype, enabled=dtype is not kind):
         truth = F.linear(blocks.finals.to(kind), head.teacher).to(kind).softmax(-1)
@@ -128,17 +131,17 @@ def learn(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32, drawn:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """The draft tokens that a loss is made of."""
+    """The draft tokens that the loss is computed from."""
 
     tokens: torch.Tensor | None  # int64 [C] draft ids; None: all of them
-    counts: torch.Tensor  # [C] tokens that each stands for
-    truth: torch.Tensor  # [A, S, C] the target's shares, those that each stands for included
-    after: torch.Tensor  # int64 [A, S] where the token that followed stands
-    best: torch.Tensor  # int64 [A, S] where the target's likeliest stands
+    counts: torch.Tensor  # [C] how many tokens each one represents
+    truth: torch.Tensor  # [A, S, C] the target's probabilities, multiplied by ``counts``
+    after: torch.Tensor  # int64 [A, S] the index in C of the token that followed
+    best: torch.Tensor  # int64 [A, S] the index in C of the target's likeliest token
 
 
 def _looked_at(blocks: Blocks, truth: torch.Tensor, drawn: int) -> Looked:
-    """truth: [A, S, V']."""
+    """The tokens to compute the loss from. truth: the target's probabilities [A, S, V']."""
     after, best = blocks.after.clamp(min=0), blocks.best.clamp(min=0)
     if not drawn:
         return Looked(None, truth.new_ones(truth.shape[-1]), truth, after, best)
@@ -148,7 +151,7 @@ def _looked_at(blocks: Blocks, truth: torch.Tensor, drawn: int) -> Looked:
 
 
 def states_of(head: Head, blocks: Blocks) -> torch.Tensor:
-    """[A, S, H]: slots after the final norm."""
+    """The states of all slots after the final norm, [A, S, H]."""
     assert head.mask_token is not None
     weight, config, kind = head.tensors, head.config, head.embedding.dtype
     rope = Rope(config, kind, blocks.states.device)

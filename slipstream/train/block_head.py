@@ -1,14 +1,14 @@
-"""A DSpark head in training: how it begins, and how it is published.
+"""A DSpark head in training: its first weights, and its published configuration.
 
 Rules:
-1. Tensors by the names of the published layout (``layers.i.*``, ``fc``, ``hidden_norm``, ``norm``, ``lm_head``,
-   ``markov_head``, ``confidence_head``), in float32; exporting is writing them down, in the layout of speculators'
+1. Tensors have the names of the published layout (``layers.i.*``, ``fc``, ``hidden_norm``, ``norm``, ``lm_head``,
+   ``markov_head``, ``confidence_head``), in float32; an export writes them as they are, in the layout of speculators'
    ``dspark`` (DeepSpec's own has no draft vocabulary), with ``sample_from_anchor`` true.
-2. It reads all states that shards hold: those that enter layers 2, n // 2 and n - 3, and the final one. Its id, n, is
-   the state behind the final norm here, the one before it in vLLM: a head made here is not for vLLM's own drafting.
-3. Warm start: the layers are the target's last ones, ``lm_head`` and ``norm`` the target's; ``fc`` passes the state
-   that enters layer n - 3 through and adds a little of the others. ``W2`` and the confidence head begin at zero.
-4. The mask is a token of the target that its answers do not use: the last one of those.
+2. It reads all states that shards hold: those that enter layers 2, n // 2 and n - 3, and the final one, with id n. This
+   is the state after the final norm here, but before it in vLLM: vLLM's own drafter cannot use a head made here.
+3. Warm start: the layers are the target's last ones, ``lm_head`` and ``norm`` the target's; ``fc`` passes on the state
+   that enters layer n - 3 and adds a little of the others. ``W2`` and the confidence head begin at zero.
+4. The mask token is the last one of the target's tokens that its answers use least.
 
 It knows nothing about data or optimisers. Format: see ``slipstream.drafting.heads.block_checkpoint``.
 """
@@ -29,13 +29,13 @@ LAYERS, BLOCK, RANK = 2, 6, 128
 
 
 def mask_token(counts: Counts) -> int:
-    """The last of the tokens that answers use least, [V]."""
+    """The last of the tokens that answers use least. counts: [V]."""
     return int(np.flatnonzero(counts == counts.min())[-1])
 
 
 def warm_block_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabulary: torch.Tensor, mask: int,
                     seed: int, device: torch.device) -> Head:
-    """A head that begins where the target ends. tensors: the target's checkpoint."""
+    """A new head with the weights of rule 3. tensors: the target's checkpoint; mask: the mask token."""
     layers = min(LAYERS, target.num_layers)
     config = replace(layer_config(target, layers), model_type="qwen3", qk_norm=True)
     taps, hidden = (*taps_of(target.num_layers), target.num_layers), config.hidden_size
@@ -51,7 +51,7 @@ def warm_block_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vo
 
 
 def block_config(head: Head, rope: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The content of ``config.json``. rope: the fields of its rotary positions."""
+    """The content of ``config.json``. rope: its fields about rotary positions."""
     config = head.config
     return {
         "architectures": ["DSparkDraftModel"], "model_type": "speculator_model", "speculators_model_type": "dspark",

@@ -1,6 +1,6 @@
-"""A head's model card: what it is for, how it was made, what it is worth, where it ends.
+"""A head's model card: its target, how it was made, its measured acceptance, and its limits.
 
-It knows nothing about how any of it was measured.
+It knows nothing about how these were measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from slipstream.train.shards import Shards
 
 def card(target: str, head: Head, recipe: Recipe, shards: Shards, coverage: float, progress: Progress,
          found: Mapping[str, Acceptance], num_prompts: int) -> str:
-    """The text of ``README.md``. target: a known model's name, or how its folder is called."""
+    """The text of ``README.md``. target: a known model's name, or the name of its folder; found: acceptance by tree
+    shape on ``num_prompts`` held-out prompts."""
     return "\n".join((*_matter(target, recipe.kind), *_top(target, head), *_data(recipe, shards, head, coverage),
                       *_recipe(recipe, progress, shards), *_worth(recipe, progress, found, num_prompts),
                       *_limits(target)))

@@ -1,9 +1,9 @@
-"""Checkpoints of a training: safetensors for what is learnt, JSON for where it is. No pickles.
+"""Checkpoints of a training: safetensors for tensors, JSON for the progress. No pickles.
 
 Rules:
 1. A checkpoint is a folder named by its step: ``head.safetensors``, ``optimizer.safetensors``, ``state.json``. It is
-   written beside its place and renamed when it is whole; then older ones go. A kill at any moment leaves a whole one.
-2. ``identity`` (what decides shapes and data) must be the same when training goes on.
+   written beside its place and renamed when complete; then older ones are removed. So a kill never loses the last one.
+2. ``identity`` (the settings that decide shapes and data) must be the same when training is resumed.
 
 It knows nothing about what the tensors mean.
 """
@@ -34,10 +34,10 @@ class Checkpoint:
 
 
 def save(folder: Path, step: int, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
-    """Write the checkpoint of ``step`` and remove older ones. Raises ConfigError where it cannot be written; the older
-    one stays."""
+    """Write the checkpoint of ``step`` and remove older ones. Raises ConfigError if it cannot be written; then the
+    older one stays."""
     place = folder / f"step-{step:08d}"
-    if place.exists():  # the same step again: nothing was trained in between, and a kill while it is replaced loses it
+    if place.exists():  # nothing was trained since; replacing it could lose it in a kill
         return
     with named("--work", folder), fresh(place.with_suffix(".partial")) as partial:
         save_file(_plain(checkpoint.tensors), partial / "head.safetensors")
@@ -54,8 +54,8 @@ def save(folder: Path, step: int, checkpoint: Checkpoint, identity: Mapping[str,
 
 
 def newest(folder: Path, identity: Mapping[str, Any]) -> Checkpoint | None:
-    """The newest whole checkpoint, None when there is none. Raises ConfigError when it is of another training or cannot
-    be read."""
+    """The newest complete checkpoint; None if there is none. Raises ConfigError if its identity is another, or if it
+    cannot be read."""
     places = sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
     if not places:
         return None

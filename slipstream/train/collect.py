@@ -1,9 +1,10 @@
-"""The first stage: the target generates conversations until there are enough or time is up (see ``talk``).
+"""The first stage of training a head: the target generates conversations until there are enough, or time is up (see
+``talk``).
 
 Rules:
-1. Conversations in the folder count: their numbers are not generated again, so an interrupted run goes on. A kill loses
-   at most one shard of tokens, or ``save_every_s`` of time.
-2. Shards are of one target: its fingerprint, its weights and the layers that are kept are their identity.
+1. Conversations that are in the folder already count and are not made again, so an interrupted run is resumed. A kill
+   loses the conversations that were running, and finished ones of at most one shard, or of ``save_every_s`` seconds.
+2. All shards of a folder have one identity: the target's fingerprint, its weights and the layers whose states are kept.
 
 It knows nothing about heads or training.
 """
@@ -33,7 +34,7 @@ ENDS = 1 << 20  # bytes at both ends of a weights file that its fingerprint read
 
 
 def fingerprint(target: Path) -> str:
-    """Of a target's folder: its configuration, and the names, sizes and ends of its weights."""
+    """A hash of a target's configuration and of the names, sizes and ends (ENDS bytes) of its weight files."""
     digest = hashlib.sha256((target / "config.json").read_bytes())
     for path in sorted(target.glob("*.safetensors")):
         size = path.stat().st_size
@@ -46,16 +47,16 @@ def fingerprint(target: Path) -> str:
 
 
 def identity_of(target: Path, config: ModelConfig) -> Mapping[str, Any]:
-    """What all shards of one folder have in common. It reads all weights: what was trained of a target may be neither
-    first nor last in its files."""
+    """The identity of shards of this target (rule 2). It reads all weights, as a fine-tuned target may differ from its
+    base model neither at the beginning nor at the end of its files."""
     return {"target": fingerprint(target), "layers": [*taps_of(config.num_layers), config.num_layers],
             WEIGHTS: weights_hash(target, ("*.safetensors",))}
 
 
 def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals, float], None],
             identity: Mapping[str, Any]) -> Totals:
-    """Make conversations into ``folder`` until the recipe's tokens or time are used up, or its prompts. ``report`` gets
-    the totals and the share done now and then; ``identity``: the target's. Returns the totals.
+    """Write conversations into ``folder`` until the recipe's tokens, time or prompts are used up. report: called from
+    time to time with the totals and the share that is done; identity: the target's. Returns the totals.
     Raises ConfigError, ModelError, CapacityError."""
     before = Shards([folder], identity).totals()
     if share_of(recipe, before) >= 1.0:
@@ -84,7 +85,7 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
 
 
 class Account:
-    """Says whether the recipe has what it asks for, and reports."""
+    """Decides whether there are enough conversations for the recipe, and reports the progress."""
 
     def __init__(self, task: Task, report: Callable[[Totals, float], None]) -> None:
         self._task, self._report = task, report
@@ -92,8 +93,9 @@ class Account:
         self._began = time.monotonic() - self._made.seconds  # as if all runs were one
 
     def __call__(self, waiting: int, running: int, anew: bool = False) -> bool:
-        """waiting: tokens of the first process's shard in the making; running: of its unfinished conversations, which
-        are shown and count for no limit. anew: the others may have made more."""
+        """Whether there is enough. waiting: tokens that the first process has not written yet; running: tokens of its
+        unfinished conversations, which are reported but count for no limit; anew: read the folder again, as the other
+        processes may have written shards."""
         if anew or waiting < self._waiting:  # another shard was begun
             self._made = self._read()
         self._waiting = waiting
@@ -108,7 +110,7 @@ class Account:
 
 
 def share_of(recipe: Recipe, totals: Totals) -> float:
-    """How much of what the recipe asks for is there."""
+    """The share of the recipe's tokens or time that is used up, whichever is larger."""
     tokens = totals.tokens / recipe.tokens if recipe.tokens else 0.0
     return max(tokens, totals.seconds / recipe.generate_seconds())
 

@@ -1,13 +1,15 @@
-"""A crew: processes that compute one training step together, each a part of its conversations on one thread.
+"""A crew: processes that compute one training step together (data parallelism), each some of its conversations with one
+thread.
 
 Rules:
-1. Weights are in shared memory, so one process steps the optimiser for all. Gradients are returned in shared memory
-   too.
-2. The gradient of a step is the mean over its rows, however they are divided: parts weigh as many rows as they count.
-3. A crew of one is this process alone. Others end with it, however it ends.
+1. Weights are in shared memory, so the optimiser's step in one process changes them for all. Gradients are returned in
+   shared memory, too.
+2. The gradient of a step is the mean over its rows, however they are divided: a part is weighted by its rows with a
+   loss.
+3. A crew of one is this process alone. The other processes end when this one does, however it ends.
 
 On a CPU this scales where threads inside an operation do not: on two cores a second thread brought nothing, a second
-process did. It knows nothing about heads, losses or data; batches are indices that mean the same to all.
+process did. It knows nothing about heads, losses or data; a batch is a list of indices that mean the same to all.
 """
 
 from __future__ import annotations
@@ -24,19 +26,20 @@ from slipstream.base.errors import CapacityError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What computing a part of a step gave; its gradients are in the weights' ``grad``."""
+    """The result of a part of a step; its gradients are in the weights' ``grad``."""
 
     rows: int
-    weight: int  # rows that count; 0: there are no gradients
-    loss: float
-    agreement: tuple[float, ...]
+    weight: int  # rows with a loss; 0: there are no gradients
+    loss: float  # the mean over these
+    agreement: tuple[float, ...]  # share of tokens on which head and target agree, by drafted token
 
 
 Compute = Callable[[Sequence[int]], Part]
 
 
 class Crew:
-    """``size`` processes around ``weights``. Made before the first backward pass of this process, as it forks."""
+    """``size`` processes that share ``weights``. It forks, so it must be made before this process's first backward
+    pass."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], compute: Compute, size: int) -> None:
         self._weights, self._compute = list(weights.values()), compute
@@ -55,7 +58,8 @@ class Crew:
             self._mates.append((ours, gradients))
 
     def run(self, batch: Sequence[int], sizes: Sequence[int]) -> Part:
-        """Compute ``batch``, whose items are as large as ``sizes`` say; the gradients are in the weights."""
+        """Compute ``batch``; its gradients are then in the weights. sizes: rows of each item. Raises CapacityError if a
+        process has ended."""
         parts = divided(batch, sizes, len(self._mates) + 1)
         try:
             for (pipe, _), part in zip(self._mates, parts[1:], strict=True):
@@ -92,7 +96,7 @@ def divided(batch: Sequence[int], sizes: Sequence[int], count: int) -> list[list
 
 
 def merged(parts: Sequence[Part]) -> Part:
-    """One part from several, weighted."""
+    """One part from several; losses and agreements are means weighted by ``weight``."""
     counted = [part for part in parts if part.weight]
     total = sum(part.weight for part in counted)
     rows = sum(part.rows for part in parts)
@@ -110,7 +114,7 @@ def _share(tensor: torch.Tensor) -> torch.Tensor:
 
 def _serve(pipe: Connection, inherited: Sequence[Connection], compute: Compute, weights: Sequence[torch.Tensor],
            gradients: Sequence[torch.Tensor]) -> None:
-    for end in inherited:  # while anybody holds them, the end of the process that trains would not be seen
+    for end in inherited:  # open copies would hide the end of the process that trains
         end.close()
     torch.set_num_threads(1)
     try:

@@ -1,15 +1,17 @@
-"""What conversations the target is asked to have: its own questions, or given ones; and the text around the turns.
+"""Plans of conversations for the target: with its own questions, or with given ones; and the text around the turns.
 
 Rules:
 1. A plan is a pure function of (seed, number), so an interrupted run makes the same plans again. The number of a given
-   prompt follows from its text, not from its file or place: a prompt that was asked is not asked again, and a new one
-   is, also in a folder of self-asked questions.
-2. Questions are the target's own (Magpie, arXiv 2406.08464): its chat template up to where the user speaks, then an
-   opener or nothing, then what it writes itself. Or they are given. No benchmark's prompts are in here.
-3. Two fifths of the answers are greedy, a fifth at temperature 0.7 and two fifths at 1: a head serves all of them, and
-   what is sampled is harder to foresee. Where nothing is asked they are sampled: greedy ones would all be one text.
-4. Every twentieth conversation is held out: never trained on, drafted for in the evaluation. Of given prompts about one
-   in twenty, by what is asked first, so that those alike are on one side; of twenty or more at least one, never all.
+   prompt follows from its text, not from its file or line: a prompt that was answered is not asked again, any other is,
+   also in a folder where the target asked its own questions before.
+2. The target writes its own questions (Magpie, arXiv 2406.08464): after its chat template up to the user's text, and an
+   opener or nothing, it generates the rest. Or the questions are given. No benchmark's prompts are in here.
+3. About two fifths of the answers are greedy, one fifth at temperature 0.7 and two fifths at 1: a head serves all of
+   these, and sampled tokens are harder to predict. Without a chat template, and without given prompts, all are sampled:
+   greedy texts would all be the same.
+4. Every twentieth conversation is held out: it is never trained on, and the evaluation drafts for it. Of given prompts
+   about one in twenty is, by a hash of the first turn, so that equal ones are on the same side; at least one of twenty
+   or more different first turns, never all.
 
 It knows nothing about models, batches or shards.
 """
@@ -48,7 +50,7 @@ OPENERS = (
     "Identify", "Classify", "Rewrite", "Edit the following text", "Create", "Design", "Plan", "Tell me", "Help me",
     "Generate", "Rank", "Convert", "Define", "Discuss",
 )
-LONG_SHARE = 0.12  # of the conversations; a head that has seen short prompts alone is lost behind a page of text
+LONG_SHARE = 0.12  # of the conversations: a head trained on short prompts only drafts badly after a page of text
 LONG_QUESTION = 768  # tokens
 LONG_OPENERS = (
     "Summarize this article:\n\n", "Summarize the following news article in three sentences:\n\n(CNN)", "Read this "
@@ -61,7 +63,7 @@ LONG_OPENERS = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One conversation to be. ``questions``: given turns; None where the target asks itself, after ``opener``."""
+    """A planned conversation. questions: its user turns; None: the target writes the question, after ``opener``."""
 
     number: int
     opener: str
@@ -69,12 +71,12 @@ class Plan:
     temperature: float  # of the answers
     question_temperature: float
     held_out: bool
-    max_question: int = 0  # tokens that the target may ask; 0: as the limits say
+    max_question: int = 0  # tokens of a question that the target writes, at most; 0: that of ``Limits``
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """User turns that are given."""
+    """A given conversation: its user turns."""
 
     turns: tuple[str, ...]
     number: int
@@ -83,20 +85,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The text around turns, as tokens. Without a chat template there are no turns: a conversation is one text."""
+    """The text around turns, from the chat template. Without a template there are no turns: a conversation is one
+    text."""
 
     tokenizer: Tokenizer
     opening: str  # before the first question
-    to_answer: str  # from a question to its answer, which is to come: in one that was given a thought may not begin
-    to_question: str  # from an answer to the next question
-    plain: bool
+    to_answer: str  # between a question and an answer that is generated (templates may print given answers differently)
+    to_question: str  # between an answer and the next question
+    plain: bool  # there is no chat template
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def said(self, text: str) -> list[int]:
-        """Of a user: there a special token's text is text, as where answers are served."""
+        """The tokens of a user's text: the text of a special token is encoded as plain text, as when serving."""
         self.tokenizer.encode_special_tokens = True
         try:
             return self.encode(text)
@@ -139,7 +142,8 @@ def read_prompts(path: Path) -> list[tuple[str, ...]]:
 
 
 def numbered(prompts: Iterable[tuple[str, ...]]) -> list[Prompt]:
-    """``prompts``, each with its number and side; the same one again is another conversation."""
+    """``prompts`` with their numbers (rule 1), held out or not (rule 4). The same prompt a second time gets another
+    number."""
     made, again = list[Prompt](), Counter[tuple[str, ...]]()
     for turns in prompts:
         side = _hash(turns[0]) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
@@ -149,7 +153,7 @@ def numbered(prompts: Iterable[tuple[str, ...]]) -> list[Prompt]:
     judged = {prompt.turns[0] for prompt in made if prompt.held_out}
     if len(asked) >= HELD_OUT_EVERY and not judged:
         judged = {max(asked, key=_hash)}
-    elif judged == asked:  # nothing would be learnt
+    elif judged == asked:  # else nothing would be left to train on
         judged = set()
     return [replace(prompt, held_out=prompt.turns[0] in judged) for prompt in made]
 
@@ -159,7 +163,8 @@ def _hash(text: str) -> int:
 
 
 def plan_of(place: int, seed: int, prompts: Sequence[Prompt] | None, plain: bool = False) -> Plan | None:
-    """The plan at ``place`` of all, or of ``prompts``; None when these are used up."""
+    """Plan number ``place``: of all, or of ``prompts``, None after the last of these. plain: there is no chat
+    template."""
     if prompts is not None and place >= len(prompts):
         return None
     number = place if prompts is None else prompts[place].number

@@ -1,16 +1,16 @@
-"""The loss of a head: how far it is from the target's distribution over the draft vocabulary, gradient included.
+"""The loss of an EAGLE-3 head and its gradient: the distance to the target's distribution over the draft vocabulary.
 
 Rules:
-1. Logits of a whole batch never exist: rows go through in chunks that a cache holds, and each chunk's gradient is made
-   while its softmax is there. That is what autograd would compute, in a third of the time.
-2. The teacher's distribution of a row is computed once for all unrolled steps.
-3. With ``Lesson.drawn`` a chunk learns from some tokens alone: all that are ``LIKELY`` to follow any of its rows, the
-   ``COMMON`` first ones, and so many of the others, drawn evenly, each of which counts for those that were not drawn.
-   Sums over all tokens, and so the gradient, are estimated without the most of their cost (sampled softmax, arXiv
-   1412.2007).
-4. A small head cannot have all of a distribution. Its overlap with the target's, the sum of the lesser shares, is the
-   chance of acceptance in speculative sampling; here it stands for that. The more there is, the less a row's loss is
-   cross-entropy and the more it is what the overlap leaves out (after arXiv 2602.23881).
+1. The logits of a whole batch are never in memory: rows are processed in chunks that fit a cache, and the gradient of a
+   chunk is computed while its softmax is there. The result is that of autograd, in a third of the time.
+2. The target's distribution of a row is computed once for all unrolled steps.
+3. With ``Lesson.drawn`` the loss of a chunk uses some tokens only: those with a probability of at least ``LIKELY`` in
+   any of its rows, the first ``COMMON`` ids, the rows' likeliest, and a uniform sample of the others, each of which
+   represents many. So sums over all tokens, and the gradient, are estimated at a small part of the cost (sampled
+   softmax, arXiv 1412.2007).
+4. A small head cannot learn a whole distribution. Its overlap with the target's, the sum of the lesser of both
+   probabilities, is the acceptance probability of speculative sampling, which it estimates here. The greater it is,
+   the more a row's loss turns from cross-entropy to 1 - overlap (after arXiv 2602.23881).
 
 It knows nothing about layers, conversations or optimisers. Shapes: K unrolled steps, M rows, V' draft tokens.
 """
@@ -24,32 +24,32 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 512  # rows of all steps together, at most
-STRIDE = 32  # rows come in whole multiples of it (rule 4 of ``unroll``)
-COLUMNS = 128  # as many tokens are drawn more as fill up the last so many (the same rule)
-LIKELY = 1 / 512  # share of a token, from which on it is always looked at
-COMMON = 1024  # low ids are those that a tokenizer's training met most
-TURN = 3.0  # how soon the loss turns from cross-entropy to what is accepted
+STRIDE = 32  # numbers of rows are multiples of it (rule 4 of ``unroll``)
+COLUMNS = 128  # the sample is enlarged until the number of tokens is a multiple of it (for the same reason)
+LIKELY = 1 / 512  # probability from which on a token is always used
+COMMON = 1024  # low ids are the most frequent tokens of the tokenizer's training
+TURN = 3.0  # how fast the loss turns from cross-entropy to 1 - overlap: its weight is e^(-TURN * overlap)
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What the rows are to learn, and how much each of them counts."""
+    """What the rows learn, and the weight of each."""
 
     finals: torch.Tensor  # [M, H] the target's final states
     teacher: torch.Tensor  # [V', H] the target's lm_head over the draft vocabulary
     best: torch.Tensor  # int64 [M] the target's likeliest token, as a draft id
     weights: torch.Tensor  # float32 [K, M] of the loss
     dtype: torch.dtype  # of the products
-    drawn: int = 0  # tokens, see rule 3; 0: all are looked at
+    drawn: int = 0  # size of the sample of rule 3; 0: all tokens are used
 
 
 class Distilled(torch.autograd.Function):
-    """states [K, M, H] and lm_head [V', H] -> the weighted sum of all rows' losses, and whether the best token,
-    of those that are looked at, is the target's [K, M]; only the first has a gradient."""
+    """states [K, M, H] and lm_head [V', H] -> the weighted sum of all rows' losses; and bool [K, M]: whether the best
+    of the used tokens is the target's likeliest. Only the first has a gradient."""
 
     @staticmethod
     def of(states: torch.Tensor, lm_head: torch.Tensor, lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the class says."""
+        """Apply the function; see the class."""
         found: tuple[torch.Tensor, torch.Tensor] = Distilled.apply(  # type: ignore[no-untyped-call]
             states, lm_head, lesson)
         return found
@@ -103,7 +103,8 @@ class Distilled(torch.autograd.Function):
 
 
 def _slope(shares: torch.Tensor, truth: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Of a row's loss in its logits. shares [K, m, V'] of the head, truth [m, V'], turn [K, m, 1]."""
+    """The gradient of the rows' losses by the logits, [K, m, V']. shares: the head's probabilities [K, m, V']; truth:
+    the target's [m, V']; turn: the weight of cross-entropy [K, m, 1]."""
     below = (shares < truth).to(shares.dtype)
     inside = (shares * below).sum(-1, keepdim=True)
     return shares * (turn * truth.sum(-1, keepdim=True) + (1 - turn) * (inside - below)) - turn * truth
@@ -111,15 +112,16 @@ def _slope(shares: torch.Tensor, truth: torch.Tensor, turn: torch.Tensor) -> tor
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Some tokens, and how many each of them counts for."""
+    """The tokens that a chunk uses (rule 3)."""
 
     tokens: torch.Tensor  # int64 [C] draft ids
-    counts: torch.Tensor  # [C] those that were not drawn included
-    best: torch.Tensor  # int64 [m] where the rows' likeliest ones stand
+    counts: torch.Tensor  # [C] how many tokens each one represents
+    best: torch.Tensor  # int64 [m] the indices of the rows' likeliest tokens in ``tokens``
 
 
 def columns_of(truth: torch.Tensor, best: torch.Tensor, drawn: int) -> Columns:
-    """As rule 3 says. truth: [m, V'] shares of all tokens; best: int64 [m], which are there, too."""
+    """The tokens of rule 3. truth: the target's probabilities [m, V']; best: int64 [m], the rows' likeliest, which are
+    always used; drawn: size of the sample, at least."""
     known = truth.amax(0) >= LIKELY
     known[:COMMON] = True
     known[best] = True

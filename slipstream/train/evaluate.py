@@ -1,9 +1,9 @@
-"""Evaluates a head: real drafting against the real target gives acceptance length and acceptance by depth.
+"""Measures a head: acceptance length and acceptance by depth, in real drafting for the real target.
 
 Rules:
-1. The head is loaded from its exported folder by the code that serves it, and its trees are verified by the engine
-   that serves: what is wrong in the export shows here.
-2. From the first answer of held-out conversations on, greedily; all of them advance together.
+1. The head is loaded from its exported folder by the code that serves it, and its trees are verified by the engine that
+   serves: a fault of the export shows here.
+2. The first answers of held-out conversations are generated greedily, all at once.
 
 It knows nothing about training.
 """
@@ -25,12 +25,13 @@ from slipstream.train.shards import ANSWER, Conversation
 
 SHAPES = {"chain of 5": GrowthSection(num_steps=5, topk=1, num_draft_tokens=5),
           "tree of 16": GrowthSection(num_steps=5, topk=4, num_draft_tokens=16)}
-MAX_PROMPT, MAX_TOKENS = 512, 96  # of a question, and of an answer
-SLOTS = 2048  # of a head, at least
+MAX_PROMPT, MAX_TOKENS = 512, 96  # tokens of a prompt, and of an answer
+SLOTS = 2048  # KV slots of a head, at least
 
 
 def prompts_of(conversations: Sequence[Conversation], most: int) -> list[list[int]]:
-    """What stands before the first answers of conversations that have a question, at most ``most`` of them."""
+    """The tokens before the first answer of conversations, at most ``most`` of them, at most MAX_PROMPT tokens each;
+    conversations that begin with an answer are left out."""
     prompts = []
     for conversation in conversations:
         first = int(np.argmax(np.asarray(conversation.roles) == ANSWER))
@@ -41,7 +42,8 @@ def prompts_of(conversations: Sequence[Conversation], most: int) -> list[list[in
 
 def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], dtype: Dtype = "bfloat16",
              device: str = "cpu", drafter: Literal["eagle3", "block"] = "eagle3") -> dict[str, Acceptance]:
-    """What the head in folder ``head`` gives on ``prompts`` in each of SHAPES. Raises ModelError."""
+    """The acceptance of the head in folder ``head`` on ``prompts`` (token ids), by the name of a tree shape in SHAPES.
+    Raises ModelError."""
     slots = slots_needed(prompts, MAX_TOKENS)
     runner = ModelRunner(load_model(target, ModelSection(dtype=dtype, device=device)), slots)
     model = ModelSection(path=str(target), dtype=dtype, device=device)

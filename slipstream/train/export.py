@@ -1,13 +1,14 @@
-"""A trained head as a folder in the published layout, as every server of EAGLE-3 heads reads it; of several layers, as
-vLLM does.
+"""A trained head as a folder in the published layout, which servers of EAGLE-3 heads read; a head of several layers in
+the layout that vLLM reads.
 
 Rules:
-1. ``midlayer.*`` (of several layers, ``layers.i.*``), ``fc``, ``norm``, ``lm_head`` in the export's dtype; ``d2t`` as
+1. ``midlayer.*`` (with several layers ``layers.i.*``), ``fc``, ``norm``, ``lm_head`` in the export's dtype; ``d2t`` as
    differences (target id - draft id), ``t2d`` as a mask. The embedding is the target's and is not written. DSpark
    heads: see ``block_head``.
-2. Layers whose inputs are read are named where they are not the published default; ids then name layers by their
-   output (see ``slipstream.drafting.heads.checkpoint``, rule 3).
-3. The folder is written beside its place and renamed file by file, ``config.json`` last: what is there loads.
+2. If the tapped layers are not the published default, the ids in config.json name layers by their output, so they are
+   one less than the taps (see ``slipstream.drafting.heads.checkpoint``, rule 3).
+3. The files are written beside their place and renamed one by one, ``config.json`` last, so a new folder loads only
+   when it is complete.
 
 It knows nothing about training. Format: arXiv 2503.01840, architecture ``LlamaForCausalLMEagle3``.
 """
@@ -36,15 +37,15 @@ CONFIG = "config.json"
 
 def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str] | None = None,
            weights: str = "") -> None:
-    """Write the head into ``folder``; what stands there under the same names is replaced. texts: further files;
-    weights: the hash of those of its target."""
+    """Write the head into ``folder``; files of the same names are replaced. texts: further files by name; weights: the
+    ``weights_hash`` of its target."""
     with fresh(folder.with_name(f".{folder.name}.partial")) as partial:
         save_file(published_tensors(head, dtype), partial / WEIGHTS, metadata={"format": "pt"})
         for name, text in (texts or {}).items():
             (partial / name).write_text(text, encoding="utf-8")
         config = published_config(head, dtype) | ({MADE_FOR: weights} if weights else {})
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # which safetensors keeps to its owner
+        shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # safetensors makes files that only their owner can read
         folder.mkdir(parents=True, exist_ok=True)
         for name in (WEIGHTS, *(texts or {}), CONFIG):
             (partial / name).replace(folder / name)
@@ -52,7 +53,7 @@ def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str
 
 
 def published_tensors(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The head's tensors by their published names."""
+    """The head's tensors by their published names, on the CPU in ``dtype``; ``d2t`` int64 [V'], ``t2d`` bool [V]."""
     vocabulary = head.vocabulary.cpu()
     published = "midlayer" if head.mask_token is None and head.config.num_layers == 1 else LAYER
     tensors = {name.replace(f"{LAYER}.", f"{published}."): tensor.detach().to("cpu", dtype).contiguous()

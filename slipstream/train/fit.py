@@ -1,12 +1,13 @@
-"""Training: epochs over the shards, Muon and AdamW with a cosine, a checkpoint a minute, agreement on what is held out.
+"""Training: epochs over the shards, Muon and AdamW with a cosine schedule, checkpoints (one a minute by default), and
+agreement on held-out conversations.
 
 Rules:
-1. The order of an epoch is a pure function of (seed, epoch), so a run that goes on takes the batches that come next.
-2. Progress is steps done of steps allowed or time spent of time allowed, whichever is further; the learning rate
-   follows it. Time and steps of earlier runs count.
-3. Weights are float32; products are bfloat16 under autocast where that is faster on this device (measured once).
-4. A step whose loss or gradient is not finite (a NaN state, an overflowing weight) is skipped, because it would make
-   all weights NaN. If a whole epoch is so, training ends.
+1. The order of an epoch is a pure function of (seed, epoch), so a resumed run takes the batches that come next.
+2. Progress is the share of the allowed steps or of the allowed time that is used, whichever is larger; the learning
+   rate follows it. Time and steps of earlier runs count.
+3. Weights are float32; products are bfloat16 under autocast if that is faster on this device (measured once).
+4. A step whose loss or gradient is not finite is skipped, as it would make all weights NaN; so is one without a row to
+   learn. After a whole epoch (and more than VAIN steps) of skipped steps training ends with an error.
 
 It knows nothing about generation or drafting.
 """
@@ -36,31 +37,31 @@ from slipstream.train.unroll import Rows, Unrolled, rows_of, unroll
 
 WARMUP_STEPS = 30
 FLOOR = 0.02  # of the learning rate, at the end
-VALIDATION = 16  # conversations looked at while training
+VALIDATION = 16  # held-out conversations whose agreement is computed at each checkpoint
 MAX_GRADIENT = 0.5
-SMOOTH = 0.95
+SMOOTH = 0.95  # the weight of older steps in the reported loss and agreement
 DRAWN = 1000  # see ``distil.Lesson``
-VAIN = 16  # steps in a row that may teach nothing, be an epoch shorter
+VAIN = 16  # so many skipped steps in a row are allowed, even if an epoch is shorter
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One line of the history: how training stood at a step."""
+    """One entry of the history: the state of training at a step."""
 
     step: int
     seconds: float
     loss: float
-    agreement: tuple[float, ...]  # on training rows, by unrolled step, among the tokens that were looked at
+    agreement: tuple[float, ...]  # on training rows, by unrolled step, among the tokens that the loss used
     held_out: tuple[float, ...]  # on held-out rows; empty when there are none
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where a training is; what a checkpoint's state holds."""
+    """The progress of a training, which a checkpoint's state stores."""
 
     step: int = 0
     epoch: int = 0
-    batch: int = 0  # of the epoch, next to come
+    batch: int = 0  # the number of the epoch's next batch
     seconds: float = 0.0
     rows: int = 0
     loss: float = 0.0  # smoothed
@@ -84,7 +85,7 @@ class Training:
         self._dtype = torch.bfloat16 if half else torch.float32
         self._sizes = [min(len(c.tokens), recipe.max_rows) for c in training]
         self._crew = Crew(head.tensors, self._compute, recipe.processes)
-        self._vain = 0  # the newest steps, which taught nothing
+        self._vain = 0  # skipped steps since the last one that changed the weights
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``."""
@@ -98,8 +99,8 @@ class Training:
         self.progress = Progress(**state, history=history)
 
     def run(self, seconds: float, report: Callable[[Progress, float], None]) -> None:
-        """Train until the recipe's steps or ``seconds`` (of all runs) are used up. ``report`` gets the progress and
-        its share after each step. Raises ConfigError where nothing is learnt."""
+        """Train until the recipe's steps or ``seconds`` (of all runs) are used up. report: called after each step with
+        the progress and the share that is done. Raises ConfigError if nothing is learnt (rule 4)."""
         began = saved = time.monotonic()
         before = self.progress.seconds
         while (share := self._share(seconds)) < 1.0:
@@ -117,7 +118,7 @@ class Training:
         self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Note how training stands, and save it."""
+        """Add a point to the history, and save a checkpoint."""
         now = self.progress
         if not now.history or now.history[-1].step != now.step:
             now.history.append(Point(now.step, now.seconds, now.loss, tuple(now.agreement), self._validate()))
@@ -129,7 +130,7 @@ class Training:
         return max(steps, self.progress.seconds / seconds)
 
     def _rest_of_epoch(self) -> Sequence[Sequence[int]]:
-        """The batches that are left of the present epoch, or of the next one."""
+        """The batches that are left of this epoch; if there are none, those of the next one."""
         left = self._epoch(self.progress.epoch)[self.progress.batch:]
         if not left:
             self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
@@ -175,7 +176,7 @@ class Training:
             raise ConfigError(f"{why}. {self._vain} steps in a row taught nothing; the checkpoint before is kept")
 
     def _compute(self, batch: Sequence[int]) -> Part:
-        """The gradients of conversations, and what they tell."""
+        """Compute the gradients of some conversations, loss and agreement. batch: indices of conversations."""
         for tensor in self.head.tensors.values():
             tensor.grad = None
         if not batch:
@@ -206,7 +207,7 @@ class Training:
 
 
 def rate(step: int, share: float) -> float:
-    """The learning rate at ``step`` with ``share`` of the training done, of its peak."""
+    """The learning rate, relative to its peak, at ``step`` when ``share`` of the training is done."""
     cosine = FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
     return min(1.0, (step + 1) / WARMUP_STEPS) * cosine
 

@@ -1,11 +1,11 @@
-"""Self-generation: the target has conversations with itself, many at a time, and its states are kept on the way.
+"""Self-generation: the target generates conversations, many at a time, and its states are kept.
 
 Rules:
-1. A continuous batch: every step computes what is pending of all running conversations in one ``ForwardBatch``; a
-   conversation that ends makes room for the next plan.
+1. Continuous batching: every step computes the pending tokens of all running conversations in one ``ForwardBatch``,
+   up to STEP_ROWS; when a conversation ends, the next plan begins.
 2. All conversations share the KV of the text before the first question.
-3. Slots are reserved for a conversation as long as it may become, so nothing runs out in its middle.
-4. When generation ends on purpose, unfinished conversations are kept as they are: they are as true as finished ones.
+3. A conversation's slots are reserved for its greatest length, so it never runs out of slots.
+4. When generation is stopped, unfinished conversations are kept as they are: their tokens are as good as others.
 
 It knows nothing about files.
 """
@@ -26,13 +26,13 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.train.dialogue import LONG_OPENERS, LONG_QUESTION, OPENERS, Plan, Prompt, Turns
 from slipstream.train.shards import ANSWER, GIVEN, QUESTION, Conversation
 
-STEP_ROWS = 1024  # of one forward, so that given prompts come in chunks
-SHORTEST_QUESTION = 2  # tokens; below it the target had nothing to ask
+STEP_ROWS = 1024  # rows of one forward, at most; long given prompts are computed in chunks
+SHORTEST_QUESTION = 2  # a question that ends within so many tokens ends the conversation
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """In tokens. A given prompt above ``max_prompt`` is left out."""
+    """Limits in tokens. A conversation with a longer given turn than ``max_prompt`` is left out."""
 
     max_prompt: int = 1024
     max_question: int = 128
@@ -44,14 +44,14 @@ class Talk:
     """One running conversation."""
 
     plan: Plan
-    slots: NDArray[np.int64]  # reserved for it, behind the shared ones
+    slots: NDArray[np.int64]  # reserved for its tokens after the shared ones
     tokens: list[int]
     roles: list[int]
-    done: int  # tokens whose KV is there
-    greedy: dict[int, int] = field(default_factory=dict)
+    done: int  # tokens whose KV is computed
+    greedy: dict[int, int] = field(default_factory=dict)  # index of a token -> the likeliest token after it
     turn: int = 0
-    asking: bool = False
-    spoken: int = 0  # tokens of the present question or answer
+    asking: bool = False  # the target is writing a question
+    spoken: int = 0  # tokens of the current question or answer
 
     def say(self, tokens: Sequence[int], role: int) -> None:
         self.tokens.extend(tokens)
@@ -59,7 +59,7 @@ class Talk:
 
 
 class Generator:
-    """Runs plans on a runner whose taps are the head's layers and the final state, in this order."""
+    """Runs plans on a runner. Its taps must be the head's layers and the final state, in this order."""
 
     def __init__(self, runner: ModelRunner, turns: Turns, plans: Iterator[Plan], batch: int, limits: Limits,
                  seed: int) -> None:
@@ -70,18 +70,18 @@ class Generator:
         self._to_answer, self._to_question = turns.encode(turns.to_answer), turns.encode(turns.to_question)
         self._opening = turns.encode(turns.opening)
         self._talks: list[Talk] = []
-        self._waiting: Plan | None = None  # there was no room for it
+        self._waiting: Plan | None = None  # the next plan, for which there are no free slots yet
         self._shared = self._share(self._opening[:-1])
 
     @property
     def running(self) -> bool:
-        """Whether another ``step`` has anything to do."""
+        """Whether another ``step`` has anything to compute; it begins plans that fit."""
         self._admit()
         return bool(self._talks)
 
     @property
     def num_running(self) -> int:
-        """Tokens of the conversations that run."""
+        """How many tokens the running conversations have."""
         return sum(len(talk.tokens) for talk in self._talks)
 
     def step(self) -> list[Conversation]:
@@ -136,7 +136,7 @@ class Generator:
             self._talks.append(self._begin(plan, slots))
 
     def _size(self, plan: Plan) -> int:
-        """Slots that a conversation may need; 0 when it is too long."""
+        """The most slots that a conversation may need; 0: it is too long and is left out."""
         size = 1 + len(self._turns.encode(plan.opener))
         for question in plan.questions:
             given = len(self._turns.said(question)) if question is not None else 0
@@ -178,7 +178,7 @@ class Generator:
         return talk.plan.question_temperature if talk.asking else talk.plan.temperature
 
     def _advance(self, talk: Talk, best: int, token: int) -> bool:
-        """Take the next token. True when the conversation is over."""
+        """Append the next token. Returns whether the conversation is over. best: the likeliest token there."""
         talk.greedy[len(talk.tokens) - 1] = best
         over = token in self._eos
         talk.spoken += 1
@@ -206,7 +206,7 @@ class Generator:
         return False
 
     def _end(self, talk: Talk) -> Conversation | None:
-        """Take a conversation out. None when nothing in it is an answer."""
+        """Remove a running conversation and return it; None if it has no answer."""
         self._talks.remove(talk)
         count = talk.done
         states = self._runner.features(np.concatenate([self._shared, talk.slots[:count - len(self._shared)]]))
@@ -223,13 +223,13 @@ class Generator:
 
 
 def tokens_at_most(turns: Turns, limits: Limits) -> int:
-    """Of a conversation in which the target asks once and answers."""
+    """The most tokens of a conversation in which the target asks one question (without opener) and answers it."""
     around = (turns.opening, turns.to_answer, turns.to_question)
     return sum(len(turns.encode(text)) for text in around) + limits.max_question + limits.max_answer
 
 
 def slots_at_most(turns: Turns, limits: Limits, prompts: Sequence[Prompt] | None) -> int:
-    """Of one conversation, whatever is planned."""
+    """The most slots that any planned conversation can need."""
     around = sum(len(turns.encode(text)) for text in (turns.to_answer, turns.to_question))
     asked, count, opener = max(limits.max_question, LONG_QUESTION), 2, 0
     if prompts is not None:
@@ -244,8 +244,8 @@ def choose(logits: torch.Tensor, temperatures: Sequence[float],
            dice: torch.Generator) -> tuple[list[int], list[int]]:
     """The likeliest token of each row of ``logits`` [R, V], and a sampled one at each row's temperature (0: the same).
 
-    By inversion of the cumulative sum in float32: several times as fast as noise over a whole vocabulary, and nobody
-    has to be able to draw the same sample again.
+    It samples by inverting the cumulative sum in float32: several times as fast as keyed noise over a whole vocabulary,
+    and no drafter has to draw the same sample.
     """
     best, hot = greatest(logits), [row for row, temperature in enumerate(temperatures) if temperature > 0]
     if not hot:

@@ -1,14 +1,14 @@
-"""The head that is trained: named tensors as they are published, and what the target lends it.
+"""An EAGLE-3 head in training: its tensors by their published names, and the tensors that it uses of its target.
 
 Rules:
 1. ``tensors`` are the trained ones in float32, by the names of the published layout (``layers.i.*``, ``fc``, ``norm``,
-   ``lm_head``); exporting is writing them down.
-2. Warm start: the layers are the target's last ones (attention of the first reads the state's half of the input; the
-   token's half begins small and random), ``lm_head`` and ``norm`` are the target's; ``fc`` passes the deepest state
-   that enters a layer through and adds a little of the others, which measured far better than a random one.
-3. The draft vocabulary are the tokens that the target's answers use most; ties go to the lower id.
-4. States read: those that enter layers 2, n // 2 and n - 3, the published default; targets too shallow for it name
-   their layers.
+   ``lm_head``); an export writes them as they are.
+2. Warm start: the layers are the target's last ones. In the first one, the target's weights multiply the state's half
+   of the input; those of the token's half begin small and random. ``lm_head`` and ``norm`` are the target's. ``fc``
+   passes on the deepest of the three layer inputs and adds a little of the others: far better than random weights.
+3. The draft vocabulary has the tokens that the target's answers use most; ties go to the lower id.
+4. The head reads the states that enter layers 2, n // 2 and n - 3, the published default. For targets of less than 6
+   layers they are others, and the export names them.
 
 It knows nothing about data or optimisers. Format: arXiv 2503.01840, architecture ``LlamaForCausalLMEagle3``.
 """
@@ -28,8 +28,8 @@ from slipstream.engine.model import ModelConfig, take
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.train.shards import ANSWER, Conversation
 
-SMALL = 0.02  # spread of what begins random, as models of this size are initialised
-FAINT = 0.005
+SMALL = 0.02  # standard deviation of random first weights, as models of this size are initialised
+FAINT = 0.005  # the same in ``fc``
 
 Tensors = dict[str, torch.Tensor]
 Counts = NDArray[np.int64]
@@ -53,24 +53,25 @@ class Head:
         return sum(t.numel() for t in self.tensors.values())
 
     def layer(self, number: int) -> Tensors:
-        """The tensors of one of its layers, by their names in it."""
+        """The tensors of one layer, by their names within the layer."""
         prefix = f"layers.{number}."
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
 
     def draft_ids(self) -> NDArray[np.int64]:
-        """[V + 1] by token, its place in the draft vocabulary, -1 without one; the last entry is for -1, no token."""
+        """int64 [V + 1]: each token's draft id, -1 if it has none. The last entry, -1, is found by index -1, which
+        stands for no token."""
         ids = np.full(self.config.vocab_size + 1, -1, np.int64)
         ids[self.vocabulary.cpu().numpy()] = np.arange(len(self.vocabulary))
         return ids
 
 
 def taps_of(num_layers: int) -> tuple[int, int, int]:
-    """The layers whose inputs a head reads."""
+    """The three layers of a target of ``num_layers`` layers whose inputs a head reads."""
     return usual_taps(num_layers) if num_layers >= 6 else (0, num_layers // 2, num_layers - 1)
 
 
 def layer_config(target: ModelConfig, layers: int) -> ModelConfig:
-    """The measures of the head's layers: the target's, a plain Llama."""
+    """The configuration of the head's layers: plain Llama layers with the target's dimensions."""
     return replace(target, model_type="llama", num_layers=layers, tied_embeddings=False, qkv_bias=False, o_bias=False,
                    mlp_bias=False, qk_norm=False, sliding_window=0)
 
@@ -95,7 +96,7 @@ def coverage(counts: Counts, vocabulary: torch.Tensor) -> float:
 
 def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabulary: torch.Tensor, layers: int,
               seed: int, device: torch.device) -> Head:
-    """A head of so many layers that begins where the target ends. tensors: the target's checkpoint."""
+    """A new head of ``layers`` layers with the weights of rule 2. tensors: the target's checkpoint."""
     config, taps = layer_config(target, layers), taps_of(target.num_layers)
     dice = torch.Generator().manual_seed(seed)
     made = copied(target, tensors, config, len(taps), vocabulary, dice)
@@ -110,8 +111,8 @@ def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabula
 
 def copied(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, num_taps: int,
            vocabulary: torch.Tensor, dice: torch.Generator) -> Tensors:
-    """What heads of any kind begin with: the target's last layers, as ``config`` has them (norms of queries and keys
-    where the target has them, too), its norm and its ``lm_head``; and ``fc`` (rule 2)."""
+    """The first weights of heads of any kind: the target's last layers, as many as ``config`` has (with norms of
+    queries and keys if both have them), its norm, its ``lm_head`` over ``vocabulary``, and ``fc`` (rule 2)."""
     hidden, shared = config.hidden_size, replace(config, qk_norm=config.qk_norm and target.qk_norm)
 
     def own(name: str, *shape: int) -> torch.Tensor:
@@ -130,8 +131,8 @@ def copied(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: Mod
 
 def placed(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, taps: tuple[int, ...],
            made: Tensors, vocabulary: torch.Tensor, device: torch.device, mask_token: int | None = None) -> Head:
-    """A head that begins with ``made``, on its device."""
-    teacher = made["lm_head.weight"].to(device, copy=True)  # before it has a gradient: the target learns nothing
+    """A head with the first weights ``made``, on ``device``."""
+    teacher = made["lm_head.weight"].to(device, copy=True)  # a copy that is not trained
     trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
     embedding = take(tensors, EMBEDDING, target.vocab_size, config.hidden_size).to(device, torch.float32)
     return Head(config, taps, trained, vocabulary.to(device), embedding, teacher, target.num_layers, mask_token)

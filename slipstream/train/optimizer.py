@@ -1,12 +1,11 @@
-"""The optimiser of a training: Muon for the matrices inside the layers, AdamW for all else.
+"""The optimiser of a training: Muon for ``fc`` and the layers' matrices, AdamW for all else.
 
 Rules:
-1. Muon steps what maps hidden states to hidden states (``fc`` and the layers' matrices); ``lm_head`` and norms, whose
-   rows mean tokens and channels, go to AdamW. Both take the same learning rate: Muon's steps are scaled to the size
-   that AdamW's would have (``match_rms_adamw``, arXiv 2502.16982).
-   So do a markov head, whose rows mean tokens too, and a confidence head.
-2. ``moments`` are all that a checkpoint needs, by ``NAME/KIND``. Matrices that were trained by AdamW go on with its
-   first moment as their momentum.
+1. Muon updates the matrices that map hidden states to hidden states. AdamW updates norms and ``lm_head``, whose rows
+   are channels and tokens, and the markov and confidence heads. Both have the same learning rate: Muon's updates are
+   scaled to the size that AdamW's would have (``match_rms_adamw``, arXiv 2502.16982).
+2. ``moments`` are all that a checkpoint needs, by ``NAME/KIND``. Matrices that AdamW trained before (older checkpoints)
+   continue with its first moment as their momentum.
 
 It knows nothing about heads or schedules.
 """
@@ -22,7 +21,7 @@ WEIGHT_DECAY = 0.01
 
 
 class Optimizer:
-    """Steps ``tensors`` by their gradients."""
+    """Updates ``tensors`` by their gradients."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], learning_rate: float) -> None:
         self._tensors, self._learning_rate = tensors, learning_rate
@@ -42,7 +41,7 @@ class Optimizer:
             optimizer.step()  # type: ignore[no-untyped-call]
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps. Empty before the first step."""
+        """The state for a checkpoint (rule 2). Empty before the first step."""
         found = {}
         for optimizer, names, kinds in self._parts():
             for name in names:
@@ -51,7 +50,7 @@ class Optimizer:
         return found
 
     def load(self, moments: Mapping[str, torch.Tensor]) -> None:
-        """Go on from ``moments``; those that are not there begin anew."""
+        """Continue with ``moments``; tensors without any start anew."""
         for optimizer, names, kinds in self._parts():
             for name in names:
                 tensor = self._tensors[name]

@@ -1,13 +1,14 @@
-"""The folders of a head and of its training data, checked before hours of work.
+"""The folders of a head and of intermediate files, checked before hours of work depend on them.
 
 Rules:
-1. A head replaces only an earlier head of ours: its folder is missing, empty, or names the target of its head.
-2. What the system says of a folder becomes an error that names the option.
-3. Files that cannot be written completely are removed, because they would fill the disk.
-4. One run at a time uses a folder, because two would remove each other's temporary files and checkpoints. The lock of a
-   killed run is released by the system.
+1. A head replaces only an earlier head that was trained here: its folder must be missing, empty, or have a config.json
+   that names its target's hash.
+2. An OSError about a folder becomes a ConfigError that names the option.
+3. Files that cannot be written completely are removed: they would take disk space that is needed.
+4. Only one run works in a folder at a time: two would remove each other's partial files and checkpoints. The lock ends
+   with its process, also after a kill.
 
-It knows nothing about what is written.
+It knows nothing about the content of files.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LOCK = "lock"  # a file beside what is made
 
 @contextmanager
 def named(option: str, folder: Path) -> Iterator[None]:
-    """Inside, an OSError, or safetensors' word for one, becomes a ConfigError about ``option``."""
+    """A context in which an OSError or SafetensorError becomes a ConfigError about ``option``."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -40,7 +41,7 @@ def named(option: str, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def fresh(folder: Path) -> Iterator[Path]:
-    """``folder``, empty and to be filled; removed where that fails."""
+    """A context with ``folder``, made anew and empty; it is removed if the context fails."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -59,10 +60,10 @@ def check_work(folder: Path) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Inside, no other run is at work in ``folder``, which is there. Raises ConfigError."""
+    """A context in which no other run works in ``folder``, which must exist. Raises ConfigError if one does."""
     with (folder / LOCK).open("a") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: those that it forks do not keep it
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # owned by this process: forked ones do not inherit it
         except (BlockingIOError, PermissionError) as error:
             raise ConfigError(f"--work: another run is at work in {folder}; wait for it, or choose another folder "
                               "(--data reads its conversations)") from error
@@ -72,7 +73,8 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def check_out(folder: Path, target: Path, work: Path) -> None:
-    """Whether a head may go into ``folder``; its parent is made. Raises ConfigError, ModelError."""
+    """Check that a head may be written into ``folder`` (rule 1), and make its parent. Raises ConfigError,
+    ModelError."""
     for taken, what in ((target, "the target's own folder"), (work, "the folder of --work")):
         if folder.resolve() == taken.resolve():
             raise ConfigError(f"--out: {folder} is {what}; choose another folder")
@@ -88,6 +90,7 @@ def check_out(folder: Path, target: Path, work: Path) -> None:
 
 
 def _try(folder: Path) -> None:
-    """Raises OSError where no file can be made. What permissions say is not asked: it is not all there is to it."""
+    """Raises OSError if no file can be made in ``folder``. It makes one: permissions alone do not tell (a read-only
+    disk)."""
     with tempfile.TemporaryFile(dir=folder):
         pass

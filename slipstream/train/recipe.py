@@ -1,9 +1,9 @@
 """The settings of one training, and how its time is divided.
 
 Rules:
-1. Time goes to generation first: for a small head, more data beats more epochs.
-2. What counts is the time that was spent in all runs on a folder together: an interrupted run goes on, and a larger
-   ``minutes`` goes on where a smaller one ended.
+1. Most of the time goes to generation: for a small head, more data is better than more epochs.
+2. Times are those of all runs on a folder together, so an interrupted run is resumed, and a run with more ``minutes``
+   continues where one with fewer ended.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TRAIN_SHARE = 0.35  # the rest is loading and evaluation
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """``minutes`` 0: no limit but ``tokens`` and ``steps``, which 0 leaves open in turn. ``generate`` and ``train``
-    False leave a stage out."""
+    """The settings. 0 is no limit in ``minutes``, ``tokens`` and ``steps``; without minutes, tokens (or prompts) and
+    steps must be given. ``generate`` or ``train`` False leaves that stage out."""
 
     minutes: float = 10.0
     tokens: int = 0  # of conversations to make, given text included
@@ -42,13 +42,13 @@ class Recipe:
     learn_questions: bool = True  # what the target asks is its own text too
     dtype: Dtype = "bfloat16"  # of the target while it generates, and of the exported head
     device: str = "cpu"
-    processes: int = 1  # that train together, one thread each; more than one on a CPU only
+    processes: int = 1  # that generate and train together, one thread each; more than one on a CPU only
     save_every_s: float = 60.0
     seed: int = 0
     kind: Literal["eagle3", "dspark"] = "eagle3"
     begin: Path | None = None  # a head of this kind to begin with; None: the target's last layers
     layers: int = 1  # of an EAGLE-3 head
-    mean: bool = False  # of the weights that it began with and of those that it has learnt is what is saved
+    mean: bool = False  # export the mean of the weights of ``begin`` and of the trained ones
 
     def __post_init__(self) -> None:
         if self.minutes <= 0 and ((self.generate and self.tokens <= 0 and self.prompts is None)
@@ -72,7 +72,7 @@ class Recipe:
         return (ANSWER, QUESTION) if self.learn_questions else (ANSWER,)
 
     def identity(self) -> dict[str, Any]:
-        """What a training that goes on must have in common with what it began as."""
+        """The settings that a resumed training must share with its checkpoint."""
         names = ["draft_vocab", "learning_rate", "rows_per_step", "max_rows", "learn_questions", "seed"]
         identity = {name: getattr(self, name) for name in (*names, "unroll" if self.kind == "eagle3" else "kind")}
         if self.kind == "eagle3" and self.layers > 1:
@@ -80,13 +80,14 @@ class Recipe:
         return identity | ({} if self.begin is None else {"begin": str(self.begin)})
 
     def generate_seconds(self) -> float:
-        """For generation; infinite without a time limit."""
+        """The seconds for generation; infinite without a time limit."""
         if self.minutes <= 0:
             return float("inf")
         return self.minutes * 60 * (GENERATE_SHARE if self.train else 1.0)
 
     def train_seconds(self, generated_s: float) -> float:
-        """For training, after ``generated_s`` went to generation: what generation left is added."""
+        """The seconds for training, after generation took ``generated_s``: time that it did not use is added. Infinite
+        without a time limit."""
         if self.minutes <= 0:
             return float("inf")
         share = TRAIN_SHARE + (0.0 if self.generate else GENERATE_SHARE)

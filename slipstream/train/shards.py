@@ -1,14 +1,15 @@
-"""Shards: generated conversations with the target's states, on disk, read through memory maps.
+"""Shards: generated conversations with the target's states, on disk; states are read through memory maps.
 
 Rules:
 1. A shard is a folder: ``tokens.npy`` int32 [T], ``roles.npy`` uint8 [T], ``greedy.npy`` int32 [T], ``states.npy``
    uint16 [T, W] (bfloat16 bits), and ``index.json`` with the conversations in them. It is written beside its place and
-   renamed when it is whole, so a run that is killed leaves whole shards only.
-2. ``greedy[i]`` is the target's likeliest token after token i; -1 where its logits were not asked for. ``states[i]``
-   are its tapped states and its final state after token i.
-3. ``identity`` (the target and what is tapped) is the same in all shards of a folder; shards of another are refused.
-   Those of older versions do not say of which weights they are.
-4. A shard that is not whole (copied in part, say) is refused by its name: without it, its conversations are made again.
+   renamed when complete, so a killed run leaves only complete shards.
+2. ``greedy[i]`` is the target's likeliest token after token i; -1 where its logits were not computed. ``states[i]``
+   are the target's tapped states and its final state at token i.
+3. ``identity`` (the target and its tapped layers) is the same in all shards of a folder; shards with another one are
+   refused. Shards of older versions do not name the target's weights.
+4. An incomplete shard (for example half copied) is an error that names it: once it is removed, its conversations are
+   made again.
 
 It knows nothing about where conversations come from.
 """
@@ -33,12 +34,14 @@ from slipstream.base.errors import ConfigError
 from slipstream.train.places import fresh, named
 
 FORMAT = 1
-WEIGHTS = "weights"  # of an identity
+WEIGHTS = "weights"  # the field of an identity with the hash of the target's weights
 GIVEN, QUESTION, ANSWER = 0, 1, 2  # roles of tokens: template and given text, the target's questions, its answers
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
+    """One conversation of a shard (rules 1 and 2); ``number``: that of its plan (see ``dialogue``)."""
+
     number: int
     held_out: bool
     temperature: float
@@ -54,20 +57,20 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What all shards of a folder hold."""
+    """The content of all shards together."""
 
     conversations: int
     tokens: int
     answer_tokens: int
-    seconds: float  # spent on making them
+    seconds: float  # that it took to make them
 
 
 class ShardWriter:
-    """Collects conversations; ``flush`` makes a shard of them. Several may write into one folder, each under its own
-    ``mark`` of lower-case letters."""
+    """Collects conversations; ``flush`` writes them as a shard. Several processes may write into one folder if each has
+    its own ``mark`` (lower-case letters), a part of the shards' names."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], mark: str = "", given: bool = False) -> None:
-        """given: whether prompts were."""
+        """given: whether the conversations' prompts were given."""
         self.folder = folder
         self._identity, self._mark, self._given = dict(identity), mark, given
         self._waiting: list[Conversation] = []
@@ -80,8 +83,8 @@ class ShardWriter:
         self.num_waiting += len(conversation.tokens)
 
     def flush(self, seconds: float) -> None:
-        """Write what waits as one shard. seconds: what it took to make. Nothing waits: nothing is written. Raises
-        ConfigError where it cannot be written."""
+        """Write the collected conversations, if there are any, as one shard. seconds: that it took to make them. Raises
+        ConfigError if it cannot be written."""
         if not self._waiting:
             return
         place = self.folder / f"shard-{self._next:05d}{self._mark}"
@@ -104,10 +107,10 @@ class ShardWriter:
 
 
 class Shards:
-    """The whole shards of some folders, as they are now; a folder that is named twice counts once."""
+    """The shards of some folders, as they are now; a folder that is named twice counts once."""
 
     def __init__(self, folders: Sequence[Path], identity: Mapping[str, Any]) -> None:
-        """Raises ConfigError when a shard was made under another identity, or is not whole."""
+        """Raises ConfigError when a shard has another identity, or is incomplete."""
         self._entries: list[tuple[Path, dict[str, Any]]] = []
         unsaid = {WEIGHTS: identity[WEIGHTS]} if WEIGHTS in identity else {}
         for place in [place for folder in dict.fromkeys(f.resolve() for f in folders) for place in _places(folder)]:
@@ -120,7 +123,7 @@ class Shards:
             self._entries.append((place, index))
 
     def numbers(self) -> set[int]:
-        """Of all conversations."""
+        """The numbers of all conversations."""
         return {entry["number"] for _, index in self._entries for entry in index["conversations"]}
 
     @property
@@ -129,12 +132,12 @@ class Shards:
         return sum(entry["held_out"] for _, index in self._entries for entry in index["conversations"])
 
     def temperatures(self) -> dict[float, float]:
-        """The share of conversations answered at each temperature, ascending."""
+        """The share of conversations by the temperature of their answers, ascending."""
         found = Counter(entry["temperature"] for _, index in self._entries for entry in index["conversations"])
         return {temperature: found[temperature] / found.total() for temperature in sorted(found)}
 
     def given(self) -> set[bool]:
-        """Whether prompts were given: what shards say, those of older versions nothing."""
+        """Whether prompts were given: the values in the shards. Those of older versions have none."""
         return {index["given"] for _, index in self._entries if "given" in index}
 
     def totals(self) -> Totals:
@@ -143,8 +146,8 @@ class Shards:
                       sum(index["seconds"] for _, index in self._entries))
 
     def conversations(self, held_out: bool) -> Iterator[Conversation]:
-        """All that are held out, or all others; their states are views of memory maps, one file a shard. Raises
-        ConfigError when a shard is not whole."""
+        """All conversations that are held out, or all others. Their states are views of memory maps, one a shard.
+        Raises ConfigError when a shard is incomplete."""
         for place, index in self._entries:
             with _whole(place):
                 tokens, roles, greedy = (np.load(place / f"{name}.npy", allow_pickle=False)
@@ -164,7 +167,7 @@ class Shards:
 
 @contextmanager
 def _whole(place: Path) -> Iterator[None]:
-    """Inside, what shows that a shard is not whole becomes a ConfigError about it."""
+    """A context in which errors of reading an incomplete shard become a ConfigError that names it."""
     try:
         yield
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
@@ -173,7 +176,7 @@ def _whole(place: Path) -> Iterator[None]:
 
 
 def remove_halves(folder: Path) -> None:
-    """Remove what a killed run left half written. While nobody writes."""
+    """Remove the partial shards of killed runs. Nobody may write to the folder meanwhile."""
     for left in folder.glob("*.partial"):
         shutil.rmtree(left)
 

@@ -1,14 +1,14 @@
-"""From a target's folder to a head's: collect, vocabulary, train, export, evaluate, card. Each stage goes on where an
-interrupted run left it.
+"""From a target's folder to a head's folder: collect, vocabulary, train, export, evaluate, card. An interrupted run is
+resumed where it stopped.
 
 Rules:
-1. ``work`` keeps what is made on the way: shards, and checkpoints of the one training that runs on them. The same
-   command again goes on; another recipe for the head is refused by name, and a second run meanwhile, too.
-2. Further folders of shards (``data``) of the same target are trained on too.
+1. ``work`` keeps intermediate files: shards, and checkpoints of the one training on them. The same command resumes it;
+   a recipe with other settings of the head is an error that names them, and so is a second run at the same time.
+2. Further folders of shards (``data``) of the same target are trained on, too.
 3. The draft vocabulary is chosen once, when training begins, and is stored in the checkpoints. A head that begins with
-   another head has that head's vocabulary.
+   an earlier head's weights (``begin``) has the vocabulary of that head.
 
-It knows nothing about progress bars; ``Watcher`` is told.
+It knows nothing about progress bars: it calls a ``Watcher``.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from slipstream.train.recipe import Recipe
 from slipstream.train.shards import WEIGHTS, Shards, Totals
 
 VOCABULARY, MASK = "vocabulary", "mask"  # among a checkpoint's tensors
-DRAFTERS: Mapping[str, Literal["eagle3", "block"]] = {"eagle3": "eagle3", "dspark": "block"}  # of a kind of head
-SHORTEST = 3  # tokens of a conversation with a row in it
-EVALUATED = 16  # held-out conversations that are drafted for
-POORER = 0.01  # of answers: so much less than it could a vocabulary may cover, and nobody is told
+DRAFTERS: Mapping[str, Literal["eagle3", "block"]] = {"eagle3": "eagle3", "dspark": "block"}  # kind -> draft.drafter
+SHORTEST = 3  # tokens of a conversation: a shorter one has no row to learn
+EVALUATED = 16  # held-out conversations that the evaluation drafts for
+POORER = 0.01  # share of answer tokens: if an old vocabulary covers so much less than a new one would, a line says so
 
 
 class Watcher(Protocol):
-    """Is told how it goes."""
+    """Gets reports of the progress."""
 
     def collecting(self, totals: Totals, share: float) -> None: ...
 
@@ -71,7 +71,8 @@ class Job:
 
 
 def make_head(job: Job, watcher: Watcher) -> Mapping[str, Acceptance]:
-    """Run all stages. Returns what the head gives on held-out prompts, by shape. Raises ConfigError, ModelError."""
+    """Run all stages. Returns the head's acceptance on held-out prompts, by tree shape; empty if none was measured.
+    Raises ConfigError, ModelError, CapacityError."""
     config = _config_of(job.target)
     check_work(job.work)
     with alone(job.work):
@@ -90,7 +91,7 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Mapping[str, Accep
         if not Shards([folder], identity).numbers():
             raise ConfigError(f"--data: there are no conversations in {folder}; name a folder that was --work before")
     if recipe.train and newest(*_checkpoints(job, identity)) is None:
-        _check_begin(job, config)  # what is wrong with either is said before hours of talking
+        _check_begin(job, config)  # errors of either are raised before hours of generation
     if recipe.generate:
         with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
             collect(job.target, job.work, recipe, watcher.collecting, identity)
@@ -124,7 +125,7 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Mapping[str, Accep
 
 
 def _judged(job: Job, prompts: Sequence[Sequence[int]], watcher: Watcher) -> Mapping[str, Acceptance]:
-    """What the head gives on ``prompts``, which are held out."""
+    """The acceptance of the head on held-out ``prompts``, by tree shape."""
     if not prompts:
         watcher.say(f"no prompt of at most {MAX_PROMPT} tokens is held out, so what the head gives is not measured; "
                     "slipstream tune --prompts does it")
@@ -136,8 +137,8 @@ def _judged(job: Job, prompts: Sequence[Sequence[int]], watcher: Watcher) -> Map
 
 
 def _config_of(target: Path) -> ModelConfig:
-    """What a head is built from. Raises ConfigError for a model that serves with another engine alone, or that has
-    no floating-point weights to begin with, ModelError."""
+    """The target's configuration. Raises ConfigError for a model type that only engine hf serves, or for int8 weights,
+    as a head begins with float ones; ModelError."""
     kind = text_of(read_json(target / "config.json")).get("model_type")
     if kind not in tuple(FAMILY):  # whatever kind of value it is
         raise ConfigError(f"--target: {target} is of model_type {kind!r}, and heads are trained for "
@@ -148,10 +149,10 @@ def _config_of(target: Path) -> ModelConfig:
 
 
 def _checkpoints(job: Job, target: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """Where they are, and what they have in common. target: its identity."""
+    """The folder of the checkpoints, and their identity. target: the target's identity."""
     kind = job.recipe.kind
     folder = job.work / ("checkpoints" if kind == "eagle3" else f"checkpoints-{kind}")
-    # Its weights are those of the shards; older checkpoints do not say.
+    # Without the hash of the weights: the shards have it, and older checkpoints do not.
     return folder, {**job.recipe.identity(), **{name: value for name, value in target.items() if name != WEIGHTS}}
 
 
@@ -196,7 +197,7 @@ def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Sha
 
 
 def _warm(job: Job, config: ModelConfig, vocabulary: torch.Tensor, mask: int, device: torch.device) -> Head:
-    """A head that begins where the target ends. mask: of blocks."""
+    """A new head with first weights from the target. mask: the mask token of a DSpark head."""
     recipe, tensors = job.recipe, with_embedding(config, load_tensors(job.target))
     if recipe.kind == "dspark":
         return warm_block_head(config, tensors, vocabulary, mask, recipe.seed, device)
@@ -204,7 +205,7 @@ def _warm(job: Job, config: ModelConfig, vocabulary: torch.Tensor, mask: int, de
 
 
 def _earlier(job: Job) -> EagleHead | BlockHead | None:
-    """The head to begin with. Raises ModelError, ConfigError."""
+    """The head whose weights training begins with; None: the target's. Raises ModelError, ConfigError."""
     begin = job.recipe.begin
     if begin is None:
         return None
@@ -212,7 +213,7 @@ def _earlier(job: Job) -> EagleHead | BlockHead | None:
 
 
 def _check_begin(job: Job, config: ModelConfig) -> None:
-    """Raises ModelError, ConfigError for a head that none can begin with."""
+    """Raises ModelError or ConfigError if training cannot begin with the recipe's earlier head."""
     earlier = _earlier(job)
     if earlier is not None:
         mask = earlier.mask_token if isinstance(earlier, BlockHead) else 0
@@ -220,7 +221,7 @@ def _check_begin(job: Job, config: ModelConfig) -> None:
 
 
 def _check_shape(head: Head, earlier: EagleHead | BlockHead) -> None:
-    """Raises ConfigError for a head of another shape."""
+    """Raises ConfigError if the earlier head has another shape than ``head``."""
     if earlier.taps != head.taps:
         raise ConfigError(f"--begin: it reads layers {earlier.taps}, and a head that is trained here {head.taps}")
     if isinstance(earlier, BlockHead) and (
@@ -241,7 +242,8 @@ def _check_shape(head: Head, earlier: EagleHead | BlockHead) -> None:
 
 
 def _take(head: Head, earlier: EagleHead | BlockHead, share: float = 1.0) -> None:
-    """Its weights, or a share of them beside what the head has (Wortsman et al., arXiv 2109.01903)."""
+    """Move the head's weights towards the earlier one's by ``share``; 1: copy them. A mean of both (0.5) is after
+    Wortsman et al., arXiv 2109.01903."""
     further = _further(head, earlier)
     with torch.no_grad():
         for name, tensor in head.tensors.items():
@@ -252,7 +254,8 @@ def _take(head: Head, earlier: EagleHead | BlockHead, share: float = 1.0) -> Non
 
 
 def _further(head: Head, earlier: EagleHead | BlockHead) -> set[str]:
-    """Tensors of layers behind those of the earlier head. They add nothing at first, so the head begins as that one."""
+    """The tensors of layers that the earlier head does not have. At first these layers add nothing, so the new head
+    begins with the earlier one's outputs."""
     if head.mask_token is not None or earlier.config.num_layers >= head.config.num_layers:
         return set()
     added = range(earlier.config.num_layers, head.config.num_layers)

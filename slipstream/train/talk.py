@@ -1,13 +1,13 @@
-"""Talking: the target makes conversations, and they become shards. Several processes can do it side by side.
+"""Talking: the target generates conversations, which are written as shards. Several processes can do it in parallel.
 
 Rules:
-1. The process with ``rank`` makes the plans whose place leaves ``rank`` when divided by how many there are: they need
-   not agree on anything, and an interrupted run goes on with any number of them.
-2. Each process writes shards of its own. A shard's seconds are its share of what all of them spent, so that the sum
-   over a folder is the time that a clock showed.
-3. The first process decides when there is enough, also after its own plans are used up. The others check after every
-   step and end with it, however it ends. If one of them fails, the first ends too; alone it would run for hours before
-   the error showed.
+1. Process ``rank`` makes the plans whose place has the remainder ``rank`` when divided by the number of processes. So
+   processes need not communicate about plans, and an interrupted run can be resumed with any number of them.
+2. Each process writes its own shards. The seconds of a shard are divided by the number of processes, so their sum over
+   a folder is elapsed time.
+3. The first process decides when there is enough, also after its own plans are used up. It then closes its pipes; the
+   others check them after every step and end, also if it was killed. If one of the others fails, the first one stops,
+   too: else it would go on alone for hours before it reports the failure.
 
 On a CPU this scales where threads inside an operation do not. It knows nothing about what is enough.
 """
@@ -37,12 +37,12 @@ from slipstream.train.shards import Shards, ShardWriter
 
 SHARD_TOKENS = 16384
 SLOTS_PER_TALK = 512
-LOOK_EVERY_S = 1.0  # for what others made meanwhile
+LOOK_EVERY_S = 1.0  # how often the first process, waiting for the others, checks whether there is enough
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is common to all processes."""
+    """The arguments that all processes share."""
 
     model: CausalModel
     turns: Turns
@@ -52,7 +52,7 @@ class Task:
     recipe: Recipe
 
     def plans(self, rank: int) -> Iterator[Plan]:
-        """Of process ``rank``, those that are made already left out."""
+        """The plans of process ``rank``, without those whose conversations are in the folder."""
         made = Shards([self.folder], self.identity).numbers()
         for place in count(rank, self.recipe.processes):
             plan = plan_of(place, self.recipe.seed, self.prompts, self.turns.plain)
@@ -63,8 +63,9 @@ class Task:
 
 
 def talk(task: Task, rank: int, enough: Callable[[int, int], bool]) -> None:
-    """Make the conversations of process ``rank`` until there are no more plans, or ``enough`` says so after a step: it
-    gets the tokens of the shard in the making, and of what is unfinished. That is kept then."""
+    """Make the conversations of process ``rank`` until there are no more plans, or ``enough`` returns True. It is
+    called after each step with two numbers of tokens: finished but not written yet, and of running conversations, which
+    are kept as they are at the end."""
     recipe = task.recipe
     longest = min(task.model.config.max_context, slots_at_most(task.turns, recipe.limits, task.prompts))
     runner = ModelRunner(task.model, recipe.conversations_at_once * SLOTS_PER_TALK + longest)
@@ -103,18 +104,18 @@ class Others:
 
     @property
     def failed(self) -> bool:
-        """Whether one of them has, so far."""
+        """Whether one of them has ended with an error."""
         return any(process.exitcode for process in self._processes)
 
     def stop(self) -> None:
-        """The others keep what they have and end."""
+        """Make the others write what they have and end."""
         for pipe in self._pipes:
             pipe.close()
         self._pipes = []
 
     def join(self, enough: Callable[[], bool]) -> None:
-        """Wait until they have ended: by themselves, or as ``enough`` says so or one of them failed. Raises
-        CapacityError in the last case."""
+        """Wait until all have ended: they are stopped when ``enough`` returns True or one of them fails. Raises
+        CapacityError if one has failed."""
         while running := [process.sentinel for process in self._processes if process.is_alive()]:
             if self._pipes and (self.failed or enough()):
                 self.stop()
@@ -125,7 +126,7 @@ class Others:
 
 
 def _follow(task: Task, rank: int, pipe: Connection, inherited: Sequence[Connection]) -> None:
-    for end in inherited:  # while anybody holds them, the end of the first process would not be seen
+    for end in inherited:  # open copies would hide the end of the first process
         end.close()
     torch.set_num_threads(1)
     try:

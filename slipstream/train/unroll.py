@@ -1,16 +1,16 @@
-"""Training-time test: the head unrolled over its own states, as it will run when it drafts (arXiv 2503.01840).
+"""Training-time test: the head is unrolled over its own states, as when it drafts (arXiv 2503.01840).
 
 Rules:
-1. Row r of a conversation reads token r + 1 and the target's state after token r, stands at rotary position r, and
-   predicts token r + 2.
-2. In step k (0 first) the state of row r is the head's own output of step k - 1 at row r - 1: what it would have when
-   it had drafted k tokens. Rows before k have none and do not count.
+1. Row r of a conversation reads token r + 1 and the target's state at token r, has rotary position r, and predicts
+   token r + 2.
+2. In step k > 0 the state of row r is the head's own output of step k - 1 at row r - 1: the state that it has after
+   drafting k tokens. Rows r < k have no such state and do not count.
 3. In step k row r sees the true rows up to r - k (keys and values of step 0), then its own history: row r - k + j of
-   step j, for j = 1 .. k. That is the path from the newest committed token down to it.
-4. The rows of a conversation, and those with a loss, are filled up to whole ``STRIDE``s with some that count for
-   nothing: a product of a shape that was not seen before costs a CPU more (oneDNN makes a kernel for it).
-5. The loss of a step is how far the head is from the target's distribution over the draft vocabulary (``distil``).
-   Rows whose likeliest token is outside it are left out of the loss; in the agreement they count as misses.
+   step j, for j = 1 .. k. That is the path from the newest committed token to it.
+4. The number of rows of a conversation, and of rows with a loss, is rounded up to a multiple of ``STRIDE`` with padding
+   rows that have no effect: on a CPU each new shape of a product costs time (oneDNN makes a kernel for it).
+5. The loss of a step is the distance to the target's distribution over the draft vocabulary (``distil``). Rows whose
+   likeliest token is outside it have no loss; in the agreement they count as misses.
 
 It knows nothing about files or optimisers. Shapes: R rows of all conversations of a step, M of them with a loss.
 """
@@ -36,7 +36,7 @@ DECAY = 0.8  # weight of each further step's loss
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of whole conversations, side by side, each filled up (rule 4)."""
+    """Rows of conversations, joined, each padded (rule 4)."""
 
     tokens: torch.Tensor  # int64 [R] token r + 1
     positions: torch.Tensor  # int64 [R]
@@ -45,22 +45,22 @@ class Rows:
     wanted: torch.Tensor  # int64 [M] rows with a loss
     best: torch.Tensor  # int64 [M] the target's likeliest token after token r + 1, as a draft id
     finals: torch.Tensor  # bfloat16 [M, H] the target's final states after token r + 1
-    num_rows: int  # of conversations
-    num_wanted: int  # with a loss
-    num_spoken: int  # that predict what the target said, those without a loss included
+    num_rows: int  # without padding
+    num_wanted: int  # rows with a loss, without padding
+    num_spoken: int  # rows that predict a token of the learnt roles, those without a loss included
 
 
 @dataclass(frozen=True, slots=True)
 class Unrolled:
-    """What a pass over rows gave, step by step."""
+    """The result of a pass over rows."""
 
-    loss: torch.Tensor  # of all steps, later ones counting less; has a gradient
-    agreement: tuple[float, ...]  # share of the spoken tokens whose best draft token is the target's
+    loss: torch.Tensor  # the weighted mean over all steps, later ones with less weight; has a gradient
+    agreement: tuple[float, ...]  # by step: share of the ``num_spoken`` rows whose best draft token is the target's
 
 
 def rows_of(conversations: Sequence[Conversation], head: Head, max_rows: int,
             roles: Sequence[int] = (ANSWER,)) -> Rows:
-    """The rows of ``conversations``, each cut after ``max_rows``. roles: of the tokens that have a loss."""
+    """The rows of ``conversations``, each cut after ``max_rows`` rows. roles: roles of tokens that are learnt."""
     hidden, device, draft_ids = head.config.hidden_size, head.vocabulary.device, head.draft_ids()
     tokens, positions, states, finals, wanted, bests, bounds, num_rows, spoken = [], [], [], [], [], [], [0], 0, 0
     for c in conversations:
@@ -89,7 +89,7 @@ def rows_of(conversations: Sequence[Conversation], head: Head, max_rows: int,
 
 
 def whole(count: int) -> int:
-    """``count`` rows, filled up."""
+    """``count``, rounded up to a multiple of STRIDE."""
     return -(-count // STRIDE) * STRIDE
 
 
@@ -99,8 +99,8 @@ def filled(rows: torch.Tensor, upto: int) -> torch.Tensor:
 
 
 def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float32, drawn: int = 0) -> Unrolled:
-    """``steps`` steps over ``rows``. dtype: of the products; what is not float32 is done under autocast; drawn: see
-    ``Lesson``."""
+    """Loss and agreement of ``steps`` unrolled steps over ``rows``. dtype: of the products (under autocast if it is not
+    the head's own); drawn: see ``Lesson``."""
     with torch.autocast(rows.tokens.device.type, dtype, enabled=dtype is not head.embedding.dtype):
         outs = states_of(head, rows, steps)
     config = head.config
@@ -115,7 +115,7 @@ def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float3
 
 
 def states_of(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
-    """The layer's output [R, H] in each step, before the final norm."""
+    """The last layer's output [R, H] in each step, before the final norm."""
     config, kind = head.config, head.embedding.dtype
     rope = Rope(config, kind, rows.tokens.device).rows(rows.positions)
     layers = [head.layer(number) for number in range(config.num_layers)]
@@ -136,7 +136,7 @@ def states_of(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
 
 
 def shifted(rows: torch.Tensor, by: int) -> torch.Tensor:
-    """Row r takes what row r - by was; the first ones become zero. [R, …]"""
+    """``rows`` [R, …], shifted: row r gets the value of row r - by; the first ``by`` rows become zero."""
     if by == 0:
         return rows
     return torch.cat((torch.zeros_like(rows[:by]), rows[:-by]))
@@ -156,7 +156,7 @@ def _layer(config: ModelConfig, weight: Tensors, state: torch.Tensor, x: torch.T
 
 
 def after_attention(config: ModelConfig, weight: Tensors, state: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-    """The rest of a layer: state [R, H] and what attention gave [R, Q * D] -> [R, H]."""
+    """The rest of a layer: residual stream [R, H] and attention's output [R, Q * D] -> [R, H]."""
     out = state + F.linear(mixed, weight["self_attn.o_proj.weight"]).to(state.dtype)
     y = rms_norm(out, weight["post_attention_layernorm.weight"], config.norm_eps)
     inner = F.silu(F.linear(y, weight["mlp.gate_proj.weight"])) * F.linear(y, weight["mlp.up_proj.weight"])

@@ -4,7 +4,7 @@
     python -m sglang.launch_server --model-path MODEL --speculative-algorithm SLIPSTREAM \
         --speculative-num-draft-tokens 12 --speculative-adaptive-config slipstream.json   # {"drafts": ["draft:8052"]}
 
-It was written against the interface of SGLang 0.5.23 and is tested beside a stub of it: **it never ran** in SGLang.
+It is written for the interface of SGLang 0.5.23 and tested only with a stub of it: **it has never run** in SGLang.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def installed() -> str:
-    """The version of SGLang that is here; empty: none."""
+    """The installed version of SGLang; "": none."""
     try:
         return version("sglang")
     except PackageNotFoundError:
@@ -33,7 +33,7 @@ def installed() -> str:
 
 
 def adapter_fits(found: str) -> None:
-    """Raises ConfigError, which names the version that is known."""
+    """Raises ConfigError, which names the supported version, for another one."""
     if found.split("+")[0].split(".post")[0] != KNOWN:
         raise ConfigError(f"SGLang {found or '(none installed)'} is not known to slipstream-sglang, which was written "
                           f"for {KNOWN}: install that one, or take another --speculative-algorithm")

@@ -1,11 +1,12 @@
 """SGLang 0.5.23: an algorithm of its registry whose trees are ours, and whose verification is its n-gram worker's.
 
-That worker asks ``_prepare_draft_tokens`` for tokens and masks of a batch and does the rest: KV, the forward, choosing,
-moving what was accepted. So ours is one of its kind, and the algorithm says ``is_ngram``, which batches, masks and the
-overlapped schedule go by. Under that schedule what the step before accepted is not in a request's answer yet.
+That worker calls ``_prepare_draft_tokens`` for tokens and masks of a batch and does the rest: KV, the forward,
+choosing, moving accepted KV. So our worker is a subclass, and the algorithm returns true for ``is_ngram``, on which
+batches, masks and the overlapped schedule depend. With that schedule the tokens of the last step are not in a request's
+answer yet.
 
-**It never ran in SGLang**: names and signatures are those of its wheel. One GPU a target: others would each have trees
-of their own. It knows nothing about drafts.
+**It has never run in SGLang**: names and signatures are those of its wheel. Only one GPU a target, because each further
+one would draft trees of its own. It knows nothing about drafts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream_sglang.trees import Asked, Mask, Tokens, Trees
 
 NAME = "SLIPSTREAM"
-NODES = 12  # of a tree, root included, where --speculative-num-draft-tokens does not say
+NODES = 12  # of a tree, root included, where --speculative-num-draft-tokens is not given
 
 
 def adapt() -> None:
@@ -62,7 +63,7 @@ def adapt() -> None:
             return self.trees.drafted(asked_of(self, batch))
 
         def _update_ngram_corpus(self, batch: Any) -> None:
-            """Nothing is learned here."""
+            """Do nothing: our drafts keep no n-grams here."""
 
         def clear_cache_pool(self) -> None:
             super().clear_cache_pool()
@@ -77,7 +78,7 @@ def adapt() -> None:
 
 
 def hello_of(server_args: Any, shape: Any) -> TargetHello:
-    """``server_args``: as resolved; ``shape``: SGLang's configuration of the model."""
+    """The target's half of the handshake. ``server_args``: resolved; ``shape``: SGLang's configuration of the model."""
     text = shape.hf_text_config
     return TargetHello(PROTOCOL_VERSION, 0, str(server_args.model_path), shape.vocab_size,
                        digest_of(str(server_args.tokenizer_path), getattr(server_args, "revision", None)),
@@ -100,7 +101,7 @@ def asked_of(worker: Any, batch: Any) -> list[Asked]:
 
 
 def options_of(server_args: Any) -> Options:
-    """Raises ConfigError naming the field."""
+    """The options in --speculative-adaptive-config. Raises ConfigError naming the field."""
     path = server_args.speculative_adaptive_config
     if not path:
         raise ConfigError('--speculative-adaptive-config: name a file that names the draft services, as in '
@@ -116,7 +117,7 @@ def options_of(server_args: Any) -> Options:
 
 
 def check(server_args: Any) -> None:
-    """Before anything is loaded. Raises ConfigError naming the argument."""
+    """Check the arguments before anything is loaded. Raises ConfigError naming the argument."""
     options_of(server_args)
     for name in ("tp_size", "pp_size", "dp_size"):
         if (found := getattr(server_args, name)) > 1:
@@ -124,7 +125,7 @@ def check(server_args: Any) -> None:
 
 
 def settle(server_args: Any) -> None:
-    """What SGLang sets for its n-gram drafts. Raises ConfigError naming the argument."""
+    """Set the arguments that SGLang sets for its n-gram drafts. Raises ConfigError naming the argument."""
     if server_args.speculative_num_draft_tokens is None:
         server_args.speculative_num_draft_tokens = NODES
     nodes, breadth = server_args.speculative_num_draft_tokens, server_args.speculative_ngram_max_bfs_breadth

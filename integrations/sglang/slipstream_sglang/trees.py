@@ -1,14 +1,14 @@
-"""Trees: what SGLang's batch is told about drafts, as it wants it: tokens and masks of so many nodes a request.
+"""Trees: the draft trees of a batch in SGLang's form: tokens and masks, with the same number of nodes for each request.
 
 Rules:
-1. Each request has ``nodes`` nodes. The first is its newest token; those that nobody proposed stand behind the others
-   as children of it, each with a token of its own: SGLang takes a sampled token as often as all siblings that carry it
-   together, so twice the same one would come twice as often. The engine verifies each node: one that nobody meant costs
-   what is paid anyway, and changes no token.
-2. What drafts do never raises here (``following.chains``, rule 1): without them a request is its newest token.
-3. What stands in a prompt for a picture may be no token of the model's: drafts would refuse it, and the engine would
-   end if it had to verify one, so it is told as the token 0.
-4. A request that is not in a batch any more is closed; one that returns is opened anew.
+1. Each request has ``nodes`` nodes. The first is its newest token. Places without a proposed node are filled with
+   children of the first node, each with another token: SGLang adds up siblings with the same token, so a token that
+   came twice would be sampled twice as often. The engine always verifies all nodes, so fillers cost nothing more, and
+   they change no token.
+2. A fault of a draft never raises here (``following.chains``, rule 1): then a request has only its newest token.
+3. A placeholder for an image in a prompt may be an id beyond the vocabulary. Drafts would refuse it, and the engine
+   would crash if it had to verify one, so it is replaced by token 0.
+4. A request that is not in a batch any more is closed; one that returns is opened again.
 
 It knows no SGLang: an adapter turns the engine's batch into ``Asked`` values.
 """
@@ -37,8 +37,8 @@ class Asked:
     request: str
     prompt: Sequence[int]
     answer: Sequence[int]
-    newest: Sequence[int]  # accepted by the step before and not in ``answer`` yet
-    limit: int  # tokens that it has at most, the prompt included
+    newest: Sequence[int]  # accepted by the last step and not in ``answer`` yet
+    limit: int  # most tokens, the prompt included
 
     @property
     def length(self) -> int:
@@ -55,9 +55,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Verifying:
-    """What a request verifies now."""
+    """The tree that a request is verifying."""
 
-    length: int  # of its text before
+    length: int  # tokens of its text before the step
     nodes: int
     depth: int
 
@@ -66,15 +66,16 @@ class Trees:
     """The sessions of one engine: requests in, trees out."""
 
     def __init__(self, chains: Chains, nodes: int, vocab_size: int, branches: bool = True) -> None:
-        """nodes: of a tree, root included. branches: False for one path."""
+        """nodes: of each tree, root included. branches: False for chains only."""
         self.chains, self._nodes, self._vocab_size, self._branches = chains, nodes, vocab_size, branches
         self._verifying: dict[str, Verifying] = {}
 
     def drafted(self, batch: Sequence[Asked]) -> tuple[Tokens, Mask]:
-        """Tokens ``[B * N]`` and masks ``[B * N * N]``: node j stands above node i, or is i itself, where [b, i, j]."""
+        """Tokens int64 ``[B * N]`` and masks bool ``[B * N * N]``: [b, i, j] is true where node j is node i or an
+        ancestor of it."""
         gone = self._verifying.keys() - {one.request for one in batch}
         rows = [self._row(one) for one in batch]
-        # Those that nobody meant are verified too: what drafts cost is nothing, and that is how it is told.
+        # Fillers are not counted: a step always computes ``nodes`` rows a request, so draft nodes are measured as free.
         self.chains.step(rows, gone, sum(1 + row.drafted for row in rows))
         trees = [self.chains.tree(one.request, self._nodes, self._branches) for one in batch]
         self._verifying = {one.request: Verifying(one.length, len(tree) - 1, max(tree.levels())) if tree is not None
@@ -82,7 +83,7 @@ class Trees:
         return laid_out([one.last(1)[0] for one in batch], trees, self._nodes)
 
     def forget(self) -> None:
-        """Nothing that was computed is there any more."""
+        """Close all requests, because the engine has dropped its KV."""
         self.chains.step((), list(self._verifying), 0)
         self._verifying = {}
 
@@ -98,7 +99,7 @@ class Trees:
 
 
 def laid_out(roots: Sequence[int], trees: Sequence[DraftTree | None], nodes: int) -> tuple[Tokens, Mask]:
-    """See ``Trees.drafted``. None: nothing but the root."""
+    """See ``Trees.drafted``. A tree that is None has only the root."""
     tokens = np.zeros((len(roots), nodes), np.int64)
     mask: Any = np.zeros((len(roots), nodes, nodes), np.bool_)
     mask[:, :, 0] = mask[:, range(nodes), range(nodes)] = True

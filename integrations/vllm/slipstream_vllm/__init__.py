@@ -14,7 +14,8 @@ __all__ = ["RemoteDrafter", "register"]
 
 
 def register() -> None:
-    """Called by vLLM in each process, before anything is loaded. What it raised would end any vLLM, drafted or not."""
+    """Called by vLLM in each process, before anything is loaded. It must not raise: that would end any vLLM, also one
+    without drafts."""
     from slipstream_vllm.versions import adapt_if_known
 
     adapt_if_known()

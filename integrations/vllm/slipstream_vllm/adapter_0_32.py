@@ -1,12 +1,13 @@
-"""vLLM 0.32: where its runner asks for drafts, and what a step says of each request.
+"""The adapter for vLLM 0.32: it patches the methods in which the runner asks for drafts and chooses tokens, and reads a
+step's results.
 
-``GPUModelRunner.propose_draft_token_ids``, which the CPU runner inherits, knows the requests of its batch; the proposer
-that it calls does not. So it is asked first whether the proposer is ours. States of inner layers come the way that
-vLLM's own EAGLE-3 has them: its setup is told which layers.
+``GPUModelRunner.propose_draft_token_ids``, which the CPU runner inherits, has the requests of its batch; the proposer
+that it calls does not. So the patch checks whether the proposer is ours. States of inner layers come in the way of
+vLLM's own EAGLE-3: its setup gets our layers.
 
-``GPUModelRunner._sample`` is where tokens are chosen: by our noise (``sampling``), if that is wanted. If it is not: on
-a CPU, 0.32 verifies drafts of sampled requests wrongly (vLLM issue 55005), and they are decoded without.
-What stands here is private to vLLM: a release that lacks a part of it is refused whole, before anything is changed.
+``GPUModelRunner._sample`` chooses tokens: with our noise (``sampling``), if keyed sampling is on. If it is off, sampled
+requests are decoded without drafts on a CPU, because 0.32 verifies them wrongly there (vLLM issue 55005).
+All of this is private to vLLM: a release that lacks a part of it is refused before anything is changed.
 It knows nothing about drafts.
 """
 
@@ -30,7 +31,7 @@ from slipstream_vllm.sampling import Asked, KeyedSampling, refusal
 from slipstream_vllm.signals import patch as patch_signals
 
 NOTHING: Mapping[str, Any] = {}
-# What is wrapped or called, of vLLM's runner, sampler and rejection sampler.
+# Methods of vLLM's runner, sampler and rejection sampler that are wrapped or called.
 PARTS = (
     ("propose_draft_token_ids", "_setup_eagle3_aux_hidden_state_outputs", "_get_eagle3_aux_layers_from_config",
      "_input_fits_in_drafter", "_sample", "_bookkeeping_sync", "_update_states"),
@@ -40,7 +41,7 @@ PARTS = (
 
 
 def patch() -> None:
-    """Once a process. Raises ConfigError where vLLM is not as it was known."""
+    """Patch vLLM; once a process. Raises ConfigError where vLLM lacks an expected method."""
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -80,7 +81,7 @@ def patch() -> None:
 
 
 def _patch_taps(runner: Any) -> None:
-    """Have the model give the states that are configured; vLLM asks when it is loaded, before it is compiled."""
+    """Let the model return the states of the configured layers; vLLM asks for them when it loads, before compiling."""
     inner = runner._setup_eagle3_aux_hidden_state_outputs
 
     def setup(self: Any) -> None:
@@ -98,8 +99,8 @@ def _patch_taps(runner: Any) -> None:
 
 
 def final_norm(model: Any, width: int, dtype: torch.dtype, device: torch.device) -> Final | None:
-    """What drafters read is the state that logits come from. Some models of vLLM (MiMo's) give the one before their
-    final norm, and norm it when logits are asked for: that norm; None: the model's states are right."""
+    """The norm that ``model`` applies only when it computes logits; None: its states are right already. Drafters read
+    the normed state, but some models of vLLM (MiMo's) return the one before their final norm."""
     norm, logits = getattr(getattr(model, "model", None), "norm", None), getattr(model, "logits_processor", None)
     if norm is None or logits is None:
         return None
@@ -108,7 +109,7 @@ def final_norm(model: Any, width: int, dtype: torch.dtype, device: torch.device)
 
     def take(_: Any, asked: tuple[Any, ...]) -> None:
         given.append(asked[1])
-        raise _Taken  # nothing behind it is wanted, and other ranks do not take part
+        raise _Taken  # the rest of the call is not needed, and would wait for other ranks
 
     handle = logits.register_forward_pre_hook(take)
     try:
@@ -125,11 +126,11 @@ def final_norm(model: Any, width: int, dtype: torch.dtype, device: torch.device)
 
 
 class _Taken(Exception):
-    """What ``final_norm`` wants to know."""
+    """Ends the trial call in ``final_norm`` once the state was seen."""
 
 
 def _patch_reach(runner: Any) -> None:
-    """One request near the longest context would leave the proposer out for all: ours needs no room behind it."""
+    """vLLM skips the proposer for all requests if one is near the longest context. Ours needs no room there."""
     inner = runner._input_fits_in_drafter
 
     def fits(self: Any, common_attn_metadata: Any) -> bool:
@@ -156,8 +157,8 @@ def patch_sampling(runner: Any) -> None:
 
 
 def patch_seeds(runner: Any) -> None:
-    """A step that computes a part of a prompt draws a token that nobody wants. vLLM sets its generator back afterwards,
-    which raises for a CPU's and ends the engine. There such a draw is made by nobody's generator."""
+    """A step with a part of a prompt draws a token that is not used. vLLM then resets the request's generator, which
+    raises for a CPU generator and ends the engine. So on a CPU such a draw uses no generator of a request."""
     sample, book = runner._sample, runner._bookkeeping_sync
 
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
@@ -178,7 +179,7 @@ def patch_seeds(runner: Any) -> None:
 
 
 def keyed_of(runner: Any) -> KeyedSampling | None:
-    """What chooses for ``runner``; None: vLLM alone."""
+    """The keyed sampling of ``runner``; None: vLLM chooses alone."""
     drafter = getattr(runner, "drafter", None)
     if not isinstance(drafter, RemoteDrafter) or not drafter.keyed:
         return None
@@ -194,7 +195,7 @@ def keyed_of(runner: Any) -> KeyedSampling | None:
 
 
 def asked_of(runner: Any, keyed: KeyedSampling, spec: Any) -> list[Asked]:
-    """The requests of the batch that tokens are chosen for now; none where all are greedy."""
+    """The requests of the batch for which tokens are chosen now; empty if all are greedy."""
     batch = runner.input_batch
     keyed.known.keep(batch.req_ids)
     if batch.sampling_metadata.all_greedy:
@@ -205,7 +206,7 @@ def asked_of(runner: Any, keyed: KeyedSampling, spec: Any) -> list[Asked]:
 
 
 def _patch_ends(runner: Any) -> None:
-    """The last requests end in a step that computes nothing and proposes nothing."""
+    """Close the last requests too: they end in a step that computes nothing, so the proposer is not called."""
     inner = runner._update_states
 
     def _update_states(self: Any, scheduler_output: Any) -> Any:
@@ -218,8 +219,8 @@ def _patch_ends(runner: Any) -> None:
 
 
 def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> list[Row]:
-    """The batch of ``runner`` after a step that gave ``sampled``, in the batch's order. vLLM forbids ends to the token
-    behind draft tokens as if these were not there, so that token stands among the ``min_tokens``, too."""
+    """The requests of ``runner`` after a step, in the batch's order; sampled: the new tokens of each. vLLM checks
+    ``min_tokens`` for the token after draft tokens as if these were not there, so fewer are drafted near that limit."""
     batch, verified, keyed = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens, keyed_of(runner)
     count, requests, longest = len(batch.req_ids), runner.requests, runner.max_model_len
     scheduled = scheduler_output.num_spec_tokens_to_schedule  # fewer in large batches, if vLLM is told so
@@ -252,21 +253,21 @@ def ends(asked: Any, new: list[int]) -> bool:
 
 
 def text_of(texts: Any, place: int, length: int, vocab_size: int) -> list[int]:
-    """The first ``length`` tokens of row ``place``. What stands for a picture may be none of the model's: drafts refuse
-    it, and the engine would end if it had to verify one, so it is the token 0."""
+    """The first ``length`` tokens of row ``place``. An image's placeholder may be an id beyond the vocabulary, which
+    drafts refuse and which would crash the engine in verification, so it becomes token 0."""
     tokens = texts[place, :length]
     known: list[int] = np.where((tokens >= 0) & (tokens < vocab_size), tokens, 0).tolist()
     return known
 
 
 def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> Batch:
-    """The same, for where its states and its KV are. KV of the first group, if there are several."""
+    """The rows and KV blocks of each request in the step, for ``features``. With several KV groups, of the first."""
     batch = runner.input_batch
     count, table = len(batch.req_ids), batch.block_table[0]
     scheduled = np.array([scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids], np.int64)
     computed = batch.num_computed_tokens_cpu[:count].astype(np.int64)
     new = np.array([len(tokens) for tokens in sampled], np.int64)
-    # Behind the newest token but one stand rows of draft tokens that were refused.
+    # The newest token has no KV yet; later rows are those of refused draft tokens.
     ends = np.where(new > 0, batch.num_tokens_no_spec[:count] - 1, computed + scheduled)
     return Batch(list(batch.req_ids), scheduled, computed, ends, new, batch.token_ids_cpu, table.get_numpy_array(),
                  table.block_size)

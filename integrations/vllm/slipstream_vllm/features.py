@@ -1,13 +1,14 @@
-"""Features: states of the target that a drafter reads, out of the engine's own forward.
+"""Features: keeps the target's states that a drafter reads, taken from the engine's own forward.
 
 Rules:
-1. Taps are set when the engine loads, as graphs and compilation fix them. A draft that reads others is refused by name.
-2. States lie beside the engine's KV, a row a slot, written in the step that wrote the KV. So there is a row for what
-   the prefix cache gave, for a request that was put back, and for a draft that comes late or comes back.
-3. They take so many bytes and no more: slots share places, and the newest keeps it. A row belongs to a token if its
-   slot and the token are both those that were written. One that is gone is a gap, and the drafter begins behind it.
-4. They are kept as the engine made them. A spec's projection and its dtype come when they are sent.
-5. Off a GPU the newest rows are copied on a stream of their own, while the host looks at what was sampled.
+1. Taps are fixed when the engine loads, because graphs and compilation depend on them. A draft that reads other layers
+   is refused, and the error names them.
+2. Each KV slot has a row of states, written in the step that wrote the KV. So there are rows also for tokens from the
+   prefix cache, for a preempted request, and for a draft that connects late or again.
+3. They take at most ``most_bytes``: several slots share a place, and the newest one keeps it. A row belongs to a token
+   if both its slot and its token are those that were written. A missing row is a gap; the drafter begins after it.
+4. They are kept as the engine made them. A spec's projection and dtype are applied when rows are sent.
+5. From a GPU the newest rows are copied on a separate stream, while the host reads the sampled tokens.
 
 It knows nothing about vLLM's classes, sessions or links.
 """
@@ -27,7 +28,7 @@ from slipstream.observe.log import logger
 from slipstream.protocol.messages import DraftHello, FeatureSpec, TargetHello
 from slipstream.protocol.pairing import check_pair
 
-CHUNK = 1024  # rows of one product, where many are sent
+CHUNK = 1024  # most rows of one product
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Indices = NDArray[np.int64]
 Final = Callable[[torch.Tensor], torch.Tensor]
@@ -35,7 +36,8 @@ Final = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Which states are given: ids as ``FeatureSpec.layers``, in the order in which drafts name them."""
+    """The layers whose states are kept: ids as ``FeatureSpec.layers``, in the order in which drafts name them. Raises
+    ConfigError for ids that the target does not have."""
 
     layers: tuple[int, ...]
     num_layers: int  # of the target
@@ -47,16 +49,17 @@ class Taps:
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Those that the engine has to be asked for: it gives the state behind the final norm anyway."""
+        """The layers to request from the engine; it returns the state after the final norm anyway."""
         return tuple(sorted({layer for layer in self.layers if layer < self.num_layers}))
 
     def pick(self, inner: Sequence[torch.Tensor] | None, last: torch.Tensor) -> list[torch.Tensor]:
-        """Of what a forward gave, ``inner`` in the model's order."""
+        """The states in the order of ``layers``. inner: of the inner layers in the model's order; last: after the final
+        norm."""
         given = dict(zip(self.inner, inner or (), strict=True))
         return [given.get(layer, last) for layer in self.layers]
 
     def check(self, target: TargetHello, draft: DraftHello) -> str:
-        """As ``check_pair``; these have to be the taps that the draft reads, too."""
+        """As ``check_pair``, and raises PairingError unless the draft reads exactly these layers."""
         doubt = check_pair(target, draft)
         if draft.features is not None and draft.features.layers != self.layers:
             found = list(draft.features.layers)
@@ -67,25 +70,25 @@ class Taps:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The requests of a step, in the order in which their rows stand in its forward."""
+    """The B requests of a step, in the order of their rows in its forward."""
 
     requests: Sequence[str]
-    scheduled: Indices  # [B] rows of each
-    computed: Indices  # [B] tokens of each before the step
-    ends: Indices  # [B] the same after it; rows behind are those of draft tokens that were refused
+    scheduled: Indices  # [B] rows in the forward
+    computed: Indices  # [B] tokens with KV before the step
+    ends: Indices  # [B] tokens with KV after it; later rows are those of refused draft tokens
     sampled: Indices  # [B] tokens that the step committed
     tokens: NDArray[np.int32]  # [B, _]
-    blocks: NDArray[np.int32]  # [B, _] of the KV; 0 is nobody's
+    blocks: NDArray[np.int32]  # [B, _] KV blocks; block 0 belongs to no request
     block_size: int
 
     def slots(self, places: Indices, positions: Indices) -> Indices:
-        """Of the KV; -1: none."""
+        """KV slots of ``positions`` of the requests at ``places``; -1: no slot."""
         blocks = self.blocks[places, positions // self.block_size].astype(np.int64)
         return np.where(blocks > 0, blocks * self.block_size + positions % self.block_size, -1)
 
 
 class States:
-    """All calls come from the engine's thread."""
+    """The kept rows of states (see the module). Call it only from the engine's thread."""
 
     def __init__(self, taps: Taps, most_bytes: int) -> None:
         self.taps = taps
@@ -103,8 +106,8 @@ class States:
         self._problem = ""
 
     def allocate(self, hidden_size: int, dtype: torch.dtype, device: torch.device, final: Final | None = None) -> None:
-        """When the engine loads, so that its KV takes what is left. final: what the model does to its last states
-        before they become logits, if its forward does not do it."""
+        """Allocate the pool. Call it while the engine loads, so that its KV takes the memory that is left. final: the
+        model's final norm, if its forward returns states before it."""
         self._final = final
         width = len(self.taps.layers) * hidden_size
         places = max(1, self._most_bytes // (width * dtype.itemsize))
@@ -113,8 +116,8 @@ class States:
         self._owners, self._tokens = np.full(places, -1, np.int64), np.zeros(places, np.int32)
 
     def gives(self, spec: FeatureSpec) -> bool:
-        """Rows are sent as ``spec`` says from now on. False: they cannot be given, or there is no memory for its
-        projection; they are sent as before then."""
+        """Send rows as ``spec`` says from now on. False: its layers differ, or there is no memory for its projection;
+        then the former spec stays in force."""
         if spec.layers != self.taps.layers:
             return False
         try:
@@ -125,9 +128,9 @@ class States:
 
     def keep(self, batch: Callable[[], Batch], inner: Sequence[torch.Tensor] | None, last: torch.Tensor,
              reads: Callable[[str], bool]) -> None:
-        """A step is done: ``inner`` taps and the ``last`` state, a row for each of its tokens. Rows of the tokens that
-        it committed to requests that some drafter ``reads`` are on their way from here on. It never raises: whatever
-        goes wrong is no rows, and one log line for each new problem."""
+        """Keep the states of a step: ``inner`` taps and the ``last`` state, with a row for each row of the forward. For
+        requests that a drafter ``reads`` the copy of the committed tokens' rows to the host begins here. It never
+        raises: an error means no rows, and one log line for each new problem."""
         self._batch, self._places, self._newest, self._sent = None, {}, {}, None
         try:
             self._keep(batch(), self.taps.pick(inner, last if self._final is None else self._final(last)), reads)
@@ -149,21 +152,21 @@ class States:
         at = slots % len(self._owners)
         self._owners[at] = slots
         self._tokens[at] = tokens
-        if not (won := self._owners[at] == slots).all():  # of two in one place the later one is there
+        if not (won := self._owners[at] == slots).all():  # of two slots with the same place the later one keeps it
             at, rows = at[won], rows[won]
         if len(at):
             self._pool.index_copy_(0, self._near(at), self._side_by_side(taps, rows).to(self._pool.dtype))
 
     def newest(self, request: str) -> bytes | None:
-        """The rows of the positions before each token that the last step committed to it."""
+        """The rows for the tokens that the last step committed: of the position before each; None: there are none."""
         found = self._newest.get(request)
         if found is None or self._sent is None:
             return None
         return self._sent.rows(*found)
 
     def since(self, request: str, start: int) -> tuple[int, int, bytes]:
-        """Rows that are known of a request of the last step, from ``start`` on, behind the last gap: the first
-        position, their number, and themselves."""
+        """The kept rows of a request of the last step, from position ``start`` on and after the last gap. Returns the
+        first position, the number of rows, and the rows."""
         place, batch = self._places.get(request), self._batch
         if place is None or batch is None or self._rows is None:
             return start, 0, b""
@@ -177,7 +180,7 @@ class States:
         try:
             parts = [Sent(self._rows(self._pool.index_select(0, self._near(at[first : first + CHUNK]))), self._aside)
                      for first in range(0, len(at), CHUNK)]
-        except torch.OutOfMemoryError:  # a gap, as where they are gone
+        except torch.OutOfMemoryError:  # treated as a gap
             return end, 0, b""
         return end - len(at), len(at), b"".join(part.rows() for part in parts)
 
@@ -205,14 +208,14 @@ class States:
 
 
 def _spread(counts: Indices) -> tuple[Indices, Indices]:
-    """Counts (2, 0, 3) as who (0, 0, 2, 2, 2) and which of them (0, 1, 0, 1, 2)."""
+    """Counts (2, 0, 3) become owners (0, 0, 2, 2, 2) and their own numbers (0, 1, 0, 1, 2)."""
     counts = np.maximum(counts, 0)
     who = np.repeat(np.arange(len(counts)), counts)
     return who, np.arange(len(who)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class Rows:
-    """What one spec makes of states."""
+    """Applies the projection and the dtype of one spec to states."""
 
     def __init__(self, spec: FeatureSpec, device: torch.device) -> None:
         self._dtype = DTYPES[spec.dtype]
@@ -237,7 +240,7 @@ class Rows:
 
 
 class Sent:
-    """Rows on their way to the host. On a GPU they never went yet: read, not run."""
+    """Rows that are being copied to the host. The code for GPUs was reviewed and has never run on one."""
 
     def __init__(self, rows: torch.Tensor, aside: torch.cuda.Stream | None) -> None:
         """aside: the stream that copies them; None: they are copied at once."""
@@ -249,14 +252,14 @@ class Sent:
         aside.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(aside):
             self._host.copy_(rows, non_blocking=True)
-            rows.record_stream(aside)  # its memory is nobody else's until then
+            rows.record_stream(aside)  # its memory is not reused before the copy is done
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(aside)
 
     def rows(self, first: int = 0, count: int | None = None) -> bytes:
-        """Waits for them."""
+        """The bytes of ``count`` rows from ``first`` on (None: all); it waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         rows = self._host[first:] if count is None else self._host[first : first + count]
-        # numpy has no bfloat16: the bytes are taken without asking what they mean.
+        # numpy has no bfloat16, so the rows are read as bytes.
         return rows.view(torch.uint8).numpy().tobytes()

@@ -1,6 +1,6 @@
-"""Lines: our log in vLLM's process goes where vLLM's own goes, in its form.
+"""Lines: sends our log lines in vLLM's process to vLLM's log, in its form.
 
-It configures nothing where structlog is configured already: then the process is one of ours.
+If structlog is configured already, it changes nothing: then the process is one of ours.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import structlog
 
 from slipstream.observe.log import refuse_private
 
-NAME = "vllm.slipstream"  # below vLLM's own logger, so that its level, its form and its stream count
+NAME = "vllm.slipstream"  # a child of vLLM's own logger: it has its level, form and stream
 
 
 def adopt() -> None:
-    """Once a process."""
+    """Configure structlog for vLLM; once a process."""
     if structlog.is_configured():
         return
     lines = logging.getLogger(NAME)

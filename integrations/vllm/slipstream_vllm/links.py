@@ -1,7 +1,7 @@
-"""Links: the streams to all drafts, on a thread of their own beside the engine's, and a page of metrics where one is
-asked for. Where that thread ends, drafting ends: that is told once, and the engine decodes plain.
+"""Links: the streams to all drafts, on a thread beside the engine's, and a metrics page if one is configured. If that
+thread ends, it is logged once, and the engine decodes without drafts.
 
-It knows nothing about what they carry.
+It knows nothing about the messages on the streams.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Links:
 
     def __init__(self, options: Options, hello: TargetHello, following: Following, metrics: TargetMetrics,
                  check: Callable[[TargetHello, DraftHello], str] = check_pair, speaks: bool = True) -> None:
-        """speaks: with drafts; else there are none, and no page. Raises ConfigError for certificates that cannot be
-        read, a page's port that is taken, and where an address names a service and no cluster can be found."""
+        """speaks: whether to connect to drafts; else there are no links and no page. Raises ConfigError for unreadable
+        certificates, a taken port of the page, or the address of a Kubernetes service where no cluster is found."""
         self._addresses, self._kubeconfig = options.drafts if speaks else (), options.kubeconfig
         self._hello, self._following, self._metrics, self._check = hello, following, metrics, check
-        self.expected = 0  # drafts that there should be
+        self.expected = 0  # number of drafts that there should be
         self._tls = tls_files(options.tls)
         if self._tls is not None:
             self._tls.read()
@@ -46,7 +46,7 @@ class Links:
 
     @property
     def alive(self) -> bool:
-        """From any thread."""
+        """Whether the thread runs. From any thread."""
         return self._vitals.ready
 
     @property
@@ -55,7 +55,7 @@ class Links:
         return self.alive and any(status.connected for status in self.statuses())
 
     def statuses(self) -> list[DraftStatus]:
-        """From any thread."""
+        """The states of all known drafts. From any thread."""
         return self._drafts.statuses()
 
     def _expect(self, drafts: int) -> None:

@@ -26,16 +26,16 @@ class Options:
     deadline_s: Annotated[float, Field(gt=0, le=60)] = 0.25  # a step never waits longer for a draft
     prompt_lookup: bool = True
     always: bool = False  # draft, whether it pays or not
-    layers: tuple[int, ...] = ()  # whose states drafts may read, as ``FeatureSpec.layers``
-    features_gb: Annotated[float, Field(gt=0, le=1 << 20)] = 1.0  # of such states, kept beside the engine's KV
+    layers: tuple[int, ...] = ()  # layers whose states drafts may read, as ``FeatureSpec.layers``
+    features_gb: Annotated[float, Field(gt=0, le=1 << 20)] = 1.0  # GiB of memory for these states
     keyed: bool = True  # see ``sampling``
-    metrics_listen: Listen | None = None  # a page of our metrics, of this process; None: no page
+    metrics_listen: Listen | None = None  # address of a page with this process's metrics; None: no page
     tls: TlsSection = TlsSection()  # with drafts, as wire.tls; none: plain text
     kubeconfig: str = ""  # as wire.kubeconfig
 
     @staticmethod
     def of(given: Any) -> Options:
-        """Raises ConfigError naming the field."""
+        """The options in ``given``, a mapping or None. Raises ConfigError naming the field."""
         if not isinstance(given, Mapping) or not given.get("drafts"):
             raise ConfigError(f"slipstream.drafts: {HINT}")
         known = {field.name for field in fields(Options)}
@@ -50,7 +50,7 @@ class Options:
                               f"{first['msg'].removeprefix('Value error, ')}") from error
 
     def section(self, most: int) -> TargetSection:
-        """As the settings of a target. most: tokens of a chain. Raises ConfigError."""
+        """The options as settings of a target. most: longest chain. Raises ConfigError."""
         try:
             policy = PolicySection(max_nodes=most, deadline_max_s=self.deadline_s, always=self.always)
         except ValidationError as error:

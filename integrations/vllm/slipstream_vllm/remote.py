@@ -1,12 +1,12 @@
-"""RemoteDrafter: what stands where vLLM expects a proposer, and asks draft services for chains.
+"""RemoteDrafter: a proposer for vLLM that gets its draft tokens from draft services.
 
-The sessions are ``Chains``; this puts them together with links and states.
+``Chains`` holds the sessions; this class connects it with the links and the target's states.
 
 Rules:
-1. vLLM's scheduler takes the proposals of one rank, the first of the last pipeline stage, and hands them to all ranks
-   with the next step. So that rank alone drafts, the others propose nothing, and nothing has to be broadcast.
-2. Where each rank has a scheduler of its own (``external_launcher``), drafts that come a moment later on one of them
-   would part them: that is refused.
+1. vLLM's scheduler takes the proposals of one rank, the first of the last pipeline stage, and gives them to all ranks
+   with the next step. So only that rank drafts, the others propose nothing, and nothing has to be broadcast.
+2. With ``external_launcher`` each rank has its own scheduler. Drafts that arrive later on one rank would make their
+   steps differ, so that is refused.
 
 It knows nothing of vLLM's batch: an adapter reads that.
 """
@@ -33,23 +33,23 @@ from slipstream_vllm.versions import adapt
 
 
 class RemoteDrafter:
-    """What ``--speculative-config`` names. vLLM makes one in each worker."""
+    """The class that ``--speculative-config`` names. vLLM makes one object in each worker."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Raises ConfigError naming the field, or what is wrong with this vLLM."""
+        """Raises ConfigError naming the field, or the problem with this vLLM."""
         adopt()
         adapt()
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         options = Options.of((vllm_config.additional_config or {}).get("slipstream"))
-        self.speaks = speaks(vllm_config.parallel_config)  # with drafts; other ranks of the engine propose nothing
-        self.keyed = options.keyed  # wanted; an adapter puts it in place
-        self.chooser: Any = None  # the adapter's
+        self.speaks = speaks(vllm_config.parallel_config)  # whether this rank connects to drafts (rule 1)
+        self.keyed = options.keyed  # whether keyed sampling is wanted; the adapter installs it
+        self.chooser: Any = None  # set by the adapter
         text, name = model.hf_text_config, str(model.served_model_name)  # as vLLM's own metrics call it
         hello = TargetHello(PROTOCOL_VERSION, 0, name, model.get_vocab_size(),
                             digest_of(str(model.tokenizer), getattr(model, "tokenizer_revision", None)),
                             text.hidden_size, text.num_hidden_layers, model.max_model_len)
         self.metrics = metrics = TargetMetrics(name)
-        # Only here: who imports this package needs no torch.
+        # Imported here, so that importing this package does not import torch.
         from slipstream_vllm.features import States, Taps
 
         taps = Taps(options.layers, text.num_hidden_layers)
@@ -60,18 +60,18 @@ class RemoteDrafter:
 
     @property
     def expected(self) -> int:
-        """Drafts that there should be."""
+        """Number of drafts that there should be."""
         return self._links.expected
 
     def statuses(self) -> list[DraftStatus]:
-        """Of all drafts that are known, with what was found out about them."""
+        """The states of all known drafts, with the problems found with them."""
         return [self.chains.following.pool.with_problem(status) for status in self._links.statuses()]
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """vLLM calls it; the model is elsewhere."""
+        """Called by vLLM; nothing to load, as the model is in the draft service."""
 
     def propose(self, *_: Any, **__: Any) -> list[list[int]]:
-        """What a runner calls that no adapter stands in."""
+        """Called only by a runner that no adapter has patched. Raises ConfigError."""
         raise ConfigError("slipstream-vllm stands in vLLM's GPUModelRunner alone, and this is another one: leave out "
                           "what chooses it, or --speculative-config")
 
@@ -87,18 +87,18 @@ def speaks(parallel: Any) -> bool:
 
 
 def listener() -> Callable[[ToldStep], None] | None:
-    """Who hears of each step; None: nobody. What vLLM compiles it keeps by its arguments, and a socket is another one
-    at each start, so it is no option."""
+    """The function that reports each step to the target; None: no target listens. The socket's path is in the
+    environment and not in vLLM's arguments: it differs at each start, and vLLM caches compiled code by arguments."""
     path = os.environ.get(SOCKET)
     return Teller(path).tell if path else None
 
 
 class Teller:
-    """Tells a target what became of a step, where one serves the engine's answers (``target.engine: vllm``). It never
-    blocks and never raises: what cannot be told at once is not told."""
+    """Reports the results of steps to the target that serves the engine's answers (``target.engine: vllm``). It never
+    blocks and never raises: a report that cannot be sent at once is dropped."""
 
     def __init__(self, path: str) -> None:
-        """path: of its socket."""
+        """path: of the target's socket."""
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)

@@ -1,12 +1,12 @@
 """Keyed sampling in vLLM: a seed fixes a sampled answer, whatever is drafted, and drafts are ranked with its noise.
 
 Rules:
-1. vLLM does to logits all that it does before a token is drawn, along the draft tokens too: grammar, allowed tokens,
-   bad words, min_tokens, penalties. Temperature, top-k, top-p and noise are those of our engine (``choosing``).
-2. The choice at a position is the same function in a plain step and under verification. So draft tokens are verified as
-   greedy ones are: by being equal. vLLM's rejection sampling is not used, nor are its generators.
-3. Greedy requests are chosen by vLLM alone, and so is everything outside of a step.
-4. Without a seed, one follows from the engine's own seed and the request's id: alike in all ranks of an engine.
+1. vLLM itself applies grammar, allowed tokens, bad words, min_tokens and penalties to the logits, along the draft
+   tokens too. Temperature, top-k, top-p and noise are those of our engine (``choosing``).
+2. The choice at a position is the same in a plain step and in verification. So a draft token is verified as for greedy
+   requests: it must equal the choice. vLLM's rejection sampling and its generators are not used.
+3. Greedy requests are chosen by vLLM alone, and so are all requests outside of a ``step``.
+4. Without a seed, one is derived from the engine's seed and the request's id, so it is the same in all ranks.
 
 It wraps objects of vLLM (its sampler and its rejection sampler) and imports none. It knows nothing about drafts.
 """
@@ -26,12 +26,12 @@ from slipstream.choosing.transfer import sent
 from slipstream.protocol.requests import MAX_ENDS, Sampling
 
 SEEDS = 1 << 64
-HOTTEST = 100.0  # temperature, and repetition penalty, that ``Sampling`` holds; vLLM knows no bound
-MOST = 1 << 30  # likewise of top_k and min_tokens
+HOTTEST = 100.0  # largest temperature and repetition penalty of ``Sampling``; vLLM has no limit
+MOST = 1 << 30  # largest top_k and min_tokens
 
 
 def refusal(vllm_config: Any) -> str:
-    """Why vLLM's own sampling stays; "": it need not."""
+    """Why keyed sampling cannot replace vLLM's own; "": it can."""
     if "processed" in vllm_config.model_config.logprobs_mode:
         return f"logprobs_mode is {vllm_config.model_config.logprobs_mode}, which reads what rejection sampling makes"
     if (method := vllm_config.speculative_config.rejection_sample_method) != "standard":
@@ -40,8 +40,8 @@ def refusal(vllm_config: Any) -> str:
 
 
 def sampling_of(params: Any, request: str, engine_seed: int | None, vocab_size: int) -> Sampling:
-    """What ``params`` (vLLM's ``SamplingParams``) ask for. A stop token may be any number there: what is no token ends
-    nothing, and a draft refuses it."""
+    """``params`` (vLLM's ``SamplingParams``) as our Sampling. vLLM allows any number as a stop token; those outside the
+    vocabulary are left out, because a draft refuses them."""
     seed = params.seed
     if seed is None:
         seed = int.from_bytes(hashlib.blake2b(f"{engine_seed} {request}".encode(), digest_size=8).digest(), "little")
@@ -55,33 +55,33 @@ def sampling_of(params: Any, request: str, engine_seed: int | None, vocab_size: 
 
 
 def filters(sampling: Sampling) -> Sampling:
-    """``sampling`` of logits that penalties were applied to."""
+    """``sampling`` without penalties and min_tokens, for logits to which they were applied already."""
     return replace(sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, min_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request of a batch that is chosen for."""
+    """One request of a batch for which tokens are chosen."""
 
-    sampling: Sampling  # its filters
-    base: int  # tokens that it has
-    drafted: int  # draft tokens of it that are verified
+    sampling: Sampling  # only its filters, see ``filters``
+    base: int  # tokens of its text
+    drafted: int  # its draft tokens that are verified
 
     def rows(self, first: int, count: int, skip: int) -> ChoiceRows:
-        """Rows from ``first`` of some logits; ``skip``: draft tokens before the first of them."""
+        """``count`` rows from row ``first`` of the logits on; ``skip``: draft tokens before the first of these rows."""
         positions = range(self.base + skip, self.base + skip + count)
         return ChoiceRows(self.sampling, range(first, first + count), positions, [0] * count, None, [()] * count)
 
 
 class Known:
-    """What each request of the batch asks for, made once."""
+    """The Sampling of each request, made once."""
 
     def __init__(self, engine_seed: int | None, vocab_size: int) -> None:
         self._seed, self._vocab_size = engine_seed, vocab_size
         self._of: dict[str, tuple[Any, Sampling, Sampling]] = {}
 
     def of(self, request: str, params: Any) -> tuple[Sampling, Sampling]:
-        """All of it, and its filters alone."""
+        """The whole Sampling of a request, and only its filters."""
         known = self._of.get(request)
         if known is None or known[0] is not params:
             asked = sampling_of(params, request, self._seed, self._vocab_size)
@@ -89,14 +89,14 @@ class Known:
         return known[1], known[2]
 
     def keep(self, requests: Iterable[str]) -> None:
-        """The others may be over."""
+        """Forget other requests from time to time: they may have ended."""
         there = list(requests)
         if len(self._of) > 2 * len(there) + 64:
             self._of = {request: self._of[request] for request in there if request in self._of}
 
 
 class KeyedSampling:
-    """Stands inside a sampler and a rejection sampler of vLLM from now on; chooses while a ``step`` is on."""
+    """Replaces methods of a sampler and a rejection sampler of vLLM; it chooses tokens only inside a ``step``."""
 
     def __init__(self, sampler: Any, verifier: Any, engine_seed: int | None, vocab_size: int) -> None:
         self.known = Known(engine_seed, vocab_size)
@@ -107,7 +107,7 @@ class KeyedSampling:
 
     @contextmanager
     def step(self, asked: Sequence[Asked]) -> Iterator[None]:
-        """``asked``: the requests of the batch, in its order."""
+        """A context in which tokens are chosen for ``asked``, the requests of the batch in its order."""
         self._asked = asked
         try:
             yield
@@ -115,7 +115,7 @@ class KeyedSampling:
             self._asked = ()
 
     def sample(self, logits: torch.Tensor, metadata: Any, *rest: Any, **named: Any) -> tuple[torch.Tensor, Any]:
-        """A token for each request: the only one, or the one behind its draft tokens."""
+        """A token int64 [B] for each request: the only one, or the one after its draft tokens."""
         if not self._asked:
             drawn: tuple[torch.Tensor, Any] = self._sample(logits, metadata, *rest, **named)
             return drawn
@@ -128,7 +128,8 @@ class KeyedSampling:
         return chosen.index_copy_(0, where, choices(logits.index_select(0, where), sessions)), None
 
     def process(self, logits: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
-        """The rows that draft tokens are verified against, a request behind the other: each with its choice on top."""
+        """vLLM's logits for verification, request after request, with the logit of our choice in each row set to
+        infinity."""
         rows: torch.Tensor = self._process(logits, metadata, spec)
         places, sessions, first = list[int](), list[ChoiceRows](), 0
         for one, count in zip(self._asked, spec.num_draft_tokens, strict=False):
@@ -144,7 +145,8 @@ class KeyedSampling:
         return rows
 
     def verify(self, spec: Any, draft_probs: Any, logits: torch.Tensor, metadata: Any) -> Any:
-        """What vLLM accepts: while a step is on, draft tokens that equal the choices."""
+        """vLLM's verification; inside a ``step`` it treats all requests as greedy, so draft tokens must equal the
+        choices."""
         if self._asked:
             draft_probs, metadata = None, replace(metadata, all_greedy=True, all_random=False)
         return self._verify(spec, draft_probs, logits, metadata)

@@ -1,5 +1,5 @@
-"""Tokenizers of models by the names that engines know: a folder, or a repository on the Hugging Face Hub, of which the
-engine has fetched what it needs.
+"""The tokenizer of a model that an engine names by a folder or by a repository on the Hugging Face Hub, whose files the
+engine has fetched already.
 
 It knows nothing about engines.
 """
@@ -15,11 +15,11 @@ FILE = "tokenizer.json"
 
 
 def digest_of(name: str, revision: str | None = None) -> str:
-    """Which tokens the ids of the model ``name`` stand for (``tokenizer_hash``). "": nobody knows, so that drafters
-    with a vocabulary are refused, and n-grams draft."""
+    """The ``tokenizer_hash`` of the model ``name``. "": unknown; then only n-gram drafters, which have no vocabulary,
+    are accepted."""
     try:
         return tokenizer_hash(_folder(name, revision))
-    except Exception as error:  # the Hub's client raises many kinds, and no engine is to end by it
+    except Exception as error:  # the Hub's client raises many types, and none may end the engine
         logger("vllm").warning("no tokenizer is known: only n-grams draft", model=name, why=str(error))
         return ""
 
@@ -27,7 +27,7 @@ def digest_of(name: str, revision: str | None = None) -> str:
 def _folder(name: str, revision: str | None) -> Path:
     if (folder := Path(name)).is_dir():
         return folder
-    # The engine's environment has it: how else would it come by the model?
+    # The engine's environment has this package, because the engine loads models with it.
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(name, FILE, revision=revision)).parent

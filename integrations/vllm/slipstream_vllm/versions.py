@@ -1,7 +1,7 @@
-"""Which version of vLLM is known, and its adapter.
+"""The supported version of vLLM, and its adapter.
 
-Rule: a vLLM that no adapter fits is refused where drafts are asked for. Otherwise it is told once and left as it is: it
-starts without us as it would have.
+Rule: a vLLM without an adapter is refused where drafts are asked for. Without drafts there is one log line, and vLLM
+starts unchanged.
 
 It knows nothing about what an adapter does.
 """
@@ -19,7 +19,7 @@ KNOWN = "0.32"
 
 
 def installed() -> str:
-    """The version of vLLM that is here; empty: none."""
+    """The installed version of vLLM; "": none."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)
@@ -29,15 +29,15 @@ def installed() -> str:
 
 
 def adapter_fits(found: str) -> None:
-    """Raises ConfigError, which names the version that is known."""
+    """Raises ConfigError, which names the supported version, for another one."""
     if ".".join(found.split(".")[:2]) != KNOWN:
         raise ConfigError(f"vLLM {found or '(none installed)'} is not known to slipstream-vllm, which works with "
                           f"{KNOWN}: install that one, or leave out --speculative-config")
 
 
 def adapt() -> None:
-    """Let the vLLM of this process ask ``RemoteDrafter`` with what it needs. Raises ConfigError where that is nothing
-    that we know."""
+    """Patch the vLLM of this process so that it calls ``RemoteDrafter`` with the data it needs. Raises ConfigError for
+    a version without an adapter."""
     adapter_fits(installed())
     from slipstream_vllm.adapter_0_32 import patch
 
@@ -45,7 +45,7 @@ def adapt() -> None:
 
 
 def adapt_if_known() -> None:
-    """The same, for a process of which nobody knows whether drafts will be asked for."""
+    """As ``adapt``, but it only logs an error: this process may not use drafts at all."""
     try:
         adapt()
     except Exception as error:  # a runner that cannot be imported here, say

@@ -1,8 +1,8 @@
-"""What a target asks of vLLM's workers: how the drafts are, and whose answers may be drafted for.
+"""Methods that a target calls in vLLM's workers: the states of drafts, and which answers may be drafted.
 
-``--worker-extension-cls slipstream_vllm.worker.Drafted`` adds it; ``collective_rpc`` calls it between two steps, on the
-thread of the engine. Where a worker has no proposer of ours that speaks with drafts, it says nothing; where it has none
-at all, it does nothing.
+``--worker-extension-cls slipstream_vllm.worker.Drafted`` adds them; ``collective_rpc`` calls them between two steps, on
+the engine's thread. A worker whose proposer is not connected to drafts returns None; one without our proposer does
+nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Drafted:
     model_runner: Any
 
     def slipstream_drafts(self) -> tuple[int, list[tuple[str, bool, str, str]], Counts] | None:
-        """How many drafts there should be. Of each that is known: address, whether it is connected, its drafter, and
-        what is wrong. What is counted of them."""
+        """How many drafts there should be; address, connected, drafter name and problem of each known draft; and the
+        counts of metrics. None: this worker is not connected to drafts."""
         drafter = getattr(self.model_runner, "drafter", None)
         if not isinstance(drafter, RemoteDrafter) or not drafter.speaks:
             return None
@@ -29,7 +29,7 @@ class Drafted:
         return drafter.expected, [astuple(status) for status in drafter.statuses()], drafter.metrics.tell()
 
     def slipstream_allow(self, request: str, allowed: bool) -> None:
-        """``request`` may be drafted for from now on, or may not."""
+        """Allow or forbid drafts for ``request`` from now on."""
         drafter = getattr(self.model_runner, "drafter", None)
         if isinstance(drafter, RemoteDrafter):
             drafter.chains.allow(request, allowed)

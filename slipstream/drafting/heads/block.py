@@ -1,15 +1,16 @@
 """A block drafter (DFlash, DSpark) as a network: a few layers that predict a whole block of tokens in one pass.
 
 Rules:
-1. Context comes from the target's states alone: ``c_i = hidden_norm(fc · the taps of position i)``. Keys and values of
-   every layer follow straight from ``c_i``, at rotary position i, and are computed once a committed token. So nothing
-   of it goes stale, and a token whose state has not come is simply not there.
-2. A block is (newest committed token, mask, mask, …) from the newest token's position on. Its rows see the context
-   before the newest token and the whole block, not causally; their keys and values are gone after the pass. In layers
-   that slide they see less of the context, and of the block what is before them (unless the head sees ahead there).
+1. Context comes only from the target's states: ``c_i = hidden_norm(fc · the taps of position i)``. Keys and values of
+   every layer are computed from ``c_i``, at rotary position i, once for each committed token. So no context is ever
+   computed again, and a token whose state has not arrived is left out.
+2. A block is (newest committed token, mask, mask, …) from the newest token's position on. Each of its rows sees the
+   context before the newest token and the whole block, not causally; the block's keys and values are dropped after the
+   pass. In sliding layers rows see less of the context, and only earlier rows of the block, unless the head says
+   otherwise (``BlockHead.ahead``).
 3. ``from_anchor``: slot k predicts the token after its place; else the token at its place, and slot 0 nothing.
 4. Markov and confidence heads: see ``drafting.block``.
-5. ``fc`` runs on the target where rows get shorter by it, as EAGLE-3's does; the wire's dtype is cast here.
+5. ``fc`` runs on the target if that makes rows shorter, as for EAGLE-3. Rows arrive in the wire's dtype and are cast.
 
 It knows nothing about sessions, trees or files. Source: arXiv 2602.06036 (DFlash) and the code of DeepSpec (DSpark).
 """
@@ -62,9 +63,9 @@ class BlockNetwork:
 
     def __init__(self, head: BlockHead, dtype: str, device: torch.device, num_slots: int, project: bool = False,
                  ops: LayerOps = TORCH, kernels: str = "torch") -> None:
-        """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where rows get shorter
-        by it; ops: how layers run on torch; kernels: see ``native.native_or``. Raises ModelError for an unknown
-        dtype."""
+        """dtype: of weights, KV and features on the wire; project: let the target apply ``fc`` if that makes rows
+        shorter; ops: the torch operations of a layer; kernels: see ``native.native_or``. Raises ModelError for an
+        unknown dtype."""
         kind, config = dtype_of(dtype), head.config
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         self.vocab_size, self.hidden_size = config.vocab_size, head.target_hidden_size
@@ -92,7 +93,7 @@ class BlockNetwork:
             self._torch = TorchBlocks(config, tensors, self._pool, ops, head.sliding)
             return self._torch
 
-        alike = len(set(head.sliding)) == 1  # the kernels' list has one frame, with one window
+        alike = len(set(head.sliding)) == 1  # the kernels take one window for all layers
         self._layers = native_or(kernels if alike else "torch", kind, device, "head", native, on_torch)
 
     def linears(self) -> tuple[Linear, ...]:
@@ -101,8 +102,8 @@ class BlockNetwork:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:
-        """``batch.features`` [T, H]: ``c`` of the row's position. For each row whose logits are wanted the block that
-        begins with its token: logits [R * reach, V]."""
+        """``batch.features`` [T, H]: ``c`` of each row's position. Each row whose logits are wanted begins a block:
+        logits [R * reach, V]."""
         self._layers.keep(batch)
         wanted = batch.host.logit_rows.tolist()
         states = torch.cat([self._blocks(batch, wanted[first : first + AT_ONCE])
@@ -140,8 +141,8 @@ class Layers(Protocol):
         ...
 
     def forward(self, batches: Mapping[bool, ForwardBatch]) -> torch.Tensor:
-        """Rows of blocks, by their tokens: [T, H] after the final norm. batches: the same rows, as layers see them that
-        slide (True), and others."""
+        """States of the blocks' rows, [T, H] after the final norm. batches: the same rows with the masks of sliding
+        layers (True) and of the others (False)."""
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

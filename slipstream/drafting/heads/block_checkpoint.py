@@ -6,20 +6,20 @@ Rules (those of every head stand in ``checkpoint``):
    ``transformer_layer_config``).
 2. Target states: ``target_layer_ids`` of the flat layout name layers by their *output*, so id i is what enters layer
    i + 1; ``aux_hidden_state_layer_ids`` of speculators name what *enters* a layer.
-3. ``sample_from_anchor`` says what a slot predicts: true, slot k the token after its place, the first one included;
-   false, slot k the token at its place, and the first one nothing. Nothing but acceptance shows a wrong reading, so it
-   is taken from the field (``query_zero_predicts_next`` is another name of it), else from what only one reading allows:
-   DeepSpec's class is true, and so is SpecForge's of DSpark, which vLLM and SGLang read as that; z-lab's without a
-   markov head and speculators' ``dflash`` are false, and a speculators folder that proposes ``block_size`` tokens is
-   true, one less false. What remains is refused by the field's name.
+3. ``sample_from_anchor`` says what a slot predicts. True: slot k predicts the token after its place, slot 0 too. False:
+   slot k predicts the token at its place, and slot 0 nothing. A wrong reading shows only in the acceptance, so it is
+   taken from the field (also called ``query_zero_predicts_next``), or else from what is certain: DeepSpec's class means
+   true, and so does SpecForge's of DSpark, as vLLM and SGLang read it; z-lab's without a markov head and speculators'
+   ``dflash`` mean false; a speculators folder that proposes ``block_size`` tokens means true, one less false. Any other
+   folder is refused, and the error names the field.
 4. Tensors, by plain names: ``fc.weight``, ``hidden_norm.weight``, ``layers.i.*`` with ``input_layernorm``,
    ``norm.weight``; with ``markov_rank`` above 0 ``markov_head.markov_w1`` (rows of the target's vocabulary) and
    ``markov_w2`` (of the draft's), ``gate_proj`` for gated and ``joint_proj`` for rnn heads; ``confidence_head.proj``;
    ``d2t``, ``embed_tokens``, ``lm_head`` where they are there, else the target's.
 5. ``layer_types`` says which layers slide, over ``sliding_window`` tokens (``swa_window_size`` of the flat layout). In
-   those a slot sees none of its block behind it, unless ``sliding_window_non_causal`` says so or the flat layout's
-   ``causal`` is false; then the window lies before the block. In others every slot sees all. Heads whose every layer is
-   causal are refused by their field: they would run, and draft badly.
+   sliding layers a slot does not see later slots of its block, unless ``sliding_window_non_causal`` says so or the flat
+   layout's ``causal`` is false; then the window ends before the block. In other layers every slot sees all slots. Heads
+   with only causal layers are refused, and the error names the field: they would run, and draft badly.
 
 It knows nothing about sessions or forwards. Formats: arXiv 2602.06036, the checkpoints of z-lab/dflash and
 deepseek-ai/DeepSpec, and those of vLLM's speculators library.
@@ -76,7 +76,7 @@ class BlockHead:
     confidence: bool
     confidence_with_markov: bool
     sliding: tuple[bool, ...]  # layers over the last ``config.sliding_window`` tokens
-    ahead: bool  # whether slots of those see what is behind them in their block
+    ahead: bool  # whether slots in sliding layers see later slots of their block
     tensors: Mapping[str, torch.Tensor]  # names of rule 4
     vocabulary: torch.Tensor  # int64 [V'] target ids of the draft's
 

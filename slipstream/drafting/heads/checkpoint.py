@@ -1,10 +1,10 @@
 """A head as it is published, of any kind: ``config.json`` and safetensors, read and checked against its target.
 
 Rules of every head:
-1. A missing tensor or field, a wrong shape or another vocabulary is a ModelError that names it, with the expected and
-   the found value.
+1. A tensor that is missing, has a wrong shape or belongs to another vocabulary raises a ModelError with its name, what
+   was expected and what was found.
 2. Only safetensors are read. A folder of pickles is refused with the command that converts it.
-3. The target may be of any family; missing tensors (embedding, lm_head) come from its folder (``lender``).
+3. The target may be of any family. Tensors that the head's folder lacks are read from the target's (``lender``).
 
 Rules of EAGLE:
 4. Two layouts: the authors' (fields at the top of ``config.json``, as SGLang and SpecForge write it too) and vLLM's
@@ -14,10 +14,9 @@ Rules of EAGLE:
 6. Rotary positions are the head's own, also where they differ from the target's: it was trained with them. A config
    without ``rope_theta`` means 10000, as it does where such heads are trained and served. A difference is warned of,
    because converted configs are known to carry a wrong value.
-7. An unknown tensor (a norm or a bias that the config does not mention) is refused by name, because without it the head
-   would run and draft badly. So is a config field that changes the computation elsewhere and is not supported here
-   (``NEUTRAL``). ``layer_types`` says whether layers slide (vLLM's speculators are trained so), whatever the layer's
-   family.
+7. A tensor that our code does not read (a norm, a bias without its config field) is refused by name: without it the
+   head would run, and draft badly. So is a config field that only other engines compute with (``NEUTRAL``).
+   ``layer_types`` says whether layers slide (vLLM's speculators are trained so), whatever the layer's family.
 
 Rules of EAGLE-3 (``read_head``):
 8. Tensors, by plain names: ``fc.weight`` (``fc.bias``), ``layers.i.*``, ``norm.weight``, ``d2t``, ``t2d``,

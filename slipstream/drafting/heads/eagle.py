@@ -3,12 +3,12 @@
 Rules:
 1. The row of the token at position p reads (embedding of that token, state at p - 1) and predicts the token at p + 1.
    Its rotary position is p - 1, as where heads are trained: inputs shifted left by one.
-2. EAGLE-3: target states are projected once, by ``fc`` (behind norms, if the head has some there): when they arrive, or
-   by the target before it sends them, to which the spec hands the weights over: a third of the bytes. Below the newest
-   token the head's own output, before the final norm (EAGLE-3.1: after it), takes their place, without ``fc``.
-   Layers behind the first, if there are some, are plain ones.
-3. EAGLE-1 and EAGLE-2: ``fc`` joins token and state in each row. The layer has no input norm and is followed by none:
-   its output is a guess of the target's state after the final norm, and takes that one's place below the newest token.
+2. EAGLE-3: ``fc`` (after norms, if the head has any there) projects target states once: when they arrive, or in the
+   target before it sends them, which takes a third of the bytes; the spec then carries the weights. Draft tokens use
+   the head's own output instead, before the final norm (EAGLE-3.1: after it), without ``fc``. Layers after the first,
+   if there are any, are plain ones.
+3. EAGLE-1 and EAGLE-2: ``fc`` joins token and state in each row. The layer has no norm before or after it: its output
+   estimates the target's state after the final norm, and replaces that state for draft tokens.
 4. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
 
 It knows nothing about sessions, trees or files. Source: arXiv 2401.15077, arXiv 2406.16858, arXiv 2503.01840.
@@ -143,8 +143,8 @@ class EagleNetwork:
         return Output(logits, out)
 
     def clear(self, slots: torch.Tensor) -> None:
-        """Zeros at these slots (int64 [M]) of the KV: what no row sees is multiplied by nothing, and must be a
-        number."""
+        """Write zeros into these slots (int64 [M]) of the KV: unseen entries are multiplied by zero, so they must be
+        finite."""
         for kv in self._pool.kv:
             kv.index_fill_(0, slots, 0)
 
@@ -217,8 +217,8 @@ def _reader(head: EagleHead, tensors: Tensors, dtype: str, project: bool) -> Fea
 
 
 def _norms(tensors: Tensors, width: int, num_taps: int) -> tuple[torch.Tensor | None, int]:
-    """The weights of what stands before ``fc`` [width], and how many numbers are normed together; None and 0: nothing
-    does."""
+    """The weights of the norms before ``fc`` [width], and how many numbers are normed together; None and 0: there is
+    no norm."""
     if "input_norm.weight" in tensors:
         return tensors["input_norm.weight"], width
     if "fc_norm.0.weight" in tensors:

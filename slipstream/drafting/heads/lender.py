@@ -1,9 +1,9 @@
-"""A target's folder as far as a head needs it: a few sizes, and the tensors that the head takes from it.
+"""Lender: reads from a target's folder what a head needs: a few sizes, the embedding and the lm_head.
 
 Rules:
-1. The target may be of any family, because another engine may serve it. Fields that only its layers need are not read.
-2. A multimodal target has its decoder's fields in ``text_config``, and a longer prefix in tensor names.
-3. Only the needed tensors are read, because a target may be larger than this machine's memory.
+1. The target may be of any family, because another engine may serve it. Fields of its layers are not read.
+2. A target for images or audio has its decoder's fields in ``text_config``, and a longer prefix in tensor names.
+3. Only the tensors that a head needs are read: a target may be larger than this machine's memory.
 
 It knows nothing about heads' own files. Formats: tensor names of targets as in transformers' checkpoints.
 """
@@ -52,7 +52,7 @@ class Lender:
                       tied)
 
     def embedding(self, hidden_size: int) -> torch.Tensor:
-        """[V, H] in the stored dtype; hidden_size: the head's. Raises ModelError when the target has other measures."""
+        """[V, H] in the stored dtype; hidden_size: the head's. Raises ModelError when the target's sizes differ."""
         try:
             return self._floats(take({EMBEDDING: _embedding(self.folder, self.tied)}, EMBEDDING, self.vocab_size,
                                      hidden_size))

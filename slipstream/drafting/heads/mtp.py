@@ -4,11 +4,11 @@ Rules:
 1. The row of the token at position p reads (embedding of that token, state at p - 1), each normed, side by side in the
    family's order, and predicts the token at p + 1. Its rotary position is p - 1, as in the serving engines.
 2. The target's state is the one AFTER its final norm, from which its logits come: a tap at its number of layers (see
-   ``messages.FeatureSpec``). The wrong one is never seen in an answer, only in the acceptance, because the head has a
-   norm of its own behind it. The technical reports leave it open. SGLang (``mimo_mtp``, ``deepseek_nextn``,
-   ``glm4_moe_nextn``) and transformers (``MtpModel``, from ``hidden_states[-1]``) hand over what the target's final
-   norm gave, for all three families. So does vLLM 0.32 for two; to its own MiMo head it hands the state before that
-   norm. The code published with MiMo has the layer, but not what feeds it.
+   ``messages.FeatureSpec``). A wrong choice would show only in the acceptance, because the head norms its input. The
+   technical reports do not say it. SGLang (``mimo_mtp``, ``deepseek_nextn``, ``glm4_moe_nextn``) and transformers
+   (``MtpModel``, from ``hidden_states[-1]``) use the state after the final norm, for all three families. So does vLLM
+   0.32 for two; for MiMo it uses the state before that norm. The code published with MiMo has the layer, but not its
+   caller.
 3. Below the newest token the head's own output takes the state's place, likewise AFTER its final norm
    (``final_layernorm``, ``shared_head.norm``), as in SGLang, transformers and MiMo in vLLM. (vLLM long recycled
    DeepSeek's output before the norm: an early report on DeepSeek-R1, with the target's state taken before its norm too,
@@ -115,7 +115,7 @@ class MtpNetwork:
         self.device = device
         self.slots = Slots(num_slots)
         self._pool = KVPool(len(head.layers), num_slots, config.num_kv_heads, config.head_dim, kind, device)
-        # [L - 1, S, H] what a layer gave for the token in a slot; the last one's is carried by whoever grows trees.
+        # [L - 1, S, H] a layer's output for the token in a slot; the last layer's output is kept by the drafter.
         self._given = torch.empty(len(head.layers) - 1, num_slots, head.hidden_size, dtype=kind, device=device)
         self._layers = layers
         self._joints = [_Joint(layer, head, kind, device) for layer in head.layers]
@@ -138,8 +138,8 @@ class MtpNetwork:
         return Output(self._lm_head(states).to(torch.promote_types(self._dtype, torch.float32)), states)
 
     def _chain(self, run: Run, batch: ForwardBatch, token: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
-        """Rule 4. fed [T, H] is what a row's own layer reads: the d-th for a node at depth d. Layers above that write
-        KV for deeper nodes to see; what those below write is seen by no row that counts."""
+        """Rule 4. fed [T, H]: the input of a row's own layer, which is layer d for a node at depth d. Later layers
+        write KV that deeper nodes see; KV that earlier layers write is seen by no row whose output is used."""
         host_depths, host_above = lineage(batch)
         depths = sent(host_depths, self.device)
         above = sent(host_above, self.device)

@@ -1,6 +1,6 @@
-"""Kernels of our own for CPUs: bfloat16 forwards whose rows do not depend on their company, at the speed of memory.
+"""Our own CPU kernels: bfloat16 forwards at the speed of memory, in which a row's result does not depend on other rows.
 
-torch's operations stay the specification (``decoder``, ``attention``), and what runs where these kernels cannot.
+torch's operations are the specification (``decoder``, ``attention``), and run where these kernels cannot.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ M = TypeVar("M")
 
 def native_or(choice: str, dtype: torch.dtype, device: torch.device, what: str, native: Callable[[Team], M],
               other: Callable[[], M]) -> M:
-    """The result of ``native`` with as many threads as torch has now; the result of ``other`` if these kernels are not
-    wanted (choice "torch") or, with choice "auto", not available. what: for the log. Raises ModelError."""
+    """The result of ``native`` with a Team of as many threads as torch has now; or that of ``other``, if choice is
+    "torch", or if it is "auto" and the kernels cannot run here. what: its name in the log. Raises ModelError if choice
+    is "native" and they cannot run."""
     if choice == "torch" or (choice == "auto" and (dtype != torch.bfloat16 or device.type != "cpu")):
         return other()
     try:

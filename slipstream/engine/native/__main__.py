@@ -1,5 +1,5 @@
 """``python -m slipstream.engine.native [FOLDER]``: build the CPU kernels for every kind of processor, beside
-their source or into a folder. Images do this, as they bring no compiler along.
+their source or into a folder. Images are built with it, as they contain no compiler.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 // Attention of rows over the KV entries that they see, chunk by chunk.
 //
 // Rules:
-// 1. Each chunk is weighed by itself, from nothing; what is known of a row's chunks is joined in their order. So its bits do not
-//    depend on who computes which of them.
-// 2. Rows that read the same entries are a block where the processor computes them together (`Weigher`).
-// 3. Few blocks are split, unless what is known of their chunks would take too much memory: threads take chunks of one, and who is
-//    the last to end joins them.
-// 4. Keys and values come from memory once: a chunk stays in a near cache, and what is read next is asked for meanwhile.
+// 1. Softmax and weighted sum are computed for each chunk by itself; the partial results of a row's chunks are joined in their
+//    order. So its bits do not depend on which thread computes which chunk.
+// 2. Rows that read the same entries form a block, if the processor computes several rows together (`Weigher`).
+// 3. If there are few blocks, several threads compute one, each some of its chunks, and the last to finish joins them; unless
+//    the partial results would take too much memory.
+// 4. Keys and values are read from memory once: a chunk stays in a near cache, while the next one is prefetched.
 //
 // It knows nothing about threads.
 
@@ -30,10 +30,10 @@
 
 namespace {
 
-constexpr int64_t MOST_KNOWN = 16 << 20;  // floats for each thread, of chunks that are not joined yet
+constexpr int64_t MOST_KNOWN = 16 << 20;  // floats of partial results that are not joined yet, for each thread
 
-// What is known of some chunks of a row, for each head: `size` sums of weighed values (their order is the `Weigher`'s), the
-// greatest score, and the sum of weights.
+// The size of a row's partial result over some chunks, in floats. It has for each head: `head_dim` weighted sums of values (in
+// the `Weigher`'s order), the greatest score, and the sum of weights.
 int64_t known_size(const Op& op) { return op.heads * (int64_t(op.head_dim) + 2); }
 
 struct Block {  // rows that see entries from the same one on
@@ -71,7 +71,7 @@ struct Splits {  // of a forward's rows, for each of its layers
     }
 };
 
-// Adds what is known of the next chunk to what is known of those before it.
+// Joins the partial result of the next chunk to that of the chunks before it.
 void join(const Op& op, float* known, const float* next) {
     int size = op.head_dim;
     for (int head = 0; head < op.heads; head++, known += size + 2, next += size + 2) {
@@ -92,7 +92,7 @@ void end_row(const Op& op, int64_t row, const float* known) {
     }
 }
 
-// What the rows of a block know of one chunk: known is the first one's, and `apart` floats lie from one to the next.
+// Computes the partial results of a block's rows for one chunk. known: that of the first row; the next is `apart` floats later.
 void read_chunk(const Frame& frame, const Block& block, Weigher& weigher, int64_t which, float* known, int64_t apart) {
     const int64_t end = block.row + block.count;
     auto sees = [&](int64_t row) { return which < chunks_of(seen_by(frame, row)); };

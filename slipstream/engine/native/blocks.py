@@ -1,10 +1,10 @@
-"""The layers of a block head on the CPU kernels: keys and values of what is committed, and passes over blocks.
+"""The layers of a block head on the CPU kernels: it writes the KV of committed tokens, and computes blocks.
 
 Rules:
-1. Keys and values of a committed token follow from its state alone, for all layers; no row of it goes through a layer.
-2. Buffers and rotary rows grow by doubling. What is returned is never a buffer.
+1. The KV of a committed token, in all layers, is computed from its target state only: it passes through no layer.
+2. Buffers and rotary rows grow by doubling. Results are never views of buffers.
 
-It knows nothing about sessions, slots' owners, markov heads or files. Dimension key: see ``slipstream.engine``.
+It knows nothing about sessions, who owns slots, markov heads or files. Dimension key: see ``slipstream.engine``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from slipstream.engine.native.races import NativeRace
 
 
 class NativeBlocks:
-    """One head's weights, and the lists of what it does."""
+    """One head's weights, and its lists of operations (see ``program``)."""
 
     __slots__ = ("_buffers", "_config", "_context", "_embedding", "_head", "_layers", "_norm", "_pass", "_pool",
                  "_table", "_team", "race")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, pool: KVPool,
                  vocabulary: torch.Tensor | None) -> None:
-        """tensors: by name, on the CPU; vocabulary: int64 [V] tokens of the logits' columns, None: themselves. Raises
-        ModelError."""
+        """tensors: by name, on the CPU; vocabulary: int64 [V], the tokens of the logits' columns; None: column numbers
+        are tokens. Raises ModelError."""
         check_sizes(config)
         self._team, self._config, self._pool = team, config, pool
         self._embedding = take(tensors, "embed_tokens.weight", config.vocab_size, config.hidden_size).contiguous()
@@ -52,7 +52,8 @@ class NativeBlocks:
 
     @torch.inference_mode()
     def keep(self, batch: ForwardBatch) -> None:
-        """Write keys and values of ``batch.features`` bfloat16 [T, H] at the batch's slots."""
+        """Compute keys and values of all layers from ``batch.features`` (bfloat16 [T, H]) and write them to the batch's
+        slots."""
         assert batch.features is not None and batch.features.dtype == torch.bfloat16
         states, frame = batch.features.contiguous(), self._frame(batch)
         frame.frame.states = states.data_ptr()
@@ -60,7 +61,8 @@ class NativeBlocks:
 
     @torch.inference_mode()
     def forward(self, batches: Mapping[bool, ForwardBatch]) -> torch.Tensor:
-        """bfloat16 [T, H] after the final norm. batches: one, whether its layers slide or not."""
+        """States bfloat16 [T, H] after the final norm. batches: exactly one, under either key (the key says whether
+        layers have a sliding window)."""
         (batch,) = batches.values()
         frame = self._frame(batch)
         self._pass.run(frame)
@@ -72,7 +74,7 @@ class NativeBlocks:
         return self._head(states)
 
     def _frame(self, batch: ForwardBatch) -> BatchFrame:
-        """Of a batch whose rows and positions there is room for."""
+        """The frame of a batch, after making room for its rows and positions."""
         self._table.reach(1 + int(batch.host.positions.max()))
         if batch.num_rows > len(self._buffers.stream):
             self._hold(2 * batch.num_rows)
@@ -80,7 +82,7 @@ class NativeBlocks:
 
     def _hold(self, rows: int) -> None:
         config = self._config
-        # Buffers of an inference are never written outside of one: whoever makes them, all calls are inferences.
+        # Made in inference mode whoever calls: tensors made in it can only be written in it, and all calls are.
         with torch.inference_mode():
             self._buffers = buffers = Buffers.of(config, rows, config.hidden_size)
         self._context, self._pass = Program(self._team, again=True), Program(self._team, again=True)

@@ -1,11 +1,11 @@
 """The compiled kernels: found, or built once with the machine's C++ compiler, and loaded.
 
 Rules:
-1. One source, one set of flags for each kind of processor; the file's name is a hash of both, so that neither a new
-   version nor another machine ever loads what does not fit.
-2. A file is looked for beside this module (images build there, see ``python -m slipstream.engine.native``), then in the
-   user's cache; else it is built there, under another name first: two services may start at once.
-3. Without a compiler nothing fails: ``kernels`` says why there are none, and torch computes.
+1. There is one source, and a set of flags for each kind of processor. The library's file name is a hash of both, so a
+   new version or another machine never loads a library that does not fit.
+2. A library is looked for beside this module (images have it there, see ``python -m slipstream.engine.native``), then
+   in the user's cache; else it is built into the cache, first under another name: two services may start at once.
+3. A missing compiler stops nobody: ``kernels`` raises an error with the reason, and torch computes.
 
 It knows nothing about models or lists of operations.
 """
@@ -28,11 +28,11 @@ from slipstream.observe.log import logger
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
-ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
-COMPILE_S = 300  # of one build at most
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18  # numbers of Linux on x86-64
+COMPILE_S = 300  # time limit of one build
 
-# What a processor must say of itself, and the flags for it; the first that fits is taken. AMD's alone multiply pairs of
-# bfloat16 as such: an Intel's core (family 6, model 207) multiplies float32 faster, where it has no tiles.
+# Features that a processor must name, and the compiler's flags for it; the first match is used. Only AMD's processors
+# get avx512bf16: Intel's cores without tiles (measured: family 6, model 207) multiply float32 faster.
 X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
         ("-march=x86-64-v4", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
        ({"AuthenticAMD", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi",
@@ -48,8 +48,8 @@ class Kernels:
 
     functions: ctypes.CDLL
     flags: tuple[str, ...]
-    lanes: int  # floats of a vector
-    tiles: bool  # whether products are computed by tiles
+    lanes: int  # float32 numbers of a vector
+    tiles: bool  # whether products use tiles (AMX)
 
     @staticmethod
     def of(path: Path, flags: tuple[str, ...]) -> Kernels:
@@ -72,8 +72,9 @@ class Kernels:
 
 @cache
 def kernels(flags: tuple[str, ...] | None = None) -> Kernels:
-    """The kernels for this machine, or those of some flags, built if need be (seconds, once); those of a lesser kind of
-    processor where the compiler does not know this one's. Raises ModelError that says why none are."""
+    """The kernels for this machine, or those built with ``flags``; built if necessary (once, some seconds). If the
+    compiler does not know this kind of processor, those of a simpler kind. Raises ModelError with the reason if there
+    are none."""
     kinds, refused = kinds_of(processor()) if flags is None else [flags], list[ModelError]()
     for kind in kinds:
         name = file_name(kind)
@@ -85,14 +86,14 @@ def kernels(flags: tuple[str, ...] | None = None) -> Kernels:
             return Kernels.of(found, kind)
         except ModelError as error:
             refused.append(error)
-        except OSError as error:  # a folder that nothing may be run from, a file of another system or half of one
+        except OSError as error:  # a folder mounted noexec, a file of another system or an incomplete one
             refused.append(ModelError(f"{found} cannot be loaded ({error}); remove it, or set model.kernels=torch"))
     raise refused[0]
 
 
 def build_all(folder: Path) -> list[Path]:
-    """Build for every known kind of processor of this architecture, for an image that may run on any. Raises
-    ModelError."""
+    """Build into ``folder`` for every known kind of processor of this architecture, for an image that may run on any of
+    them. Returns the files. Raises ModelError."""
     kinds = [flags for _, flags in X86] if platform.machine() == "x86_64" else [()]
     paths = [folder / file_name(flags) for flags in kinds]
     for flags, path in zip(kinds, paths, strict=True):
@@ -101,20 +102,19 @@ def build_all(folder: Path) -> list[Path]:
 
 
 def kinds_of(processor: set[str]) -> list[tuple[str, ...]]:
-    """The compiler's flags for a processor that names these features, the best ones first; last the compiler's
-    default."""
+    """The compiler's flags for a processor with these features, the best first; the last are none at all."""
     return [*(flags for needed, flags in X86 if needed <= processor), ()]
 
 
 def file_name(flags: tuple[str, ...]) -> str:
-    """What the compiled file is called."""
+    """The name of the compiled library (rule 1)."""
     sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
     content = b"".join(path.read_bytes() for path in sources) + " ".join((*FLAGS, *flags)).encode()
     return f"kernels-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 
 def build(flags: tuple[str, ...], path: Path) -> None:
-    """Compile the source for a kind of processor. Raises ModelError."""
+    """Compile the source with ``flags`` into the file ``path``. Raises ModelError."""
     compiler = next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
     if compiler is None:
         raise ModelError("no C++ compiler was found (g++, clang++); install one, or set model.kernels=torch")
@@ -133,7 +133,7 @@ def build(flags: tuple[str, ...], path: Path) -> None:
 
 
 def processor() -> set[str]:
-    """What this machine's says of itself: its maker and its features. Nothing where it is no x86-64."""
+    """The maker and the features that this machine's processor names in /proc/cpuinfo; empty if it is no x86-64."""
     if platform.machine() != "x86_64":
         return set()
     try:
@@ -146,7 +146,7 @@ def processor() -> set[str]:
 
 
 def _tiles_granted() -> bool:
-    """Whether the system lets this process and its threads use tiles; it has to be asked (Linux, arch_prctl(2))."""
+    """Whether Linux lets this process and its threads use tiles; the process has to request it (arch_prctl(2))."""
     try:
         return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0)
     except (OSError, AttributeError):

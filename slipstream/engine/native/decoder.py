@@ -1,11 +1,11 @@
-"""A decoder of the Llama family on the CPU kernels: bfloat16, a forward as one list of operations.
+"""A decoder of the Llama family on the CPU kernels: bfloat16; a forward is one list of operations (see ``program``).
 
 Rules:
-1. A row's bits do not depend on its company (see ``kernels.cpp``): answers of speculation are those of plain steps.
-2. Buffers grow to the most rows seen, by doubling. What is returned is the caller's, but for the logits of ``scored``,
-   which are there until its next call.
+1. A row's bits do not depend on other rows (see ``kernels.cpp``), so drafted answers are those of plain steps.
+2. Buffers grow by doubling. Results belong to the caller, except the logits of ``scored`` and the results of
+   ``linear``'s functions: these are valid until the next call.
 
-It knows nothing about sessions, slots' owners or files.
+It knows nothing about sessions, who owns slots, or files.
 """
 
 from __future__ import annotations
@@ -42,35 +42,36 @@ from slipstream.engine.ops.layer import Linear
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A forward as a list, and what it leaves of at most C rows, R of them with scores."""
+    """A forward as a list of operations, and its results, for at most C rows. A list with scores also computes logits
+    or choices of at most R of them."""
 
     program: Program
-    states: torch.Tensor  # bfloat16 [C, H] after the final norm; of a list with scores, of the rows that have them
-    tapped: torch.Tensor | None  # bfloat16 [C, len(taps) * H], or what is joined; of a list with scores they, or what
-    # is made of them, go to the frame's features
-    logits: torch.Tensor  # float32 [R, V]; of a list for choices alone nobody's
-    best: NDArray[np.int64]  # [R] what is chosen; of a list for more than choices the argmax
+    states: torch.Tensor  # bfloat16 [C, H] after the final norm; in a list with scores only of the rows with scores
+    tapped: torch.Tensor | None  # bfloat16 [C, len(taps) * H], the tapped states; a list with scores writes them, or
+    # what ``join`` makes of them, to the frame's features
+    logits: torch.Tensor  # float32 [R, V]; undefined in a list for choices alone
+    best: NDArray[np.int64]  # [R] the choices; in a list with logits the argmax
 
 
 class Taps(NamedTuple):
-    """What is kept of a row: the states of layers, or what ``join`` makes of them."""
+    """The features of a row: the states of ``layers``, or what ``join`` makes of them."""
 
     layers: tuple[int, ...]
     join: NativeLinear | None = None
 
     def goes_with(self, other: Taps) -> bool:
-        """Whether both may be asked for in turn: prompts whose rows are scored are joined behind their forward."""
+        """Whether lists of both are kept: while a model joins, some forwards are still made without ``join``."""
         return self.layers == other.layers and (self.join is other.join or None in (self.join, other.join))
 
 
 class NativeDecoder:
-    """A whole model; see ``model.CausalModel``. It goes from tokens to choices in one call."""
+    """A whole model; see ``model.CausalModel``. ``scored`` goes from tokens to choices in one call."""
 
     __slots__ = ("_embedding", "_few", "_head", "_layers", "_lists", "_norm", "_rows", "_table", "_team", "config",
                  "device", "dtype", "race", "threads")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, team: Team, whole: bool = False) -> None:
-        """tensors, whole: as in ``NativeLayer``. Raises ModelError naming a tensor or a measure."""
+        """tensors, whole: as in ``NativeLayer``. Raises ModelError naming a tensor or a dimension."""
         check_sizes(config)
         self.config, self.dtype, self.device = config, torch.bfloat16, torch.device("cpu")
         self._team, self.threads, self.race = team, team.threads, NativeRace(team)
@@ -84,7 +85,7 @@ class NativeDecoder:
         self._head = NativeHead(team, as_whole(head) if whole else head)
         self._table = Table(config)
         self._rows = self._few = FEW_ROWS
-        self._lists: dict[tuple[Taps, bool, bool], Listed] = {}  # by taps, scores, and whether these alone
+        self._lists: dict[tuple[Taps, bool, bool], Listed] = {}  # by taps, with scores or not, for choices alone or not
 
     @property
     def kernels(self) -> str:
@@ -106,10 +107,12 @@ class NativeDecoder:
 
     def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...], features: torch.Tensor | None,
                draws: Draws | None = None, join: Map | None = None) -> tuple[torch.Tensor, list[int] | None]:
-        """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each. draws: nothing
-        but these choices is wanted. They come in place of the argmax and perhaps without logits; None: they cannot be
-        told, and logits are there. The tapped states go to ``features`` [S, len(taps) * H] at the batch's slots; None:
-        there are no taps. join: a ``linear`` of a matrix that ``fits``; what it makes of them goes there, [S, O]."""
+        """Logits float32 [R, V] of the batch's ``logit_rows``, valid until the next call, and the argmax of each.
+
+        draws: only these choices are wanted. They are returned in place of the argmax, and the logits may be empty;
+        None in their place: they are not certain, and the logits are there. features: [S, len(taps) * H], where the
+        tapped states are written by slot; None: no taps. join: a ``linear`` of a matrix that ``fits``, applied to the
+        tapped states; ``features`` is [S, O] then."""
         assert join is None or isinstance(join, NativeLinear)
         width = len(taps) * self.config.hidden_size if join is None else join.packed.outer
         assert (width if taps else 0) == (0 if features is None else features.shape[1])
@@ -125,14 +128,15 @@ class NativeDecoder:
         return listed.logits[:0], best
 
     def linear(self, weight: torch.Tensor) -> Map:
-        """x -> x W^T for W [O, I] of any float dtype, on the model's threads where it fits them; the result is there
-        until the next call."""
+        """The function x -> x W^T for W [O, I] of any float dtype; on the model's threads if W is bfloat16 and
+        ``fits``. Its result is valid until its next call."""
         ours = weight.dtype is self.dtype and fits(*weight.shape)
         return NativeLinear(self._team, weight) if ours else Linear(weight)
 
     def frame(self, batch: ForwardBatch, pool: KVPool, features: torch.Tensor | None = None,
               draws: Draws = GREEDY) -> BatchFrame:
-        """What a batch adds to the list. AssertionError for a token that is none: the kernels would read beyond."""
+        """The frame of a batch (see ``program``). AssertionError for a token outside the vocabulary, for which the
+        kernels would read invalid memory."""
         tokens, positions = batch.host.tokens.tolist(), batch.host.positions.tolist()
         assert min(tokens) >= 0 and max(tokens) < self.config.vocab_size and min(positions) >= 0
         self._table.reach(1 + max(positions))
@@ -140,8 +144,8 @@ class NativeDecoder:
                              features, draws)
 
     def listed(self, rows: int, taps: Taps, few: int | None = None, alone: bool = False) -> Listed:
-        """The list for at most so many rows, with scores for so many of them; None: it has none. alone: nothing but
-        what is chosen of each is wanted."""
+        """The list for at least ``rows`` rows. few: how many of them have scores; None: a list without scores. alone:
+        only choices are wanted, no logits."""
         if rows > self._rows or (few or 0) > self._few:
             self._rows, self._few = _doubled(self._rows, rows), _doubled(self._few, few or 0)
             self._lists.clear()
@@ -187,5 +191,5 @@ def _doubled(size: int, wanted: int) -> int:
 
 
 def _of(layer: int, taps: tuple[int, ...], places: list[torch.Tensor | Kept]) -> list[torch.Tensor | Kept]:
-    """Where a layer's states go: a layer may be tapped twice."""
+    """The places that a layer's states are written to: several, if it is tapped more than once."""
     return [place for tap, place in zip(taps, places, strict=True) if tap == layer]

@@ -1,11 +1,11 @@
-"""A draft head on the CPU kernels, and its trees: all levels in one call (see ``trees.h``).
+"""An EAGLE draft head on the CPU kernels, which grows all levels of a tree in one call (see ``trees.h``).
 
 Rules:
-1. What a row reads is made here too: its token's embedding beside a state, each behind a norm of its own.
-2. Trees grown at once are those grown level by level from ``forward``: the same operations, row by row.
-3. Rotary rows come from a table, which grows by doubling; so do the buffers. What is returned is never a buffer.
+1. A row's input is made here: its token's embedding and a state side by side, each with a norm of its own.
+2. ``trees`` gives the same trees as growing level by level with ``forward``: the operations of a row are the same.
+3. The table of rotary rows grows by doubling, and so do the buffers. Results are never views of buffers.
 
-It knows nothing about sessions, slots' owners or files. Dimension key: see ``slipstream.engine``.
+It knows nothing about sessions, who owns slots, or files. Dimension key: see ``slipstream.engine``.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from slipstream.engine.native.races import NativeRace, asked_plainly
 from slipstream.protocol.requests import Sampling
 
 CHILD = np.dtype([("token", np.int64), ("score", np.float64)])
-MOST_BITS = 64  # rows of a tree, as bits of a word
-MOST_PENDING = 16  # rows of one session: more are no small forward
+MOST_BITS = 64  # rows of a tree, as a row's ancestors are the bits of a word
+MOST_PENDING = 16  # rows of one session; more rows are not a small forward
 
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """One session: pending rows, and a tree below the last of them."""
+    """One session: its pending rows (tokens that the head has not read yet), and a tree to grow below the last one."""
 
     tokens: Sequence[int]  # [M] of the pending rows
-    states: torch.Tensor  # bfloat16 [M, W] what they read beside their tokens
-    position: int  # of the first
+    states: torch.Tensor  # bfloat16 [M, W] their states, read beside the tokens
+    position: int  # rotary position of the first pending row
     context: Indices  # [C] slots of the KV before them
     slots: Indices  # [M + levels * K] for the pending rows and the tree's, level by level
-    levels: int  # beyond the root's children
-    base: int  # position of the root's children in the text, the prompt's first token being 0
-    drawn: Sampling | None  # changes no logits before they are filtered and drawn from; None: the best are taken
+    levels: int  # of the tree below the root's children
+    base: int  # position of the root's children in the text, where the prompt's first token is 0
+    drawn: Sampling | None  # rank children under this sampling's noise (it adjusts no logits); None: greedily
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """What became of B seeds. Row 0 is a root, the next K are its children, and so on, level by level: R = 1 + L * K.
-    Rows below a seed's own levels say nothing."""
+    """The trees of B seeds. Row 0 is the root, the next K rows are its chosen children, and so on, level by level:
+    R = 1 + L * K. Rows beyond a seed's own levels are undefined."""
 
     tokens: Indices  # [B, R, K] children of each row, best first
-    scores: NDArray[np.float64]  # [B, R, K] the logarithms of their shares
-    picks: Indices  # [B, L, K] which candidates of the level above are a level's rows
+    scores: NDArray[np.float64]  # [B, R, K] their log scores, as ``sampling.rank`` gives them
+    picks: Indices  # [B, L, K] which candidates of the level above became a level's rows
     states: torch.Tensor  # [B, R, W]
-    known: Indices  # [B] levels that are certain, the root's children the first of them; the others say nothing
+    known: Indices  # [B] levels that are certain, counted from the root's children; deeper ones are undefined
 
     def of(self, places: list[int]) -> Grown:
-        """What became of some seeds."""
+        """The trees of the seeds at ``places``, in this order."""
         if places == list(range(len(self.known))):
             return self
         return Grown(self.tokens[places], self.scores[places], self.picks[places], self.states[places],
@@ -79,7 +79,7 @@ class Grown:
 
 
 class Trees(ctypes.Structure):
-    """What a call says; ``trees.h`` says what each field is."""
+    """The arguments of a call; ``trees.h`` describes each field."""
 
     _fields_ = [*((name, kind) for names, kind in (
         ("body", ctypes.c_void_p), ("body_count", ctypes.c_int64), ("head logits", ctypes.c_void_p),
@@ -91,7 +91,7 @@ class Trees(ctypes.Structure):
 
 
 class Ranking:
-    """The head's product and the best of each row, for at most C rows and one number of children."""
+    """The lm_head and the best tokens of each row, for at most C rows and one number of children."""
 
     __slots__ = ("best", "logits", "program", "topk")
 
@@ -99,7 +99,7 @@ class Ranking:
                  topk: int) -> None:
         rows, self.topk = len(normed), topk
         self.best = torch.empty(rows, 2 * topk, dtype=torch.int64)  # [C, K] of CHILD
-        # Vectors read beyond the last column.
+        # Kernels read whole vectors, also beyond the last column: the rest of the last one is -inf.
         self.logits = logits = torch.full((rows, -(-head.outer // LANES) * LANES), -torch.inf)[:, : head.outer]
         self.program = Program(team, again=True)
         self.program.product(normed, head, logits)
@@ -107,14 +107,14 @@ class Ranking:
 
 
 class Call:
-    """What calls for trees of one shape say and bring back. Its memory is used again: where caches are cold, making and
-    describing arrays takes longer than to fill them."""
+    """Arguments and results of calls for trees of one shape. Its memory is reused: with cold caches making arrays takes
+    longer than filling them."""
 
     __slots__ = ("_children", "_known", "_picks", "_seeds", "_trees")
 
     def __init__(self, trees: Trees) -> None:
-        """trees: with all that stays the same. It holds addresses: its owner keeps what stands there, and this object
-        no longer than that."""
+        """trees: with all fields that are the same in each call. It holds addresses: the owner must keep their memory
+        alive as long as this object."""
         sessions, levels, topk = trees.sessions, trees.most_levels, trees.topk
         self._trees = trees
         self._children = np.zeros((sessions, 1 + levels * topk, topk), CHILD)
@@ -152,9 +152,9 @@ class Call:
 
 
 class NativeDraft:
-    """One head's weights, and the lists of its forward. It grows whole trees."""
+    """One head's weights, and its lists of operations. It grows whole trees."""
 
-    most_sessions = 8  # of a call
+    most_sessions = 8  # of one call
     __slots__ = ("_alone", "_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layers",
                  "_norm_before_residual", "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team",
                  "_vocabulary", "race")
@@ -162,10 +162,11 @@ class NativeDraft:
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, norms: tuple[str, str, str],
                  pool: KVPool, norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
                  norm_output: bool = False, cores: int = 0) -> None:
-        """tensors: by name, on the CPU; norms: names of the weights of the norms of tokens, of
-        states and of the head; pool: of its KV; vocabulary: int64 [V] tokens of the logits' columns, None: themselves;
-        whole: as in ``NativeLayer``; norm_output: states are handed on behind the norm of the head; cores: threads for
-        trees of a session that is alone, if more than ``team`` has. Raises ModelError."""
+        """tensors: by name, on the CPU; norms: names of the norm weights of tokens, states and head; pool: of its KV;
+        norm_before_residual: the residual stream begins with the normed state; vocabulary: int64 [V], the tokens of the
+        logits' columns, None: column numbers are tokens; whole: as in ``NativeLayer``; norm_output: the next level
+        reads states after the head's norm; cores: threads for ``trees`` of a single session, if more than ``team``
+        has. Raises ModelError."""
         check_sizes(config)
         self._team, self._config, self._pool = team, config, pool
         self._alone = Team(team.kernels, cores) if cores > team.threads else team
@@ -198,18 +199,18 @@ class NativeDraft:
         return self._states.index_select(0, batch.logit_rows), self._head(normed)
 
     def reshape(self, topk: int, levels: int) -> None:
-        """It grows any."""
+        """Nothing: it grows trees of any shape."""
 
     def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
-        """Any tree of a vocabulary that has so many children for a node, behind few rows; under noise where its race
-        knows the vocabulary."""
+        """Whether ``trees`` can grow such a tree: at most MOST_PENDING pending ``rows`` and MOST_BITS tree rows, a
+        ``topk`` within the vocabulary, and with noise (``drawn``) a vocabulary that its race supports."""
         columns = self._head.packed.outer
         return (rows <= MOST_PENDING and topk <= columns and topk * levels <= MOST_BITS
                 and not (drawn is not None and self.race.words(columns) is None))
 
     def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
-        """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at
-        most MOST_BITS. alone: no other session is drafted for, so its target likely waits and needs no core."""
+        """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K; a tree has at most MOST_BITS
+        rows. alone: there is no other session, so its target likely waits, and its cores can be used."""
         seeds, order = _by_levels(seeds)
         most, pending = seeds[0].levels, sum(len(seed.tokens) for seed in seeds)
         assert 0 < topk <= self._head.packed.outer and topk * most <= MOST_BITS
@@ -246,7 +247,7 @@ class NativeDraft:
     def _hold(self, rows: int) -> None:
         config, (of_tokens, of_states, of_head) = self._config, self._norms
         hidden, eps = config.hidden_size, config.norm_eps
-        # Buffers of an inference are never written outside of one: whoever makes them, all calls are inferences.
+        # Made in inference mode whoever calls: tensors made in it can only be written in it, and all calls are.
         with torch.inference_mode():
             self._buffers = buffers = Buffers.of(config, rows, 2 * hidden)
             further = replace(buffers, read=torch.empty(rows, hidden, dtype=torch.bfloat16))
@@ -274,7 +275,7 @@ class NativeDraft:
 
 
 def _by_levels(seeds: Sequence[Seed]) -> tuple[list[Seed], list[int]]:
-    """Those with most levels first, and where each one went."""
+    """The seeds in order of their levels, most first; and the new place of each."""
     order = sorted(range(len(seeds)), key=lambda place: -seeds[place].levels)
     places = [0] * len(seeds)
     for place, was in enumerate(order):

@@ -1,9 +1,9 @@
-// The choice of a row under noise without most of its logits: of a product's outputs, those that could be it.
+// The keyed choice of a row without most of its logits: only outputs of the product that could win are computed exactly.
 //
 // Rules:
-// 1. What is told is what `races.h` would choose of all outputs, or -1: the specification must say.
-// 2. A group of outputs is computed while one of them, by what it is not above (`screen.h`) and its token's noise, could be
-//    the best. Who is left out is beaten by more than both sides' rounding.
+// 1. The result is what `races.h` would choose from all outputs, or -1: the specification (`choosing`) must choose.
+// 2. A group of outputs is computed if one of them could be the best, by its upper bound (`screen.h`) and its token's noise.
+//    An output that is left out loses by more than the rounding of both implementations.
 //
 // It knows nothing about why nothing else is asked of the logits.
 

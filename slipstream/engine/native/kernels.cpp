@@ -1,13 +1,13 @@
 // The operations of one forward on a CPU in bfloat16, run as a list by a team of threads.
 //
 // Rules:
-// 1. A row's bits depend on that row alone: never on how many rows share the forward, on its place among them, on the
-//    number of threads or on who computes what. Each sum is taken in one order, written down here and not left to the
+// 1. A row's bits depend on that row only: not on the number of rows in the forward, on its place among them, on the
+//    number of threads, nor on which thread computes it. The order of each sum is fixed in this source, not chosen by the
 //    compiler (-ffp-contract=off).
-// 2. The residual stream and all sums are float32 (or whole numbers, exactly); what a product reads, and KV, are bfloat16, rounded
-//    to the nearest.
-// 3. Threads meet after each operation and nowhere else. They share its parts as they come: one that the system has put
-//    aside delays the part that it holds, no other. Between forwards helpers sleep.
+// 2. The residual stream and all sums are float32 (or exact integers); inputs of products, and KV, are bfloat16, rounded to
+//    nearest.
+// 3. Threads wait for one another only after each operation. Each takes the next free part of an operation, so a thread that
+//    the system suspends delays only the part that it computes. Between forwards the helper threads sleep.
 // 4. The caller has checked everything: shapes, indices, sizes of buffers.
 //
 // It knows nothing about models: `program.py` writes the list.
@@ -25,8 +25,8 @@
 
 namespace {
 
-constexpr int SPINS = 300;       // looks before a waiting thread lets others run
-constexpr int IDLE_SPINS = 3000;  // looks for another list before a helper sleeps: waking it takes longer
+constexpr int SPINS = 300;       // checks of a waiting thread before it yields its core
+constexpr int IDLE_SPINS = 3000;  // checks for another list before a helper sleeps, as waking it takes longer
 
 inline void pause(int& spins) {
     if (++spins % SPINS == 0) sched_yield();
@@ -35,7 +35,7 @@ inline void pause(int& spins) {
 #endif
 }
 
-struct Sight {  // who sees what, as the frame has it for each row, from what a batch says of its segments
+struct Sight {  // the visibility of each row (`Frame::begin`, `shared`, `tree`, `words`), computed from the batch's segments
     std::vector<int64_t> begin, shared, tree;
     std::vector<uint64_t> words;
 

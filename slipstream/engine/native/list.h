@@ -1,4 +1,4 @@
-// What a list is made of: operations, and what one forward adds to them.
+// The elements of a list: its operations, and a Frame with the inputs of one forward.
 //
 // It knows nothing about how they are computed.
 
@@ -40,13 +40,13 @@ struct Op {  // `program.Op` is the same
     int64_t again;         // PRODUCT, 1: its weights are read again soon
 };
 
-struct Draw {  // `program.DRAW` is the same: how a row is chosen from, of whose logits nothing else is asked
+struct Draw {  // `program.DRAW` is the same: how a token is chosen in a row of which only the choice is wanted
     uint64_t seed;
-    double heat;       // 0: the greatest
+    double heat;       // temperature; 0: greedy
     int64_t position;  // of the token to be chosen
 };
 
-struct Frame {  // `program.Frame` is the same: what one forward adds to the list
+struct Frame {  // `program.Frame` is the same: the inputs of one forward
     int64_t rows;
     const float *cos, *sin;   // [P, D] by position; the sine's first half is negated
     const int64_t* slots;     // [T] where each row's KV is written
@@ -59,9 +59,9 @@ struct Frame {  // `program.Frame` is the same: what one forward adds to the lis
     const int64_t* tokens;    // [T] for EMBED
     const bf16* states;       // [T, W] for WIDEN
     const int64_t* positions;  // [T] rows of cos and sin
-    const int64_t* segments;   // of the batch: q_indptr, kv_indptr, begins, mask_lens; null: begin, shared and tree are told
+    const int64_t* segments;   // of the batch: q_indptr, kv_indptr, begins, mask_lens; null: begin, shared and tree are given
     int64_t num_segments, window;
-    const int64_t* picked;     // [num_picked] rows that go on where an operation takes few
+    const int64_t* picked;     // [num_picked] the rows that operations with `few` compute
     int64_t num_picked;
     bf16* features;            // [S, F] rows by slot
     const Draw* draws;         // [num_picked] for CHOOSE; null: the greatest of all

@@ -1,7 +1,7 @@
-// Rows made of whole numbers of 8 bits, where four of them are multiplied and added by one instruction.
+// Inputs of int8 products as integers, for processors that multiply and add four bytes with one instruction.
 //
-// Rules: those of `kernels.cpp`. A row's inputs become whole numbers of 15 bits, its largest FULL. That usually takes far less
-// from a product than what was taken from the weights.
+// Rules: those of `kernels.cpp`. A row's inputs are rounded to integers of 15 bits, scaled so that the largest is FULL. This
+// usually changes a product far less than the rounding of the weights to 8 bits.
 //
 // It knows nothing about weights.
 

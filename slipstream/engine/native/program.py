@@ -1,11 +1,12 @@
-"""A forward as a list of operations, made once and run by a team of threads without Python between them.
+"""A forward as a list of operations, made once and run by a team of threads without Python in between.
 
 Rules:
-1. The list holds addresses: of weights, which it keeps alive, and of buffers for so many rows. More rows need another.
-2. What one batch adds (whose KV, which positions, who sees whom) is a Frame; nothing in the list depends on it.
-3. Visibility is the batch's own rule (see ``batch``), told row by row: a run of entries, then the bits of a word.
-4. A layer's weights (packed for the kernels) are those of any layer (``ops.layer``), which may read more than its
-   residual stream. That stream is float32 and is added to in place.
+1. The list holds addresses of weights, which it keeps alive, and of buffers for a fixed number of rows. More rows need
+   a new list.
+2. The inputs of one batch (its KV slots, positions and visibility) are a Frame; nothing in the list depends on them.
+3. Visibility is the rule of ``batch``, given for each row: a run of entries, then the bits of a word.
+4. Layers are those of ``ops.layer``, with weights packed for the kernels; their input may be wider than the residual
+   stream. The residual stream is float32 and is updated in place.
 
 It knows nothing about whole models. Dimension key: see ``slipstream.engine``.
 """
@@ -32,11 +33,11 @@ from slipstream.engine.native.compiled_kernels import Kernels
 from slipstream.engine.ops.layer import Heads, LayerWeights, Rope
 from slipstream.observe.log import logger
 
-FIRST_POSITIONS = 4096  # of a table of rotary rows
+FIRST_POSITIONS = 4096  # rows of a new rotary table
 
 
 def check_sizes(config: ModelConfig) -> None:
-    """Raises ModelError for measures that the kernels do not take."""
+    """Raises ModelError for dimensions that the kernels do not support."""
     for name, size, of in (("hidden_size", config.hidden_size, LANES), ("head_dim", config.head_dim, GROUP),
                            ("intermediate_size", config.intermediate_size, LANES)):
         if size % of:
@@ -46,10 +47,10 @@ def check_sizes(config: ModelConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What the layers of one list write and read again, for at most C rows."""
+    """Intermediate results of the layers of one list, for at most C rows."""
 
-    stream: torch.Tensor  # float32 [C, H]
-    read: torch.Tensor  # bfloat16 [C, in] what attention reads
+    stream: torch.Tensor  # float32 [C, H] the residual stream
+    read: torch.Tensor  # bfloat16 [C, in] the normed input of attention
     normed: torch.Tensor  # bfloat16 [C, H]
     qkv: torch.Tensor  # float32 [C, (Q + 2 G) D]
     queries: torch.Tensor  # bfloat16 [C, Q * D]
@@ -69,14 +70,14 @@ class Buffers:
 
 
 class NativeLayer:
-    """The weights of a layer, and what they do to a list."""
+    """The weights of a layer, and methods that append its operations to a Program."""
 
     __slots__ = ("_weights",)
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str,
                  in_features: int | None = None, input_norm: bool = True, whole: bool = False) -> None:
-        """tensors: by name, any float dtype or as ``int8`` stores them, on the CPU; whole: round matrices to whole
-        numbers (see ``int8``); the rest as in ``LayerWeights.read``. Raises ModelError."""
+        """tensors: by name, any float dtype or stored as int8 (see ``int8``), on the CPU; whole: round the matrices to
+        int8; the rest as in ``LayerWeights.read``. Raises ModelError."""
 
         def packed(name: str, weight: Matrix, bias: torch.Tensor | None) -> Packed:
             return Packed(team, as_whole(weight) if whole else weight, bias, silu=name == "gate_up")
@@ -84,17 +85,18 @@ class NativeLayer:
         self._weights = LayerWeights.read(config, tensors, prefix, packed, in_features, input_norm)
 
     def read(self, program: Program, x: torch.Tensor, out: torch.Tensor) -> None:
-        """The layer's input norm of x float32 [C, H], to out bfloat16 [C, H]."""
+        """Append: the layer's input norm of x float32 [C, H], to out bfloat16 [C, H]."""
         assert self._weights.norm is not None
         program.norm(x, self._weights.norm, self._weights.heads.eps, out)
 
     def keep(self, program: Program, buffers: Buffers, layer: int) -> None:
-        """Of ``buffers.read`` as it is: queries, and KV, which is written. layer: whose."""
+        """Append: queries and KV from ``buffers.read``; KV is written to the pool. layer: number in the pool."""
         program.product(buffers.read, self._weights.qkv, buffers.qkv)
         program.turn(buffers.qkv, self._weights.heads, layer, buffers.queries)
 
     def write(self, program: Program, buffers: Buffers, layer: int) -> None:
-        """From ``buffers.read`` on: the layer's share, added to ``buffers.stream``. layer: whose KV."""
+        """Append: the whole layer from ``buffers.read`` on; it adds to ``buffers.stream``. layer: number in the
+        pool."""
         weights = self._weights
         self.keep(program, buffers, layer)
         program.attention(buffers.queries, weights.heads, layer, buffers.attended)
@@ -105,7 +107,7 @@ class NativeLayer:
 
 
 class Table:
-    """Rotary rows by position; it grows by doubling."""
+    """Rotary rows by position, float32 [P, 1, D]; it grows by doubling."""
 
     __slots__ = ("_rope", "cos", "sin")
 
@@ -114,50 +116,50 @@ class Table:
         self.cos, self.sin = self._rope.rows(torch.arange(min(FIRST_POSITIONS, config.max_context)))  # [P, 1, D]
 
     def reach(self, positions: int) -> None:
-        """Have at least so many."""
+        """Make rows for at least so many positions."""
         if positions > len(self.cos):
             self.cos, self.sin = self._rope.rows(torch.arange(2 * positions))
 
 
-FEW_ROWS = 64  # buffers begin with so many
-FEW_SCREENED = 64  # rows that are screened where products are computed by tiles
-TRIED = (2, 8, 19)  # states that a screen is tried on: so many are computed in different ways
-SEEN = 1 / 16  # of its groups, at most, for any of them: each is computed for each state by itself
+FEW_ROWS = 64  # rows of new buffers
+FEW_SCREENED = 64  # the most rows that are screened on processors with tiles
+TRIED = (2, 8, 19)  # numbers of states that a screen is tried with: different code computes each
+SEEN = 1 / 16  # the most groups that may be left to compute exactly for any state, or the screen is not used
 
 
 def fits(outer: int, inner: int) -> bool:
-    """Whether bfloat16 W [O, I] is one for ``NativeLinear``."""
+    """Whether ``NativeLinear`` takes a bfloat16 W [O, I] of these sizes."""
     return outer % LANES == 0 and inner % 2 == 0
 
 
 class NativeHead:
-    """x W^T in float32: of final states, logits; and which of them is the greatest."""
+    """lm_head: logits x W^T in float32, or only the greatest of them (``screen``)."""
 
     def __init__(self, team: Team, weight: Matrix) -> None:
-        """weight [V, H], any float dtype or whole numbers."""
+        """weight: [V, H], any float dtype or int8."""
         self._team = team
         self.packed = Packed(team, weight)
-        self._lengths = (torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)  # of what each input weighs
+        self._lengths = (torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)  # [H] norms of the columns
                          if isinstance(weight, torch.Tensor) else torch.ones(self.packed.inner))
 
     @cached_property
     def screen(self) -> Screen | None:
-        """None where there is none that serves. It is made, and tried, when it is first asked for."""
+        """The screen, made and tried when it is first read; None: there is none, or it failed its trial."""
         made = Screen.of(self._team, self.packed)
         return made if made is not None and self._serves(made) else None
 
     def screens(self, rows: int) -> bool:
-        """Whether so many rows are chosen from without all logits: by tiles, many rows of a product cost little more
-        than few, and each row that is chosen for costs some groups."""
+        """Whether choices of ``rows`` rows should use the screen. With tiles a whole product of many rows costs little
+        more than one of few, while a screen costs some exact groups for each row."""
         return (rows <= FEW_SCREENED or not self._team.kernels.tiles) and self.screen is not None
 
     def _serves(self, screen: Screen) -> bool:
-        """Whether it finds the argmax of some random states on this processor, and leaves few groups to look at: where
-        some inputs have weights far above the others', it says little of states that favour nothing."""
+        """Whether the screen finds the argmax of random states on this processor, and leaves few groups to compute
+        exactly. If some inputs have far larger weights than others, it leaves many for ordinary states."""
         dice, seen = torch.Generator().manual_seed(0), 0
         for rows in TRIED:
             states = torch.randn(rows, self.packed.inner, generator=dice)
-            states[::2] *= self._lengths.mean() / self._lengths.clamp(min=1e-9)  # all inputs matter alike
+            states[::2] *= self._lengths.mean() / self._lengths.clamp(min=1e-9)  # all inputs contribute equally
             states = states.to(torch.bfloat16)
             best, program = torch.empty(rows, dtype=torch.int64), Program(self._team)
             most = program.choose(states, self.packed, screen, best)
@@ -170,7 +172,7 @@ class NativeHead:
         return seen <= max(1, SEEN * screen.groups)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """bfloat16 [R, H] -> float32 [R, V]."""
+        """States bfloat16 [R, H] -> logits float32 [R, V]."""
         out = torch.empty(hidden.shape[0], self.packed.outer)
         program = Program(self._team)
         program.product(hidden.contiguous(), self.packed, out)
@@ -184,13 +186,13 @@ class NativeLinear:
     __slots__ = ("_out", "_program", "_team", "packed")
 
     def __init__(self, team: Team, weight: torch.Tensor) -> None:
-        """weight bfloat16 [O, I]; see ``fits``."""
+        """weight: bfloat16 [O, I] that ``fits``."""
         self._team = team
         self.packed = Packed(team, weight)
         self._hold(FEW_ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """bfloat16 [M, I] -> bfloat16 [M, O], there until the next call."""
+        """bfloat16 [M, I] -> bfloat16 [M, O], valid until the next call."""
         assert x.dtype == torch.bfloat16 and x.stride(1) == 1
         if len(x) > len(self._out):
             self._hold(2 * len(x))
@@ -199,7 +201,7 @@ class NativeLinear:
         return self._out[: len(x)]
 
     def write(self, program: Program, x: torch.Tensor, out: torch.Tensor | Kept) -> None:
-        """Of x bfloat16 [C, I], to out bfloat16 [C, O]."""
+        """Append: the product of x bfloat16 [C, I], to out bfloat16 [C, O]."""
         sums = torch.empty(len(x), self.packed.outer)
         program.product(x, self.packed, sums)
         program.rounded(sums, out)
@@ -212,14 +214,14 @@ class NativeLinear:
 
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE, SCREEN, CHOOSE = range(12)
 STORE, ADD, SILU = range(3)
-LINE, CHUNK = 64, 32 << 20  # bytes of a line of a cache, and of memory that is asked for at a time
-DRAW = struct.Struct("=Qdq")
-LANES, GROUP = 16, 32  # what widths are multiples of: floats of the widest vector, and of two
-QUAD = 4  # whole numbers that one instruction may multiply and add
+LINE, CHUNK = 64, 32 << 20  # bytes of a cache line, and of memory that is allocated at a time
+DRAW = struct.Struct("=Qdq")  # ``Draw`` of ``list.h``
+LANES, GROUP = 16, 32  # widths must be multiples of these: floats of the widest vector, and of two
+QUAD = 4  # int8 numbers that one instruction may multiply and add
 
 
 class Op(ctypes.Structure):
-    """One operation; ``list.h`` says what each field is."""
+    """One operation; ``list.h`` describes each field."""
 
     _fields_ = [("kind", ctypes.c_int32), ("result", ctypes.c_int32), ("input", ctypes.c_void_p),
                 ("in_stride", ctypes.c_int64), ("weight", ctypes.c_void_p), ("extra", ctypes.c_void_p),
@@ -230,7 +232,7 @@ class Op(ctypes.Structure):
 
 
 class Frame(ctypes.Structure):
-    """What one forward adds; ``list.h`` says what each field is."""
+    """The inputs of one forward; ``list.h`` describes each field."""
 
     _fields_ = [("rows", ctypes.c_int64), ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p),
                 ("slots", ctypes.c_void_p), ("kv_slots", ctypes.c_void_p), ("begin", ctypes.c_void_p),
@@ -242,7 +244,7 @@ class Frame(ctypes.Structure):
 
 
 class Weights:
-    """Memory for weights in large pages, where the system has them: a step reads all of it, page after page."""
+    """Memory for weights, in large pages if the system has them: a step reads all of it, page after page."""
 
     __slots__ = ("_free",)
 
@@ -259,32 +261,33 @@ class Weights:
 
 
 class Team:
-    """Threads that run lists; they sleep in between and end with this object."""
+    """Threads that run lists of operations; they sleep in between, and end with this object."""
 
     __slots__ = ("__weakref__", "_handle", "kernels", "threads", "weights")
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
         self.kernels, self.threads, self.weights = kernels, threads, Weights()
         self._handle = kernels.functions.slipstream_team(threads)
-        # Not at the process's end: a thread may still be in a list then, and the system ends them all.
+        # Not at exit: a thread may still run a list then, and the system ends all threads anyway.
         weakref.finalize(self, kernels.functions.slipstream_end, self._handle).atexit = False
 
     def grow(self, trees: ctypes.Structure) -> None:
-        """See ``draft.Trees``."""
+        """Grow draft trees; see ``draft.Trees``."""
         self.kernels.functions.slipstream_grow(self._handle, ctypes.addressof(trees))
 
     def run(self, ops: ctypes.Array[Op], frame: Frame) -> None:
+        """Run the operations for one forward; returns when all are done."""
         self.kernels.functions.slipstream_run(self._handle, ctypes.addressof(ops), len(ops), ctypes.addressof(frame))
 
 
 class Packed:
-    """A product's weights as the kernels read them."""
+    """The weights of a product in the layout that the kernels read."""
 
     __slots__ = ("bias", "inner", "outer", "scales", "silu", "weight")
 
     def __init__(self, team: Team, weight: Matrix, bias: torch.Tensor | None = None, silu: bool = False) -> None:
-        """weight [O, I], any float dtype or whole numbers; bias [O] or None, any float dtype. silu: the first half of
-        the outputs gates the second. Raises ModelError for widths that the kernels do not take."""
+        """weight: [O, I], any float dtype or int8; bias: [O] or None, any float dtype; silu: the first half of the
+        outputs gates the second. Raises ModelError for widths that the kernels do not support."""
         source = weight.numbers if isinstance(weight, Whole) else weight.to(torch.bfloat16)
         rows, self.inner = source.shape
         self.silu, self.outer = silu, rows // 2 if silu else rows
@@ -292,7 +295,7 @@ class Packed:
         if self.inner % 2 or (silu and self.outer % lanes):
             raise ModelError(f"a matrix of {rows} x {self.inner} does not fit the CPU kernels; set model.kernels=torch")
         order = torch.arange(rows)
-        if silu:  # a group holds a vector of gates, then what they gate
+        if silu:  # a group has a vector of gates, then the outputs that they gate
             order = order.view(2, -1, lanes).transpose(0, 1).reshape(-1)
         padded = -(-rows // (2 * lanes)) * 2 * lanes
         self.weight = team.weights.take(padded * -(-self.inner // QUAD) * QUAD * source.itemsize)
@@ -305,7 +308,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """Of which outputs of a product it can be said beforehand that they are not the greatest; see ``screen.h``."""
+    """Data to rule out most outputs of a product as the greatest, without computing them exactly; see ``screen.h``."""
 
     numbers: torch.Tensor  # int8, as many as weights
     bounds: torch.Tensor  # float32 [3, O], to whole groups
@@ -313,7 +316,8 @@ class Screen:
 
     @staticmethod
     def of(team: Team, packed: Packed) -> Screen | None:
-        """None where nothing can be said, or gained: weights that are not all finite, or are whole numbers already."""
+        """The screen of a product; None if its weights are not all finite, or int8 already (nothing would be gained),
+        or if it has a bias or gates."""
         if packed.scales is not None or packed.silu or packed.bias is not None:
             return None
         group = 2 * team.kernels.lanes
@@ -330,19 +334,19 @@ def _padded(vector: torch.Tensor, size: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Instead of a buffer: the frame's feature rows (``width`` numbers wide, by slot), from a column on."""
+    """An output that is no buffer: the frame's feature rows by slot, ``width`` numbers wide, from ``column`` on."""
 
     column: int
     width: int
 
 
 class Program:
-    """A list under construction, and then what runs it."""
+    """A list of operations: methods append to it, ``run`` runs it."""
 
     __slots__ = ("_again", "_kept", "_list", "_ops", "_team")
 
     def __init__(self, team: Team, again: bool = False) -> None:
-        """again: it is run several times in a row, and its weights should stay in a cache."""
+        """again: the list is run several times in a row, so its weights should stay in a cache."""
         self._team, self._again = team, again
         self._ops: list[Op] = []
         self._kept: list[object] = []
@@ -350,13 +354,13 @@ class Program:
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | Kept,
              few: bool = False) -> None:
-        """x float32 [C, W] over the root of its mean square, times weight [W], to out bfloat16 [C, W]; few: of the rows
-        that the frame picks alone, one behind the other."""
+        """Append: RMS norm of x float32 [C, W] with weight [W], to out bfloat16 [C, W]. few: only the rows that the
+        frame picks, written one after the other."""
         self._add(Op(kind=NORM, inner=x.shape[1], eps=eps, few=few), x, out, weight.float())
 
     def product(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, add: bool = False, few: bool = False) -> None:
-        """x bfloat16 [C, I] times weights, to out float32 [C, O] (added to it: ``add``), or of gated ones bfloat16.
-        few: as many rows as the frame picks."""
+        """Append: x bfloat16 [C, I] times weights, to out float32 [C, O] (``add``: added to it); gated products write
+        bfloat16. few: as many rows as the frame picks."""
         result = SILU if packed.silu else ADD if add else STORE
         assert x.shape[1] == packed.inner and out.shape[1] == packed.outer
         assert out.dtype == (torch.bfloat16 if packed.silu else torch.float32)
@@ -366,42 +370,42 @@ class Program:
         self._add(op, x, out, packed.weight, packed.bias)
 
     def turn(self, x: torch.Tensor, heads: Heads, layer: int, queries: torch.Tensor) -> None:
-        """x float32 [C, (Q + 2 G) D]: queries, keys and values before norms and rotation; KV is written, and queries
-        bfloat16 [C, Q * D]."""
+        """Append: norm and rotate x float32 [C, (Q + 2 G) D], which holds queries, keys and values; KV is written to
+        the pool's ``layer``, queries to bfloat16 [C, Q * D]."""
         norms = [None if norm is None else norm.float() for norm in (heads.q_norm, heads.k_norm)]
         self._add(Op(kind=ROPE, **_sizes(heads, layer)), x, queries, *norms)
 
     def attention(self, queries: torch.Tensor, heads: Heads, layer: int, out: torch.Tensor) -> None:
-        """What queries bfloat16 [C, Q * D] see, to out bfloat16 [C, Q * D]."""
+        """Append: attention of queries bfloat16 [C, Q * D] over the pool's ``layer``, to out bfloat16 [C, Q * D]."""
         self._add(Op(kind=ATTEND, **_sizes(heads, layer)), queries, out)
 
     def rounded(self, x: torch.Tensor, out: torch.Tensor | Kept) -> None:
-        """x float32 [C, W] to out bfloat16 [C, W]."""
+        """Append: x float32 [C, W], rounded to out bfloat16 [C, W]."""
         self._add(Op(kind=ROUND, inner=x.shape[1]), x, out)
 
     def embed(self, table: torch.Tensor, out: torch.Tensor) -> None:
-        """Rows of table bfloat16 [V, W] for the frame's tokens, to out float32 [C, W]."""
+        """Append: rows of table bfloat16 [V, W] for the frame's tokens, to out float32 [C, W]."""
         self._add(Op(kind=EMBED, inner=table.shape[1]), table, out)
 
     def widen(self, x: torch.Tensor | None, out: torch.Tensor) -> None:
-        """x bfloat16 [C, W], None: the frame's states, to out float32 [C, W]."""
+        """Append: x bfloat16 [C, W] (None: the frame's states) to out float32 [C, W]."""
         self._add(Op(kind=WIDEN, inner=out.shape[1]), x, out)
 
     def rank(self, x: torch.Tensor, tokens: torch.Tensor | None, best: torch.Tensor) -> None:
-        """The K best columns of x float32 [C, V], which goes on with -inf to a whole vector, to best int64 [C, 2 K]:
-        tokens (int64 [V], None: columns) and logarithms of their shares (float64), in turn."""
+        """Append: the K best columns of x float32 [C, V] (padded with -inf to whole vectors), to best int64 [C, 2 K]:
+        token and log probability (float64) in turn. tokens: int64 [V], those of the columns; None: column numbers."""
         assert x.stride(0) % LANES == 0
         self._add(Op(kind=RANK, inner=x.shape[1], outer=best.shape[1] // 2), x, best, tokens)
 
     def best(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """The greatest column of as many rows of x float32 [C, V] as the frame picks, to out int64 [C]: the first among
-        equals, and the first that is not a number before all others, as in torch."""
+        """Append: the argmax of as many rows of x float32 [C, V] as the frame picks, to out int64 [C]: the first among
+        equals, or the first NaN, as in torch."""
         self._add(Op(kind=BEST, inner=x.shape[1], few=True), x, out.view(-1, 1))
 
     def choose(self, x: torch.Tensor, packed: Packed, screen: Screen, out: torch.Tensor) -> torch.Tensor:
-        """What ``best`` would find in the product of as many rows of x bfloat16 [C, I] as the frame picks, to out int64
-        [C]; of rows that the frame draws, what their race would, or -1 where ``choosing`` must say. Returns float32
-        [C, groups]: what the outputs of a group are not above, once that is computed."""
+        """Append: the result of ``best`` for the product of as many rows of x bfloat16 [C, I] as the frame picks, to
+        out int64 [C]. For rows with a temperature in the frame's draws it is the keyed choice, or -1: ``choosing`` must
+        decide. Returns float32 [C, groups], to which a run writes an upper bound of each group's outputs."""
         most, each = torch.empty(len(out), screen.groups), torch.empty(len(out), screen.bounds.shape[1])
         assert x.shape[1] == packed.inner and packed.inner % LANES == 0
         self._kept.append((packed, screen))
@@ -418,16 +422,16 @@ class Program:
         return self._list
 
     def read(self, x: torch.Tensor) -> None:
-        """Let the first operation read x [C, I] from now on: the caller keeps it alive."""
+        """Make the first operation read x [C, I] from now on; the caller keeps x alive."""
         first = self.listed()[0]
         first.input, first.in_stride = x.data_ptr(), x.stride(0)
 
     def run(self, frame: BatchFrame) -> None:
-        """Run all of it for the frame's rows."""
+        """Run the list for the frame's rows."""
         self._team.run(self.listed(), frame.frame)
 
     def only(self, *kinds: int) -> Program:
-        """The operations of some kinds alone: to time them."""
+        """A list of the operations of some kinds only, to time them."""
         part = Program(self._team)
         part._ops, part._kept = [op for op in self._ops if op.kind in kinds], self._kept
         return part
@@ -453,7 +457,7 @@ def _sizes(heads: Heads, layer: int) -> dict[str, int | float]:
 
 
 class BatchFrame:
-    """A Frame, and all that it points to. Without attention in the list, ``Frame(rows)`` says enough."""
+    """A Frame, and the objects that it points to. For a list without attention ``Frame(rows)`` is enough."""
 
     __slots__ = ("_kept", "frame")
 
@@ -463,8 +467,9 @@ class BatchFrame:
     @staticmethod
     def of(batch: ForwardBatch, pool: KVPool, cos: torch.Tensor, sin: torch.Tensor, window: int = 0,
            features: torch.Tensor | None = None, draws: Draws = GREEDY) -> BatchFrame:
-        """Of a batch over a pool. cos, sin: float32 [P, 1, D] by position; window: sliding window in tokens, 0 for
-        none; features: bfloat16 [S, F], where ``Kept`` rows go; draws: of the rows that want logits, for ``choose``."""
+        """The frame of a batch over a pool. cos, sin: float32 [P, 1, D] by position; window: sliding window in tokens,
+        0 for none; features: bfloat16 [S, F], where ``Kept`` outputs go; draws: for ``choose``, of the batch's
+        ``logit_rows``."""
         kv, count = pool.kv, len(batch.mask_lens)
         assert kv.dtype == torch.bfloat16
         segments = array("q", (*batch.q_indptr, *batch.kv_indptr, *batch.begins, *batch.mask_lens))

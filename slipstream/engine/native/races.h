@@ -1,14 +1,15 @@
 // Keyed choices: the best of a row of logits under penalties, filters and noise, as `slipstream.choosing` specifies them.
 //
 // Rules:
-// 1. What is told is what the specification says, or that this cannot be known here: where two scores, or a mass and its
-//    bound, are nearer to one another than both sides' rounding, or a number is none. The specification computes then.
-// 2. Noise is made of a tile of 64 token ids: one hash bounds all of theirs. A tile is looked at only while its greatest
-//    logit, with that bound, could be among the best. Bounds are float32 and lie above; scores are float64.
-// 3. Filters are thresholds on the logit, so a token that a filter takes takes all below it. The best of all is nearly
-//    always a survivor, so that is asked first, of the best alone; one that is not bounds the next race from below.
-// 4. Masses are sums of float32 exponentials. Far tiles are bounded by their greatest until that does not decide.
-// 5. Touched tokens (penalties, bias, stops) leave the row and take part by themselves, in float64.
+// 1. The result is that of the specification, or "not sure": two scores, or a mass and its limit, are closer than the rounding of
+//    both implementations, or a number is NaN. Then the specification computes the row.
+// 2. Noise is made for tiles of 64 token ids: one hash bounds the noise of all. A tile is computed only if its greatest logit
+//    plus that bound could be among the best. Bounds are float32, rounded up; scores are float64.
+// 3. Filters are thresholds on the logit: if a token is filtered, so are all with lower logits. The best of all nearly always
+//    survives, so only that one is checked first; if it does not, its logit is the lower limit of the next race.
+// 4. Masses are sums of float32 exponentials. Tiles far below the top are bounded by their greatest logit, and summed exactly
+//    only if the bound does not decide.
+// 5. Tokens with penalties, bias or stops are taken out of the row and compete by themselves, in float64.
 //
 // It knows nothing about threads or sessions.
 

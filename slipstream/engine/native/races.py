@@ -1,8 +1,8 @@
 """Keyed choices on the CPU kernels: the rows of many sessions in one call (see ``races.h``).
 
-``choosing`` is the specification. Results here are the same; rows for which that is not certain are reported.
+``choosing`` is the specification: results are its results, and rows for which this is not certain are marked.
 
-It knows nothing about sessions beyond what their rows ask for.
+Of sessions it knows their ``ChoiceRows`` only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ NONE = array("q")
 
 
 class Vocabulary(ctypes.Structure):
-    """``races.h`` says what each field is."""
+    """``races.h`` describes each field."""
 
     _fields_ = [("ids", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("columns", ctypes.c_void_p),
                 ("num_ids", ctypes.c_int64), ("tiles", ctypes.c_int64)]
 
 
 class NativeRace:
-    """A ``sampling.Race``."""
+    """A ``sampling.Race`` for float32 logits on the CPU."""
 
     __slots__ = ("_kept", "_ops", "_team", "_words")
 
@@ -49,19 +49,19 @@ class NativeRace:
         self._ops = (Op * 1)(Op(kind=RACE))
 
     def words(self, width: int) -> Vocabulary | None:
-        """What so many columns are; None: such as no race takes."""
+        """The vocabulary of ``width`` columns; None: no race supports it (its ids do not ascend)."""
         if self._words is not None and not self._kept:
             self._words.tiles = -(-width // BLOCK)
         return self._words
 
     def _described(self, ids: NDArray[np.int64]) -> Vocabulary | None:
         if ids[0] < 0 or (np.diff(ids) <= 0).any():
-            return None  # the columns of a tile are a run
+            return None  # the columns of a tile must be consecutive
         tiles, columns = int(ids[-1]) // BLOCK + 1, np.full(int(ids[-1]) + 1, -1, np.int64)
         columns[ids] = np.arange(len(ids))
         starts = np.searchsorted(ids, BLOCK * np.arange(tiles + 1)).astype(np.int64)
-        ids = np.append(ids, np.zeros(LANES, np.int64))  # a vector may begin at the last
-        self._kept = (ids, starts, columns)  # their addresses are told
+        ids = np.append(ids, np.zeros(LANES, np.int64))  # a kernel's vector may begin at the last one
+        self._kept = (ids, starts, columns)  # kept alive, as kernels get their addresses
         return Vocabulary(ids.ctypes.data, starts.ctypes.data, columns.ctypes.data, len(columns), tiles)
 
     def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
@@ -98,7 +98,8 @@ class NativeRace:
 
 
 def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -> bytes:
-    """What a session asks for; first: place of its first row in the call. kept: grows by what is pointed to."""
+    """A session as an ``Asked`` of ``races.h``. first: index of its first row in the call; num_ids: size of the
+    vocabulary; kept: gets the objects whose addresses the record has, to keep them alive."""
     sampling = session.sampling
     seen = counts = biased = stops = NONE
     amounts = array("d")
@@ -124,7 +125,7 @@ def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -
 
 
 def asked_plainly(sampling: Sampling) -> bytes:
-    """The same of rows whose logits nothing changes before they are filtered and drawn from."""
+    """The record of a session without penalties, bias or grammar, for ``trees.h``."""
     return _record(ChoiceRows(sampling, range(0), (), (), None, ()), 0, 0, [])
 
 

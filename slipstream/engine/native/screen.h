@@ -1,12 +1,11 @@
-// The greatest output of a product without most of its weights: all outputs from whole numbers of 8 bits, about, and exactly
-// those of which this does not say that they are less than one that is known.
+// The greatest output of a product without reading most of its weights: all outputs are bounded with weights of 8 bits, and only
+// those that could be the greatest are computed exactly.
 //
 // Rules:
-// 1. What is chosen is what `best_of` would choose of the product, for every state: how far an output may be off is bounded,
-//    not estimated. By Cauchy and Schwarz that is the length of what rounding took from its weights times the state's, and
-//    the length of its rounded weights times what rounding took from the state; float32's own errors are added, those of
-//    numbers that are too small for it among them.
-// 2. A state that is not finite, or too large, makes every output one that is computed. Of weights that are, there is no screen.
+// 1. The result is what `best_of` finds in the whole product, for every state: the error of an 8-bit output is bounded, not
+//    estimated. By Cauchy and Schwarz it is at most |rounding error of the weights| * |state| + |rounded weights| * |rounding
+//    error of the state|; the errors of float32 are added, also those of numbers too small for it.
+// 2. For a state that is not finite, or too large, every output is computed exactly. For weights that are, there is no screen.
 //
 // It knows nothing about why only the greatest is wanted.
 

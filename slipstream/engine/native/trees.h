@@ -1,13 +1,13 @@
 // Draft trees, greedy or under keyed noise, from tokens that a draft head has not seen yet down to the leaves, without Python between levels.
 //
 // Rules:
-// 1. First the pending rows of all sessions, one behind the other; the last one of each gives the root's children. Then
-//    level by level: the K best candidates of a level, the earlier first among equals, are the rows of the next. Sums are
-//    float64, as where the host chooses again.
-// 2. Sessions stand in the order of how many levels they want, most first: those of a level are the first ones.
-// 3. Sampled sessions are ranked under their noise (`races.h`). Where a row's ranking is not certain, the tree is told as known
-//    down to it: what was grown below is nothing.
-// 4. KV entries of a session: those that are computed, its pending rows', its tree's, level by level.
+// 1. The first forward computes the pending rows of all sessions; the last row of each gives the root's children. Then trees
+//    grow level by level: the K best candidates of a level (the earlier first among equals) are the rows of the next one.
+//    Scores are summed in float64, as the host does when it chooses again.
+// 2. Sessions are sorted by their number of levels, most first, so the sessions that have a level are the first ones.
+// 3. Sampled sessions are ranked under their noise (`races.h`). If the ranking of a row is not certain, only the levels down
+//    to this row count as known (`Trees::known`); deeper ones are to be ignored.
+// 4. The KV entries of a session are: its computed ones, its pending rows', then its tree's, level by level.
 //
 // It knows nothing about threads: `run` computes a list for a frame.
 

@@ -1,5 +1,5 @@
-// Vectors as wide as the processor's registers, by the compiler's own vector types, with the processor's instruction where it
-// has one that matters. A wider vector would live in memory.
+// Vectors as wide as the processor's registers, by the compiler's vector types, and intrinsics where these are faster. A wider
+// vector would be kept in memory.
 //
 // It knows nothing about what they hold. bfloat16 is the upper half of a float32; it is rounded to the nearest, ties to even.
 

@@ -1,5 +1,5 @@
-"""What a decoder layer does before and after its attention: one protocol, with torch as the specification.
+"""The operations of a decoder layer before and after its attention: one protocol, with torch as the specification.
 
-``layer`` is the protocol, a layer's weights and torch's operations; ``fused`` (kernels in Triton) and ``compiled``
-(torch.compile) take their place.
+``layer`` has the protocol, a layer's weights and torch's operations; ``fused`` (Triton kernels) and ``compiled``
+(torch.compile) can replace torch's.
 """

@@ -1,12 +1,12 @@
-"""torch.compile for the two halves of a decoder layer: what stands before attention, and what stands after it.
+"""torch.compile for the two halves of a decoder layer: the operations before attention, and those after it.
 
 Rules:
-1. Only the halves are compiled: their one changing size is the number of rows, so two graphs (one row, more rows) serve
-   every layer of a model. Planning, KV writes and attention change shape with every batch and stay eager.
-2. All graphs are made before anything is served, by running the model once for each kind of batch.
-3. Whatever goes wrong there (no C++ compiler, an operation that cannot be compiled) is a warning, and eager goes on.
-4. Fused sums round otherwise: results agree with eager ones to rounding, not bit for bit. Target steps of one process
-   all take the same path, so exactness is what it was.
+1. Only the halves are compiled. The number of rows is the only size in them that changes, so two graphs (one row, more
+   rows) serve every layer of a model. Planning, KV writes and attention change shape with every batch and stay eager.
+2. All graphs are made before anything is served, by running the model once for each of ROWS.
+3. If that fails (no C++ compiler, an operation that cannot be compiled), a warning is logged and layers stay eager.
+4. Fused sums round differently: results are close to eager ones, not equal bit for bit. All target steps of a process
+   use the same graphs, so drafted answers are as exact as before.
 
 It knows nothing about files, sessions or the kind of model.
 """
@@ -31,13 +31,13 @@ M = TypeVar("M")
 
 def before_attention(layer: LayerWeights[Linear], read: torch.Tensor, cos: torch.Tensor,
                      sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``TORCH.before`` without its writing: queries, and KV to be written."""
+    """``TORCH.before`` without the KV write: queries [T, Q, D], and the KV to be written [T, 2, G, D]."""
     return turned(heads_of(layer, read), layer.heads, cos, sin)
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledOps:
-    """A ``layer.LayerOps``."""
+    """A ``layer.LayerOps`` of compiled functions."""
 
     queries: Callable[[LayerWeights[Linear], torch.Tensor, torch.Tensor, torch.Tensor],
                       tuple[torch.Tensor, torch.Tensor]]
@@ -56,8 +56,8 @@ class CompiledOps:
 
 
 def compiled(build: Callable[[LayerOps], M], run: Callable[[M, int], object], what: str) -> M:
-    """What ``build`` makes of compiled halves, after ``run`` took it through so many rows; of eager ones where that
-    fails. what: for the log."""
+    """The model that ``build`` makes with compiled halves, after ``run(model, rows)`` for each of ROWS compiled them;
+    if that fails, the one with eager halves. what: its name in the log."""
     log, began_s = logger("engine"), perf_counter()
     try:
         model = build(CompiledOps(torch.compile(before_attention), torch.compile(TORCH.after)))

@@ -1,12 +1,12 @@
-"""The choice of operations between a layer's products, and of the rounding for 8-bit products: our own kernels on a GPU
-with Triton, torch's elsewhere.
+"""Chooses the operations between a layer's products, and the rounding to fp8: our own Triton kernels on a GPU that has
+Triton, else torch's.
 
 Rules:
-1. The choice is made once, before anything is served, and logged. ``kernels: torch`` asks for torch's.
-2. Before kernels of our own are used, they compute a few rows of the model's own measures beside torch's: in another
-   process (``proof``), then in this one. If one fails, or differs by more than rounding (for rounding kernels: by one
-   bit), there is a warning and torch computes, so that answers do not depend on a GPU that was never tried.
-3. That trial also compiles them: nothing is compiled, measured or waited for afterwards, so they can be captured.
+1. The choice is made once, before anything is served, and logged. The setting ``kernels: torch`` forces torch's.
+2. Before our kernels are used, their results on a few rows of the model's dimensions are compared with torch's: in
+   another process (``proof``), then in this one. A failure, or a difference above rounding (for the rounding to fp8:
+   any different bit), is logged as a warning, and torch's are used: no answer depends on an untested GPU.
+3. The trial also compiles the kernels. Later launches compile and measure nothing, so they can be captured.
 
 It knows nothing about batches or attention.
 """
@@ -30,15 +30,15 @@ from slipstream.engine.proof import Proof, objection
 from slipstream.observe.log import logger
 
 DTYPES = (torch.bfloat16, torch.float16)
-MOST_WIDTH = 16_384  # of a row that one block holds
+MOST_WIDTH = 16_384  # numbers of a row: one block must hold it
 HEAD_BLOCK = 4  # heads of one program
-PART_BLOCK = 1024  # numbers of one program that takes a part of a row
-TRIAL_ROWS, SPARE_SLOTS = (1, 5), 11  # slots: that nothing writes to
-ROUNDINGS = 2  # by which a number may differ, of the largest in its row
+PART_BLOCK = 1024  # numbers of a row that one program of silu_mul computes
+TRIAL_ROWS, SPARE_SLOTS = (1, 5), 11  # row counts of the trial; slots that the kernels must not write
+ROUNDINGS = 2  # allowed difference in units of rounding of the row's largest number
 
 
 def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Why kernels of our own cannot be used here, in words; empty: they can be tried."""
+    """Why our kernels cannot be used here, in words; empty: they can be tried."""
     if device.type == "cuda" and dtype not in DTYPES:
         return f"they are for bfloat16 and float16, and this model is {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda" and config.hidden_size > MOST_WIDTH:
@@ -59,7 +59,8 @@ def unfit(device: torch.device) -> str:
 
 def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device,
                    proof: Proof = objection) -> Operations:
-    """choice: as in ``ModelSection.kernels``. config: of the layers, or of a rank's part of them."""
+    """The operations that serve. choice: as in ``ModelSection.kernels``; config: of the layers, or of a rank's part of
+    them."""
     def tried() -> str:
         return proof("operations", config, dtype, device) or difference(triton_operations(), config, dtype, device)
 
@@ -68,7 +69,7 @@ def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device:
 
 
 def rounding_for(choice: str, config: ModelConfig, device: torch.device, proof: Proof = objection) -> Rounding:
-    """As ``operations_for``: what makes e4m3 of bfloat16."""
+    """As ``operations_for``, for the function that rounds bfloat16 to e4m3."""
     def tried() -> str:
         return (proof("rounding", config, torch.bfloat16, device)
                 or rounding_difference(triton_rounding(), config, device))
@@ -78,8 +79,9 @@ def rounding_for(choice: str, config: ModelConfig, device: torch.device, proof: 
 
 
 def serves(choice: str, device: torch.device, what: str, reason: str, tried: Callable[[], str]) -> bool:
-    """Whether kernels of our own do. reason: why they cannot be tried; tried: where they differ; in words. On a CPU
-    nobody expects them."""
+    """Whether our kernels serve; it logs the answer, except on a CPU, where they never do. what: their name in the log;
+    reason: why they cannot be tried, "" if they can; tried: runs the trial, and returns how they differ, "" if they do
+    not."""
     if choice == "torch" or device.type != "cuda":
         return False
     log = logger("engine")
@@ -98,18 +100,18 @@ def serves(choice: str, device: torch.device, what: str, reason: str, tried: Cal
 
 
 def triton_operations() -> Operations:
-    """Raises ImportError where Triton is not installed."""
+    """Our kernels as operations of a layer. Raises ImportError if Triton is not installed."""
     fused = _Fused()
     return Operations(fused.add_norm, fused.place, fused.silu_mul, "fused")
 
 
 def triton_rounding() -> Rounding:
-    """Raises ImportError where Triton is not installed."""
+    """Our kernel that rounds to e4m3. Raises ImportError if Triton is not installed."""
     return _Fused().rounded
 
 
 class _Fused:
-    """Launches. Each allocates what it returns and waits for nothing."""
+    """The launches of ``fused_kernels``. Each allocates its results and does not wait for the GPU."""
 
     __slots__ = ("_kernels",)
 
@@ -150,19 +152,20 @@ class _Fused:
 
 
 def block(width: int) -> int:
-    """The power of two that holds so many numbers."""
+    """The smallest power of two that is at least ``width``."""
     return 1 << (width - 1).bit_length()
 
 
 def warps(width: int) -> int:
-    """Of a program that holds a row: at most 32 numbers of it in each thread where it has ``MOST_WIDTH``, more of wider
-    ones."""
+    """How many warps a program has that holds a row of ``width`` numbers: each thread has at most 32 of them, up to
+    ``MOST_WIDTH``."""
     return min(16, max(4, block(width) // 512))
 
 
 @torch.inference_mode()
 def difference(operations: Operations, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Where these operations differ from torch's on random rows of such layers, in words; empty: they do not."""
+    """How these operations differ from torch's on random rows of a layer of ``config``, in words; empty: they do
+    not."""
     for rows in TRIAL_ROWS:
         for what, found, right in compared(operations, config, dtype, device, rows):
             wide = right.float().nan_to_num(0.0)
@@ -176,7 +179,8 @@ def difference(operations: Operations, config: ModelConfig, dtype: torch.dtype, 
 
 def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, device: torch.device,
              rows: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """What is computed on so many random rows: its name, theirs, torch's. KV that nothing may write is NaN in both."""
+    """For each result on ``rows`` random rows: its name, the value of ``operations``, and torch's. KV slots that must
+    not be written hold NaN in both."""
     dice = torch.Generator().manual_seed(rows)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -202,7 +206,7 @@ def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, de
 
 @torch.inference_mode()
 def rounding_difference(rounding: Rounding, config: ModelConfig, device: torch.device) -> str:
-    """As ``difference``, of rows as wide as those that a decoder's layers multiply."""
+    """As ``difference``, for rounding: rows of each width that a decoder's layers multiply; all bits must be equal."""
     for width in sorted({config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size}):
         for what, found, right in rounded_rows(rounding, width, device):
             if not torch.equal(found, right):
@@ -212,8 +216,8 @@ def rounding_difference(rounding: Rounding, config: ModelConfig, device: torch.d
 
 def rounded_rows(rounding: Rounding, width: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor,
                                                                                          torch.Tensor]]:
-    """Bits of random rows from very small numbers to very large ones, of zeros, and of those that lie halfway between
-    two of e4m3: what they are, theirs, torch's."""
+    """For the numbers and the scales of some rows: their name, the bits of ``rounding``, and those of torch's. Rows are
+    random, from very small to very large numbers; one of zeros; and two of numbers halfway between two of e4m3."""
     dice = torch.Generator().manual_seed(width)
     rows = torch.randn((9, width), generator=dice) * torch.logspace(-38, 36, 9)[:, None]
     rows[1] = 0

@@ -1,13 +1,14 @@
-"""Kernels in Triton of what stands between a layer's products on a GPU, and of what rounds for products in 8 bits.
+"""Triton kernels for the operations between a layer's products, and for the rounding to fp8.
 
 Rules:
-1. Each rounds where torch's operations round: what those would store, it stores, or takes for stored. Only the order of
-   the norm's sum is its own.
-2. Sizes are constants of a kernel and the number of rows is its grid, so that one compilation serves a model, and a
-   captured launch is any other.
-3. Sums and products are float32. What a block holds beyond a row's end is masked, on loads and on stores.
+1. Each kernel rounds where torch's operations round: each value that torch would store is rounded to the same dtype.
+   Only the order of the norm's sum differs.
+2. Sizes are constants of a kernel and the number of rows is its grid, so one compilation serves a model, and a captured
+   launch is like any other.
+3. Sums and products are float32. Loads and stores beyond a row's end are masked.
 
-It is imported where Triton is installed (see ``fused``) and knows nothing about models. Capitals are constants.
+It is imported only where Triton is installed (see ``fused``). It knows nothing about models. Parameters in capitals are
+compile-time constants.
 Format: Triton's language, 3.6 and later.
 """
 
@@ -37,12 +38,13 @@ def add_norm(x: tl.tensor, added: tl.tensor, weight: tl.tensor, total: tl.tensor
 def place(rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor,
           queries: tl.tensor, kv: tl.tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
           NORMED: tl.constexpr, EPS: tl.constexpr, HEAD_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr) -> None:
-    """Some heads of one row of ``rows`` [T, Q + 2 G, D]: normed, rotated, and put to ``queries`` [T, Q, D] or at the
-    row's slot of ``kv`` [S, 2, G, D]. cos, sin [T, D] as of ``layer.Rope``; q_norm, k_norm [D] are read if NORMED."""
+    """Some heads of one row of ``rows`` [T, Q + 2 G, D]: queries and keys are normed and rotated. Queries are written
+    to ``queries`` [T, Q, D], keys and values to the row's slot of ``kv`` [S, 2, G, D]. cos, sin: [T, D], from
+    ``layer.Rope``; q_norm, k_norm: [D], read if NORMED."""
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK))[:, None]
     at = tl.arange(0, SIZE_BLOCK)[None, :]
-    across = tl.where(at < SIZE // 2, at + SIZE // 2, at - SIZE // 2)  # what a number is rotated with
+    across = tl.where(at < SIZE // 2, at + SIZE // 2, at - SIZE // 2)  # the other number of its rotary pair
     inside = (head < HEADS + 2 * KV_HEADS) & (at < SIZE)
     first = rows + (row * (HEADS + 2 * KV_HEADS) + head) * SIZE
     stored = tl.load(first + at, inside, 0.0)
@@ -78,8 +80,8 @@ def silu_mul(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.
 @triton.jit
 def rounded(x: tl.tensor, out: tl.tensor, scales: tl.tensor, WIDTH: tl.constexpr, MOST: tl.constexpr,
             LEAST: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """One row of ``x`` [T, WIDTH] -> e4m3 ``out`` [T, WIDTH], which ends at MOST, and its own float32 scale, at least
-    LEAST, in ``scales`` [T]."""
+    """One row of ``x`` [T, WIDTH] -> e4m3 ``out`` [T, WIDTH] and its float32 scale in ``scales`` [T]. MOST: the largest
+    number of e4m3; LEAST: the smallest scale."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH

@@ -1,15 +1,15 @@
-"""One decoder layer: its weights as one object, the protocol of what runs before and after its attention, and all of it
-in torch, which is the specification, and what runs where nothing else does.
+"""One decoder layer: its weights as one object, the protocol of the operations before and after its attention, and
+these in torch, which is the specification and runs where there are no other kernels.
 
 Rules:
-1. ``TORCH`` says what operations compute; others compute the same and round where it does. float64 stays float64
-   throughout: a model in float64 gives the same choice whatever batch a row stands in.
+1. ``TORCH`` defines the operations; others compute the same and round at the same places. float64 stays float64
+   throughout, so a float64 model makes the same choice for a row in any batch.
 2. Weights that are read together are one matrix: q, k, v; gate and up.
-3. A layer's input is already normed by its caller, and may be wider than the residual stream, as in draft heads. The
-   layer gets the norm that follows it, so that its last sum and that norm are one operation.
-4. What changes between layers is an argument. No shape but the number of rows T depends on the batch.
-5. Rotary positions are in the half-split layout of transformers, angles in float32 as there. What depends only on
-   positions is computed once a forward, not once a layer.
+3. The caller norms a layer's input, which may be wider than its residual stream, as in draft heads. The layer gets the
+   next layer's norm, so that its last addition and that norm are one operation.
+4. All that differs between layers is an argument. Of all shapes only the number of rows T depends on the batch.
+5. Rotary positions use the half-split layout of transformers, with angles in float32. Cosines and sines are computed
+   once a forward, not once a layer.
 
 It knows nothing about whole models, pools or how a batch attends. Dimension key: see ``slipstream.engine``.
 """
@@ -32,13 +32,13 @@ from slipstream.engine.model import Map, ModelConfig, RopeScaling, Tensors, take
 
 
 class Linear:
-    """With W packed once where that is faster: oneDNN's blocked layout on CPU in float32 and bfloat16, 1.4 to 1.6
-    times as fast as ``F.linear`` on few rows. Elsewhere it is ``F.linear``."""
+    """x [T, I] -> x W^T + bias [T, O]. On CPUs in float32 and bfloat16 W is packed once into oneDNN's blocked layout,
+    1.4 to 1.6 times as fast as ``F.linear`` on few rows; elsewhere it is ``F.linear``."""
 
     __slots__ = ("_bias", "_other", "_packed", "_total", "_weight", "in_features", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, total: Map | None = None) -> None:
-        """weight [O, I], bias [O] or None. total: of what it gives, where several ranks sum it."""
+        """weight: [O, I]; bias: [O] or None; total: applied to the result, for example a sum over ranks."""
         self.out_features, self.in_features = weight.shape
         self._bias, self._total = bias, total
         self._other: Map | None = None
@@ -52,12 +52,12 @@ class Linear:
         return y if self._total is None else self._total(y)
 
     def only(self, product: Map) -> None:
-        """Compute x W^T by ``product`` from now on; W itself is given up."""
+        """Compute x W^T with ``product`` from now on; W itself is freed."""
         self._other, self._packed = product, False
         self._weight = torch.empty(0)
 
     def weight(self) -> torch.Tensor:
-        """W [O, I], as it was given."""
+        """W [O, I], not packed; empty after ``only``."""
         return self._weight.to_dense() if self._packed else self._weight
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,8 +81,8 @@ def _packed_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-# A compiled graph takes packed weights as constants or not at all, so there the operation is one of our own. Registered
-# by hand, because what ``library.custom_op`` does around each call shows in a step's time.
+# torch.compile takes packed weights only as constants, so compiled code calls this operation of our own instead. It is
+# registered by hand: the wrapper of ``library.custom_op`` makes steps measurably slower.
 _OPERATIONS: Any = library.Library("slipstream", "DEF")  # type: ignore[no-untyped-call]
 _OPERATIONS.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _OPERATIONS.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
@@ -90,14 +90,15 @@ library.register_fake("slipstream::packed_linear", _packed_shape, lib=_OPERATION
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of this type here: bfloat16 on processors with its instructions or AVX-512."""
+    """Whether oneDNN packs weights of this dtype on this machine: float32 always, bfloat16 if the processor has AVX-512
+    or bfloat16 instructions."""
     if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Rope:
-    """The frequencies of one model."""
+    """The rotary frequencies of one model."""
 
     __slots__ = ("_dtype", "_frequencies", "_size")
 
@@ -108,7 +109,7 @@ class Rope:
         self._dtype, self._size = dtype, 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [T] -> cos and sin [T, 1, D]; the sine's first half is negated, as ``rotate`` wants it."""
+        """positions int64 [T] -> cos and sin [T, 1, D]; the sine's first half is negated, as ``rotate`` needs it."""
         angles = positions[:, None, None].float() * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         sin[..., : sin.shape[-1] // 2].neg_()
@@ -118,14 +119,14 @@ class Rope:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate heads x [T, heads, D] in place by ``Rope.rows``."""
+    """Rotate heads x [T, heads, D] in place. cos, sin: [T, 1, D], from ``Rope.rows``."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     x.mul_(cos).addcmul_(swapped, sin)
 
 
 def scaled(frequencies: torch.Tensor, scaling: RopeScaling | None, theta: float) -> torch.Tensor:
-    """Rotary frequencies [D/2] stretched as a checkpoint asks (llama3, yarn: long waves fully, short ones not at
-    all)."""
+    """Rotary frequencies [D/2], divided as the checkpoint's rope scaling says. linear: all by the factor; llama3 and
+    yarn: low frequencies by the whole factor, high ones not at all."""
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
@@ -140,9 +141,9 @@ def scaled(frequencies: torch.Tensor, scaling: RopeScaling | None, theta: float)
 
 
 def _stretched(count: int, scaling: RopeScaling, theta: float) -> torch.Tensor:
-    """YaRN (arXiv 2309.00071): how far each of so many frequencies is stretched, from 0 to 1. In between it rises from
-    place to place, not with the wave."""
-    def place(turns: float) -> float:  # of the frequency that turns so often in the original context
+    """YaRN (arXiv 2309.00071): how far each of ``count`` frequencies is stretched, from 0 (not at all) to 1 (by the
+    whole factor). Between these it rises linearly with the index."""
+    def place(turns: float) -> float:  # the index of the frequency with so many turns in the original context
         return count * (math.log(scaling.original_context) - math.log(2 * math.pi * turns)) / math.log(theta)
 
     first, last = place(scaling.beta_fast), place(scaling.beta_slow)
@@ -158,7 +159,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What is known of a layer's heads between its first product and attention."""
+    """A layer's heads: their numbers, size and norms, for the step between the qkv product and attention."""
 
     queries: int  # Q
     kv: int  # G
@@ -170,10 +171,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights(Generic[P]):
-    """P: what a product is for those that run it."""
+    """The weights of one layer. P: the type of a linear map, which depends on the kernels that run it."""
 
     heads: Heads
-    norm: torch.Tensor | None  # [in] of what comes in, which whoever feeds it applies; None: it is read as it is
+    norm: torch.Tensor | None  # [in] the input norm, which the caller applies; None: the input is not normed
     qkv: P  # [(Q + 2 G) D, in]
     o: P  # [H, Q * D]
     post_norm: torch.Tensor  # [H]
@@ -183,8 +184,8 @@ class LayerWeights(Generic[P]):
     @staticmethod
     def read(config: ModelConfig, tensors: Tensors, prefix: str, make: Callable[[str, Matrix, torch.Tensor | None], P],
              in_features: int | None = None, input_norm: bool = True) -> LayerWeights[P]:
-        """tensors: by name; prefix: such as ``model.layers.0``; make: a product by its name here, its matrix and its
-        bias; in_features: what attention reads, H unless given. Raises ModelError naming a tensor."""
+        """tensors: by name; prefix: for example ``model.layers.0``; make: makes a linear map of its name here, its
+        matrix and its bias; in_features: width of attention's input, None: H. Raises ModelError naming a tensor."""
         shapes = layer_shapes(config, prefix, in_features, input_norm)
 
         def product(what: str, *parts: str) -> P:
@@ -206,7 +207,7 @@ class LayerWeights(Generic[P]):
 
 def layer_shapes(config: ModelConfig, prefix: str, in_features: int | None = None,
                  input_norm: bool = True) -> dict[str, tuple[int, ...]]:
-    """The tensors that ``LayerWeights.read`` takes, by name."""
+    """The names and shapes of the tensors that ``LayerWeights.read`` reads."""
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     width, kv_width, read = config.num_heads * size, config.num_kv_heads * size, in_features or hidden
     norms = ({"input_layernorm": hidden} if input_norm else {}) | {"post_attention_layernorm": hidden} | (
@@ -224,13 +225,13 @@ def layer_shapes(config: ModelConfig, prefix: str, in_features: int | None = Non
 
 
 def linear(_name: str, weight: Matrix, bias: torch.Tensor | None) -> Linear:
-    """A product of torch's."""
+    """A linear map computed by torch; a ``make`` of ``LayerWeights.read``."""
     assert isinstance(weight, torch.Tensor)
     return Linear(weight, bias)
 
 
 class Step:
-    """What all layers of one forward share: where to write, how to rotate, who sees whom."""
+    """What all layers of one forward share: slots to write KV to, cosines and sines, and the planned attention."""
 
     __slots__ = ("attend", "cos", "sin", "slots")
 
@@ -250,17 +251,18 @@ class LayerOps(Protocol):
 
     @property
     def name(self) -> str:
-        """Others may round otherwise."""
+        """The name of the kernels; kernels of another name may round differently."""
         ...
 
     def before(self, layer: LayerWeights[Linear], read: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """read [T, in], normed -> rotated queries [T, Q, D]; KV is written at the step's slots of kv [S, 2, G, D]."""
+        """read: the normed input [T, in] -> rotated queries [T, Q, D]; KV is written to the step's slots of one layer's
+        kv [S, 2, G, D]."""
         ...
 
     def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
               norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual stream x [T, H] and attention's output [T, Q * D] -> the stream after the layer [T, H], and its norm
-        with weight ``norm`` [H]; None: the stream again."""
+        """Residual stream x [T, H] and attention's output [T, Q * D] -> the stream after the layer [T, H], and the same
+        normed with weight ``norm`` [H] (None: not normed)."""
         ...
 
 
@@ -278,29 +280,29 @@ class DecoderLayer:
         return weights.qkv, weights.o, weights.gate_up, weights.down
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
-        """What it reads of a stream [T, in] that no layer has normed."""
+        """The layer's input from a stream [T, in] that is not normed yet."""
         return x if self.weights.norm is None else rms_norm(x, self.weights.norm, self.weights.heads.eps)
 
     def __call__(self, x: torch.Tensor, read: torch.Tensor, step: Step, kv: torch.Tensor,
                  norm: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual stream x [T, H] and what attention reads [T, in] -> as ``LayerOps.after``; one layer's
-        kv [S, 2, G, D] is written at the step's slots."""
+        """Residual stream x [T, H] and attention's normed input [T, in] -> as ``LayerOps.after``; KV is written to the
+        step's slots of one layer's kv [S, 2, G, D]."""
         return self._ops.after(self.weights, x, step.attend(self._ops.before(self.weights, read, step, kv), kv), norm)
 
 
 def norms_behind(layers: Sequence[DecoderLayer], last: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """For each layer, the input norm of the next one; ``last`` for the last layer."""
+    """For each layer the input norm of the next one; for the last layer ``last``."""
     return [*(layer.weights.norm for layer in layers[1:]), last]
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """A ``layer.LayerOps`` by three operations."""
+    """A ``LayerOps`` made of three operations."""
 
     add_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     # x, added [T, H], weight [H], eps -> their sum and its norm
     place: Callable[[torch.Tensor, Heads, Step, torch.Tensor], torch.Tensor]
-    # rows [T, Q + 2 G, D], which may be written, normed and rotated -> queries [T, Q, D]; KV written to kv [S, 2, G, D]
+    # norm and rotate rows [T, Q + 2 G, D] (maybe in place) -> queries [T, Q, D]; KV is written to kv [S, 2, G, D]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]  # [T, 2 I] -> [T, I]: silu of the first half times the second
     name: str
 
@@ -324,7 +326,7 @@ def heads_of(layer: LayerWeights[Linear], read: torch.Tensor) -> torch.Tensor:
 
 
 def turned(rows: torch.Tensor, heads: Heads, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [T, Q + 2 G, D], which are written -> queries [T, Q, D], and KV to be written [T, 2, G, D]."""
+    """Norm and rotate rows [T, Q + 2 G, D] in place -> views: queries [T, Q, D], and the KV to write [T, 2, G, D]."""
     queries, both = heads.queries, heads.queries + heads.kv
     if heads.q_norm is not None and heads.k_norm is not None:
         rows[:, :queries] = rms_norm(rows[:, :queries], heads.q_norm, heads.eps)
@@ -334,6 +336,7 @@ def turned(rows: torch.Tensor, heads: Heads, cos: torch.Tensor, sin: torch.Tenso
 
 
 def place(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
+    """See ``Operations.place``."""
     q, written = turned(rows, heads, step.cos, step.sin)
     kv.index_copy_(0, step.slots, written)
     return q
@@ -345,7 +348,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def norm_parts(x: torch.Tensor, weight: torch.Tensor, width: int, eps: float) -> torch.Tensor:
-    """``rms_norm`` of ``width`` numbers of x [T, W] at a time, with weight [W]."""
+    """x [T, W], of which each ``width`` numbers are normed by themselves (``rms_norm``), with weight [W]."""
     count = len(weight) // width
     parts = zip(x.chunk(count, 1), weight.chunk(count), strict=True)
     return torch.cat([rms_norm(part, own, eps) for part, own in parts], 1)

@@ -1,22 +1,23 @@
-"""Kernels in Triton that find the best columns of rows of logits on a GPU: under keyed noise, or as they are.
+"""Triton kernels that find the best columns of rows of logits on a GPU: under keyed noise, or without noise.
 
 Rules:
-1. A score is float64: logit / heat + noise (``choosing.noise`` says which noise, bit for bit before its logarithms), or
-   the logit itself. Scores are compared as integers in their order, -0 as 0 and what is no number above all; among
-   equals the lowest column is first.
-2. ``part_winners`` finds the best of a part of a row, ``winners`` those of all its parts, and what they score among
-   each other: logarithms of their shares, of those K under noise, of the whole row without. They are ordered by these,
-   as rounded, the lowest token id first among equals. Where one is no number or none is finite, all are NaN.
-3. Every filter is a threshold on the logit, so what wins among its survivors is the first survivor in the order of all
-   scores. Whether it survives depends on how many tokens are likelier, and on their mass: ``part_masses`` counts them
-   for the best of all, ``first_survivor`` judges. Where none survives, or a mass is so near to its limit that the order
-   of a sum could decide, it says so.
-4. Sizes are constants of a kernel and the number of rows is its grid, so that one compilation serves a model, and a
-   captured launch is any other. How many are wanted is told at the launch and compiles nothing.
-5. Logarithms of shares are rounded to float32. Without noise they are made in it, as torch makes them; the whole row's
-   sum has an order of its own.
+1. A score is float64: logit / heat + noise (that of ``choosing.noise``; the integers are equal bit for bit), or the
+   logit itself. Scores are compared as integers of the same order, with -0 as 0 and NaN above all; among equals the
+   lowest column comes first.
+2. ``part_winners`` finds the best of a part of a row, ``winners`` the best of all parts, and their log shares: with
+   noise, of the sum over these K; without, of the sum over the whole row. They are ordered by rounded log share, the
+   lowest token id first among equals. If one is NaN or none is finite, all are NaN.
+3. Every filter is a threshold on the logit. So the winner among the survivors is the first survivor in the order of
+   scores. Whether a token survives follows from how many tokens are likelier and from their mass: ``part_masses``
+   counts these for the best tokens, ``first_survivor`` decides. If none survives, or a mass is so near to its limit
+   that the order of a sum could decide, the row is marked as not sure.
+4. Sizes are constants of a kernel and the number of rows is its grid, so one compilation serves a model, and a captured
+   launch is like any other. How many tokens are wanted is an argument that compiles nothing.
+5. Log shares are rounded to float32. Without noise they are computed in float32, as torch does; only the order of the
+   whole row's sum differs.
 
-It is imported where Triton is installed (see ``races``) and knows nothing about sessions. Capitals are constants.
+It is imported only where Triton is installed (see ``races``). It knows nothing about sessions. Parameters in capitals
+are compile-time constants.
 Format: Triton's language, 3.6 and later.
 """
 
@@ -36,12 +37,12 @@ SECOND: tl.constexpr = tl.constexpr(noise.signed(noise.SECOND))
 UNIT: tl.constexpr = tl.constexpr(2.0**-53)
 SHARE: tl.constexpr = tl.constexpr(1 / noise.BLOCK)  # a power of two: products with it are exact
 LARGEST: tl.constexpr = tl.constexpr((1 << 63) - 1)
-MASS_NEAR: tl.constexpr = tl.constexpr(1e-5)  # torch sums in float32
-DEPTH_NEAR: tl.constexpr = tl.constexpr(1e-9)
-SAME_NEAR: tl.constexpr = tl.constexpr(1e-12)  # torch may take them for equal
-CLOSE: tl.constexpr = tl.constexpr(1 << 32)  # counts what is as near
-ASKED: tl.constexpr = tl.constexpr(6)  # numbers of a row
-SMALLEST: tl.constexpr = tl.constexpr(-(1 << 63))  # of no score: none is there, or it was taken
+MASS_NEAR: tl.constexpr = tl.constexpr(1e-5)  # share of the mass within which a decision is not sure: float32 sums
+DEPTH_NEAR: tl.constexpr = tl.constexpr(1e-9)  # the same for min-p, relative
+SAME_NEAR: tl.constexpr = tl.constexpr(1e-12)  # logits this close may be equal after torch's shift and division
+CLOSE: tl.constexpr = tl.constexpr(1 << 32)  # added to a count for each logit that is so close
+ASKED: tl.constexpr = tl.constexpr(6)  # numbers of a row of ``asked``
+SMALLEST: tl.constexpr = tl.constexpr(-(1 << 63))  # the key of a place without a score, or whose score was taken
 
 
 @triton.jit
@@ -70,7 +71,7 @@ def gumbel(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def ordered(scores: tl.tensor) -> tl.tensor:
-    """float64 -> int64 in the same order."""
+    """float64 -> int64 keys with the same order (rule 1)."""
     bits = scores.to(tl.int64, bitcast=True)
     bits = tl.where(bits == SMALLEST, 0, bits)  # -0
     bits = bits ^ ((bits >> 63) & LARGEST)
@@ -79,7 +80,7 @@ def ordered(scores: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def number(keys: tl.tensor) -> tl.tensor:
-    """What ``ordered`` was given."""
+    """The inverse of ``ordered``."""
     return (keys ^ ((keys >> 63) & LARGEST)).to(tl.float64, bitcast=True)
 
 
@@ -138,9 +139,9 @@ def part_winners(logits: tl.tensor, asked: tl.tensor, vocabulary: tl.tensor, key
 def winners(keys: tl.tensor, columns: tl.tensor, sums: tl.tensor, vocabulary: tl.tensor, tokens: tl.tensor,
             shares: tl.tensor, most: tl.tensor, wanted: tl.tensor, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
             BLOCK: tl.constexpr, MOST: tl.constexpr) -> None:
-    """The ``most`` best (at most MOST) of one row from those of its parts, of which the first ``wanted`` are told:
-    ``tokens`` int64 and ``shares`` float64, both [R, wanted]. keys, columns, sums, vocabulary: see ``part_winners``;
-    sums None: under noise. BLOCK: at least PARTS * most."""
+    """The ``most`` best (at most MOST) of one row from the best of its parts. The first ``wanted`` are written to
+    ``tokens`` int64 and ``shares`` (log shares) float64, both [R, wanted]. keys, columns, sums, vocabulary: see
+    ``part_winners``; sums None: under noise. BLOCK: at least PARTS * most."""
     row, at, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, MOST)
     first = row * PARTS * most
     left = tl.load(keys + first + at, at < PARTS * most, SMALLEST)
@@ -182,12 +183,13 @@ def winners(keys: tl.tensor, columns: tl.tensor, sums: tl.tensor, vocabulary: tl
 def part_masses(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl.tensor, greatest_of: tl.tensor,
                 masses: tl.tensor, counts: tl.tensor, most: tl.tensor, held: tl.tensor, WIDTH: tl.constexpr,
                 PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr) -> None:
-    """Of one part of one row: how many of its columns have greater logits than each of ``tokens`` [R, most], which are
-    columns, to ``counts`` int64 [R, PARTS, most + 2], with CLOSE for each that is hardly greater, and the sum of their
-    exp((logit - the row's greatest) / heat) to ``masses`` float64 [R, PARTS, most + 2]; behind them the mass of all.
-    greatest_of: int64 [R, held], the columns of the greatest logits in order, of which top-k counts off its last; then
-    the last of ``masses`` is the mass of what is not less than that one, and the last two of ``counts`` are how many
-    are greater, and not less. None: nobody asks. logits, asked, sums: see ``part_winners``."""
+    """Counts and masses of one part of one row. For each of ``tokens`` [R, most] (columns) it takes the columns with
+    greater logits: their number, plus CLOSE for each that is hardly greater, goes to ``counts`` int64 [R, PARTS,
+    most + 2], the sum of their exp((logit - the row's greatest) / heat) to ``masses`` float64 [R, PARTS, most + 2].
+    The next of ``masses`` is that of all columns. greatest_of: int64 [R, held], the columns of the greatest logits in
+    order; top-k picks its last survivor there. Then the last of ``masses`` is the mass of all logits not less than that
+    one, and the last two of ``counts`` are the numbers of logits that are greater, and not less. None: no top-k with
+    top-p. logits, asked, sums: see ``part_winners``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * PART + tl.arange(0, PART)
     source = logits + tl.load(asked + ASKED * row + 1) * WIDTH
@@ -217,9 +219,9 @@ def first_survivor(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens:
                    masses: tl.tensor, counts: tl.tensor, found: tl.tensor, told: tl.tensor, most: tl.tensor,
                    JOINT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
                    MOST: tl.constexpr) -> None:
-    """Of one row, the first of ``tokens`` that survives its filters, to ``found`` int64 [R], and to ``told`` float64
-    [R] 0, or no number where that is not certain. tokens, shares: the ``most`` best as ``winners`` told them; JOINT:
-    masses and counts have what top-k left."""
+    """Write the first of ``tokens`` of one row that survives its filters to ``found`` int64 [R], and 0 to ``told``
+    float64 [R], or NaN if that is not certain. tokens, shares: the ``most`` best, from ``winners``; JOINT: masses and
+    counts have the entries of ``greatest_of``."""
     row, lane, part = tl.program_id(0).to(tl.int64), tl.arange(0, MOST), tl.arange(0, PARTS_BLOCK)
     inside = (part < PARTS)[:, None] & (lane < most)[None, :]
     first = (row * PARTS + part) * (most + 2)
@@ -243,7 +245,7 @@ def first_survivor(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens:
     survives = (count < limit) & (above < mass) & (depth >= deepest)
     unsure |= tl.abs(above - mass) <= whole * MASS_NEAR
     unsure |= tl.abs(depth - deepest) <= (1 + tl.abs(depth)) * DEPTH_NEAR
-    unsure &= (limit < WIDTH) | (mass < float("inf")) | (deepest > -float("inf"))  # whoever stands beside a free row
+    unsure &= (limit < WIDTH) | (mass < float("inf")) | (deepest > -float("inf"))  # rows without filters are sure
     place = tl.min(tl.where(there & (survives | unsure), lane, MOST), 0)
     here = lane == place
     is_sure = tl.max((here & survives & (unsure == 0)).to(tl.int32), 0) > 0

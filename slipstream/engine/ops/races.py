@@ -1,17 +1,18 @@
-"""The choice of kernels that find the best columns of rows of logits: our own on a GPU with Triton, torch's elsewhere.
+"""Finds the best columns of rows of logits with our own Triton kernels, on GPUs that have Triton; ``choosing`` does it
+with torch elsewhere.
 
 Rules:
-1. ``choosing`` is the specification: results here are the same. The integers of the noise are the same, logarithms may
-   differ in the last unit, so two scores that are as near to each other could change places.
-2. A race takes the rows of sampled sessions whose logits nothing changes; filtered ones for one winner alone, not where
-   top-p counts what a top-k above ``GREATEST`` left, and not where they are so cold that noise is lost beside a logit.
-   All other rows are reported as not decided. Whether it takes a row depends on the row's own session, the wanted
-   results and the model, never on the other rows.
-3. Also not decided are rows without a possible token, rows with NaN, and filtered rows of whose ``CANDIDATES`` best
-   scores none survives, or one by so little that the order of a sum could matter.
-4. Numbers go to the device in one copy and come back in one, and nobody waits in between.
-5. Whether kernels serve is decided as with a layer's (``fused``): once, by a trial in another process and one in this,
-   which compile all that is ever launched.
+1. ``choosing`` is the specification: a race gives its results. The integers of the noise are equal; logarithms may
+   differ in the last digit, so two scores that are that close could change places.
+2. A race supports rows of sampled sessions whose logits are not adjusted. Filtered rows it supports for one winner
+   only, and not if top-p follows a top-k above ``GREATEST``, nor at temperatures below ``COLD``, where noise is lost
+   beside a logit. It marks all other rows as not sure. Whether a row is supported depends on its session, the number of
+   winners and the model, never on the other rows.
+3. Also not sure are rows without a possible token, rows with NaN, and filtered rows where none of the ``CANDIDATES``
+   best scores survives, or one survives by so little that the order of a sum could decide.
+4. Numbers go to the device in one copy and come back in one; the host does not wait in between.
+5. Whether these kernels serve is decided as for a layer's (``fused``): once, by a trial in another process and one in
+   this process, which compile all kernels that are launched later.
 
 It knows nothing about models, trees or where logits come from.
 """
@@ -38,26 +39,26 @@ from slipstream.engine.proof import Proof, objection
 from slipstream.protocol.requests import Sampling
 
 PART = 1024  # columns of one program
-MOST = 32  # that are found
+MOST = 32  # tokens of a row that can be found
 MOST_DRAWN = MOST - RUNNERS_UP
-NOISY = 6  # numbers that say what is asked about a row
-CANDIDATES = 16  # best scores that filters are asked about
-GREATEST = 64  # logits that are put in order for top-k beside top-p
-EVERY = 1 << 62  # tokens: there are fewer
+NOISY = 6  # numbers that describe a row, see ``noisy_rows``
+CANDIDATES = 16  # best scores to which filters are applied
+GREATEST = 64  # logits that are sorted for top-k with top-p
+EVERY = 1 << 62  # a top-k that leaves all tokens
 FILTERS: tuple[dict[str, Any], ...] = (
     {"top_p": 0.9}, {"top_k": 1000}, {"min_p": 1e-4}, {"top_p": 0.95, "min_p": 1e-5},
-    {"top_k": 50, "top_p": 0.9})  # that leave much
-COLD = 1e-4  # a temperature
-COLDEST = 1e-300  # as in ``choosing``
+    {"top_k": 50, "top_p": 0.9})  # filters of the trial, which leave many tokens
+COLD = 1e-4  # the lowest temperature of filtered rows
+COLDEST = 1e-300  # the lowest divisor, as in ``choosing``
 TRIAL_ROWS, TRIAL_CHILDREN = (1, 5), 8
-NEAR = 1e-5  # of a logarithm that was summed in float32
+NEAR = 1e-5  # allowed difference of logarithms whose sums were float32
 CPU = torch.device("cpu")
 
 
 def race_for(choice: str, config: ModelConfig, device: torch.device, vocabulary: torch.Tensor | None = None,
              proof: Proof = objection) -> DeviceRace | None:
-    """choice: as in ``ModelSection.kernels``. config: of a model or head, whose logits have ``vocabulary`` int64 [V]
-    for columns, None: as many as it has tokens. None: torch's serve."""
+    """The race for a model's or a head's logits; None: torch chooses. choice: as in ``ModelSection.kernels``;
+    vocabulary: int64 [V], the token ids of the columns; None: a column for each of ``config``'s tokens."""
     width = config.vocab_size if vocabulary is None else len(vocabulary)
 
     def tried() -> str:
@@ -69,12 +70,13 @@ def race_for(choice: str, config: ModelConfig, device: torch.device, vocabulary:
 
 
 def race_kernels() -> Any:
-    """Raises ImportError where Triton is not installed."""
+    """The module with the kernels. Raises ImportError if Triton is not installed."""
     return importlib.import_module("slipstream.engine.ops.race_kernels")
 
 
 def takes(session: ChoiceRows, filtered: bool, width: int) -> bool:
-    """Rule 2, among so many columns. filtered: whether filtered ones are taken at all."""
+    """Whether a race of ``width`` columns supports a session's rows (rule 2). filtered: whether it supports filtered
+    rows in this call."""
     sampling = session.sampling
     if sampling.greedy or session.adjusted:
         return False
@@ -83,7 +85,7 @@ def takes(session: ChoiceRows, filtered: bool, width: int) -> bool:
 
 
 def joint(sampling: Sampling, width: int) -> bool:
-    """Whether top-p counts what top-k left."""
+    """Whether top-p counts only the mass that top-k left."""
     return 0 < sampling.top_k < width and sampling.top_p < 1.0
 
 
@@ -93,8 +95,8 @@ class DeviceRace:
     __slots__ = ("_kernels", "_parts", "vocabulary", "width")
 
     def __init__(self, kernels: Any, width: int, vocabulary: torch.Tensor | None = None) -> None:
-        """kernels: has those of ``race_kernels`` by their names. width: columns. vocabulary: int64 [width] token ids of
-        the columns; None: the columns are the ids. Raises ValueError for one that does not ascend."""
+        """kernels: an object with the functions of ``race_kernels``. width: columns. vocabulary: int64 [width], the
+        columns' token ids; None: column numbers are ids. Raises ValueError if they do not ascend."""
         if vocabulary is not None and bool((vocabulary[1:] <= vocabulary[:-1]).any()):
             raise ValueError("the tokens of these columns do not ascend")
         self._kernels, self.width, self.vocabulary = kernels, width, vocabulary
@@ -120,7 +122,7 @@ class DeviceRace:
         return Winners(tokens.ravel().tolist(), scores.ravel().tolist(), known.tolist())
 
     def children(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``children`` does it, of the race's own vocabulary."""
+        """As the function ``children``, for the race's own vocabulary."""
         if k + RUNNERS_UP > MOST or k > self.width or logits.dtype != torch.float32:
             return children(logits, k, self.vocabulary)
         sums = logits.new_empty(len(logits), self._parts, 2)
@@ -128,15 +130,15 @@ class DeviceRace:
         return found[0], found[1].view(torch.float64)
 
     def drawn(self, logits: torch.Tensor, asked: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same under noise, without filters. asked: int64 [R, NOISY], see ``noisy_rows``; k: at most
-        ``MOST_DRAWN``, and columns."""
+        """As ``children``, under noise, without filters. asked: int64 [R, NOISY], see ``noisy_rows``; k: at most
+        ``MOST_DRAWN`` and ``width``."""
         found = self._best(logits.contiguous(), asked, None, len(asked), min(k + RUNNERS_UP, self.width), k)
         return found[0], found[1].view(torch.float64)
 
     def _best(self, logits: torch.Tensor, asked: torch.Tensor | None, sums: torch.Tensor | None, rows: int, most: int,
               wanted: int, noised: bool = True, held: int = MOST) -> torch.Tensor:
-        """int64 [2, R, wanted]: tokens, and the bits of the logarithms of their shares. asked: see ``noisy_rows``;
-        sums: see ``part_winners``; held: at least ``most``, a constant of what is compiled."""
+        """int64 [2, R, wanted]: tokens, and the bits of their log shares (float64). asked: see ``noisy_rows``; sums:
+        see ``part_winners``; held: at least ``most``; each value is a compilation of its own."""
         assert logits.shape[1] == self.width and most <= held
         parts, places = self._parts, block(self._parts * held)
         keys = logits.new_empty(rows, parts, most, dtype=torch.int64)
@@ -150,7 +152,8 @@ class DeviceRace:
         return found
 
     def _survivors(self, logits: torch.Tensor, asked: torch.Tensor, rows: int, top_k: int) -> torch.Tensor:
-        """The same of one winner, among what filters leave. top_k: the largest that stands beside a top-p."""
+        """As ``_best`` with one winner, among the survivors of the filters. top_k: the largest top-k that has a top-p
+        beside it; 0: there is none."""
         parts, most = self._parts, CANDIDATES
         sums = logits.new_empty(rows, parts, 2)
         masses = logits.new_empty(rows, parts, most + 2, dtype=torch.float64)
@@ -176,9 +179,9 @@ def _asked(sessions: Sequence[ChoiceRows]) -> NDArray[np.int64]:
 
 def noisy_rows(samplings: Sequence[Sampling], counts: Sequence[int], positions: Sequence[int],
                rows: Sequence[int]) -> NDArray[np.int64]:
-    """[R, NOISY]: the key of each row's noise, its place in the logits, its temperature; how many may be likelier than
-    what top-k leaves, and less than which mass than what top-p does; the logarithm of min-p. Floats as their bits.
-    counts: rows of each sampling, one behind the other."""
+    """int64 [R, NOISY], for each row: the key of its noise, its row in the logits, its temperature, top-k, top-p and
+    the logarithm of min-p; floats as their bits. A survivor of top-k has fewer than top-k likelier tokens, one of top-p
+    less than that mass above it. counts: the number of rows of each sampling."""
     keys = row_keys([s.seed for s, count in zip(samplings, counts, strict=True) for _ in range(count)], positions, CPU)
     heats, top_p, min_p = np.repeat(np.array([*map(_floats, samplings)]), counts, 0).view(np.int64).T
     top_k = np.repeat([sampling.top_k or EVERY for sampling in samplings], counts)
@@ -191,26 +194,26 @@ def _floats(sampling: Sampling) -> tuple[float, float, float]:
 
 
 def children(logits: torch.Tensor, k: int, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row, which is greedy and adjusted by nothing, the k best: ids int64 [R, k], and their log scores float64
-    [R, k], which are at most 0. Nobody waits for them, so a graph may hold it."""
+    """The k best tokens of each plain greedy row: ids int64 [R, k], and log scores float64 [R, k], at most 0. The host
+    does not wait, so a graph can capture it."""
     ids, scores = rank(logits, plain_rows(len(logits)), k, vocabulary)
     return ids.contiguous(), scores.double().clamp(max=0.0).contiguous()
 
 
 def plain_rows(count: int) -> ChoiceRows:
-    """So many greedy rows that nothing changes."""
+    """``count`` greedy rows without penalties, bias or grammar."""
     return ChoiceRows(Sampling(), range(count), [0] * count, [0] * count, None, [()] * count)
 
 
 def trial(width: int, device: torch.device) -> str:
-    """``difference`` of races of so many columns: of as many tokens, and of some of more."""
+    """``difference`` of two races of ``width`` columns: one of a whole vocabulary, one of a part of a larger one."""
     return (difference(DeviceRace(race_kernels(), width), device)
             or difference(DeviceRace(race_kernels(), width, 2 * torch.arange(width, device=device)), device))
 
 
 @torch.inference_mode()
 def difference(race: DeviceRace, device: torch.device) -> str:
-    """Where a race differs from torch's operations on random rows, in words; empty: it does not."""
+    """How a race differs from torch's operations on random rows, in words; empty: it does not."""
     for rows in TRIAL_ROWS:
         for what, found, right in compared(race, device, rows):
             if not bool(((found - right).abs() <= NEAR).all()):
@@ -219,7 +222,8 @@ def difference(race: DeviceRace, device: torch.device) -> str:
 
 
 def compared(race: DeviceRace, device: torch.device, rows: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """What is said of so many random rows, many of whose logits are equal: its name, theirs, torch's; float64."""
+    """For each result on ``rows`` random rows, many of whose logits are equal: its name, the race's value and torch's,
+    float64."""
     dice, vocabulary = torch.Generator().manual_seed(rows), race.vocabulary
     logits = (32 * torch.randn(rows, race.width, generator=dice)).round().div(8).to(device)
     cuts, k = (range(rows // 2), range(rows // 2, rows)), min(TRIAL_CHILDREN, race.width)
@@ -243,7 +247,7 @@ def compared(race: DeviceRace, device: torch.device, rows: int) -> Iterator[tupl
 
 
 def _chosen(race: DeviceRace, logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
-    """float64 [R]: -1 where it is not sure."""
+    """float64 [R]: the race's choices, -1 where it is not sure."""
     won = race(logits, sessions, 1)
     assert won is not None
     return torch.tensor([token if sure else -1 for token, sure in zip(won.tokens, won.sure, strict=True)]).double()
