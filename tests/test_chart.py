@@ -605,7 +605,7 @@ def test_a_target_may_have_vllms_engine(profile: str, tmp_path: Path) -> None:
     file = tmp_path / "slipstream.yaml"
     file.write_text(only(objects, "ConfigMap", "r-slipstream-target")["data"]["slipstream.yaml"])
     config = load(file)
-    asked = arguments(config, Path(config.model.path), "m", list(config.target.vllm or ()), tmp_path / "rounds")
+    asked = arguments(config, Path(config.model.path), "m", list(config.target.vllm or ()))
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert asked["tensor_parallel_size"] == int(gpus) and asked["max_num_seqs"] == config.target.max_sessions
     slipstream = asked["additional_config"]["slipstream"]
@@ -629,7 +629,7 @@ def test_a_target_may_be_several_pods(tmp_path: Path) -> None:
     file.write_text(only(objects, "ConfigMap", "r-slipstream-target")["data"]["slipstream.yaml"])
     config = load(file, overrides)
     assert config.target.vllm is not None and node_rank(config) == 1 and node_rank(load(file)) == 0
-    asked = arguments(config, Path("/m"), "m", list(config.target.vllm), tmp_path / "rounds")
+    asked = arguments(config, Path("/m"), "m", list(config.target.vllm))
     assert (asked["nnodes"], asked["node_rank"], asked["master_addr"]) == (2, 1, own["LWS_LEADER_ADDRESS"])
     assert asked["enable_expert_parallel"], "what the values say of vLLM stays"
     labels = group["workerTemplate"]["metadata"]["labels"]
