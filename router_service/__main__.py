@@ -27,7 +27,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
 
     try:
         service = RouterService(config, clients, connect)
-        async with watching(addresses, config.wire.kubeconfig, service.targets.seen, vitals=service.vitals):
+        async with watching(addresses, config.wire.kubeconfig, service.targets.update, vitals=service.vitals):
             await service.gateway.warm()
             await service.start()
             ready()

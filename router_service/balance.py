@@ -59,7 +59,7 @@ class RemoteBackend(Backend, Protocol):
     async def aclose(self) -> None: ...
 
 
-POLLED = 16  # questions that are written one behind the other; then it is the streams' turn
+POLL_BATCH = 16  # polls that are started one after another; then the event loop serves the streams
 Connect = Callable[[str, str], RemoteBackend]  # (address, name that its certificate bears)
 
 
@@ -70,7 +70,7 @@ class Target:
     name: str
     backend: Backend
     close: Callable[[], Awaitable[None]] | None = None  # of those that were discovered
-    left: bool = False
+    delisted: bool = False  # discovery does not list it any more
     info: TargetInfo | None = None
     in_flight: int = 0
     in_flight_at_poll: int = 0
@@ -82,24 +82,24 @@ class Target:
     problem: str = "not asked yet"
     ready: bool = False  # it answers polls, fits and is not draining
     draining: bool = False
-    gone: bool = False  # it answers no polls
-    awaited: set[Limit] = field(default_factory=set)  # by answers without their first piece
+    unreachable: bool = False  # it answers no polls
+    first_piece_limits: set[Limit] = field(default_factory=set)  # of answers that still wait for their first piece
 
     @property
     def identity(self) -> Identity | None:
         return None if self.info is None else self.info.identity
 
-    def takes(self, needs: Collection[Need]) -> bool:
+    def supports(self, needs: Collection[Need]) -> bool:
         """Whether the target supports all ``needs``. An older release would ignore unknown fields and answer as if they
         were not set."""
         return not needs or (self.info is not None and set(needs).issubset(self.info.takes))
 
     def fits(self, request: Request) -> bool:
         """Whether the request fits the target's context, as far as that is known."""
-        whole = len(request.tokens) - request.answered + request.max_tokens
-        return self.info is None or whole <= self.info.max_context
+        num_tokens = len(request.tokens) - request.answered + request.max_tokens
+        return self.info is None or num_tokens <= self.info.max_context
 
-    def rests(self, now_s: float) -> bool:
+    def is_ejected(self, now_s: float) -> bool:
         """Whether the target is ejected, or a probe of it runs: another request would probably fail, too."""
         return self.ejected_until > now_s or self.probe is not None
 
@@ -108,22 +108,21 @@ class Target:
         reported = self.info.sessions_running + self.info.sessions_waiting if self.info else 0
         return max(reported + self.in_flight - self.in_flight_at_poll, self.in_flight)
 
-    def answered(self, info: TargetInfo, problem: str) -> None:
-        """The target answered a poll. ``problem``: why it gets no work all the same; "" for none."""
+    def poll_answered(self, info: TargetInfo, problem: str) -> None:
+        """``problem``: why the target gets no work all the same; "" for none."""
         self.info, self.problem = info, problem
         self.draining, self.ready = info.draining, not problem and not info.draining
-        self.missed_polls, self.in_flight_at_poll, self.gone = 0, self.in_flight, False
+        self.missed_polls, self.in_flight_at_poll, self.unreachable = 0, self.in_flight, False
 
-    def missed(self, problem: str) -> None:
-        """The target did not answer a poll."""
+    def poll_failed(self, problem: str) -> None:
         self.missed_polls += 1
         self.problem, self.ready = problem, False
 
-    def lose(self) -> None:
+    def set_unreachable(self) -> None:
         """The target answers nobody: end the waits for a first piece, so that these requests may be retried
         elsewhere."""
-        self.gone = True
-        for limit in list(self.awaited):
+        self.unreachable = True
+        for limit in list(self.first_piece_limits):
             limit.fire()
 
     def affinity(self, prefix: bytes) -> bytes:
@@ -132,42 +131,42 @@ class Target:
 
 
 class Targets:
-    """All targets that are ``known``, by name. ``connect`` opens one that is discovered; without it none may be."""
+    """All known targets. ``connect`` opens a discovered one; without it none may be discovered."""
 
     def __init__(self, fixed: Mapping[str, Backend], connect: Connect | None = None,
                  clock: Callable[[], float] = time.monotonic, rules: RosterRules | None = None) -> None:
-        self.known = {name: Target(name, backend) for name, backend in fixed.items()}
+        self.by_name = {name: Target(name, backend) for name, backend in fixed.items()}
         self._connect = connect
         self._roster = Roster(clock, rules, fixed)
         self._log = logger("balance")
 
     def __iter__(self) -> Iterator[Target]:
-        return iter(list(self.known.values()))
+        return iter(list(self.by_name.values()))
 
-    def seen(self, ready: Mapping[str, str]) -> None:
-        """What discovery knows: addresses that take work, each with the name that its certificate bears."""
+    def update(self, ready: Mapping[str, str]) -> None:
+        """Discovery's present list: addresses that take work, each with the name that its certificate bears."""
         for address in self._roster.seen(ready):
             self._add(address, ready[address])
-        for target in self.known.values():
-            left = self._roster.left(target.name)
-            if left != target.left:
-                target.left = left
-                self._log.info("target left" if left else "target back", target=target.name, running=target.in_flight)
+        for target in self.by_name.values():
+            delisted = self._roster.left(target.name)
+            if delisted != target.delisted:
+                target.delisted = delisted
+                self._log.info("target left" if delisted else "target back", target=target.name,
+                               running=target.in_flight)
 
-    def heard(self, target: Target) -> None:
-        """The target answered."""
+    def poll_answered(self, target: Target) -> None:
         self._roster.heard(target.name)
 
     async def sweep(self) -> list[Target]:
         """Close and forget targets whose time is over. Returns them."""
-        over = [self.known[name] for name in self._roster.over() if self.known[name].in_flight == 0]
-        for target in over:  # all at once: who waits to be closed gets no request
-            self._log.info("target forgotten", target=target.name, left=target.left)
+        expired = [self.by_name[name] for name in self._roster.over() if self.by_name[name].in_flight == 0]
+        for target in expired:  # all of them before any is closed, so that none of them gets a request
+            self._log.info("target forgotten", target=target.name, left=target.delisted)
             self._roster.forget(target.name)
-            del self.known[target.name]
-        for target in over:
+            del self.by_name[target.name]
+        for target in expired:
             await _close(target)
-        return over
+        return expired
 
     async def aclose(self) -> None:
         """Close those that were discovered."""
@@ -180,9 +179,9 @@ class Targets:
             backend = self._connect(address, name)
         except SlipstreamError as error:
             self._log.warning("target not opened", target=address, problem=str(error))
-            self._roster.forget(address)  # discovery will say it again
+            self._roster.forget(address)  # discovery will list it again
             return
-        self.known[address] = Target(address, backend, backend.aclose)
+        self.by_name[address] = Target(address, backend, backend.aclose)
         self._log.info("target found", target=address)
 
 
@@ -195,7 +194,7 @@ async def _close(target: Target) -> None:
 class BalanceRules:
     poll_every_s: float = 1.0
     poll_timeout_s: float = 5.0
-    polls_until_gone: int = 3
+    polls_until_unreachable: int = 3
     failures_until_ejected: int = 3
     ejected_min_s: float = 1.0
     ejected_max_s: float = 30.0
@@ -203,7 +202,7 @@ class BalanceRules:
     affinity_slack: int = 4  # answers that the preferred target may have beyond 1.25 times the least loaded one's
     retry_share: float = 0.2
     retry_reserve: float = 3.0
-    resume_tries: int = 3  # targets that a begun answer may lose in a row: one that fells them would fell them all
+    resume_tries: int = 3  # targets that a begun answer may lose in a row: if it crashes them, it would crash them all
 
 
 class Balancer:
@@ -213,24 +212,24 @@ class Balancer:
                  rules: BalanceRules | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.rules = rules or BalanceRules()
         self._targets = targets
-        self._known = targets.known.values()  # as they come and go
+        self._all = targets.by_name.values()  # a live view
         self._metrics = metrics
         self._tokenizer_hash = tokenizer_hash
         self._clock = clock
         self._retries = self.rules.retry_reserve
-        self._turns: deque[asyncio.Future[None]] = deque()  # of begun answers that wait for room
-        self._asking: dict[Target, asyncio.Task[None]] = {}  # who is polled
+        self._capacity_waiters: deque[asyncio.Future[None]] = deque()  # begun answers that wait for a free place
+        self._polls: dict[Target, asyncio.Task[None]] = {}  # that run
         self._log = logger("balance")
 
     @property
     def ready(self) -> bool:
-        return any(target.ready for target in self._known)
+        return any(target.ready for target in self._all)
 
     @property
     def info(self) -> TargetInfo | None:
         """What the first ready target says of itself; None while none has answered."""
         info = None
-        for target in self._known:
+        for target in self._all:
             if target.ready:
                 return target.info
             info = info or target.info
@@ -238,22 +237,22 @@ class Balancer:
 
     def unmet(self, needs: Collection[Need]) -> Need | None:
         """None if one target supports all ``needs``; else one that the best target does not support."""
-        lacking = [[need for need in needs if need not in target.info.takes]
-                   for target in self._known if target.info is not None]
-        least = min(lacking, key=len)
-        return least[0] if least else None
+        unmet = [[need for need in needs if need not in target.info.takes]
+                   for target in self._all if target.info is not None]
+        fewest = min(unmet, key=len)
+        return fewest[0] if fewest else None
 
     @property
-    def drafted(self) -> bool:
+    def has_draft(self) -> bool:
         """Whether any target has a draft connected."""
-        return any(draft.connected for target in self._known if target.info is not None for draft in target.info.drafts)
+        return any(draft.connected for target in self._all if target.info is not None for draft in target.info.drafts)
 
     def identity(self, tag: str) -> Identity:
         """The identity that ``tag`` is the digest of, among known targets. Raises ModelChanged, or Unavailable."""
-        known = [target.identity for target in self._known if target.identity is not None]
-        found = next((identity for identity in known if identity.tag == tag), None)
+        identities = [target.identity for target in self._all if target.identity is not None]
+        found = next((identity for identity in identities if identity.tag == tag), None)
         if found is None:
-            raise _gone() if known else Unavailable("no target has answered yet; try again soon")
+            raise _model_changed() if identities else Unavailable("no target has answered yet; try again soon")
         return found
 
     def submit(self, request: Request) -> RoutedAnswer:
@@ -268,43 +267,43 @@ class Balancer:
                 await self.poll()
                 await asyncio.sleep(self.rules.poll_every_s)
         finally:
-            for asking in self._asking.values():
-                asking.cancel()
+            for poll in self._polls.values():
+                poll.cancel()
 
     async def poll(self) -> None:
-        """Ask all targets how they are, and forget those that discovery has lost. Whose answer takes long is waited for
-        beside the next polls of others."""
-        self._asking = {target: asking for target, asking in self._asking.items() if not asking.done()}
+        """Poll all targets, and forget those that discovery has lost. A slow answer is waited for beside the next polls
+        of the others."""
+        self._polls = {target: poll for target, poll in self._polls.items() if not poll.done()}
         for count, target in enumerate(self._targets, start=1):
             self._metrics.target_known(target.name)
-            if target not in self._asking:
-                self._asking[target] = asyncio.create_task(self._ask(target))
-            if count % POLLED == 0:
+            if target not in self._polls:
+                self._polls[target] = asyncio.create_task(self._poll_one(target))
+            if count % POLL_BATCH == 0:
                 await asyncio.sleep(0)
-        if self._asking:
-            await asyncio.wait(self._asking.values(), timeout=self.rules.poll_every_s)
+        if self._polls:
+            await asyncio.wait(self._polls.values(), timeout=self.rules.poll_every_s)
         for target in await self._targets.sweep():
             self._metrics.target_forgotten(target.name)
-        self._metrics.targets(sum(target.ready and not target.left for target in self._targets))
-        while self._turns:
-            self._let_in()
+        self._metrics.targets(sum(target.ready and not target.delisted for target in self._targets))
+        while self._capacity_waiters:
+            self._wake_next()
 
-    async def _ask(self, target: Target) -> None:
+    async def _poll_one(self, target: Target) -> None:
         before = target.problem
         try:
             async with asyncio.timeout(self.rules.poll_timeout_s):
                 info = await target.backend.info()
-        except Exception as error:  # whatever a target does, the others are still asked
-            target.missed(str(error) if isinstance(error, SlipstreamError) else "does not answer")
-            if target.missed_polls >= self.rules.polls_until_gone or target.left:
-                target.lose()
+        except Exception as error:  # whatever a target does, the others are still polled
+            target.poll_failed(str(error) if isinstance(error, SlipstreamError) else "does not answer")
+            if target.missed_polls >= self.rules.polls_until_unreachable or target.delisted:
+                target.set_unreachable()
         else:
-            target.answered(info, self._misfit(info))
-            self._targets.heard(target)
+            target.poll_answered(info, self._mismatch(info))
+            self._targets.poll_answered(target)
         if target.problem != before:
             self._log.info("target changed", target=target.name, ready=target.ready, problem=target.problem)
 
-    def _misfit(self, info: TargetInfo) -> str:
+    def _mismatch(self, info: TargetInfo) -> str:
         if self._tokenizer_hash and info.tokenizer_hash and info.tokenizer_hash != self._tokenizer_hash:
             return "has another tokenizer than this router; give both the same model"
         return ""
@@ -313,23 +312,24 @@ class Balancer:
         """The target for ``request``, never one of ``tried``; if the request names an identity (a begun answer), only a
         target of that identity. Raises Draining, ModelChanged or Unavailable."""
         needs = request.needs  # once: there may be hundreds of targets
-        taking = [t for t in self._known if t.takes(needs)]
-        known = [t for t in taking if t.name not in tried]
-        if known and (request.answered or request.identity is not None):
-            known = [t for t in known if request.identity is not None and t.identity == request.identity]
-            if not known:
-                raise _gone()
-        if any(t.fits(request) for t in taking):  # a smaller one would refuse it for good
-            known = [t for t in known if t.fits(request)]
-        left = [t for t in known if not t.draining]
-        now = self._clock()
-        usable = ([t for t in left if t.ready and not t.left and not t.rests(now)]
-                  or [t for t in left if t.ready] or [t for t in left if t.info is None or not self._misfit(t.info)])
+        supporting = [t for t in self._all if t.supports(needs)]
+        able = [t for t in supporting if t.name not in tried]
+        if able and (request.answered or request.identity is not None):
+            able = [t for t in able if request.identity is not None and t.identity == request.identity]
+            if not able:
+                raise _model_changed()
+        if any(t.fits(request) for t in supporting):  # a smaller one would refuse it for good
+            able = [t for t in able if t.fits(request)]
+        staying = [t for t in able if not t.draining]
+        now_s = self._clock()
+        usable = ([t for t in staying if t.ready and not t.delisted and not t.is_ejected(now_s)]
+                  or [t for t in staying if t.ready]
+                  or [t for t in staying if t.info is None or not self._mismatch(t.info)])
         if usable:
             return usable[0] if len(usable) == 1 else self._choose(usable, request)
-        if request.answered and (ending := [t for t in known if t.draining and not t.gone]):
-            return self._choose(ending, request)
-        if self._known and all(t.draining for t in self._known):
+        if request.answered and (draining := [t for t in able if t.draining and not t.unreachable]):
+            return self._choose(draining, request)
+        if self._all and all(t.draining for t in self._all):
             raise Draining("all targets are shutting down; try again soon")
         raise Unavailable("no target can take the request now; try again soon")
 
@@ -342,25 +342,24 @@ class Balancer:
             preferred = max(usable, key=lambda t: t.affinity(prefix))
             if preferred.load <= least * 1.25 + self.rules.affinity_slack:
                 return preferred
-        idlest = [t for t, load in zip(usable, loads, strict=True) if load == least]
-        return idlest[0] if len(idlest) == 1 else max(idlest, key=lambda t: t.affinity(prefix))
+        least_loaded = [t for t, load in zip(usable, loads, strict=True) if load == least]
+        return least_loaded[0] if len(least_loaded) == 1 else max(least_loaded, key=lambda t: t.affinity(prefix))
 
-    def sent(self, target: Target, answer: RoutedAnswer) -> None:
-        """Count ``answer``, which is sent to ``target``; it is the target's probe if the time of an ejection is
-        over."""
+    def count_sent(self, target: Target, answer: RoutedAnswer) -> None:
+        """Count ``answer``, sent to ``target``. It is the target's probe if the time of an ejection is over."""
         target.in_flight += 1
-        if target.ejections and not target.rests(self._clock()):
+        if target.ejections and not target.is_ejected(self._clock()):
             target.probe = answer
             self._metrics.breaker(target.name, 1)
 
-    def succeeded(self, target: Target) -> None:
+    def count_success(self, target: Target) -> None:
         if target.ejections:
             self._metrics.breaker(target.name, 0)
             self._log.info("target back", target=target.name)
         target.failures = target.ejections = 0
         target.probe = None
 
-    def failed(self, target: Target, error: SlipstreamError) -> None:
+    def count_failure(self, target: Target, error: SlipstreamError) -> None:
         """Count a failure that is the target's fault; a full or draining one does what it should."""
         if isinstance(error, Draining):
             target.draining = True  # before a poll says so
@@ -379,7 +378,7 @@ class Balancer:
 
     def may_retry(self, request: Request, tried: Collection[str], error: SlipstreamError) -> bool:
         """Whether ``request``, not begun, may go to a target besides ``tried``; takes it from the budget."""
-        if isinstance(error, InvalidRequest) or not self._has(request, tried):
+        if isinstance(error, InvalidRequest) or not self._can_pick(request, tried):
             return False
         if isinstance(error, Draining):
             return True
@@ -391,61 +390,62 @@ class Balancer:
 
     def may_resume(self, request: Request, tried: Collection[str]) -> bool:
         """Whether ``request``, begun, may go on at a target besides ``tried``."""
-        return len(tried) < self.rules.resume_tries and self._has(request, tried)
+        return len(tried) < self.rules.resume_tries and self._can_pick(request, tried)
 
-    async def returns(self, request: Request, tried: set[str], target: Target) -> bool:
+    async def wait_for_return(self, request: Request, tried: set[str], target: Target) -> bool:
         """Wait until ``target``, one of ``tried`` whose call broke off, answers polls again and can go on with
-        ``request``, or another can; no longer than until it counts as gone. Returns whether one can."""
-        for _ in range(self.rules.polls_until_gone):
+        ``request``, or another can; no longer than until it counts as unreachable. Returns whether one can."""
+        for _ in range(self.rules.polls_until_unreachable):
             await asyncio.sleep(self.rules.poll_every_s)
             if not target.problem and target.identity == request.identity is not None:
                 tried.discard(target.name)
-            if self._has(request, tried):
+            if self._can_pick(request, tried):
                 return True
         return False
 
-    async def room(self, request: Request, full: Collection[str]) -> bool:
+    async def wait_for_capacity(self, request: Request, full: Collection[str]) -> bool:
         """Wait while only targets in ``full`` could take ``request``. Returns whether it had to wait."""
-        if self._has(request, full):
+        if self._can_pick(request, full):
             return False
-        turn = asyncio.get_running_loop().create_future()
-        self._turns.append(turn)
-        await turn
+        waiter = asyncio.get_running_loop().create_future()
+        self._capacity_waiters.append(waiter)
+        await waiter
         return True
 
-    def _has(self, request: Request, tried: Collection[str]) -> bool:
+    def _can_pick(self, request: Request, tried: Collection[str]) -> bool:
         try:
             self.pick(request, tried)
         except SlipstreamError:
             return False
         return True
 
-    def left(self, target: Target, answer: RoutedAnswer) -> None:
-        """``answer`` is over, or has gone elsewhere: who waits longest for room asks again."""
+    def release(self, target: Target, answer: RoutedAnswer) -> None:
+        """``answer`` is over, or goes on elsewhere: whoever has waited longest for capacity tries again."""
         target.in_flight -= 1
-        if target.probe is answer:  # it was given up before it told anything: the next one does
+        if target.probe is answer:  # it was given up before its first piece: the next answer is the probe
             target.probe = None
-        self._let_in()
+        self._wake_next()
 
-    def _let_in(self) -> None:
-        while self._turns:
-            turn = self._turns.popleft()
-            if not turn.done():
-                turn.set_result(None)
+    def _wake_next(self) -> None:
+        while self._capacity_waiters:
+            waiter = self._capacity_waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
                 return
 
-    def moved(self, target: Target) -> None:
-        if target.name in self._targets.known:  # a series of one that is forgotten would stay for ever
+    def count_move(self, target: Target) -> None:
+        if target.name in self._targets.by_name:  # the series of a forgotten target would stay for ever
             self._metrics.retried(target.name)
 
-    async def renewed(self, target: Target, asked: Identity | None) -> bool:
-        """``target`` refused because its model is not the one ``asked`` for. Returns whether its known identity has
+    async def identity_changed(self, target: Target, expected: Identity | None) -> bool:
+        """``target`` refused because its model is not the ``expected`` one. Returns whether its known identity has
         changed now; polls the target again unless another request did."""
-        if target.identity == asked:
-            await self._ask(target)
-        return target.identity != asked
+        if target.identity == expected:
+            await self._poll_one(target)
+        return target.identity != expected
 
-    def told(self, request: Request, tried: Collection[str], target: Target, error: SlipstreamError) -> SlipstreamError:
+    def client_error(self, request: Request, tried: Collection[str], target: Target,
+                     error: SlipstreamError) -> SlipstreamError:
         """The error for the client when ``request`` cannot go on after ``error``. It names no inner address."""
         if not request.answered:
             return (Unavailable("the target did not take the request; try again soon")
@@ -462,7 +462,7 @@ class Balancer:
         return Unavailable("the target was lost before the answer's end; ask again")
 
 
-def _gone() -> ModelChanged:
+def _model_changed() -> ModelChanged:
     return ModelChanged("the model that began this answer is no longer served; ask again for one of the model that is "
                         "here now")
 
@@ -472,17 +472,18 @@ class RoutedAnswer:
 
     def __init__(self, balancer: Balancer, request: Request) -> None:
         self._balancer = balancer
-        self._request = self._asked = request
-        self._tried: set[str] = set()  # targets that failed or refused since the answer last got on
-        self._full: set[str] = set()  # those that had no room for it, begun, or are about to end
-        self._lost = 0  # how often one was lost since then
+        self._request = self._sent = request  # whole, and as the present target got it
+        # Since the last new token:
+        self._tried: set[str] = set()  # targets that failed or refused
+        self._full: set[str] = set()  # targets that had no room for the begun answer, or drain
+        self._num_lost = 0  # targets that were lost
         self._target: Target | None = None
         self._answer: Answer | None = None
         self._pieces: AsyncIterator[Piece] | None = None
         self._speculate = request.speculate
-        self._begun = False  # by the present target
+        self._target_began = False  # whether the present target has sent a piece
         self._emitted: list[int] = []
-        self.identity = request.identity  # of who began it; None: it is not begun, or nobody knows
+        self.identity = request.identity  # of the target that began it; None: it is not begun, or that is unknown
         self._finished = False
 
     def __aiter__(self) -> RoutedAnswer:
@@ -492,20 +493,21 @@ class RoutedAnswer:
         while not self._finished:
             try:
                 target = self._target or self._start()
-                piece = await (anext(self._pieces) if self._begun and self._pieces else self._first(target))
+                piece = await (anext(self._pieces) if self._target_began and self._pieces
+                               else self._first_piece(target))
             except StopAsyncIteration:
                 await self._failed(Unavailable("the target ended the answer before its end"))
                 continue
             except SlipstreamError as error:
                 await self._failed(error)
                 continue
-            if not self._begun:
-                self._begun = True
-                self.identity = self._asked.identity
-                self._tried.clear()  # the answer got on: who failed or refused before may be another by now
+            if not self._target_began:
+                self._target_began = True
+                self.identity = self._sent.identity
+                self._tried.clear()  # a target that failed or refused before may have changed by now
                 self._full.clear()
-                self._lost = 0
-                self._balancer.succeeded(target)
+                self._num_lost = 0
+                self._balancer.count_success(target)
             self._emitted.extend(piece.tokens)
             if piece.finish:
                 await self.aclose()
@@ -522,75 +524,75 @@ class RoutedAnswer:
         await self._leave()
 
     def _start(self) -> Target:
-        rest = self._rest()
-        target = self._balancer.pick(rest, self._tried | self._full)
+        remaining = self._remaining()
+        target = self._balancer.pick(remaining, self._tried | self._full)
         self._target = target
-        self._balancer.sent(target, self)
-        self._begun = False
-        self._asked = replace(rest, identity=target.identity)
-        self._answer = target.backend.submit(self._asked)
+        self._balancer.count_sent(target, self)
+        self._target_began = False
+        self._sent = replace(remaining, identity=target.identity)
+        self._answer = target.backend.submit(self._sent)
         if self._speculate != self._request.speculate:
             self._answer.set_speculation(self._speculate)
         self._pieces = aiter(self._answer)
         return target
 
-    def _rest(self) -> Request:
-        """What is left to ask."""
+    def _remaining(self) -> Request:
+        """The request for what is still missing."""
         return replace(self._request.after(self._emitted), identity=self.identity)
 
-    async def _first(self, target: Target) -> Piece:
+    async def _first_piece(self, target: Target) -> Piece:
         """The first piece; Unavailable when the target stops answering polls before it (rule 4)."""
         limit = Limit(lambda: Unavailable(f"target {target.name} does not answer"))
-        if target.gone:
+        if target.unreachable:
             limit.fire()
-        target.awaited.add(limit)
+        target.first_piece_limits.add(limit)
         assert self._pieces is not None
         try:
             with limit:
                 return await anext(self._pieces)
         finally:
-            target.awaited.discard(limit)
+            target.first_piece_limits.discard(limit)
 
     async def _failed(self, error: SlipstreamError) -> None:
         """Leave the target; raises what the client is told unless the request may move on."""
         target = self._target
         if target is not None:
-            self._balancer.failed(target, error)  # before it leaves, so that nobody takes its place as a probe
+            self._balancer.count_failure(target, error)  # before it leaves, so that no other becomes the probe
         await self._leave()
         if target is not None:
-            rest = self._rest()
-            if await self._may_move(rest, target, error):
-                self._balancer.moved(target)
+            remaining = self._remaining()
+            if await self._may_move(remaining, target, error):
+                self._balancer.count_move(target)
                 return
             self._finished = True
-            raise self._balancer.told(rest, self._tried, target, error) from error
+            raise self._balancer.client_error(remaining, self._tried, target, error) from error
         self._finished = True
         raise error
 
-    async def _may_move(self, rest: Request, target: Target, error: SlipstreamError) -> bool:
-        if isinstance(error, ModelChanged) and await self._balancer.renewed(target, self._asked.identity):
+    async def _may_move(self, remaining: Request, target: Target, error: SlipstreamError) -> bool:
+        if isinstance(error, ModelChanged) and await self._balancer.identity_changed(target, self._sent.identity):
             return True
-        if not rest.answered:
+        if not remaining.answered:
             self._tried.add(target.name)
-            return self._balancer.may_retry(rest, self._tried, error)
+            return self._balancer.may_retry(remaining, self._tried, error)
         if isinstance(error, InvalidRequest):
             return False
-        if isinstance(error, Draining) and self._begun:
-            return True  # if nobody else has its model, the same target takes it again
-        stays = isinstance(error, CapacityError | Draining)
-        (self._full if stays else self._tried).add(target.name)
-        self._lost += not stays
-        while self._balancer.may_resume(rest, self._tried):
-            if not await self._balancer.room(rest, self._tried | self._full):
+        if isinstance(error, Draining) and self._target_began:
+            return True  # if no other has its model, the same target takes it again
+        full = isinstance(error, CapacityError | Draining)
+        (self._full if full else self._tried).add(target.name)
+        self._num_lost += not full
+        while self._balancer.may_resume(remaining, self._tried):
+            if not await self._balancer.wait_for_capacity(remaining, self._tried | self._full):
                 return True
             self._full.clear()
-        return (isinstance(error, CallLost) and self._lost < self._balancer.rules.resume_tries
-                and await self._balancer.returns(rest, self._tried, target))
+        return (isinstance(error, CallLost) and self._num_lost < self._balancer.rules.resume_tries
+                and await self._balancer.wait_for_return(remaining, self._tried, target))
 
     async def _leave(self) -> None:
         answer, target = self._answer, self._target
         self._answer = self._target = self._pieces = None
         if target is not None:
-            self._balancer.left(target, self)
+            self._balancer.release(target, self)
         if answer is not None:
             await answer.aclose()

@@ -491,7 +491,7 @@ class Run:
             raise
         if not self._commits_s:
             meant = self.completions[found[0]].tally.first_state == "speculate"
-            self.mode = "speculative" if meant and self._gateway.balancer.drafted else "plain"
+            self.mode = "speculative" if meant and self._gateway.balancer.has_draft else "plain"
         self._came = time.monotonic(), found[0], found[1].num_tokens
         return found
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from router_service.balance import POLLED, Balancer, BalanceRules, Target, Targets
+from router_service.balance import POLL_BATCH, Balancer, BalanceRules, Target, Targets
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.vitals import kept_up
@@ -292,7 +292,7 @@ async def test_what_was_lost_is_logged_and_a_client_hears_no_address(capsys: pyt
 async def test_a_silent_target_loses_what_waits_for_its_first_piece() -> None:
     silent, good = EchoTarget(hang=True), EchoTarget()
     good.waiting = 10
-    b = balancer(silent, good, poll_timeout_s=0.01, polls_until_gone=2)
+    b = balancer(silent, good, poll_timeout_s=0.01, polls_until_unreachable=2)
     await b.poll()
     reading = asyncio.ensure_future(read(b.submit(request())))
     while not silent.running:
@@ -390,4 +390,4 @@ async def test_streams_have_their_turns_while_many_targets_are_polled() -> None:
 
     async with kept_up(streams()):
         await b.poll()
-    assert Asked.count == 200 and b.ready and max(between) <= 2 * POLLED
+    assert Asked.count == 200 and b.ready and max(between) <= 2 * POLL_BATCH

@@ -112,7 +112,7 @@ class Routed:
 
     async def settled(self, *addresses: str) -> None:
         """Wait until it has these targets, and all of them are ready."""
-        await eventually(lambda: self.known == set(addresses) and all(t.ready and not t.left for t in self.targets))
+        await eventually(lambda: self.known == set(addresses) and all(t.ready and not t.delisted for t in self.targets))
 
 
 @asynccontextmanager
@@ -127,7 +127,7 @@ async def routed(folder: Path, tls: TlsFiles | None = None, client: TlsFiles | N
     targets = Targets({}, connect, clock, ROSTER)
     balancer = Balancer(targets, RouterMetrics("tiny"), rules=BalanceRules(poll_timeout_s=20.0))
     found = Routed(api, Pods(api, tls), targets, balancer, clock)
-    async with watching(ADDRESSES, kubeconfig(folder, api), targets.seen, QUICK):
+    async with watching(ADDRESSES, kubeconfig(folder, api), targets.update, QUICK):
         polling = asyncio.create_task(found.poll())
         try:
             yield found
@@ -149,7 +149,7 @@ async def test_requests_follow_the_targets(tmp_path: Path) -> None:
         c = await r.pods.start("c", TargetServicer(echoes[2]))
         await r.settled(a, b, c)
         await r.pods.list("a", ready=False, terminating=True)
-        await eventually(lambda: any(t.left for t in r.targets))
+        await eventually(lambda: any(t.delisted for t in r.targets))
         before = len(echoes[0].requests)
         assert await asyncio.gather(*(r.ask() for _ in range(12))) == [8] * 12
         assert len(echoes[0].requests) == before, "who ends gets no new answer"
@@ -169,7 +169,7 @@ async def test_what_runs_on_a_target_that_left_finishes(tmp_path: Path) -> None:
         await eventually(lambda: len(slow.running) == 1)
         await r.pods.list("a", ready=False)
         b = await r.pods.start("b", TargetServicer(EchoTarget()))
-        await eventually(lambda: b in r.known and any(t.left for t in r.targets))
+        await eventually(lambda: b in r.known and any(t.delisted for t in r.targets))
         await r.passes(LEFT_S)
         assert not running.done() and a in r.known, "it is long over, but it works"
         slow.go.set()
@@ -183,7 +183,7 @@ async def test_a_target_that_is_unready_for_a_moment_stays(tmp_path: Path) -> No
         await r.settled(a)
         (before,) = r.targets
         await r.pods.list("a", ready=False)
-        await eventually(lambda: before.left)
+        await eventually(lambda: before.delisted)
         assert await r.ask() == 8, "when no other is there, it is used all the same"
         await r.pods.list("a")
         await r.settled(a)
@@ -245,9 +245,9 @@ async def test_a_target_that_is_being_forgotten_gets_no_request() -> None:
     clock, gone, opened = Clock(), asyncio.Event(), dict[str, Closing]()
     targets = Targets({}, lambda address, _: opened.setdefault(address, Closing(gone)), clock, ROSTER)
     balancer = Balancer(targets, RouterMetrics("tiny"))
-    targets.seen({"a:1": "", "b:1": ""})
+    targets.update({"a:1": "", "b:1": ""})
     await balancer.poll()
-    targets.seen({})
+    targets.update({})
     clock.now_s = LEFT_S
     sweeping = asyncio.create_task(targets.sweep())
     await asyncio.sleep(0)
@@ -263,14 +263,14 @@ async def test_a_target_that_is_forgotten_has_no_series_again() -> None:
     closed.set()
     targets = Targets({}, lambda address, _: Closing(closed), clock, ROSTER)
     balancer = Balancer(targets, metrics)
-    targets.seen({"a:1": ""})
+    targets.update({"a:1": ""})
     await balancer.poll()
     (target,) = targets
     assert 'peer="a:1"' in metrics.registry.page("")[1].decode()
-    targets.seen({})
+    targets.update({})
     clock.now_s = LEFT_S
     await balancer.poll()
-    balancer.moved(target)
+    balancer.count_move(target)
     assert 'peer="a:1"' not in metrics.registry.page("")[1].decode()
 
 
