@@ -7,6 +7,8 @@ import json
 import random
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -367,6 +369,29 @@ async def test_sockets_that_say_nothing_leave_grpc_to_those_that_do() -> None:
     for _, writer in crowd:
         writer.close()
     await server.drain(0)
+
+
+async def drained_again_and_again() -> None:
+    """One drain has an hour; others have no time, and begin in each turn of the loop until all is closed."""
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda *_: Lists())])
+    async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
+        call = begun(channel)
+        await asyncio.sleep(0.1)
+        first = asyncio.create_task(server.drain(3600))
+        await asyncio.sleep(0.1)
+        assert not first.done() and not call.done()
+        others = list[asyncio.Task[None]]()
+        while not first.done():
+            others.append(asyncio.create_task(server.drain(0)))
+            await asyncio.sleep(0)
+        await asyncio.gather(first, *others)
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_server_may_be_drained_by_several_at_once() -> None:
+    code = "import asyncio, tests.test_connections as own; asyncio.run(own.drained_again_and_again())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)  # may crash
+    assert done.returncode == 0, done.stderr
 
 
 @asynccontextmanager

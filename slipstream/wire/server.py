@@ -5,7 +5,9 @@ Rules:
 2. Health: "" and "liveness" serve while the process runs; "readiness" and the services' own names while it takes work.
    Any client may ask for the health, so these calls must be cheap: when others come, a call that does not send its
    question at once is ended, and so is the oldest watch.
-3. A drain first says so in its health, then lets the services end what they have, then closes what is left.
+3. A drain first says so in its health, then lets the services end what they have, then closes what is left. gRPC is
+   never given a time to stop within: where two stops run, and the time of one ends as the other closes the server, gRPC
+   touches what is freed, and the process dies.
 
 It knows nothing about what the services do.
 """
@@ -35,6 +37,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 MOST_ASKING, ASKING_S = 64, 5.0  # whose question about the health is on its way, and for how long
 MOST_WATCHING, WATCHING_EACH = 1024, 128  # who watch the health: of all, and of one address
 MAX_NAME = 256  # letters of what they ask about
+NEVER_S = 1e9  # a time that does not end
 
 
 class Servicer(Protocol):
@@ -133,6 +136,7 @@ class GrpcServer:
         self._health = HealthServicer()
         guards = [Doorman(tls.allowed_names)] if tls is not None and tls.allowed_names else []
         self._server = aio.server(options=server_options(rules), interceptors=guards)
+        self._stopping: asyncio.Task[None] | None = None  # ends with the last call
         self._server.add_generic_rpc_handlers([*(servicer.handler() for servicer in servicers),
                                                Health(self._health).handler()])
         if _is_loopback(listen):  # handy in development; elsewhere it would be an inventory
@@ -160,8 +164,14 @@ class GrpcServer:
             await self._health.set(name, SERVING if ready else NOT_SERVING)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new calls, give running ones ``grace_s`` seconds, then close everything."""
+        """Refuse new calls, give running ones ``grace_s`` seconds, then close everything. Of several drains, the one
+        whose time ends first closes it for all."""
         await self.set_ready(False)
         for servicer in self._servicers:
             servicer.drain()
-        await self._server.stop(grace_s)
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._server.stop(NEVER_S))
+        await asyncio.wait([self._stopping], timeout=grace_s)
+        if not self._stopping.done():
+            await self._server.stop(None)
+        await asyncio.shield(self._stopping)
