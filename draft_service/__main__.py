@@ -32,7 +32,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
 async def host(config: Config, worker: DraftWorker, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """As ``serve``, for the worker of a draft that was built already."""
     tls = tls_files(config.wire.tls)
-    servicer = DraftServicer(worker, connected=worker.metrics.targets_connected)
+    servicer = DraftServicer(worker, on_connected=worker.metrics.targets_connected)
     server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls)
     up = asyncio.Event()
     vitals = worker.vitals

@@ -273,7 +273,7 @@ async def test_a_stream_is_not_read_while_its_peer_has_no_room() -> None:
 
     outbox: Outbox[DraftBound] = Outbox()
     pumps = Pumps(encode_target_frames, decode_draft_frame, 1, FrameLimits.of(HELLO, DRAFT), 1 << 20, WireCounts(),
-                  outbox, received, full=lambda: len(heard) >= 3 and not room.is_set())
+                  outbox, received, is_full=lambda: len(heard) >= 3 and not room.is_set())
     await pumps.run(Endless(), enough())
 
 

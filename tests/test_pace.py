@@ -72,7 +72,7 @@ async def test_a_stream_rests_between_frames_of_a_flood() -> None:
     line = Endless()
     outbox: Outbox[DraftBound] = Outbox()
     pumps = Pumps(encode_target_frames, decode_draft_frame, 1, FrameLimits.of(HELLO, DRAFT), 1 << 20, WireCounts(),
-                  outbox, received, pace=Pace(0.5), worked=lambda: next(worked))
+                  outbox, received, pace=Pace(0.5), cpu_clock=lambda: next(worked))
 
     async def enough() -> None:
         while line.frames < 6:

@@ -40,7 +40,7 @@ from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.v1 import draft_pb2
 from slipstream.wire.codec import (
-    ROOM,
+    CHUNK_OVERHEAD,
     ProjectionReader,
     decode_draft_hello,
     decode_target_hello,
@@ -238,7 +238,7 @@ def chunk(index: int, weights: bytes) -> bytes:
         projection=draft_pb2.ProjectionChunk(index=index, weights=weights)).SerializeToString()
 
 
-@pytest.mark.parametrize("limit", [ROOM + 1, ROOM + 100, 1 << 20])
+@pytest.mark.parametrize("limit", [CHUNK_OVERHEAD + 1, CHUNK_OVERHEAD + 100, 1 << 20])
 @pytest.mark.parametrize("whole", [WHOLE, NORMED])
 def test_weights_travel_below_the_message_limit(limit: int, whole: Projection) -> None:
     draft = replace(DRAFT, features=FeatureSpec((1, 2), 6, "float64", whole))
@@ -301,11 +301,11 @@ def test_too_few_weights_are_never_a_projection() -> None:
 
 @pytest.mark.parametrize(("change", "match"), [
     ({"rows": 1 << 14, "columns": 1 << 14}, "features.projection: 1073741824 is not between"),
-    ({"rows": 25}, "makes rows longer"),
+    ({"rows": 25}, "would make rows longer"),
     ({"rows": 0}, "features.projection.rows"),
     ({"columns": 1 << 30}, "features.projection.columns"),
     ({"digest": b"123"}, "features.projection.digest"),
-    ({"norm_width": 7, "norm_eps": 1e-5}, "features.projection.norm_width: it divides no columns"),
+    ({"norm_width": 7, "norm_eps": 1e-5}, "features.projection.norm_width: does not divide columns"),
     ({"norm_width": 48, "norm_eps": 1e-5}, "features.projection.norm_width"),
     ({"norm_width": 12, "norm_eps": 0.0}, "features.projection.norm_eps"),
     ({"norm_width": 12, "norm_eps": float("nan")}, "features.projection.norm_eps"),
@@ -354,8 +354,8 @@ async def hostile_draft(rig: Rig, messages: Sequence[bytes], ends: bool) -> tupl
 
 @pytest.mark.parametrize(("messages", "ends", "problem"), [
     ([chunk(3, b"12345678")], False, "features.projection: chunk 3 where 0 is next"),
-    ([chunk(0, bytes(1 << 20))], False, "features.projection: a chunk of 1048576 bytes where 1152 are left"),
-    ([chunk(0, bytes(1152))], False, "features.projection.digest: the weights have another one"),
+    ([chunk(0, bytes(1 << 20))], False, "features.projection: a chunk of 1048576 bytes where 1152 are missing"),
+    ([chunk(0, bytes(1152))], False, "features.projection.digest: is not that of the weights"),
     ([chunk(0, bytes(8))], True, "ended the stream before its projection"),
 ])
 async def test_the_target_serves_plain_beside_a_hostile_draft(tiny_folder: Path, messages: Sequence[bytes], ends: bool,

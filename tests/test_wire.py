@@ -388,7 +388,7 @@ async def test_a_peer_that_says_nothing_is_refused_within_the_deadline() -> None
 
 async def test_more_targets_than_allowed_are_refused() -> None:
     echo, connected = Echo(), []
-    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, max_peers=1, connected=connected.append)])
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, max_peers=1, on_connected=connected.append)])
     address = f"127.0.0.1:{await server.start()}"
     links = [DraftLink(address, HELLO, Target(), check_pair, rules=RULES) for _ in range(2)]
     tasks = [asyncio.create_task(link.run()) for link in links]
@@ -508,7 +508,7 @@ async def test_an_outbox_takes_by_weight_and_forgets_after_overflow() -> None:
     for chunk in chunks * 2:
         box.send([chunk])
     with pytest.raises(CapacityError):
-        await box.failed()
+        await box.wait_failed()
     box.send(chunks)
     assert box.take(600) == []
 

@@ -36,24 +36,24 @@ from slipstream.protocol.requests import (
 from slipstream.v1 import common_pb2, target_pb2
 from slipstream.wire.fields import (
     LOGPROBS_MODE_NUMBERS,
+    checked_name,
+    decode_few_floats,
+    decode_few_ints,
     decode_grammar,
     decode_identity,
+    decode_logprobs_mode,
     decode_sampling,
+    decode_token_ids,
+    encode_few_floats,
+    encode_few_ints,
     encode_grammar,
     encode_identity,
     encode_sampling,
-    few_float_bytes,
-    few_floats_of,
-    few_int_bytes,
-    few_ints_of,
-    ids_of,
-    logprobs_mode_of,
-    made,
+    field_values,
+    from_message,
     microseconds,
-    name_of,
     parse,
     require,
-    shared,
 )
 from slipstream.wire.status import Reported
 
@@ -128,9 +128,9 @@ def _asked(item: target_pb2.AnswerRequest, vocab_size: int, max_context: int) ->
 
 def _start(request: Request) -> target_pb2.GenerateStart:
     return target_pb2.GenerateStart(
-        **shared(request, "tokens", "sampling", "speculate", "trace", "identity", "grammar", "logprobs_mode",
-                 "bad_words"),
-        tokens=few_int_bytes(request.tokens), sampling=encode_sampling(request.sampling),
+        **field_values(request, "tokens", "sampling", "speculate", "trace", "identity", "grammar", "logprobs_mode",
+                       "bad_words"),
+        tokens=encode_few_ints(request.tokens), sampling=encode_sampling(request.sampling),
         mode=_mode_of(request.speculate), identity=encode_identity(request.identity),
         grammar=None if request.grammar is None else encode_grammar(request.grammar),
         logprobs_mode=LOGPROBS_MODE_NUMBERS[request.logprobs_mode],
@@ -144,8 +144,8 @@ def _mode_of(speculate: bool) -> common_pb2.Mode.ValueType:
 def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: int, trace: str = "") -> Request:
     """Raises InvalidRequest naming the field."""
     try:
-        name_of("request_id", wire.request_id)
-        tokens = ids_of("tokens", wire.tokens, vocab_size, max_context).tolist()
+        checked_name("request_id", wire.request_id)
+        tokens = decode_token_ids("tokens", wire.tokens, vocab_size, max_context).tolist()
         speculate = _speculates(wire.mode)
         for field, most in (("allowed_token_ids", MAX_ALLOWED), ("bad_words", MAX_BAD_WORDS)):
             require(len(getattr(wire, field)) <= most, field, f"has more than {most} entries")
@@ -156,14 +156,13 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
         identity = decode_identity(wire.identity) if wire.HasField("identity") else None
     except RemoteProtocolError as error:
         raise InvalidRequest(error.field, error.message) from error
-    top_logprobs = wire.top_logprobs if wire.HasField("top_logprobs") else None
-    sampling = decode_sampling(wire.sampling, vocab_size)
-    grammar = decode_grammar(wire.grammar) if wire.HasField("grammar") else None
-    return made(Request, wire, tokens=tuple(tokens), sampling=sampling, top_logprobs=top_logprobs, speculate=speculate,
-                trace=trace, identity=identity, grammar=grammar,
-                prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
-                logprobs_mode=logprobs_mode_of(wire.logprobs_mode), allowed_token_ids=tuple(wire.allowed_token_ids),
-                bad_words=tuple(tuple(word.tokens) for word in wire.bad_words))
+    return from_message(
+        Request, wire, tokens=tuple(tokens), sampling=decode_sampling(wire.sampling, vocab_size),
+        top_logprobs=wire.top_logprobs if wire.HasField("top_logprobs") else None, speculate=speculate, trace=trace,
+        identity=identity, grammar=decode_grammar(wire.grammar) if wire.HasField("grammar") else None,
+        prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
+        logprobs_mode=decode_logprobs_mode(wire.logprobs_mode), allowed_token_ids=tuple(wire.allowed_token_ids),
+        bad_words=tuple(tuple(word.tokens) for word in wire.bad_words))
 
 
 def _speculates(mode: int) -> bool:
@@ -178,14 +177,14 @@ def encode_told(answer: int, content: Told) -> bytes:
     if isinstance(content, Piece):
         _fill_piece(item.piece, content)
     elif isinstance(content, Reported):
-        item.error.CopyFrom(target_pb2.AnswerError(**shared(content)))
+        item.error.CopyFrom(target_pb2.AnswerError(**field_values(content)))
     else:
         item.taken = True
     return frame.SerializeToString()
 
 
 def _fill_piece(wire: target_pb2.GenerateResponse, piece: Piece) -> None:
-    wire.tokens, wire.accepted, wire.drafted = few_int_bytes(piece.tokens), piece.accepted, piece.drafted
+    wire.tokens, wire.accepted, wire.drafted = encode_few_ints(piece.tokens), piece.accepted, piece.drafted
     for entry in piece.logprobs:
         wire.logprobs.add(logprob=entry.logprob, top_ids=[token for token, _ in entry.top],
                           top_logprobs=[logprob for _, logprob in entry.top])
@@ -196,8 +195,8 @@ def _fill_piece(wire: target_pb2.GenerateResponse, piece: Piece) -> None:
     if piece.prompt is not None:
         scores = piece.prompt
         wire.prompt.CopyFrom(target_pb2.PromptScores(
-            start=scores.start, logprobs=few_float_bytes(scores.logprobs), ranks=few_int_bytes(scores.ranks),
-            top_ids=few_int_bytes(scores.top_ids), top_logprobs=few_float_bytes(scores.top_logprobs)))
+            start=scores.start, logprobs=encode_few_floats(scores.logprobs), ranks=encode_few_ints(scores.ranks),
+            top_ids=encode_few_ints(scores.top_ids), top_logprobs=encode_few_floats(scores.top_logprobs)))
 
 
 def decode_told(data: bytes) -> list[tuple[int, Told | RemoteProtocolError]]:
@@ -215,14 +214,14 @@ def _told(item: target_pb2.AnswerResponse) -> Told | RemoteProtocolError:
         except RemoteProtocolError as error:
             return error
     if kind == "error":
-        return made(Reported, item.error)
+        return from_message(Reported, item.error)
     return TAKEN if kind == "taken" else RemoteProtocolError("content", "an item must be taken, a piece or an error")
 
 
 def _piece_of(wire: target_pb2.GenerateResponse) -> Piece:
     """Raises RemoteProtocolError."""
     # A piece comes for every token of every answer: no check is a call, and no message is made that is not raised.
-    tokens = few_ints_of("tokens", wire.tokens, 0)
+    tokens = decode_few_ints("tokens", wire.tokens, 0)
     accepted, finish, state = wire.accepted, FINISHES.get(wire.finish_reason), STATES.get(wire.state)
     if accepted > len(tokens):
         raise RemoteProtocolError("accepted", "more than the tokens of the piece")
@@ -242,10 +241,10 @@ def _piece_of(wire: target_pb2.GenerateResponse) -> Piece:
 
 def _scores_of(wire: target_pb2.PromptScores) -> PromptScores:
     """Raises RemoteProtocolError."""
-    found = PromptScores(wire.start, few_floats_of("prompt.logprobs", wire.logprobs),
-                         few_ints_of("prompt.ranks", wire.ranks, 1),
-                         few_ints_of("prompt.top_ids", wire.top_ids, 0),
-                         few_floats_of("prompt.top_logprobs", wire.top_logprobs))
+    found = PromptScores(wire.start, decode_few_floats("prompt.logprobs", wire.logprobs),
+                         decode_few_ints("prompt.ranks", wire.ranks, 1),
+                         decode_few_ints("prompt.top_ids", wire.top_ids, 0),
+                         decode_few_floats("prompt.top_logprobs", wire.top_logprobs))
     require(wire.start >= 1 and len(found.ranks) == len(found.logprobs) > 0, "prompt", "scores and ranks do not fit")
     require(len(found.top_ids) == len(found.top_logprobs) == found.width * len(found.logprobs), "prompt.top_ids",
             "ids and values do not fit")
@@ -258,8 +257,8 @@ def _logprob(wire: target_pb2.TokenLogprobs) -> TokenLogprob:
 
 
 def encode_info(info: TargetInfo) -> bytes:
-    drafts = [target_pb2.DraftInfo(**shared(draft)) for draft in info.drafts]
-    return target_pb2.GetInfoResponse(**shared(info, "drafts", "identity"), drafts=drafts,
+    drafts = [target_pb2.DraftInfo(**field_values(draft)) for draft in info.drafts]
+    return target_pb2.GetInfoResponse(**field_values(info, "drafts", "identity"), drafts=drafts,
                                       identity=encode_identity(info.identity)).SerializeToString()
 
 
@@ -268,9 +267,9 @@ def decode_info(data: bytes) -> TargetInfo:
     wire = target_pb2.GetInfoResponse()
     parse(wire, data, "info")
     require(wire.vocab_size >= 1 and wire.max_context >= 1, "info", "names no vocabulary or context")
-    return made(TargetInfo, wire, drafts=tuple(made(DraftStatus, draft) for draft in wire.drafts),
-                without=tuple(wire.without), takes=tuple(wire.takes),
-                identity=decode_identity(wire.identity) if wire.HasField("identity") else None)
+    return from_message(TargetInfo, wire, drafts=tuple(from_message(DraftStatus, draft) for draft in wire.drafts),
+                        without=tuple(wire.without), takes=tuple(wire.takes),
+                        identity=decode_identity(wire.identity) if wire.HasField("identity") else None)
 
 
 def joined(items: Sequence[bytes], max_bytes: int) -> Iterator[bytes]:

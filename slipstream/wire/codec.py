@@ -3,12 +3,12 @@
 Rules:
 1. Whatever a peer claims is checked here, before anything of that size is allocated or used.
 2. A bad item affects only its session: decoding a frame gives the good items and one fault for each bad one.
-3. A frame that is not one, or that belongs to another stream (its incarnation), raises RemoteProtocolError; the field
-   is ``incarnation`` for a stale frame.
+3. Bytes that are no frame, or a frame of another stream (its incarnation), raise RemoteProtocolError; the field is
+   ``incarnation`` for a stale frame.
 4. Encoding never makes a message above ``max_bytes`` or ``FRAME_ITEMS``: frames are split between items and features
    between rows.
-5. A frame's length is checked before it is parsed, and its items are counted before they are made: against what its
-   sender may send now.
+5. A frame's length is checked before it is parsed, and the number of its items before they are decoded: against what
+   its sender may send now.
 
 Each session has a commit and a growth in every round, while caches are cold. So their checks are plain Python over few
 numbers, not calls and small arrays, and error messages are made only on failure.
@@ -18,8 +18,8 @@ Of the handshake:
 2. The draft's hello declares a projection's shape, dtype and digest. They are checked, and bounded by
    MAX_PROJECTION_BYTES, before any weight is read; nothing is kept beyond what was declared.
 3. Chunks come in order, none is empty, and together they are exactly what was declared, by length and by digest.
-   Whatever else comes is a RemoteProtocolError that names ``features.projection``: the stream ends and the target
-   decodes plain.
+   Anything else raises a RemoteProtocolError that names ``features.projection``: the stream ends and the target decodes
+   plain.
 
 It knows nothing about sockets, about what a session is doing, nor whether target and draft fit together
 (``pairing.check_pair`` does). Format: ``proto/slipstream/v1/draft.proto``.
@@ -62,28 +62,28 @@ from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import (
     DTYPE_NUMBERS,
     INT32_MAX,
+    checked_name,
+    decode_dtype,
     decode_identity,
     decode_sampling,
-    dtype_of,
+    decode_token_ids,
     encode_identity,
     encode_sampling,
-    ids_of,
-    made,
-    name_of,
-    outside,
+    field_values,
+    from_message,
+    in_range,
+    out_of_range,
     parse,
     require,
-    shared,
-    within,
 )
 
 Item = TypeVar("Item")
 MAX_TAPS = 64  # layers that one drafter reads
 MAX_PROJECTION_BYTES = 512 << 20  # five times that of the largest known head
-ROOM = 64  # bytes of a chunk's message beside its weights
-FIELD = "features.projection"
-FRAME_ITEMS = 1024  # in a frame: a step of the largest target says less
-ITEM_ROOM = 128  # bytes of a growth beside its nodes, and of a drop with its reason
+CHUNK_OVERHEAD = 64  # bytes of a chunk's message beside its weights
+PROJECTION = "features.projection"
+FRAME_ITEMS = 1024  # most items of a frame: a step of the largest target has fewer
+ITEM_OVERHEAD = 128  # bytes of a growth beside its nodes, and of a drop with its reason
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 NODE_BYTES = 16  # id, parent, token, score
 SCORE_SLACK = 1e-3  # log scores are at most 0, give or take the rounding of a 16-bit model
@@ -107,38 +107,38 @@ class FrameLimits:
 
 
 def decode_draft_frame(data: bytes, incarnation: int, limits: FrameLimits,
-                       most: int = FRAME_ITEMS) -> tuple[list[TargetBound], Faults]:
-    """As ``decode_target_frame``; what is longer than ``most`` items can be is not parsed."""
-    most = min(most, FRAME_ITEMS)
-    if len(data) > ITEM_ROOM + most * (ITEM_ROOM + NODE_BYTES * limits.max_nodes):
-        raise RemoteProtocolError("frame", f"{len(data)} bytes are more than {most} items take")
-    return _decoded(draft_pb2.ExchangeResponse, data, incarnation, limits, most)
+                       max_items: int = FRAME_ITEMS) -> tuple[list[TargetBound], Faults]:
+    """As ``decode_target_frame``; bytes longer than ``max_items`` items can be are not parsed."""
+    max_items = min(max_items, FRAME_ITEMS)
+    if len(data) > ITEM_OVERHEAD + max_items * (ITEM_OVERHEAD + NODE_BYTES * limits.max_nodes):
+        raise RemoteProtocolError("frame", f"{len(data)} bytes are more than {max_items} items take")
+    return _decode_frame(draft_pb2.ExchangeResponse, data, incarnation, limits, max_items)
 
 
-def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
-             max_bytes: int) -> tuple[list[bytes], list[Any]]:
+def _encode_frames(message_type: Callable[[], Any], incarnation: int, items: Sequence[Any],
+                   max_bytes: int) -> tuple[list[bytes], list[Any]]:
     """Frames of at most ``max_bytes`` that hold ``items`` in order, and the items that fit no frame."""
-    # In place: a message that is given to another's constructor is copied, and rows are the most of a frame.
-    message = kind()
+    # Written in place: a message given to another's constructor is copied, and rows are most of a frame.
+    message = message_type()
     frame = message.frame
     frame.incarnation = incarnation
-    # Rows that do not fit would be copied for nothing.
-    if len(items) == 1 or (len(items) <= FRAME_ITEMS and _rows_bytes(items) <= max_bytes):
+    # Checked first, because rows that do not fit would be copied for nothing.
+    if len(items) == 1 or (len(items) <= FRAME_ITEMS and _row_bytes(items) <= max_bytes):
         for item in items:
-            _write(frame.items.add(), item)
+            _write_item(frame.items.add(), item)
         data = message.SerializeToString()
         if len(data) <= max_bytes:
             return [data], []
-    first, second = _halves(items)
-    if not second:
+    first_half, second_half = _split(items)
+    if not second_half:
         return [], list(items)
-    frames, left = _encoded(kind, incarnation, first, max_bytes)
-    more_frames, more_left = _encoded(kind, incarnation, second, max_bytes)
-    return frames + more_frames, left + more_left
+    frames, oversized = _encode_frames(message_type, incarnation, first_half, max_bytes)
+    more_frames, more_oversized = _encode_frames(message_type, incarnation, second_half, max_bytes)
+    return frames + more_frames, oversized + more_oversized
 
 
-def _rows_bytes(items: Sequence[Any]) -> int:
-    """Of feature rows among ``items``."""
+def _row_bytes(items: Sequence[Any]) -> int:
+    """Bytes of the feature rows in ``items``."""
     size = 0
     for item in items:
         features = item.features if isinstance(item, Commit) else item
@@ -147,19 +147,20 @@ def _rows_bytes(items: Sequence[Any]) -> int:
     return size
 
 
-def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+def _split(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     if len(items) > 1:
         return items[: len(items) // 2], items[len(items) // 2:]
     item = items[0]
     if not isinstance(item, Features) or item.num_rows < 2:
         return items, ()
-    upper = item.num_rows // 2
-    cut = len(item.rows) // item.num_rows * upper
-    return ((Features(item.session, item.start, item.rows[:cut], upper, item.dtype),),
-            (Features(item.session, item.start + upper, item.rows[cut:], item.num_rows - upper, item.dtype),))
+    first_rows = item.num_rows // 2
+    first_bytes = len(item.rows) // item.num_rows * first_rows
+    return ((Features(item.session, item.start, item.rows[:first_bytes], first_rows, item.dtype),),
+            (Features(item.session, item.start + first_rows, item.rows[first_bytes:], item.num_rows - first_rows,
+                      item.dtype),))
 
 
-def _write(wire: Any, item: DraftBound | TargetBound) -> None:
+def _write_item(wire: Any, item: DraftBound | TargetBound) -> None:
     if isinstance(item, Commit):
         commit = wire.commit
         commit.session, commit.base = item.session, item.base
@@ -177,7 +178,7 @@ def _write(wire: Any, item: DraftBound | TargetBound) -> None:
     elif isinstance(item, Features):
         _write_features(wire.features, item)
     elif isinstance(item, Open):
-        wire.open.CopyFrom(draft_pb2.OpenItem(**shared(item, "tokens", "sampling"),
+        wire.open.CopyFrom(draft_pb2.OpenItem(**field_values(item, "tokens", "sampling"),
                                               tokens=np.asarray(item.tokens, "<i4").tobytes(),
                                               sampling=encode_sampling(item.sampling)))
     elif isinstance(item, Drop):
@@ -191,11 +192,11 @@ def _write_features(wire: draft_pb2.FeaturesItem, item: Features) -> None:
     wire.dtype, wire.rows = DTYPE_NUMBERS[item.dtype], item.rows
 
 
-def _decoded(frame_of: Callable[[], Any], data: bytes, incarnation: int, limits: FrameLimits,
-             most: int = FRAME_ITEMS) -> tuple[list[Any], Faults]:
-    """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream, or one of
-    more than ``most`` items."""
-    message = frame_of()
+def _decode_frame(message_type: Callable[[], Any], data: bytes, incarnation: int, limits: FrameLimits,
+                  max_items: int = FRAME_ITEMS) -> tuple[list[Any], Faults]:
+    """Good items in order, and faults. Raises RemoteProtocolError for bytes that are no frame of this stream, and for a
+    frame of more than ``max_items`` items."""
+    message = message_type()
     try:
         message.ParseFromString(data)
     except DecodeError as error:
@@ -204,8 +205,8 @@ def _decoded(frame_of: Callable[[], Any], data: bytes, incarnation: int, limits:
         raise RemoteProtocolError("frame", "a message that is not a frame")
     if message.frame.incarnation != incarnation:
         raise RemoteProtocolError("incarnation", "the frame belongs to another stream")
-    if len(message.frame.items) > most:
-        raise RemoteProtocolError("items", f"{len(message.frame.items)} in a frame where {most} may be")
+    if len(message.frame.items) > max_items:
+        raise RemoteProtocolError("items", f"{len(message.frame.items)} in a frame where {max_items} may be")
     items: list[Any] = []
     faults: list[tuple[int, RemoteProtocolError]] = []
     for wire in message.frame.items:
@@ -220,28 +221,28 @@ def _decoded(frame_of: Callable[[], Any], data: bytes, incarnation: int, limits:
     return items, faults
 
 
-def _open(wire: draft_pb2.OpenItem, limits: FrameLimits) -> Open:
-    tokens = ids_of("open.tokens", wire.tokens, limits.vocab_size, limits.max_context)
-    within("open.tokens", len(tokens), 1, limits.max_context)
-    prompt_len = within("open.prompt_len", wire.prompt_len, 1, len(tokens))
+def _read_open(wire: draft_pb2.OpenItem, limits: FrameLimits) -> Open:
+    tokens = decode_token_ids("open.tokens", wire.tokens, limits.vocab_size, limits.max_context)
+    in_range("open.tokens", len(tokens), 1, limits.max_context)
+    prompt_len = in_range("open.prompt_len", wire.prompt_len, 1, len(tokens))
     return Open(wire.session, tokens, prompt_len, decode_sampling(wire.sampling, limits.vocab_size),
-                within("open.wanted", wire.wanted, 0, MAX_NODES - 1), well_formed(wire.trace), wire.ahead)
+                in_range("open.wanted", wire.wanted, 0, MAX_NODES - 1), well_formed(wire.trace), wire.ahead)
 
 
-def _commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:
-    session, base, data, wanted = wire.session, wire.base, wire.tokens, wire.wanted
-    count = len(data) // 4
-    if len(data) % 4 or not 1 <= count <= MAX_NODES:
-        raise RemoteProtocolError("commit.tokens", f"{len(data)} bytes are not 1 to {MAX_NODES} int32 values")
-    tokens: Ints = np.frombuffer(data, INT32)
+def _read_commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:
+    session, base, token_bytes, wanted = wire.session, wire.base, wire.tokens, wire.wanted
+    count = len(token_bytes) // 4
+    if len(token_bytes) % 4 or not 1 <= count <= MAX_NODES:
+        raise RemoteProtocolError("commit.tokens", f"{len(token_bytes)} bytes are not 1 to {MAX_NODES} int32 values")
+    tokens: Ints = np.frombuffer(token_bytes, INT32)
     values = tokens.tolist()
     if min(values) < 0 or max(values) >= limits.vocab_size:
         raise RemoteProtocolError("commit.tokens", f"a token is outside the vocabulary of {limits.vocab_size}")
     if not 1 <= base <= limits.max_context - count:
-        raise outside("commit.base", base, 1, limits.max_context - count)
+        raise out_of_range("commit.base", base, 1, limits.max_context - count)
     if wanted >= MAX_NODES:
-        raise outside("commit.wanted", wanted, 0, MAX_NODES - 1)
-    features = _features(wire.features, limits) if wire.HasField("features") else None
+        raise out_of_range("commit.wanted", wanted, 0, MAX_NODES - 1)
+    features = _read_features(wire.features, limits) if wire.HasField("features") else None
     if features is not None:
         if features.session != session:
             raise RemoteProtocolError("features.session", "not the session of its commit")
@@ -252,36 +253,36 @@ def _commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:
     return Commit(session, base, tokens, features, wanted, wire.ahead)
 
 
-def _features(wire: draft_pb2.FeaturesItem, limits: FrameLimits) -> Features:
+def _read_features(wire: draft_pb2.FeaturesItem, limits: FrameLimits) -> Features:
     start, count, rows, dtype = wire.start, wire.num_rows, wire.rows, limits.feature_dtype
     if limits.feature_width == 0:
         raise RemoteProtocolError("features", "this drafter reads none")
     if wire.dtype != DTYPE_NUMBERS[dtype]:
         raise RemoteProtocolError("features.dtype", f"number {wire.dtype} is not the agreed {dtype}")
     if not 1 <= count <= limits.max_context:
-        raise outside("features.num_rows", count, 1, limits.max_context)
+        raise out_of_range("features.num_rows", count, 1, limits.max_context)
     if start > limits.max_context - count:
-        raise outside("features.start", start, 0, limits.max_context - count)
+        raise out_of_range("features.start", start, 0, limits.max_context - count)
     size = count * limits.feature_width * FEATURE_DTYPES[dtype]
     if len(rows) != size:
         raise RemoteProtocolError("features.rows", f"{len(rows)} bytes where the shape needs {size}")
     return Features(wire.session, start, rows, count, dtype)
 
 
-def _close(wire: draft_pb2.CloseItem, _limits: FrameLimits) -> Close:
+def _read_close(wire: draft_pb2.CloseItem, _limits: FrameLimits) -> Close:
     return Close(wire.session)
 
 
-def _drop(wire: draft_pb2.DropItem, limits: FrameLimits) -> Drop:
-    return Drop(wire.session, name_of("drop.reason", wire.reason),
-                within("drop.base", wire.base, 0, limits.max_context))
+def _read_drop(wire: draft_pb2.DropItem, limits: FrameLimits) -> Drop:
+    return Drop(wire.session, checked_name("drop.reason", wire.reason),
+                in_range("drop.base", wire.base, 0, limits.max_context))
 
 
-def _growth(wire: draft_pb2.GrowthItem, limits: FrameLimits) -> Growth:
+def _read_growth(wire: draft_pb2.GrowthItem, limits: FrameLimits) -> Growth:
     base, ids_data, parents_data, tokens_data, scores_data = wire.base, wire.ids, wire.parents, wire.tokens, wire.scores
     size = len(ids_data)
     if not 1 <= base <= limits.max_context:
-        raise outside("growth.base", base, 1, limits.max_context)
+        raise out_of_range("growth.base", base, 1, limits.max_context)
     if size % 4 or size > 4 * limits.max_nodes:
         raise RemoteProtocolError("growth.ids", f"{size} bytes are not at most {limits.max_nodes} int32 values")
     if not len(parents_data) == len(tokens_data) == len(scores_data) == size:
@@ -294,46 +295,47 @@ def _growth(wire: draft_pb2.GrowthItem, limits: FrameLimits) -> Growth:
     scores = np.frombuffer(scores_data, FLOAT32)
     if size:
         _check_nodes(ids.tolist(), parents.tolist(), tokens.tolist(), limits)
-        numbers = scores.tolist()
-        most = max(numbers)
-        if not (math.isfinite(sum(numbers)) and most <= SCORE_SLACK):
+        score_list = scores.tolist()
+        highest = max(score_list)
+        if not (math.isfinite(sum(score_list)) and highest <= SCORE_SLACK):
             raise RemoteProtocolError("growth.scores",
                                       "holds what is not a log score: infinite, not a number or above 0")
-        if most > 0:
+        if highest > 0:
             scores = np.minimum(scores, np.float32(0))
     return Growth(wire.session, base, ids, parents, tokens, scores)
 
 
 def _check_nodes(ids: list[int], parents: list[int], tokens: list[int], limits: FrameLimits) -> None:
-    # Ids that rise, each above its parent's: whoever is named has come before. Then there is nothing else to find.
+    # The usual case: ids rise, and each is above its parent's, so every parent comes before its children.
     if (ids[0] > 0 and all(map(lt, ids, ids[1:])) and all(map(lt, parents, ids)) and all(parents)
             and min(parents) >= -limits.max_context and min(tokens) >= 0 and max(tokens) < limits.vocab_size
             and len(set(zip(parents, tokens, strict=True))) == len(ids)):
         return
-    inside = set(ids)
-    if len(inside) != len(ids) or min(ids) < 1:
-        raise RemoteProtocolError("growth.ids", "an id stands twice, or is not positive")
-    before, taken = set[int](), set[tuple[int, int]]()
+    new_ids = set(ids)
+    if len(new_ids) != len(ids) or min(ids) < 1:
+        raise RemoteProtocolError("growth.ids", "an id is repeated, or is not positive")
+    seen, seen_children = set[int](), set[tuple[int, int]]()
     for node, parent, token in zip(ids, parents, tokens, strict=True):
         if parent == 0 or -parent > limits.max_context:
             raise RemoteProtocolError("growth.parents", f"{parent} names no node or position")
-        if parent in inside and parent not in before:
-            raise RemoteProtocolError("growth.parents", f"{parent} stands after its child {node}")
+        if parent in new_ids and parent not in seen:
+            raise RemoteProtocolError("growth.parents", f"{parent} comes after its child {node}")
         if not 0 <= token < limits.vocab_size:
             raise RemoteProtocolError("growth.tokens", f"{token} is outside the vocabulary")
-        if (parent, token) in taken:
+        if (parent, token) in seen_children:
             raise RemoteProtocolError("growth.tokens", f"siblings below {parent} share a token")
-        before.add(node)
-        taken.add((parent, token))
+        seen.add(node)
+        seen_children.add((parent, token))
 
 
 Encode = Callable[[int, Sequence[Item], int], tuple[list[bytes], list[Item]]]  # incarnation, items, bytes of a frame
-encode_target_frames: Encode[DraftBound] = partial(_encoded, draft_pb2.ExchangeRequest)
-encode_draft_frames: Encode[TargetBound] = partial(_encoded, draft_pb2.ExchangeResponse)
-decode_target_frame: Callable[..., tuple[list[DraftBound], Faults]] = partial(_decoded, draft_pb2.ExchangeRequest)
+encode_target_frames: Encode[DraftBound] = partial(_encode_frames, draft_pb2.ExchangeRequest)
+encode_draft_frames: Encode[TargetBound] = partial(_encode_frames, draft_pb2.ExchangeResponse)
+decode_target_frame: Callable[..., tuple[list[DraftBound], Faults]] = partial(_decode_frame, draft_pb2.ExchangeRequest)
 
 READERS: Mapping[str, Callable[[Any, FrameLimits], DraftBound | TargetBound]] = {
-    "open": _open, "features": _features, "commit": _commit, "close": _close, "growth": _growth, "drop": _drop}
+    "open": _read_open, "features": _read_features, "commit": _read_commit, "close": _read_close,
+    "growth": _read_growth, "drop": _read_drop}
 
 
 TARGET_BOUNDS = {"vocab_size": (1, INT32_MAX), "hidden_size": (1, 1 << 20), "num_layers": (1, 1 << 16),
@@ -344,38 +346,40 @@ DRAFT_BOUNDS = {"vocab_size": (0, INT32_MAX), "hidden_size": (0, 1 << 20), "max_
 
 def encode_target_hello(hello: TargetHello) -> bytes:
     return draft_pb2.ExchangeRequest(hello=draft_pb2.TargetHello(
-        **shared(hello, "identity"), identity=encode_identity(hello.identity))).SerializeToString()
+        **field_values(hello, "identity"), identity=encode_identity(hello.identity))).SerializeToString()
 
 
 def decode_target_hello(data: bytes) -> TargetHello:
     """Raises RemoteProtocolError; PairingError for another protocol version."""
-    wire = _hello(draft_pb2.ExchangeRequest(), data, TARGET_BOUNDS)
-    return made(TargetHello, wire, identity=decode_identity(wire.identity) if wire.HasField("identity") else None)
+    wire = _read_hello(draft_pb2.ExchangeRequest(), data, TARGET_BOUNDS)
+    identity = decode_identity(wire.identity) if wire.HasField("identity") else None
+    return from_message(TargetHello, wire, identity=identity)
 
 
 def encode_draft_hello(hello: DraftHello) -> bytes:
-    features = None if hello.features is None else _wire_spec(hello.features)
+    features = None if hello.features is None else _write_spec(hello.features)
     return draft_pb2.ExchangeResponse(hello=draft_pb2.DraftHello(
-        **shared(hello, "features"), features=features)).SerializeToString()
+        **field_values(hello, "features"), features=features)).SerializeToString()
 
 
 def decode_draft_hello(data: bytes) -> DraftHello:
     """Raises RemoteProtocolError; PairingError for another protocol version."""
-    wire = _hello(draft_pb2.ExchangeResponse(), data, DRAFT_BOUNDS)
-    return made(DraftHello, wire, features=_spec(wire.features) if wire.HasField("features") else None)
+    wire = _read_hello(draft_pb2.ExchangeResponse(), data, DRAFT_BOUNDS)
+    return from_message(DraftHello, wire, features=_read_spec(wire.features) if wire.HasField("features") else None)
 
 
-def _hello(message: Any, data: bytes, bounds: Mapping[str, tuple[int, int]]) -> Any:
-    """The hello of ``message``, its numbers within ``bounds`` and its names no longer than names are."""
+def _read_hello(message: Any, data: bytes, bounds: Mapping[str, tuple[int, int]]) -> Any:
+    """The hello in ``data``, parsed as ``message``. Its numbers are checked against ``bounds``, the length of its texts
+    against MAX_NAME."""
     parse(message, data, "hello")
     require(message.WhichOneof("content") == "hello", "hello", "the first message of a stream must be the hello")
     wire = message.hello
     check_version(wire.protocol_version)
     for field, (low, high) in bounds.items():
-        within(field, getattr(wire, field), low, high)
-    for described, value in wire.ListFields():
+        in_range(field, getattr(wire, field), low, high)
+    for descriptor, value in wire.ListFields():
         if isinstance(value, str):
-            name_of(described.name, value)
+            checked_name(descriptor.name, value)
     return wire
 
 
@@ -385,38 +389,39 @@ def check_version(version: int) -> None:
                                                "run the same release of both services")
 
 
-def _wire_spec(spec: FeatureSpec) -> draft_pb2.FeatureSpec:
+def _write_spec(spec: FeatureSpec) -> draft_pb2.FeatureSpec:
     projection = spec.projection
     return draft_pb2.FeatureSpec(
-        **shared(spec, "dtype", "projection"), dtype=DTYPE_NUMBERS[spec.dtype],
+        **field_values(spec, "dtype", "projection"), dtype=DTYPE_NUMBERS[spec.dtype],
         projection=None if projection is None else draft_pb2.Projection(
-            **shared(projection, "dtype", "weights"), dtype=DTYPE_NUMBERS[projection.dtype]))
+            **field_values(projection, "dtype", "weights"), dtype=DTYPE_NUMBERS[projection.dtype]))
 
 
-def _spec(wire: draft_pb2.FeatureSpec) -> FeatureSpec:
+def _read_spec(wire: draft_pb2.FeatureSpec) -> FeatureSpec:
     require(1 <= len(wire.layers) <= MAX_TAPS, "features.layers", f"{len(wire.layers)} is not between 1 and {MAX_TAPS}")
-    return FeatureSpec(tuple(wire.layers), within("features.width", wire.width, 1, 1 << 24), dtype_of(wire.dtype),
-                       _declared(wire.projection) if wire.HasField("projection") else None)
+    return FeatureSpec(tuple(wire.layers), in_range("features.width", wire.width, 1, 1 << 24), decode_dtype(wire.dtype),
+                       _read_projection(wire.projection) if wire.HasField("projection") else None)
 
 
-def _declared(wire: draft_pb2.Projection) -> Projection:
-    """What a hello says of its projection, without weights. Raises RemoteProtocolError."""
-    projection = Projection(within(f"{FIELD}.rows", wire.rows, 1, 1 << 20),
-                            within(f"{FIELD}.columns", wire.columns, 1, 1 << 24), dtype_of(wire.dtype), wire.digest,
-                            norm_width=within(f"{FIELD}.norm_width", wire.norm_width, 0, wire.columns),
+def _read_projection(wire: draft_pb2.Projection) -> Projection:
+    """The projection that a hello declares, without weights. Raises RemoteProtocolError."""
+    projection = Projection(in_range(f"{PROJECTION}.rows", wire.rows, 1, 1 << 20),
+                            in_range(f"{PROJECTION}.columns", wire.columns, 1, 1 << 24), decode_dtype(wire.dtype),
+                            wire.digest,
+                            norm_width=in_range(f"{PROJECTION}.norm_width", wire.norm_width, 0, wire.columns),
                             norm_eps=wire.norm_eps)
     if projection.norm_width:
-        require(projection.columns % projection.norm_width == 0, f"{FIELD}.norm_width", "it divides no columns")
-        require(0 < projection.norm_eps < 1, f"{FIELD}.norm_eps", f"{projection.norm_eps} is not between 0 and 1")
-    require(projection.rows <= projection.columns, FIELD, "it makes rows longer")
-    require(len(projection.digest) == 32, f"{FIELD}.digest", f"{len(projection.digest)} bytes are no SHA-256")
-    within(FIELD, projection.size, 1, MAX_PROJECTION_BYTES)
+        require(projection.columns % projection.norm_width == 0, f"{PROJECTION}.norm_width", "does not divide columns")
+        require(0 < projection.norm_eps < 1, f"{PROJECTION}.norm_eps", f"{projection.norm_eps} is not between 0 and 1")
+    require(projection.rows <= projection.columns, PROJECTION, "it would make rows longer")
+    require(len(projection.digest) == 32, f"{PROJECTION}.digest", f"{len(projection.digest)} bytes are no SHA-256")
+    in_range(PROJECTION, projection.size, 1, MAX_PROJECTION_BYTES)
     return projection
 
 
 def encode_projection(projection: Projection, max_bytes: int) -> Iterator[bytes]:
     """Messages of at most ``max_bytes``, in the order in which they must be sent."""
-    step = max_bytes - ROOM
+    step = max_bytes - CHUNK_OVERHEAD
     for index, start in enumerate(range(0, len(projection.weights), step)):
         yield draft_pb2.ExchangeResponse(projection=draft_pb2.ProjectionChunk(
             index=index, weights=projection.weights[start:start + step])).SerializeToString()
@@ -425,33 +430,34 @@ def encode_projection(projection: Projection, max_bytes: int) -> Iterator[bytes]
 class ProjectionReader:
     """Collects the chunks of one projection."""
 
-    __slots__ = ("_declared", "_hash", "_next", "_weights")
+    __slots__ = ("_hash", "_next_index", "_projection", "_weights")
 
     def __init__(self, projection: Projection) -> None:
-        self._declared = projection
+        self._projection = projection
         self._hash = hashlib.sha256()
         self._weights = bytearray()
-        self._next = 0  # index of the next chunk
+        self._next_index = 0  # of the next chunk
 
     @property
     def complete(self) -> bool:
-        return len(self._weights) == self._declared.size
+        return len(self._weights) == self._projection.size
 
     def add(self, data: bytes) -> None:
-        """Take one message. Raises RemoteProtocolError for anything but the next chunk."""
+        """Read one message. Raises RemoteProtocolError for anything but the next chunk."""
         message = draft_pb2.ExchangeResponse()
-        parse(message, data, FIELD)
-        require(message.WhichOneof("content") == "projection", FIELD, "a message that is no part of it")
+        parse(message, data, PROJECTION)
+        require(message.WhichOneof("content") == "projection", PROJECTION, "a message that is no part of it")
         chunk = message.projection
-        require(chunk.index == self._next, FIELD, f"chunk {chunk.index} where {self._next} is next")
-        left = self._declared.size - len(self._weights)
-        require(1 <= len(chunk.weights) <= left, FIELD, f"a chunk of {len(chunk.weights)} bytes where {left} are left")
+        require(chunk.index == self._next_index, PROJECTION, f"chunk {chunk.index} where {self._next_index} is next")
+        missing = self._projection.size - len(self._weights)
+        require(1 <= len(chunk.weights) <= missing, PROJECTION,
+                f"a chunk of {len(chunk.weights)} bytes where {missing} are missing")
         self._hash.update(chunk.weights)
         self._weights += chunk.weights
-        self._next += 1
+        self._next_index += 1
 
     def finish(self) -> Projection:
-        """The projection with its weights. Raises RemoteProtocolError when they are not those of the digest."""
-        require(self.complete, FIELD, f"{len(self._weights)} bytes where {self._declared.size} were declared")
-        require(self._hash.digest() == self._declared.digest, f"{FIELD}.digest", "the weights have another one")
-        return replace(self._declared, weights=bytes(self._weights))
+        """The projection with its weights. Raises RemoteProtocolError when their digest is not the declared one."""
+        require(self.complete, PROJECTION, f"{len(self._weights)} bytes where {self._projection.size} were declared")
+        require(self._hash.digest() == self._projection.digest, f"{PROJECTION}.digest", "is not that of the weights")
+        return replace(self._projection, weights=bytes(self._weights))

@@ -2,7 +2,7 @@
 
 Rules:
 1. A check that fails raises RemoteProtocolError naming the field; of a request, InvalidRequest.
-2. Arrays are little-endian and read-only views of the received bytes; lengths are checked before anything is made.
+2. Arrays are little-endian and read-only views of the received bytes; lengths are checked before anything is decoded.
 
 It knows nothing about whole messages or sockets.
 """
@@ -25,7 +25,7 @@ from slipstream.protocol.requests import MAX_BIASES, MAX_ENDS, LogprobsMode, Sam
 from slipstream.protocol.tree import Ints
 from slipstream.v1 import common_pb2
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 
 LOGPROBS_MODES: dict[int, LogprobsMode] = {
     common_pb2.LOGPROBS_MODE_RAW: "raw", common_pb2.LOGPROBS_MODE_UNSPECIFIED: "raw",
@@ -55,29 +55,29 @@ def require(holds: bool, field: str, message: str) -> None:
         raise RemoteProtocolError(field, message)
 
 
-def within(field: str, value: int, low: int, high: int) -> int:
+def in_range(field: str, value: int, low: int, high: int) -> int:
     """``value`` if it lies in [low, high], else RemoteProtocolError."""
     if not low <= value <= high:
-        raise outside(field, value, low, high)
+        raise out_of_range(field, value, low, high)
     return value
 
 
-def outside(field: str, value: int, low: int, high: int) -> RemoteProtocolError:
+def out_of_range(field: str, value: int, low: int, high: int) -> RemoteProtocolError:
     return RemoteProtocolError(field, f"{value} is not between {low} and {high}")
 
 
-def ids_of(field: str, data: bytes, vocab_size: int, max_count: int) -> Ints:
+def decode_token_ids(field: str, data: bytes, vocab_size: int, max_count: int) -> Ints:
     """int32 [n] token ids, n <= max_count; a view of ``data``."""
     require(len(data) % 4 == 0, field, f"{len(data)} bytes are not whole int32 values")
     require(len(data) // 4 <= max_count, field, f"{len(data) // 4} values are more than {max_count}")
     values: Ints = np.frombuffer(data, "<i4")
     if len(values):
-        within(field, int(values.min()), 0, vocab_size - 1)
-        within(field, int(values.max()), 0, vocab_size - 1)
+        in_range(field, int(values.min()), 0, vocab_size - 1)
+        in_range(field, int(values.max()), 0, vocab_size - 1)
     return values
 
 
-def few_ints_of(field: str, data: bytes, low: int) -> tuple[int, ...]:
+def decode_few_ints(field: str, data: bytes, low: int) -> tuple[int, ...]:
     """int32 numbers, none below ``low``. For the few numbers of frequent messages, where an array would cost more."""
     if len(data) == 4:
         values = ONE_INT.unpack(data)
@@ -87,40 +87,40 @@ def few_ints_of(field: str, data: bytes, low: int) -> tuple[int, ...]:
         raise RemoteProtocolError(field, f"{len(data)} bytes are not whole int32 values")
     for value in values:
         if value < low:
-            raise outside(field, value, low, INT32_MAX)
+            raise out_of_range(field, value, low, INT32_MAX)
     return values
 
 
-def few_int_bytes(values: Sequence[int]) -> bytes:
-    """int32 little-endian. Of Python's own numbers it takes half as long without numpy."""
+def encode_few_ints(values: Sequence[int]) -> bytes:
+    """int32 little-endian. For Python's own numbers this takes half as long without numpy."""
     return ONE_INT.pack(values[0]) if len(values) == 1 else struct.pack(f"<{len(values)}i", *values)
 
 
-def shared(value: Any, *but: str) -> dict[str, Any]:
-    """The fields of a dataclass as arguments of a message with the same field names; without ``but``."""
-    return {field.name: getattr(value, field.name) for field in fields(value) if field.name not in but}
+def field_values(value: Any, *excluded: str) -> dict[str, Any]:
+    """The fields of a dataclass as arguments of a message with the same field names, without the ``excluded`` ones."""
+    return {field.name: getattr(value, field.name) for field in fields(value) if field.name not in excluded}
 
 
-def made(kind: Callable[..., Made], wire: Message, **others: Any) -> Made:
-    """The dataclass ``kind``, from a message's fields of the same names, except ``others``."""
-    names = (field.name for field in fields(cast(Any, kind)) if field.name not in others)
-    return kind(**{name: getattr(wire, name) for name in names}, **others)
+def from_message(value_type: Callable[..., Value], wire: Message, **overrides: Any) -> Value:
+    """The dataclass ``value_type`` from a message's fields of the same names; ``overrides`` replace some of them."""
+    names = (field.name for field in fields(cast(Any, value_type)) if field.name not in overrides)
+    return value_type(**{name: getattr(wire, name) for name in names}, **overrides)
 
 
 def encode_sampling(sampling: Sampling) -> common_pb2.Sampling:
     bias = [common_pb2.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias]
-    return common_pb2.Sampling(**shared(sampling, "logit_bias"), logit_bias=bias)
+    return common_pb2.Sampling(**field_values(sampling, "logit_bias"), logit_bias=bias)
 
 
 def decode_sampling(wire: common_pb2.Sampling, vocab_size: int) -> Sampling:
     """Raises InvalidRequest naming the field."""
-    for field, most in (("logit_bias", MAX_BIASES), ("stop_token_ids", MAX_ENDS)):
-        if len(getattr(wire, field)) > most:
-            raise InvalidRequest(field, f"has more than {most} entries")
+    for field, max_entries in (("logit_bias", MAX_BIASES), ("stop_token_ids", MAX_ENDS)):
+        if len(getattr(wire, field)) > max_entries:
+            raise InvalidRequest(field, f"has more than {max_entries} entries")
     bias = tuple((entry.token_id, entry.bias) for entry in wire.logit_bias)
     require_ids("stop_token_ids", wire.stop_token_ids, vocab_size)
     require_ids("logit_bias", [token for token, _ in bias], vocab_size)
-    return made(Sampling, wire, logit_bias=bias, stop_token_ids=tuple(wire.stop_token_ids))
+    return from_message(Sampling, wire, logit_bias=bias, stop_token_ids=tuple(wire.stop_token_ids))
 
 
 def require_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -128,21 +128,21 @@ def require_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(field, f"holds a token outside the vocabulary of {vocab_size}")
 
 
-def name_of(field: str, text: str) -> str:
+def checked_name(field: str, text: str) -> str:
     require(len(text) <= MAX_NAME, field, f"longer than {MAX_NAME} characters")
     return text
 
 
 def encode_identity(identity: Identity | None) -> common_pb2.Identity | None:
-    return None if identity is None else common_pb2.Identity(**shared(identity))
+    return None if identity is None else common_pb2.Identity(**field_values(identity))
 
 
 def decode_identity(wire: common_pb2.Identity) -> Identity:
     """Raises RemoteProtocolError naming the field."""
-    found = made(Identity, wire)
-    for name, value in shared(found).items():
-        name_of(f"identity.{name}", value)
-    return found
+    identity = from_message(Identity, wire)
+    for name, value in field_values(identity).items():
+        checked_name(f"identity.{name}", value)
+    return identity
 
 
 def encode_grammar(grammar: Grammar) -> common_pb2.Grammar:
@@ -156,29 +156,29 @@ def decode_grammar(wire: common_pb2.Grammar) -> Grammar:
     return Grammar(GRAMMAR_KINDS[wire.kind], wire.source)
 
 
-def logprobs_mode_of(number: int) -> LogprobsMode:
+def decode_logprobs_mode(number: int) -> LogprobsMode:
     """Raises InvalidRequest."""
     if number not in LOGPROBS_MODES:
         raise InvalidRequest("logprobs_mode", f"is unknown, {number}")
     return LOGPROBS_MODES[number]
 
 
-def few_float_bytes(values: Sequence[float]) -> bytes:
+def encode_few_floats(values: Sequence[float]) -> bytes:
     """float64 little-endian."""
     return struct.pack(f"<{len(values)}d", *values)
 
 
-def few_floats_of(field: str, data: bytes) -> tuple[float, ...]:
+def decode_few_floats(field: str, data: bytes) -> tuple[float, ...]:
     require(len(data) % 8 == 0, field, f"{len(data)} bytes are not whole float64 values")
     return struct.unpack(f"<{len(data) // 8}d", data)
 
 
-def dtype_of(number: int) -> str:
+def decode_dtype(number: int) -> str:
     require(number in DTYPE_NAMES, "features.dtype", f"unknown dtype {number}")
     return DTYPE_NAMES[number]
 
 
 def microseconds(seconds: float) -> int:
     """uint32, clipped."""
-    found = round(seconds * 1e6)
-    return found if 0 <= found <= UINT32_MAX else UINT32_MAX if found > 0 else 0
+    rounded = round(seconds * 1e6)
+    return rounded if 0 <= rounded <= UINT32_MAX else UINT32_MAX if rounded > 0 else 0

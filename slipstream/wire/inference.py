@@ -57,11 +57,11 @@ from slipstream.wire.channel import INFERENCE_SERVICE
 from slipstream.wire.fields import (
     LOGPROBS_MODE_NUMBERS,
     decode_grammar,
+    decode_logprobs_mode,
     encode_grammar,
-    logprobs_mode_of,
-    made,
+    field_values,
+    from_message,
     parse,
-    shared,
 )
 from slipstream.wire.status import Context, abort
 
@@ -77,8 +77,8 @@ SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in
 def encode_chat(model: str, messages: tuple[Message, ...], options: ChatOptions) -> bytes:
     """Raises InvalidRequest for what its field cannot hold."""
     try:
-        turns = [inference_pb2.Message(**shared(message, "tool_calls"), tool_calls=map(_wire_call, message.tool_calls))
-                 for message in messages]
+        turns = [inference_pb2.Message(**field_values(message, "tool_calls"),
+                                       tool_calls=map(_wire_call, message.tool_calls)) for message in messages]
     except (TypeError, ValueError) as error:
         raise InvalidRequest("messages", str(error)) from error
     request = inference_pb2.ChatRequest(messages=turns, options=_options(options))
@@ -95,7 +95,8 @@ def decode_chat(data: bytes) -> tuple[str, tuple[Message, ...], ChatOptions]:
         raise InvalidRequest("messages", f"one has {most} tool_calls; at most {MAX_CALLS} may stand in it")
     if sum(len(turn.tool_calls) for turn in wire.messages) > MAX_ITEMS:
         raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} tool_calls in all")
-    messages = tuple(made(Message, turn, tool_calls=tuple(map(_call, turn.tool_calls))) for turn in wire.messages)
+    messages = tuple(from_message(Message, turn, tool_calls=tuple(map(_call, turn.tool_calls)))
+                     for turn in wire.messages)
     return wire.model, messages, _options_of(wire.options)
 
 
@@ -148,7 +149,7 @@ def _at_most(field: str, items: Sized, most: int) -> None:
 def _options(options: ChatOptions) -> inference_pb2.Options:
     wire = inference_pb2.Options()
     for number, tool in enumerate(options.tools):
-        _set(f"tools[{number}]", tool, lambda function: wire.tools.add(**shared(function)))
+        _set(f"tools[{number}]", tool, lambda function: wire.tools.add(**field_values(function)))
     for name in SCALARS:
         value = getattr(options, name)
         if value is not None:
@@ -187,8 +188,8 @@ def _options_of(wire: inference_pb2.Options) -> ChatOptions:
         **values, logit_bias=tuple(sorted(wire.logit_bias.items())),
         begun=Begun(wire.begun.identity, array("i", wire.begun.tokens)) if wire.HasField("begun") else None,
         grammar=decode_grammar(wire.grammar) if wire.HasField("grammar") else None,
-        logprobs_mode=logprobs_mode_of(wire.logprobs_mode) if wire.logprobs_mode else None,
-        tools=tuple(made(Function, function) for function in wire.tools))
+        logprobs_mode=decode_logprobs_mode(wire.logprobs_mode) if wire.logprobs_mode else None,
+        tools=tuple(from_message(Function, function) for function in wire.tools))
 
 
 def encode_delta(delta: Delta) -> bytes:
@@ -217,7 +218,7 @@ def encode_delta(delta: Delta) -> bytes:
     for call in delta.tool_calls:
         wire.tool_calls.append(_wire_call(call))
     if delta.usage is not None:
-        wire.usage.CopyFrom(inference_pb2.Usage(**shared(delta.usage)))
+        wire.usage.CopyFrom(inference_pb2.Usage(**field_values(delta.usage)))
     return message.SerializeToString()
 
 
@@ -237,7 +238,7 @@ def decode_delta(data: bytes) -> Delta:
     wire = message.delta
     tokens = tuple(TextToken(token.id, token.text, token.drafted, token.logprob if token.HasField("logprob") else None,
                              _likely(token)) for token in wire.tokens)
-    usage = made(Usage, wire.usage, reached=tuple(wire.usage.reached)) if wire.HasField("usage") else None
+    usage = from_message(Usage, wire.usage, reached=tuple(wire.usage.reached)) if wire.HasField("usage") else None
     prompt = tuple(PromptToken(token.id, token.text, token.logprob if token.HasField("logprob") else None, token.rank,
                                _likely(token)) for token in wire.prompt)
     return Delta(wire.text, tokens, wire.finish_reason, usage, wire.identity, prompt, wire.reasoning_content,

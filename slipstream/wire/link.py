@@ -12,12 +12,12 @@ A draft stream while it runs, the same at both of its ends: items that wait to g
 
 Rules of a stream:
 1. What is sent may come from any thread and never blocks; what was sent together stays together and in order.
-2. Whatever waits when the writer comes is taken at once, so several of them become one frame.
+2. The writer takes all waiting items at once, so several of them become one frame.
 3. The waiting items have a limit. Beyond it all of them are dropped and the stream ends with CapacityError, because a
    gap cannot be repaired item by item.
 4. A frame of another stream is dropped, and a bad item is a fault of its session. Bytes that are no frame, or more
    items than allowed, end the stream with RemoteProtocolError.
-5. A peer is read at a limited pace, and not at all while too much of its input waits (``full``): flow control then
+5. A peer is read at a limited pace, and not at all while too much of its input waits (``is_full``): flow control then
    holds the rest at the peer.
 
 It knows nothing about sessions, trees or what items mean.
@@ -74,10 +74,10 @@ from slipstream.wire.status import error_of
 from slipstream.wire.tls import TlsFiles
 
 Item = TypeVar("Item")
-Heard = TypeVar("Heard")
+Received = TypeVar("Received")
 
-SHARE = 0.25  # of a thread's time, to read one peer: answers for 256 requests every 20 ms take that
-LOOK_S = 0.005  # between two looks whether a peer may be read again
+READ_SHARE = 0.25  # of a thread's time, to read one peer: answers for 256 requests every 20 ms take that
+POLL_S = 0.005  # between two checks whether a peer may be read again
 MAX_BATCHES = 1024
 MAX_BYTES = 256 << 20
 EXPORT_S = 0.5
@@ -92,13 +92,13 @@ class WireCounts:
 
 
 async def export_bytes(counts: WireCounts, export: Callable[[str, int], None]) -> None:
-    """Hand what passed since the last time to ``export`` (direction, bytes), twice a second, until cancelled."""
-    told = WireCounts()
+    """Call ``export`` (direction, bytes) with the bytes since the last call, twice a second, until cancelled."""
+    exported = WireCounts()
     while True:
-        now = replace(counts)
-        export("in", now.bytes_in - told.bytes_in)
-        export("out", now.bytes_out - told.bytes_out)
-        told = now
+        current = replace(counts)
+        export("in", current.bytes_in - exported.bytes_in)
+        export("out", current.bytes_out - exported.bytes_out)
+        exported = current
         await asyncio.sleep(EXPORT_S)
 
 
@@ -107,7 +107,8 @@ class Outbox(Generic[Item]):
     from it."""
 
     def __init__(self, name: str = "", max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
-        """name: of the other end. max_batches: sent together, that may wait; max_bytes: of feature rows."""
+        """name: of the other end. At most ``max_batches`` (items sent together) and ``max_bytes`` of feature rows may
+        wait."""
         self.name = name
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -115,32 +116,32 @@ class Outbox(Generic[Item]):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._batches: deque[tuple[Sequence[Item], int]] = deque()
-        self._weight = 0
+        self._queued_bytes = 0
         self._closed = False
-        self._woken = False
+        self._wake_scheduled = False
         self.filled = asyncio.Event()
         self._error: SlipstreamError | None = None
         self._failed = asyncio.Event()
 
     def send(self, items: Sequence[Item]) -> None:
         """Nothing happens once the outbox is closed or has failed."""
-        weight = 0
+        num_bytes = 0
         for item in items:
             features = item.features if isinstance(item, Commit) else item
             if isinstance(features, Features):
-                weight += len(features.rows)
+                num_bytes += len(features.rows)
         with self._lock:
             if self._closed or not items:
                 return
-            self._batches.append((items, weight))
-            self._weight += weight
-            overflow = len(self._batches) > self._max_batches or self._weight > self._max_bytes
-            wake, self._woken = not self._woken, True
+            self._batches.append((items, num_bytes))
+            self._queued_bytes += num_bytes
+            overflow = len(self._batches) > self._max_batches or self._queued_bytes > self._max_bytes
+            needs_wake, self._wake_scheduled = not self._wake_scheduled, True
         if overflow:
             self._fail(CapacityError("overflow"))
-        elif wake and threading.get_ident() == self._thread:
+        elif needs_wake and threading.get_ident() == self._thread:
             self.filled.set()  # the loop is awake already: no need to write to its wake-up pipe
-        elif wake:
+        elif needs_wake:
             # The loop may have been closed between the check and here; then nobody is waiting.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.filled.set)
@@ -150,22 +151,23 @@ class Outbox(Generic[Item]):
         self._fail(RemoteProtocolError(field, "wrong too often"))
 
     def take(self, max_bytes: int) -> list[Item]:
-        """What waits (``filled`` says when): one put, and more up to about ``max_bytes`` of rows."""
+        """The waiting items (``filled`` is set when there are some): one batch, and more batches up to about
+        ``max_bytes`` of rows."""
         taken: list[Item] = []
-        weight = 0
+        num_bytes = 0
         with self._lock:
-            while self._batches and (not taken or weight + self._batches[0][1] <= max_bytes):
-                items, heavy = self._batches.popleft()
+            while self._batches and (not taken or num_bytes + self._batches[0][1] <= max_bytes):
+                items, batch_bytes = self._batches.popleft()
                 taken.extend(items)
-                weight += heavy
-            self._weight -= weight
+                num_bytes += batch_bytes
+            self._queued_bytes -= num_bytes
             if not self._batches:
-                self._woken = False
+                self._wake_scheduled = False
                 self.filled.clear()
         return taken
 
-    async def failed(self) -> None:
-        """Waits until there is too much, or the other end is refused; raises CapacityError or RemoteProtocolError."""
+    async def wait_failed(self) -> None:
+        """Wait for an overflow or ``refuse``; raises CapacityError or RemoteProtocolError."""
         await self._failed.wait()
         assert self._error is not None
         raise self._error
@@ -175,7 +177,7 @@ class Outbox(Generic[Item]):
         with self._lock:
             self._closed = True
             self._batches.clear()
-            self._weight = 0
+            self._queued_bytes = 0
 
     def _fail(self, error: SlipstreamError) -> None:
         self.close()
@@ -184,8 +186,8 @@ class Outbox(Generic[Item]):
             self._loop.call_soon_threadsafe(self._failed.set)
 
 
-class Line(Protocol):
-    """What is used of a call, or of a call's context."""
+class ByteStream(Protocol):
+    """The methods used of a gRPC call, or of a call's context on the server."""
 
     def read(self) -> Awaitable[object]: ...
 
@@ -193,45 +195,45 @@ class Line(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pumps(Generic[Item, Heard]):
-    """Both ways of one stream as one of its ends sees it. ``received`` hears of items and faults, ``oversized`` of own
-    items that fit no frame."""
+class Pumps(Generic[Item, Received]):
+    """Both directions of one stream, at one of its ends. ``on_received`` gets items and faults, ``on_oversized``
+    own items that fit no frame. While ``is_full``, nothing is read."""
 
     encode: Callable[[int, Sequence[Item], int], tuple[list[bytes], list[Item]]]
-    decode: Callable[[bytes, int, FrameLimits, int], tuple[list[Heard], Faults]]
+    decode: Callable[[bytes, int, FrameLimits, int], tuple[list[Received], Faults]]
     incarnation: int
     limits: FrameLimits
     max_bytes: int  # of a frame
     counts: WireCounts
     outbox: Outbox[Item]
-    received: Callable[[list[Heard], Faults], None]
-    oversized: Callable[[list[Item]], None] = lambda items: None
-    full: Callable[[], bool] = lambda: False
-    allowance: Allowance | None = None  # None: it speaks unasked
-    pace: Pace = field(default_factory=partial(Pace, SHARE))
-    worked: Callable[[], float] = time.thread_time  # seconds that this thread has computed
+    on_received: Callable[[list[Received], Faults], None]
+    on_oversized: Callable[[list[Item]], None] = lambda items: None
+    is_full: Callable[[], bool] = lambda: False
+    allowance: Allowance | None = None  # None: the peer may send without limit
+    pace: Pace = field(default_factory=partial(Pace, READ_SHARE))
+    cpu_clock: Callable[[], float] = time.thread_time  # seconds of processor time that this thread has used
 
-    async def run(self, line: Line, *until: Coroutine[Any, Any, None], opening: Iterable[bytes] = ()) -> None:
-        """Until the peer ends the stream or one of ``until`` ends; ``opening`` goes out before all items. Raises
-        CapacityError, RemoteProtocolError and what ``line`` raises."""
-        await first_end(self._read(line), self._write(line, opening), self.outbox.failed(), *until)
+    async def run(self, stream: ByteStream, *until: Coroutine[Any, Any, None], preamble: Iterable[bytes] = ()) -> None:
+        """Read and write until the peer ends the stream or one of ``until`` ends; ``preamble`` is sent before all
+        items. Raises CapacityError, RemoteProtocolError and what ``stream`` raises."""
+        await first_completed(self._read(stream), self._write(stream, preamble), self.outbox.wait_failed(), *until)
 
-    async def _read(self, line: Line) -> None:
-        while isinstance(data := await line.read(), bytes):
-            began_s = self.worked()
-            self._hear(data)
-            if (rest_s := self.pace.owes(self.worked() - began_s)) > 0.0:
-                await asyncio.sleep(rest_s)
-            while self.full():
-                await asyncio.sleep(LOOK_S)
+    async def _read(self, stream: ByteStream) -> None:
+        while isinstance(data := await stream.read(), bytes):
+            began_s = self.cpu_clock()
+            self._receive(data)
+            if (pause_s := self.pace.owes(self.cpu_clock() - began_s)) > 0.0:
+                await asyncio.sleep(pause_s)
+            while self.is_full():
+                await asyncio.sleep(POLL_S)
 
-    def _hear(self, data: bytes) -> None:
-        allowance, most = self.allowance, FRAME_ITEMS
+    def _receive(self, data: bytes) -> None:
+        allowance, max_items = self.allowance, FRAME_ITEMS
         self.counts.bytes_in += len(data)
         if allowance is not None:
-            most = max(0, allowance.left - 1)  # a frame counts as one
+            max_items = max(0, allowance.left - 1)  # a frame counts as one
         try:
-            items, faults = self.decode(data, self.incarnation, self.limits, most)
+            items, faults = self.decode(data, self.incarnation, self.limits, max_items)
         except RemoteProtocolError as error:
             if error.field != "incarnation":
                 raise
@@ -239,35 +241,35 @@ class Pumps(Generic[Item, Heard]):
         if allowance is not None:
             allowance.said(cast(Sequence[TargetBound], items), len(faults))
         if items or faults:
-            self.received(items, faults)
+            self.on_received(items, faults)
 
-    async def _write(self, line: Line, opening: Iterable[bytes]) -> None:
-        for message in opening:
-            await line.write(message)
+    async def _write(self, stream: ByteStream, preamble: Iterable[bytes]) -> None:
+        for message in preamble:
+            await stream.write(message)
         while True:
             await self.outbox.filled.wait()
             items = self.outbox.take(self.max_bytes)
             if self.allowance is not None:
                 self.allowance.asked(cast(Sequence[DraftBound], items))
-            frames, left = self.encode(self.incarnation, items, self.max_bytes)
+            frames, oversized = self.encode(self.incarnation, items, self.max_bytes)
             for frame in frames:
-                await line.write(frame)
+                await stream.write(frame)
                 self.counts.bytes_out += len(frame)
-            if left:
-                self.oversized(left)
+            if oversized:
+                self.on_oversized(oversized)
 
 
-async def first_end(*coroutines: Coroutine[Any, Any, None]) -> None:
+async def first_completed(*coroutines: Coroutine[Any, Any, None]) -> None:
     """Run all until the first one ends; stop the others; raise what it raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        ended = [task for task in tasks if task.done()]
+        completed = [task for task in tasks if task.done()]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    for task in ended:
+    for task in completed:
         task.result()
 
 
@@ -277,14 +279,14 @@ REFUSED_RETRY_S = 10.0
 PROJECTION_S = 60.0  # for all weights of a projection: 512 MiB at less than 10 MiB/s
 
 Call = aio.StreamStreamCall[bytes, bytes]
-Check = Callable[[TargetHello, DraftHello], str]
+PairingCheck = Callable[[TargetHello, DraftHello], str]
 
 
 class DraftLink:
-    """A link over gRPC. ``hello``: the target's half, its incarnation is replaced for every stream. ``check`` raises
-    PairingError when the draft does not fit."""
+    """A link over gRPC. ``hello``: the target's; every stream gets a new incarnation. ``check`` returns a warning ("":
+    none), and raises PairingError when the draft does not fit."""
 
-    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, check: Check, *,
+    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, check: PairingCheck, *,
                  tls: TlsFiles | None = None, rules: ConnectionRules = RULES, max_batches: int = MAX_BATCHES,
                  handshake_s: float = HANDSHAKE_S, refused_retry_s: float = REFUSED_RETRY_S,
                  counts: WireCounts | None = None) -> None:
@@ -338,8 +340,8 @@ class DraftLink:
                 self._log.exception("draft link failed")
                 await self._leave_alone(error)
                 continue
-            lasted = loop.time() - began > self._rules.backoff_max_s
-            attempt = 0 if lasted else min(attempt + 1, 16)
+            was_stable = loop.time() - began > self._rules.backoff_max_s
+            attempt = 0 if was_stable else min(attempt + 1, 16)
             bound = min(FIRST_BACKOFF_S * 2.0**attempt, self._rules.backoff_max_s)
             await asyncio.sleep(random.uniform(0, bound))
 
@@ -382,10 +384,10 @@ class DraftLink:
         if draft.incarnation != target.incarnation:
             raise RemoteProtocolError("incarnation", "the draft answered another stream")
         self._problem = self._check(target, draft)
-        return await self._complete(call, draft)
+        return await self._read_projection(call, draft)
 
-    async def _complete(self, call: Call, draft: DraftHello) -> DraftHello:
-        """The hello with the weights of its projection, if it declares one."""
+    async def _read_projection(self, call: Call, draft: DraftHello) -> DraftHello:
+        """``draft`` with the weights of its projection, if it declares one."""
         spec = draft.features
         if spec is None or spec.projection is None:
             return draft
@@ -393,10 +395,10 @@ class DraftLink:
         try:
             async with asyncio.timeout(PROJECTION_S):
                 while not reader.complete:
-                    chunk = await call.read()
-                    if not isinstance(chunk, bytes):
+                    data = await call.read()
+                    if not isinstance(data, bytes):
                         raise Unavailable(f"{self.address}: ended the stream before its projection")
-                    reader.add(chunk)
+                    reader.add(data)
         except TimeoutError as error:
             raise Unavailable(f"{self.address}: no whole projection within {PROJECTION_S:g} s") from error
         return replace(draft, features=replace(spec, projection=reader.finish()))
@@ -428,7 +430,7 @@ class DraftLink:
             self._events.link_down(self, reason)
 
     def _give_up(self, items: list[DraftBound]) -> None:
-        # To its session an item that cannot travel is a draft without room for it.
+        # For its session, an item that cannot be sent is the same as a draft without room.
         self._events.received(self, [Drop(item.session, "capacity") for item in items], [])
 
 

@@ -3,8 +3,8 @@
 Rules:
 1. Every hello and every frame passes through the codec, so what works here works over the network, and nothing is
    shared between the two sides but bytes.
-2. Items are delivered at once, on the thread that sends them: the events only put things into queues.
-3. ``restore`` joins the two sides, ``cut`` parts them; each join is a new stream with a new incarnation.
+2. Items are delivered at once, on the thread that sends them: the events only put items into queues.
+3. ``restore`` connects the two sides, ``cut`` disconnects them; each connection is a new stream with a new incarnation.
 
 It knows nothing about event loops or sessions.
 """
@@ -32,7 +32,7 @@ from slipstream.wire.codec import (
     encode_target_frames,
     encode_target_hello,
 )
-from slipstream.wire.link import Check, WireCounts
+from slipstream.wire.link import PairingCheck, WireCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -45,16 +45,17 @@ class LocalPeer:
     limits: FrameLimits
 
     def send(self, items: Sequence[TargetBound]) -> None:
-        self.link.answer(self, items)
+        self.link.send_back(self, items)
 
     def refuse(self, field: str) -> None:
-        """They stay joined: one is as trusted as the other."""
+        """Nothing happens: the two sides trust each other."""
 
 
 class LocalLink:
-    """Joins ``events`` (the target's) and ``peers`` (the draft's). Down until ``restore`` is called."""
+    """Connects ``events`` (the target's) and ``peers`` (the draft's). Down until ``restore`` is called."""
 
-    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, peers: PeerEvents, check: Check) -> None:
+    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, peers: PeerEvents,
+                 check: PairingCheck) -> None:
         self.address = address
         self.counts = WireCounts()
         self._hello = hello
@@ -74,14 +75,14 @@ class LocalLink:
         target = decode_target_hello(encode_target_hello(replace(self._hello, incarnation=secrets.randbits(64))))
         peer = LocalPeer(self.address, self, target.incarnation, FrameLimits(target.vocab_size, target.max_context))
         try:
-            answer = replace(self._peers.peer_up(peer, target), incarnation=target.incarnation)
+            reply = replace(self._peers.peer_up(peer, target), incarnation=target.incarnation)
         except PairingError as error:
             self._problem = f"{REFUSED}{error}"
             return
         try:
-            draft = decode_draft_hello(encode_draft_hello(answer))
+            draft = decode_draft_hello(encode_draft_hello(reply))
             problem = self._check(target, draft)
-            draft = self._complete(draft, answer)
+            draft = self._with_projection(draft, reply)
         except RemoteProtocolError as error:
             self._problem = f"{REFUSED}{error}"
             self._peers.peer_down(peer)
@@ -90,8 +91,8 @@ class LocalLink:
         self._peer, peer.limits = peer, FrameLimits.of(target, draft)
         self._events.link_up(self, draft)
 
-    def _complete(self, draft: DraftHello, answer: DraftHello) -> DraftHello:
-        spec, source = draft.features, answer.features
+    def _with_projection(self, draft: DraftHello, reply: DraftHello) -> DraftHello:
+        spec, source = draft.features, reply.features
         if spec is None or spec.projection is None or source is None or source.projection is None:
             return draft
         reader = ProjectionReader(spec.projection)
@@ -100,7 +101,7 @@ class LocalLink:
         return replace(draft, features=replace(spec, projection=reader.finish()))
 
     def cut(self, reason: str = "cut") -> None:
-        """Part the two sides; both hear of it. Nothing happens while the link is down."""
+        """Disconnect the two sides and notify both. Nothing happens while the link is down."""
         peer, self._peer = self._peer, None
         if peer is not None:
             self._problem = reason
@@ -117,19 +118,19 @@ class LocalLink:
         frames, oversized = encode_target_frames(peer.incarnation, items, self._max_bytes)
         for frame in frames:
             self.counts.bytes_out += len(frame)
-            good, faults = decode_target_frame(frame, peer.incarnation, peer.limits)
-            self._peers.received(peer, good, faults)
+            items, faults = decode_target_frame(frame, peer.incarnation, peer.limits)
+            self._peers.received(peer, items, faults)
         if oversized:
             self._events.received(self, [Drop(item.session, "capacity") for item in oversized], [])
 
     def refuse(self, field: str) -> None:
-        """They stay joined: one is as trusted as the other."""
+        """Nothing happens: the two sides trust each other."""
 
-    def answer(self, peer: LocalPeer, items: Sequence[TargetBound]) -> None:
-        """What the draft sends; dropped when ``peer`` belongs to a stream that is no more."""
+    def send_back(self, peer: LocalPeer, items: Sequence[TargetBound]) -> None:
+        """Deliver what the draft sends; dropped when ``peer`` belongs to an earlier stream."""
         if peer is not self._peer:
             return
         for frame in encode_draft_frames(peer.incarnation, items, self._max_bytes)[0]:
             self.counts.bytes_in += len(frame)
-            good, faults = decode_draft_frame(frame, peer.incarnation, peer.limits)
-            self._events.received(self, good, faults)
+            items, faults = decode_draft_frame(frame, peer.incarnation, peer.limits)
+            self._events.received(self, items, faults)

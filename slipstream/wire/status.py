@@ -39,7 +39,7 @@ from slipstream.base.errors import (
 )
 from slipstream.observe.log import logger
 from slipstream.v1 import target_pb2
-from slipstream.wire.fields import made, shared
+from slipstream.wire.fields import field_values, from_message
 
 Context = aio.ServicerContext[bytes, bytes]
 
@@ -102,7 +102,7 @@ def log_bug(error: Exception) -> None:
 def status_parts(error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """(code, details, trailing metadata) of ``error``."""
     told = Reported.of(error)
-    wire = target_pb2.AnswerError(**shared(told, "message"))  # which the details are
+    wire = target_pb2.AnswerError(**field_values(told, "message"))  # which the details are
     metadata = ((METADATA, wire.SerializeToString()),) if told.kind else ()
     return CODES[status_of(error)[0]], told.message, metadata
 
@@ -114,7 +114,7 @@ def error_of(error: grpc.RpcError, who: str) -> SlipstreamError:
     with contextlib.suppress(DecodeError):
         # Read as pairs: in gRPC 1.71 its own class gives pairs for keys, too, and makes no dict.
         wire.ParseFromString(next((value for name, value in call.trailing_metadata() or () if name == METADATA), b""))
-    if (told := made(Reported, wire, message=details).error()) is not None:
+    if (told := from_message(Reported, wire, message=details).error()) is not None:
         return told
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
         return InvalidRequest("api_key", details, "invalid_api_key")

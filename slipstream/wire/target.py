@@ -53,7 +53,7 @@ from slipstream.wire.answers import (
     joined,
 )
 from slipstream.wire.channel import RULES, TARGET_SERVICE, Connection, Lane
-from slipstream.wire.link import Line, first_end
+from slipstream.wire.link import ByteStream, first_completed
 from slipstream.wire.status import Context, Reported, abort, log_bug, translated
 from slipstream.wire.tls import TlsFiles
 
@@ -148,17 +148,17 @@ class AnswerCall:
         self._draining = True
         self._filled.set()
 
-    async def run(self, line: Line) -> None:
+    async def run(self, line: ByteStream) -> None:
         """Until the caller ends the call, or the last answer of a drain has been told. Raises RemoteProtocolError."""
         try:
-            await first_end(self._read(line), self._write(line))
+            await first_completed(self._read(line), self._write(line))
         finally:
             tasks = [sender.task for sender in self._senders.values() if sender.task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, line: Line) -> None:
+    async def _read(self, line: ByteStream) -> None:
         while isinstance(data := await line.read(), bytes):
             for number, content in decode_asked(data, self._info.vocab_size, self._info.max_context):
                 self._heed(number, content)
@@ -242,7 +242,7 @@ class AnswerCall:
             self._room.clear()
         self._filled.set()
 
-    async def _write(self, line: Line) -> None:
+    async def _write(self, line: ByteStream) -> None:
         while self._waiting or self._senders or not self._draining:
             await self._filled.wait()
             self._filled.clear()
@@ -396,7 +396,7 @@ class AnswerStream:
     async def _run(self) -> None:
         """Raises SlipstreamError."""
         with translated(self.address):
-            await first_end(self._read(), self._write())
+            await first_completed(self._read(), self._write())
         raise Draining(f"{self.address} is shutting down")  # no other reason ends a call in order
 
     def _ended(self, task: asyncio.Task[None]) -> None:
