@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draft_service.worker import Drafted, DraftWorker
+from draft_service.worker import DraftSession, DraftWorker
 from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -146,15 +146,15 @@ def test_a_closed_session_stops_growing() -> None:
 
 def test_hopeless_nodes_stop_it() -> None:
     side = TargetSide(1, PROMPT, len(PROMPT), Sampling())
-    drafted = Drafted(1, Listener(), DraftSide(1), tree=GrowingTree(2))
-    drafted.told(side.attach(wanted=8, ahead=True), 40)
-    node = drafted.tree.propose(ROOT, 1, -0.1)
-    drafted.grew(drafted.tree.growth(1, 8))
-    assert drafted.hungry
+    session = DraftSession(1, Listener(), DraftSide(1), tree=GrowingTree(2))
+    session.apply_request(side.attach(wanted=8, ahead=True), 40)
+    node = session.tree.propose(ROOT, 1, -0.1)
+    session.record_growth(session.tree.growth(1, 8))
+    assert session.should_grow_ahead
     for token in range(2, 5):
-        drafted.tree.propose(node, token, -9.0)
-        drafted.grew(drafted.tree.growth(1, 8))
-    assert not drafted.hungry
+        session.tree.propose(node, token, -9.0)
+        session.record_growth(session.tree.growth(1, 8))
+    assert not session.should_grow_ahead
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -147,7 +147,7 @@ def test_a_long_text_is_read_between_two_commits(make: Make, kind: str, sessions
         worker.received(peer, [item for item in items if item is not None], ())
         for _ in range(9):
             worker.turn(block=False)
-            if worker.rests_s is None:
+            if worker.wait_s is None:
                 heard, peer.heard = peer.heard, []
                 return [len(item.ids) for item in heard if isinstance(item, Growth)]
         raise AssertionError("it goes on for nothing")

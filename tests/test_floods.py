@@ -14,7 +14,7 @@ import pytest
 from grpc import aio
 from structlog.testing import capture_logs
 
-from draft_service.worker import ROUND, DraftWorker
+from draft_service.worker import ROUND_TOKENS, DraftWorker
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
@@ -334,7 +334,7 @@ def test_a_target_that_floods_does_not_keep_a_draft_from_others(kind: str) -> No
     draft.worker.received(draft.hostile, TARGET_FLOODS[kind], ())
     draft.worker.received(draft.honest, [opened(1, 10)], ())
     draft.turns(1)
-    assert answered(draft.honest) and draft.drafter.told <= ROUND + 10
+    assert answered(draft.honest) and draft.drafter.told <= ROUND_TOKENS + 10
     assert draft.worker.full(draft.hostile) or len(TARGET_FLOODS[kind]) < 4096
     for base in range(10, 40):
         draft.worker.received(draft.honest, [commit(base, 3)], ())

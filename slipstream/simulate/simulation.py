@@ -228,8 +228,8 @@ class Draft:
 
     def _act(self) -> float | None:
         self.worker.turn(block=False)
-        rests_s = self.worker.rests_s
-        return None if rests_s is None else self.actor.now_s + rests_s
+        wait_s = self.worker.wait_s
+        return None if wait_s is None else self.actor.now_s + wait_s
 
 
 class Target:
