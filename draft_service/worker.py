@@ -50,7 +50,7 @@ import torch
 from slipstream.base.errors import RemoteProtocolError, SlipstreamError
 from slipstream.drafting import Drafter
 from slipstream.drafting.tree import GrowingTree
-from slipstream.engine.runner import stream_of_its_own, threads
+from slipstream.engine.runner import own_stream, threads
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Span, Spans
@@ -371,7 +371,7 @@ class DraftWorker:
 
     def _run(self) -> None:
         # Otherwise the thread would use the newest setting of this process, which may be that of a target.
-        with threads(self._num_threads), stream_of_its_own(self._device):
+        with threads(self._num_threads), own_stream(self._device):
             while self.turn():
                 self._engine.pulse.beaten_s = self.vitals.clock()
 

@@ -24,7 +24,7 @@ import torch
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import DeviceFull, Draining, InvalidRequest, RanksLost, Unavailable, in_a_line
 from slipstream.decision.beliefs import StepCosts
-from slipstream.engine.runner import ModelRunner, computes, threads
+from slipstream.engine.runner import ModelRunner, device_works, threads
 from slipstream.following.followed import LOOKED_UP, RoundRecord, Step, Verified
 from slipstream.following.following import Following
 from slipstream.observe.log import logger
@@ -325,7 +325,7 @@ class TargetWorker:
                 return None  # nothing of it was committed: the next turn makes a smaller step
             if isinstance(error, RanksLost):  # no further step is possible
                 raise
-            if not computes(self._runner.model.device):  # nor here
+            if not device_works(self._runner.model.device):  # nor here
                 raise Unavailable(f"the device is lost, the service has to start again: {in_a_line(error)}") from error
             lost = dict.fromkeys(one for one, _ in [*prefill, *trees])  # an answer whose prompt ends is in both
             self._log.exception("step failed", rows=rows, answer_ids=[one.request.request_id for one in lost])

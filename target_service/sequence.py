@@ -35,7 +35,7 @@ from slipstream.choosing.logits import is_filtered
 from slipstream.choosing.permitted import Masks
 from slipstream.choosing.sampling import TokenHistory
 from slipstream.engine.kv import Match, RadixCache, Row
-from slipstream.engine.runner import FeatureRows, ModelRunner
+from slipstream.engine.runner import FeatureWriter, ModelRunner
 from slipstream.following.followed import Followed
 from slipstream.following.following import Following
 from slipstream.observe.log import logger
@@ -226,7 +226,7 @@ class KV:
         """cached: whether there is a prefix cache."""
         self._runner = runner
         self._cache = RadixCache(runner.slots) if cached else None
-        self._rows: FeatureRows | None = None
+        self._rows: FeatureWriter | None = None
 
     @property
     def num_free(self) -> int:
@@ -317,7 +317,7 @@ class KV:
         """Keep feature rows of all tokens computed from now on, as ``spec`` says. False: that failed, mostly for lack
         of memory; then the former spec stays in force, or no rows are kept."""
         try:
-            self._rows = self._runner.keep(spec)
+            self._rows = self._runner.keep_features(spec)
         except Exception as error:
             logger("target").warning("rows are not kept as a drafter reads them", problem=in_a_line(error))
             self._rows = self._rows if self._runner.taps else None
@@ -337,7 +337,8 @@ class KV:
         if self._rows is None or not places:
             return rows
         try:
-            data, begin = self._runner.rows(np.concatenate(slots) if len(slots) > 1 else slots[0], self._rows), 0
+            every = np.concatenate(slots) if len(slots) > 1 else slots[0]
+            data, begin = self._runner.feature_bytes(every, self._rows), 0
         except Exception:  # ``give_prompt_rows`` sends them later, or logs the gap
             return rows
         size = len(data) // sum(map(len, slots))
@@ -358,7 +359,8 @@ class KV:
             while start < end:
                 upto = min(start + AT_ONCE, end)
                 try:
-                    one.followed.give_rows(start, upto - start, self._runner.rows(one.slots[start:upto], self._rows))
+                    one.followed.give_rows(start, upto - start,
+                                           self._runner.feature_bytes(one.slots[start:upto], self._rows))
                 except Exception as error:
                     logger("target").warning("the rows that a drafter reads cannot be made", session=one.number,
                                              problem=in_a_line(error))

@@ -50,7 +50,7 @@ import torch
 from slipstream.base.errors import DeviceFull
 from slipstream.choosing.sampling import GREEDY, ChoiceRows, Draws, choose, coins, greatest, shares
 from slipstream.choosing.scores import chosen_logprobs, prompt_scores
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.log import logger
@@ -320,7 +320,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
         if not returns_at_once:
             meanwhile()
         states = runner.states(batch) if scoring else None
-        logits, best = (runner.scored(batch, draws) if states is None
+        logits, best = (runner.logits_and_best(batch, draws) if states is None
                         else (runner.logits(batch, states), None))
         if returns_at_once:  # first give the device its work, then wake other threads
             meanwhile()
@@ -440,7 +440,7 @@ def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows
 def _relaxed(tree: DraftTree, own: abc.Sequence[int], logits: torch.Tensor, session: ChoiceRows,
              thresholds: Thresholds) -> list[int]:
     device = logits.device
-    parents, tokens = (sent(of[1:], device, torch.int64) for of in (tree.parents, tree.tokens))
+    parents, tokens = (to_device(of[1:], device, torch.int64) for of in (tree.parents, tree.tokens))
     chances = shares(logits, session)[parents, tokens].exp().tolist()
     return relaxed(tree, own, [1.0, *chances], coins(session), thresholds)
 

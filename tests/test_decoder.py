@@ -227,7 +227,7 @@ def test_a_slow_moment_makes_no_row_count_a_bargain(tiny_folder: Path, monkeypat
     def seconds(_: ModelRunner, slots: NDArray[np.int64], count: int) -> float:
         return count * (5.0 if 6 <= next(calls) < 12 else 1.0)
 
-    monkeypatch.setattr(ModelRunner, "_time", seconds)
+    monkeypatch.setattr(ModelRunner, "_time_step", seconds)
     runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float32")), 200)
     assert runner.profile((1, 4, 8)) == {1: 1.0, 4: 4.0, 8: 8.0}
 

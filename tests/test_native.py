@@ -38,7 +38,7 @@ from slipstream.engine.native.program import (
     Team,
 )
 from slipstream.engine.ops.layer import Heads, Linear, Rope
-from slipstream.engine.runner import FeatureRows, ModelRunner
+from slipstream.engine.runner import FeatureWriter, ModelRunner
 from slipstream.protocol.messages import FeatureSpec, Projection
 from slipstream.protocol.requests import Sampling
 from tests.sequences import run, run_tree
@@ -105,7 +105,7 @@ def test_states_of_a_layer_that_is_asked_for_twice_are_there_twice(runners: dict
         builder.add([1, 2, 3], range(3), slots.tolist(), np.zeros(0, np.int64))
         batch = builder.build()
         _, tapped = runner.model.forward(batch, runner.pool, taps)
-        runner.scored(batch)
+        runner.logits_and_best(batch)
         assert tapped is not None
         found.append((tapped, runner.features(slots).clone()))
         runner.slots.free(slots)
@@ -127,25 +127,25 @@ def test_rows_that_are_joined_on_their_way_are_those_that_are_joined_when_they_a
     batch = builder.build()
     try:
         for spec, width in ((joined, 64), (raw, 192)):
-            rows = runner.keep(spec)
+            rows = runner.keep_features(spec)
             assert runner.feature_width == width
             assert runner.features_from(slots) == len(TEXT), "older rows are forgotten"
-            runner.scored(batch, GREEDY)
-            found.append(runner.rows(slots, rows))
-            runner.keep(spec)
+            runner.logits_and_best(batch, GREEDY)
+            found.append(runner.feature_bytes(slots, rows))
+            runner.keep_features(spec)
             assert runner.features_from(slots) == 0, "they are kept as before"
             runner.forward(batch)
-            assert runner.rows(slots, rows) == found[-1]
-        assert FeatureRows(joined, runner.linear)(runner.features(slots)) == found[0]
-        runner.keep(joined)
+            assert runner.feature_bytes(slots, rows) == found[-1]
+        assert FeatureWriter(joined, runner.linear)(runner.features(slots)) == found[0]
+        runner.keep_features(joined)
         for _ in range(2):  # a prompt that is scored, between two steps
-            runner.scored(batch, GREEDY)
+            runner.logits_and_best(batch, GREEDY)
             runner.states(batch)
         assert isinstance(runner.model, NativeDecoder)
         held = {(taps.join is not None, scores) for taps, scores, _ in runner.model._lists}
         assert held >= {(False, False), (True, True)}
         normed = replace(joined, projection=replace(by, norm_width=64, weights=content + content[:384]))
-        runner.keep(normed)
+        runner.keep_features(normed)
         assert runner.feature_width == 192, "what norms stand before is joined when it is read"
     finally:
         runner.slots.free(slots)
@@ -171,9 +171,9 @@ def test_scored_says_what_forward_and_logits_say_bit_for_bit(runners: dict[str, 
     for batch in batches:
         logits, features = runner.forward(batch), runner.features(batch.host.slots)
         runner.pool.kv[:, batch.slots] = torch.nan
-        again, best = runner.scored(batch)
+        again, best = runner.logits_and_best(batch)
         assert torch.equal(again, logits) and best == logits.argmax(1).tolist(), batch.num_rows
-        assert runner.scored(batch, GREEDY)[1] == best, batch.num_rows
+        assert runner.logits_and_best(batch, GREEDY)[1] == best, batch.num_rows
         assert torch.equal(runner.features(batch.host.slots), features), batch.num_rows
     runner.slots.free(np.concatenate(held))
 
@@ -256,12 +256,12 @@ def test_a_step_tells_what_it_draws_and_all_logits_where_it_cannot(tmp_path: Pat
     runner, builder = ModelRunner(model, 64), BatchBuilder()
     builder.add(range(1, 9), range(8), range(8), np.zeros(0, np.int64))
     batch, places = builder.build(), range(1, 9)
-    logits = runner.scored(batch)[0].clone()
+    logits = runner.logits_and_best(batch)[0].clone()
     for heats in ([0.7] * 8, [0.0, 1.0] * 4, [1.0] * 7 + [1e-9]):
         draws = Draws(heats, [7] * 8, places)
         rows = [ChoiceRows(Sampling(temperature=heat, seed=7), range(row, row + 1), (places[row],), (0,), None, ((),))
                 for row, heat in enumerate(heats)]
-        told, found = runner.scored(batch, draws)
+        told, found = runner.logits_and_best(batch, draws)
         if heats[-1] == 1e-9:
             assert found is None and torch.equal(told, logits)
         else:
@@ -294,7 +294,7 @@ def test_a_token_beyond_the_vocabulary_is_never_looked_up(runners: dict[str, Mod
         builder = BatchBuilder()
         builder.add([token], [0], [0], np.zeros(0, np.int64))
         with pytest.raises(AssertionError):
-            runners["native"].scored(builder.build())
+            runners["native"].logits_and_best(builder.build())
 
 
 def test_a_linear_on_the_kernels_is_torchs_to_rounding() -> None:

@@ -23,7 +23,7 @@ from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.loading import load_model
-from slipstream.engine.runner import FeatureRows, ModelRunner
+from slipstream.engine.runner import FeatureWriter, ModelRunner
 from slipstream.protocol.messages import (
     Commit,
     DraftBound,
@@ -88,7 +88,7 @@ def test_rows_are_fc_of_the_states_in_a_third_of_the_bytes(folder: Path, tiny_fo
     head, sizes = read_head(folder, tiny_folder), []
     for project in (False, True):
         of = network(folder, tiny_folder, project)
-        rows = FeatureRows(spec_of(of))(states)
+        rows = FeatureWriter(spec_of(of))(states)
         sizes.append(len(rows))
         (read,) = of.read([Features(1, 0, rows, 7, "float64")])
         wanted = states @ head.tensors["fc.weight"].double().T + head.tensors["fc.bias"].double()
@@ -101,7 +101,7 @@ def test_every_dtype_is_projected(folder: Path, tiny_folder: Path, dtype: str) -
     head = read_head(folder, tiny_folder)
     of = EagleNetwork(head, dtype, torch.device("cpu"), 16, project=True)
     states = torch.randn(7, 144, generator=torch.Generator().manual_seed(1))
-    (read,) = of.read([Features(1, 0, FeatureRows(spec_of(of))(states.bfloat16()), 7, dtype)])
+    (read,) = of.read([Features(1, 0, FeatureWriter(spec_of(of))(states.bfloat16()), 7, dtype)])
     wanted = states.bfloat16().float() @ head.tensors["fc.weight"].T + head.tensors["fc.bias"]
     assert torch.allclose(read.float(), wanted, rtol=0.02, atol=0.05)
 
@@ -114,7 +114,7 @@ def test_norms_before_fc_are_handed_over_with_it(tmp_path: Path, field: str, wid
     states, read = torch.randn(7, 144, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3, []
     for project in (False, True):
         of = network(folder, tall, project)
-        rows = FeatureRows(spec_of(of))(states)
+        rows = FeatureWriter(spec_of(of))(states)
         assert len(rows) == 7 * 8 * (48 if project else 144)
         read += of.read([Features(1, 0, rows, 7, "float64")])
     assert torch.equal(read[0], read[1])
@@ -183,7 +183,7 @@ async def test_answers_of_one_step_get_each_its_own_rows(folder: Path, tiny_fold
     assert len(listening.rows) == len(texts)
     for text, (_, found) in zip(texts, sorted(listening.rows.items()), strict=True):
         slots = run(runner, text)[1]
-        rows = FeatureRows(spec_of(of))(runner.features(slots))
+        rows = FeatureWriter(spec_of(of))(runner.features(slots))
         size = len(rows) // len(text)
         for position, row in found.items():
             wanted = np.frombuffer(rows[position * size : (position + 1) * size])
@@ -199,15 +199,15 @@ async def test_rows_that_cannot_be_made_cost_drafts_and_no_answers(
         error: type[Exception]) -> None:
     """The engine thread goes on: cuBLAS, say, has an error of its own for a device that is full. Rows of a prompt are
     made a few at a time."""
-    sizes, real = list[int](), FeatureRows.__call__
+    sizes, real = list[int](), FeatureWriter.__call__
 
-    def cramped(rows: FeatureRows, states: Tensor) -> bytes:
+    def cramped(rows: FeatureWriter, states: Tensor) -> bytes:
         sizes.append(len(states))
         if len(sizes) in failing or failing == range(1000):
             raise error("no memory for rows")
         return real(rows, states)
 
-    monkeypatch.setattr(FeatureRows, "__call__", cramped)
+    monkeypatch.setattr(FeatureWriter, "__call__", cramped)
     monkeypatch.setattr("target_service.sequence.AT_ONCE", 8)
     async with target(tiny_folder) as rig:
         alone = tokens_of(await rig.answer(REQUEST))

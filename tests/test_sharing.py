@@ -20,7 +20,7 @@ from slipstream.engine import kv
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import RadixCache
 from slipstream.engine.loading import load_model
-from slipstream.engine.runner import ModelRunner, computes
+from slipstream.engine.runner import ModelRunner, device_works
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
@@ -201,13 +201,13 @@ def test_a_gpu_that_is_lost_ends_the_target(tiny_folder: Path, monkeypatch: pyte
     def lost(*_: object, **__: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    assert computes(torch.device("cpu"))
+    assert device_works(torch.device("cpu"))
     with monkeypatch.context() as patched:
         patched.setattr(torch, "zeros", lost)
-        assert not computes(torch.device("cpu"))
+        assert not device_works(torch.device("cpu"))
     worker, told = target(tiny_folder), [Told(), Told()]
     monkeypatch.setattr("target_service.step.greatest", lost)
-    monkeypatch.setattr("target_service.loop.computes", lambda _device: False)
+    monkeypatch.setattr("target_service.loop.device_works", lambda _device: False)
     heard = SimpleQueue[None]()
     for number, pieces in enumerate(told):
         worker.ask(number, Request(str(number), (number, 1, 2), Sampling(), 4),

@@ -196,14 +196,14 @@ def test_a_projection_that_finds_no_memory_leaves_all_as_it_was(tiny_folder: Pat
              for n in range(3)]
     assert kv.keep_rows(specs[0])
     slots = run(runner, list(range(8)))[1]
-    sent = runner.rows(slots, runner.keep(specs[0]))
+    sent = runner.feature_bytes(slots, runner.keep_features(specs[0]))
     with pytest.MonkeyPatch.context() as patched:
         def full(*_: Any) -> None:
             raise torch.OutOfMemoryError("no memory for a matrix")
 
         patched.setattr(ModelRunner, "linear", full)
         assert not kv.keep_rows(replace(specs[1], layers=(2,)))
-    assert runner.taps == (1,) and runner.rows(slots, runner.keep(specs[0].light())) == sent
+    assert runner.taps == (1,) and runner.feature_bytes(slots, runner.keep_features(specs[0].light())) == sent
     assert kv.keep_rows(specs[2]) and runner.features_from(slots) == 0, "they are joined when they are read"
 
 

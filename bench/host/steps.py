@@ -47,7 +47,7 @@ def step(runner: ModelRunner, places: NDArray[np.int64], rows: int, heat: float 
     batch = chains(places, rows).build()
     count = len(batch.host.logit_rows)
     draws = Draws([heat] * count, [0] * count, range(FIRST, FIRST + count)) if heat else GREEDY
-    logits, best = runner.scored(batch, draws)
+    logits, best = runner.logits_and_best(batch, draws)
     return best or choose(logits, choice_rows(Sampling(temperature=heat), count), None, runner.race)
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import Sampling
 
 FIRST_WIDTH_CPU, FIRST_WIDTH = 64, 1024  # first candidates; more on a GPU, as the host waits to learn if it needs more
@@ -82,8 +82,8 @@ class Columns:
         if self._is_plain:  # computed on the host, without waiting for the device
             given = np.asarray(ids, np.int64)
             inside = np.flatnonzero((given >= 0) & (given < len(self.column_of)))
-            return sent(given[inside], self.device), sent(inside, self.device)
-        wanted = sent(np.asarray(ids, np.int64), self.device)
+            return to_device(given[inside], self.device), to_device(inside, self.device)
+        wanted = to_device(np.asarray(ids, np.int64), self.device)
         known = ((wanted >= 0) & (wanted < len(self.column_of))).nonzero()[:, 0]
         columns = self.column_of[wanted[known]]
         return columns[columns >= 0], known[columns >= 0]
@@ -99,7 +99,7 @@ def penalise(rows: torch.Tensor, columns: Columns, sampling: Sampling, history: 
         cells += [(row, token, counts.get(token, 0) + path.count(token)) for token in dict.fromkeys(path)]
     table = np.array(cells, np.int64).reshape(-1, 3)
     where, known = columns.find(table[:, 1])
-    row_of = sent(table[:, 0], rows.device)[known]
+    row_of = to_device(table[:, 0], rows.device)[known]
     # Read before the history's penalties are applied: a token on a path is penalised once, with its full count.
     before = rows[row_of, where]
     seen, known_history = columns.find(np.fromiter(counts.keys(), np.int64, len(counts)))
@@ -109,7 +109,7 @@ def penalise(rows: torch.Tensor, columns: Columns, sampling: Sampling, history: 
 
 
 def _lowered(values: torch.Tensor, counts: NDArray[np.int64], known: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    count = sent(np.ascontiguousarray(counts), values.device, torch.float64)[known]
+    count = to_device(np.ascontiguousarray(counts), values.device, torch.float64)[known]
     repetition = sampling.repetition_penalty
     if repetition != 1.0:
         values = torch.where(values > 0, values / repetition, values * repetition)
@@ -119,7 +119,7 @@ def _lowered(values: torch.Tensor, counts: NDArray[np.int64], known: torch.Tenso
 def bias(rows: torch.Tensor, columns: Columns, logit_bias: Sequence[tuple[int, float]]) -> None:
     """Add ``logit_bias`` to ``rows`` (float64 [r, V]) in place."""
     where, known = columns.find([token for token, _ in logit_bias])
-    amounts = sent([amount for _, amount in logit_bias], rows.device, torch.float64)
+    amounts = to_device([amount for _, amount in logit_bias], rows.device, torch.float64)
     rows.index_add_(1, where, amounts[known].expand(len(rows), -1))
 
 
@@ -129,13 +129,13 @@ def forbid_stops(rows: torch.Tensor, columns: Columns, sampling: Sampling, num_o
     early = [row for row, count in enumerate(num_output) if count < sampling.min_tokens]
     if early and sampling.stop_token_ids:
         where, _ = columns.find(sampling.stop_token_ids)
-        rows[sent(early, rows.device)[:, None], where] = -math.inf
+        rows[to_device(early, rows.device)[:, None], where] = -math.inf
 
 
 def allow(rows: torch.Tensor, allowed: NDArray[np.uint32]) -> None:
     """Make all tokens impossible, in place, that are not allowed. rows: float64 [r, V]; allowed: uint32 [r, W], bit i
     of word w is token 32 * w + i."""
-    octets = sent(allowed.view(np.uint8), rows.device)
+    octets = to_device(allowed.view(np.uint8), rows.device)
     bits = (octets[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=rows.device)) & 1
     rows.masked_fill_(bits.flatten(1)[:, : rows.shape[1]] == 0, -math.inf)
 
@@ -200,7 +200,7 @@ def _log_mass(below: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return sent(values, like.device, torch.float64)[:, None]
+    return to_device(values, like.device, torch.float64)[:, None]
 
 
 def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 
 BLOCK = 64  # token ids that share a block hash
 GOLDEN = 0x9E3779B97F4A7C15
@@ -35,8 +35,8 @@ SLACK = 1e-9  # subtracted from a bound, as logarithms may differ in the last di
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 [R]: the keys of rows with these seeds (unsigned 64-bit) at absolute ``positions``."""
-    start = _mix(sent([signed(seed + GOLDEN) for seed in seeds], device))
-    return _mix(start.add_(sent(positions, device), alpha=signed(GOLDEN)))
+    start = _mix(to_device([signed(seed + GOLDEN) for seed in seeds], device))
+    return _mix(start.add_(to_device(positions, device), alpha=signed(GOLDEN)))
 
 
 def noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

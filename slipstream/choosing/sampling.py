@@ -38,7 +38,7 @@ from slipstream.choosing.logits import (
     survivors,
 )
 from slipstream.choosing.noise import leaders, noise, row_keys
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import Sampling
 
 __all__ = ["GREEDY", "Children", "ChoiceRows", "Draws", "Race", "TokenHistory", "Winners", "adjusted_rows", "choices",
@@ -178,7 +178,7 @@ def choices(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tenso
     chosen = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     if not parts:
         return chosen
-    rows = sent([row for rows, _ in parts for row in rows], logits.device)
+    rows = to_device([row for rows, _ in parts for row in rows], logits.device)
     return chosen.index_copy_(0, rows, torch.cat([tokens for _, tokens in parts]))
 
 
@@ -188,7 +188,7 @@ def _parts(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
     parts: list[tuple[Sequence[int], torch.Tensor]] = []
     plain = [row for s in sessions if s.plain_greedy for row in s.rows]
     if plain and best is not None:
-        parts.append((plain, sent([best[row] for row in plain], logits.device)))
+        parts.append((plain, to_device([best[row] for row in plain], logits.device)))
     elif plain:
         parts.append((plain, _argmax(_picked(logits, plain))))
     for session in sessions:
@@ -216,7 +216,7 @@ def _alike(sessions: Sequence[ChoiceRows], logits: torch.Tensor, spread: bool = 
 
 
 def _picked(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    return logits if rows == list(range(len(logits))) else logits.index_select(0, sent(rows, logits.device))
+    return logits if rows == list(range(len(logits))) else logits.index_select(0, to_device(rows, logits.device))
 
 
 def shares(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
@@ -354,7 +354,7 @@ def _spread(rows: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor
 
 def _heat(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
     """float64 [r]: the temperature of each row."""
-    return sent([max(s.sampling.temperature, 1e-300) for s in sessions for _ in s.rows], device, torch.float64)
+    return to_device([max(s.sampling.temperature, 1e-300) for s in sessions for _ in s.rows], device, torch.float64)
 
 
 def _keys(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from slipstream.choosing.sampling import ChoiceRows, adjusted_rows, shares
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import LogprobsMode, PromptScores, TokenLogprob
 
 ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 16, 64
@@ -56,14 +56,14 @@ def _parts(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], t
     for first in range(0, len(tokens), step):
         logits = head(states[first : first + step])
         scores = torch.log_softmax(logits.to(torch.float64), 1)
-        own = scores.gather(1, sent(tokens[first : first + step], states.device)[:, None])
+        own = scores.gather(1, to_device(tokens[first : first + step], states.device)[:, None])
         best = scores.topk(min(top, scores.shape[1]), 1)
         yield own[:, 0], (scores > own).sum(1) + 1, best.indices.flatten(), best.values.flatten()
 
 
 def _told(scores: torch.Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
     """scores: log probabilities, float64 [R, V]; tokens of -inf cannot be chosen, so they are no alternatives."""
-    own = scores.gather(1, sent(chosen, scores.device)[:, None])[:, 0].tolist()
+    own = scores.gather(1, to_device(chosen, scores.device)[:, None])[:, 0].tolist()
     if top == 0:
         return [TokenLogprob(value) for value in own]
     best, ids = scores.topk(min(top, scores.shape[1]), 1)

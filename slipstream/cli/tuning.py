@@ -181,7 +181,7 @@ def _pair(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Seq
         raise ConfigError(f"draft.drafter: {drafter.name} has no tree shape to tune; choose a head or a draft model")
     if isinstance(model, GraphedDecoder):  # before anything counts
         if drafter.features is not None:
-            runner.keep(drafter.features)
+            runner.keep_features(drafter.features)
         model.warm(runner.pool, 1, runner.taps)
     return runner, drafter
 

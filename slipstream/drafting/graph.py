@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.base.errors import in_a_line
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import Output
 from slipstream.drafting.neural import PREFILL_ROWS
@@ -172,7 +172,7 @@ class GraphLevels:
                         seed.context, logits="last")
         out = network.forward(builder.build(network.device, torch.cat([seed.states for seed in seeds])))
         assert out.states is not None
-        best = (network.drawn(out.logits, sent(asked_of(seeds, Shape(len(seeds), shape.topk, 0)), network.device),
+        best = (network.drawn(out.logits, to_device(asked_of(seeds, Shape(len(seeds), shape.topk, 0)), network.device),
                               shape.topk) if drawn else network.children(out.logits, shape.topk))
         rows, known = 1 + shape.levels * shape.topk, np.ones(len(seeds), np.int64)
         tokens, scores = (np.pad(part.cpu().numpy()[:, None], ((0, 0), (0, rows - 1), (0, 0))) for part in best)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, ranked
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.drafting.block import CANDIDATES, Asked, BlockPass, BlockStates
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
 from slipstream.drafting.network import Network, Output
@@ -423,7 +423,7 @@ class NeuralDrafter:
         choices = [_slot_rows(context, range(row * reach, (row + 1) * reach)) for context, row in taken]
         most = self._growth.topk if block.conditional is None else min(CANDIDATES, output.logits.shape[1])
         found = ranked(output.logits, choices, most, self.network.vocabulary, self.network.race)
-        states = None if block.states is None else block.states.index_select(0, sent(rows, block.states.device))
+        states = None if block.states is None else block.states.index_select(0, to_device(rows, block.states.device))
         heat = [0.0 if context.sampling.greedy else context.sampling.temperature for context, _ in taken]
         made = BlockPass(replace(block, states=states), found, heat, [context.tokens[-1] for context, _ in taken])
         for place, (context, _) in enumerate(taken):

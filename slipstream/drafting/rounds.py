@@ -29,7 +29,7 @@ from slipstream.drafting import Drafter
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Indices
-from slipstream.engine.runner import FeatureRows, ModelRunner
+from slipstream.engine.runner import FeatureWriter, ModelRunner
 from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_NODES, DraftTree, walk
@@ -98,7 +98,7 @@ class Rounds:
         self._temperature = temperature
         self._drafter = drafter
         self._spec = drafter.features if drafter is not None else None
-        self._rows: FeatureRows | None = None
+        self._rows: FeatureWriter | None = None
         self._max_tokens = max_tokens
         self._eos = frozenset(runner.config.eos_token_ids)
 
@@ -106,7 +106,7 @@ class Rounds:
         """Answer ``prompts`` with at most ``budget`` nodes a tree. Returns the answers' tokens, and adds acceptance and
         times to ``tally``. Raises CapacityError when slots are too few."""
         if self._spec is not None:
-            self._rows = self._runner.keep(self._spec)
+            self._rows = self._runner.keep_features(self._spec)
         all_ = [self._begin(session, list(prompt)) for session, prompt in enumerate(prompts, 1)]
         while running := [a for a in all_ if not a.over]:
             began_s = perf_counter()
@@ -156,7 +156,7 @@ class Rounds:
                                answering.slots, None if plain else tree.ancestors(),
                                0 if plain else len(tree))
             placed.append((rows, slots))
-        logits, best = self._runner.scored(builder.build(self._runner.model.device))
+        logits, best = self._runner.logits_and_best(builder.build(self._runner.model.device))
         choices = choose(logits, [_choice_rows(answering, tree, rows)
                                   for answering, tree, (rows, _) in zip(running, trees, placed, strict=True)], best,
                          self._runner.race)
@@ -178,7 +178,7 @@ class Rounds:
     def _features(self, session: int, start: int, slots: Indices) -> Features | None:
         if self._spec is None or self._rows is None:
             return None
-        return Features(session, start, self._runner.rows(slots, self._rows), len(slots), self._spec.dtype)
+        return Features(session, start, self._runner.feature_bytes(slots, self._rows), len(slots), self._spec.dtype)
 
     def _end(self, answering: Answering) -> None:
         if self._drafter is not None:

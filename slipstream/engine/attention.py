@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, listed
 from slipstream.engine.model import ModelConfig
 from slipstream.protocol.tree import MAX_NODES
@@ -273,7 +273,7 @@ class _Host:
         return mask.repeat_interleave(self.group, 1)[:, None].to(self.device, non_blocking=True)
 
     def tensor(self, values: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
-        return sent(values.astype(np.int64, copy=False), self.device)
+        return to_device(values.astype(np.int64, copy=False), self.device)
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]

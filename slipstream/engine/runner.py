@@ -3,9 +3,9 @@ memory of the device they may take.
 
 Rules:
 1. Feature rows lie beside the KV, one row a slot, so the features of a committed token can be read by its slot at any
-   time. They are sent as the drafter's spec says: joined or not, in its dtype, as bytes (``FeatureRows``). The drafter
-   makes tensors of them again, in its own dtype (``FeatureReader``). A ``Fusion`` joins the states of several layers.
-   The target applies it where that makes rows shorter (``joined_states``): during the forward where the model can do
+   time. They are sent as the drafter's spec says: fused or not, in its dtype, as bytes (``FeatureWriter``). The drafter
+   makes tensors of them again, in its own dtype (``FeatureReader``). A ``Fusion`` fuses the states of several layers.
+   The target applies it where that makes rows shorter (``fused_reader``): during the forward where the model can do
    it, else when the rows are read.
 2. The same runner serves target and draft; it never learns why a row is there.
 3. Memory is planned before anything is served: free memory, minus the largest step, is for slots. The bound of a step
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from slipstream.base.errors import ConfigError, DeviceFull, ModelError, in_a_line
 from slipstream.choosing.sampling import GREEDY, Draws, Race
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.engine.attention import PADDED_ENTRIES_CUDA
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, rows_batch
 from slipstream.engine.kv import KVPool, Slots, SlotTable
@@ -101,7 +101,7 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     return free, total
 
 
-def computes(device: torch.device) -> bool:
+def device_works(device: torch.device) -> bool:
     """Whether the device still computes: after a kernel has read an invalid address, a process can never use its GPU
     again. A full GPU counts as one that computes."""
     try:
@@ -113,7 +113,7 @@ def computes(device: torch.device) -> bool:
     return True
 
 
-def stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
     """A context with a new CUDA stream: GPU work of this thread inside it does not queue behind other threads' later
     work. On a CPU it does nothing."""
     if device.type != "cuda":
@@ -147,12 +147,12 @@ def cores(group: Path = CGROUP) -> int:
 
 def limited_memory(group: Path = CGROUP) -> tuple[int, int] | None:
     """Free bytes and limit of this process's container; None: it has no limit. Cached files count as free."""
-    for most, now, kinds, prefix in MEMORY_FILES:
+    for limit_file, used_file, stat_file, prefix in MEMORY_FILES:
         with suppress(OSError, ValueError, KeyError):
-            limit = int((group / most).read_text())  # ValueError: the file says "max"
-            stat = dict(line.split() for line in (group / kinds).read_text().splitlines())
-            files = int(stat[f"{prefix}inactive_file"]) + int(stat[f"{prefix}active_file"])
-            used = int((group / now).read_text()) - files
+            limit = int((group / limit_file).read_text())  # ValueError: the file says "max"
+            stat = dict(line.split() for line in (group / stat_file).read_text().splitlines())
+            cached = int(stat[f"{prefix}inactive_file"]) + int(stat[f"{prefix}active_file"])
+            used = int((group / used_file).read_text()) - cached
             return (max(0, limit - used), limit) if limit < UNLIMITED else None
     return None
 
@@ -164,8 +164,8 @@ def default_slots(config: ModelConfig, dtype: torch.dtype, max_sessions: int, ma
     max_context: tokens; 0: the model's."""
     context = min(max_context or config.max_context, config.max_context)
     typical = min(context, TYPICAL_CONTEXT)
-    fits = int(free_memory(torch.device(device))[0] * share) // kv_bytes(config, dtype)
-    return max(min(max(max_sessions * typical, context), fits), typical)
+    fitting = int(free_memory(torch.device(device))[0] * share) // kv_bytes(config, dtype)
+    return max(min(max(max_sessions * typical, context), fitting), typical)
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -183,9 +183,9 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int, context: int 
     attention copies the KV of a layer and makes masks; 0: the kernels read KV in its slots, without a copy."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widest = max(3 * config.intermediate_size, 2 * heads) + (4 + MOST_TAPS) * config.hidden_size
-    attends = (rows * config.group * context * dtype.itemsize
-               + max(context, PADDED_ENTRIES_CUDA) * kv_bytes(config, dtype) // config.num_layers if context else 0)
-    return rows * (2 * widest * dtype.itemsize + config.vocab_size * (4 + 4 + 8)) + attends
+    attention = (rows * config.group * context * dtype.itemsize
+                 + max(context, PADDED_ENTRIES_CUDA) * kv_bytes(config, dtype) // config.num_layers if context else 0)
+    return rows * (2 * widest * dtype.itemsize + config.vocab_size * (4 + 4 + 8)) + attention
 
 
 def _gb(size: int) -> float:
@@ -212,24 +212,25 @@ class Fusion:
         return self._product(rows)
 
 
-class FeatureRows:
+class FeatureWriter:
     """Makes the bytes that one ``FeatureSpec`` asks for from target states."""
 
-    __slots__ = ("_dtype", "_fusion", "joined")
+    __slots__ = ("_dtype", "_fusion", "fused")
 
-    def __init__(self, spec: FeatureSpec, linear: Callable[[torch.Tensor], Map] = Linear, joined: bool = False) -> None:
-        """linear: see ``Fusion``; joined: the rows that it gets were joined during the forward already."""
-        self.joined = joined
-        self._dtype, asked = dtype_of(spec.dtype), None if joined else spec.projection
-        self._fusion = None if asked is None else Fusion(*_weights_of(asked), asked.norm_width, asked.norm_eps, linear)
+    def __init__(self, spec: FeatureSpec, linear: Callable[[torch.Tensor], Map] = Linear, fused: bool = False) -> None:
+        """linear: see ``Fusion``; fused: the rows that it gets were fused during the forward already."""
+        self.fused = fused
+        self._dtype, projection = dtype_of(spec.dtype), None if fused else spec.projection
+        self._fusion = None if projection is None else Fusion(*_weights_of(projection), projection.norm_width,
+                                                              projection.norm_eps, linear)
 
-    def sends(self, dtype: torch.dtype) -> bool:
+    def passes_unchanged(self, dtype: torch.dtype) -> bool:
         """Whether rows of this dtype are sent unchanged."""
         return self._fusion is None and dtype is self._dtype
 
     @torch.inference_mode()
     def __call__(self, rows: torch.Tensor) -> bytes:
-        """rows: [M, taps * H], any float dtype; [M, width] if they are joined already. Returns M * width numbers in the
+        """rows: [M, taps * H], any float dtype; [M, width] if they are fused already. Returns M * width numbers in the
         spec's dtype, row-major and little-endian."""
         if self._fusion is not None:
             rows = self._fusion(rows)
@@ -261,25 +262,25 @@ class FeatureReader:
         return list(torch.split_with_sizes(rows, [f.num_rows for f in features]))
 
 
-def joined_states(layers: tuple[int, ...], dtype: str, project: bool, weight: torch.Tensor,
-                  norm: torch.Tensor | None = None, norm_width: int = 0, norm_eps: float = 0.0,
-                  behind: Map | None = None) -> FeatureReader:
-    """A reader of the states of ``layers``, joined by a ``Fusion`` of ``weight`` [H, F] and ``norm``. dtype: on the
-    wire; project: the target applies the fusion if that makes rows shorter; behind: a further map of the joined rows,
+def fused_reader(layers: tuple[int, ...], dtype: str, project: bool, weight: torch.Tensor,
+                 norm: torch.Tensor | None = None, norm_width: int = 0, norm_eps: float = 0.0,
+                 then: Map | None = None) -> FeatureReader:
+    """A reader of the states of ``layers``, fused by a ``Fusion`` of ``weight`` [H, F] and ``norm``. dtype: on the
+    wire; project: the target applies the fusion if that makes rows shorter; then: a further map of the fused rows,
     always applied here."""
     if project and weight.shape[0] < weight.shape[1]:
-        asked = _projection_of(weight, dtype, norm, norm_width, norm_eps)
-        return FeatureReader(FeatureSpec(layers, asked.rows, dtype, asked), weight.device, weight.dtype, behind)
+        projection = _projection_of(weight, dtype, norm, norm_width, norm_eps)
+        return FeatureReader(FeatureSpec(layers, projection.rows, dtype, projection), weight.device, weight.dtype, then)
     fusion = Fusion(weight, norm, norm_width, norm_eps)
     return FeatureReader(FeatureSpec(layers, weight.shape[1], dtype), weight.device, weight.dtype,
-                         fusion if behind is None else lambda rows: behind(fusion(rows)))
+                         fusion if then is None else lambda rows: then(fusion(rows)))
 
 
 def _projection_of(weight: torch.Tensor, dtype: str, norm: torch.Tensor | None, norm_width: int,
                    norm_eps: float) -> Projection:
     """The fusion as it is sent to a target."""
-    whole = weight if norm is None else torch.cat((weight, norm[None]))
-    content = whole.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    matrix = weight if norm is None else torch.cat((weight, norm[None]))
+    content = matrix.cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return Projection(weight.shape[0], weight.shape[1], dtype, hashlib.sha256(content).digest(), content, norm_width,
                       norm_eps if norm_width else 0.0)
 
@@ -287,39 +288,52 @@ def _projection_of(weight: torch.Tensor, dtype: str, norm: torch.Tensor | None, 
 def _weights_of(projection: Projection) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weight [rows, columns] and the norm [columns] or None, both in the projection's dtype."""
     flat = torch.frombuffer(bytearray(projection.weights), dtype=dtype_of(projection.dtype))
-    whole = flat.view(-1, projection.columns)
-    return whole[: projection.rows], whole[projection.rows].clone() if projection.norm_width else None
+    matrix = flat.view(-1, projection.columns)
+    return matrix[: projection.rows], matrix[projection.rows].clone() if projection.norm_width else None
 
 
 PROFILE_CONTEXT = 128
 PROFILE_REPEATS = 5
-PROFILED = (1, 2, 4, 8, 12, 16, 32, 64)  # rows; our CPU kernels compute up to twelve rows together
+PROFILED_ROWS = (1, 2, 4, 8, 12, 16, 32, 64)  # rows; our CPU kernels compute up to twelve rows together
 
 
 class ModelRunner:
     """Runs batches of one model. All methods belong to the engine thread."""
 
-    __slots__ = ("_by", "_features", "_join", "_kept", "_known", "_near", "_scoring", "model", "pool", "race", "slots",
-                 "table", "taps")
+    __slots__ = (
+        "_features",
+        "_fusion",
+        "_has_features",
+        "_host_features",
+        "_native",
+        "_projection",
+        "_writer_of_spec",
+        "model",
+        "pool",
+        "race",
+        "slots",
+        "table",
+        "taps",
+    )
 
     def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0, race: Race | None = None) -> None:
         """spare_slots: further slots at the end of the pool, which ``slots`` never hands out (see ``graphs``). race: a
         faster way to choose tokens from the model's logits (``sampling.Race``); a NativeDecoder brings its own."""
         config = model.config
         self.model = model
-        self._scoring = model if isinstance(model, NativeDecoder) else None
-        self.race = race if self._scoring is None else self._scoring.race
+        self._native = model if isinstance(model, NativeDecoder) else None
+        self.race = race if self._native is None else self._native.race
         self.slots = Slots(num_slots)
         self.pool = KVPool(config.num_layers, num_slots + spare_slots, config.num_kv_heads, config.head_dim,
                            model.dtype, model.device)
         self.table = SlotTable(range(num_slots, num_slots + spare_slots))
         self.taps: tuple[int, ...] = ()
-        self._join: Map | None = None  # joins the tapped states during the forward
-        self._by: Projection | None = None  # what ``_join`` was made of, without its weights
-        self._kept: tuple[FeatureSpec, FeatureRows] | None = None
+        self._fusion: Map | None = None  # fuses the tapped states during the forward
+        self._projection: Projection | None = None  # what ``_fusion`` was made of, without its weights
+        self._writer_of_spec: tuple[FeatureSpec, FeatureWriter] | None = None
         self._features = torch.empty(0, 0)  # [S, F]
-        self._near: NDArray[np.uint8] | None = None  # [S, ·] the bytes of ``_features``, if it is in host memory
-        self._known = np.zeros(num_slots, bool)  # [S] slots whose feature row was written under the present taps
+        self._host_features: NDArray[np.uint8] | None = None  # [S, ·] bytes of ``_features``, if it is in host memory
+        self._has_features = np.zeros(num_slots, bool)  # [S] slots whose feature row was written under the present taps
 
     @property
     def config(self) -> ModelConfig:
@@ -330,57 +344,59 @@ class ModelRunner:
         """F: numbers in one feature row; 0 without taps."""
         return self._features.shape[1] if self.taps else 0
 
-    def keep(self, spec: FeatureSpec) -> FeatureRows:
+    def keep_features(self, spec: FeatureSpec) -> FeatureWriter:
         """Keep the states that ``spec`` names from the next forward on. Returns the object that makes the spec's bytes
         from them. Raises DeviceFull as ``set_taps`` does, or OutOfMemoryError; then nothing has changed."""
-        if self._kept is not None and self._kept[0] == spec:
-            return self._kept[1]
-        by = spec.projection if self._joins(spec) else None
-        rows = FeatureRows(spec, self.linear, by is not None)
-        self.set_taps(spec.layers, by)
-        self._kept = spec.light(), rows
-        return rows
+        if self._writer_of_spec is not None and self._writer_of_spec[0] == spec:
+            return self._writer_of_spec[1]
+        projection = spec.projection if self._can_fuse(spec) else None
+        writer = FeatureWriter(spec, self.linear, projection is not None)
+        self.set_taps(spec.layers, projection)
+        self._writer_of_spec = spec.light(), writer
+        return writer
 
-    def set_taps(self, layers: tuple[int, ...], by: Projection | None = None) -> None:
-        """Keep the states of ``layers`` (see FeatureSpec) from the next forward on; () stops. by: the projection that
+    def set_taps(self, layers: tuple[int, ...], projection: Projection | None = None) -> None:
+        """Keep the states of ``layers`` (see FeatureSpec) from the next forward on; () stops. projection: the one that
         the model applies to them during the forward. A change forgets all rows: tokens computed before need a new
         prefill to have features. Raises DeviceFull if there is no memory for the rows; then the taps are as before, or
         none."""
         assert all(0 <= layer <= self.config.num_layers for layer in layers), f"no such layers: {layers}"
-        if layers == self.taps and by == self._by:
+        if layers == self.taps and projection == self._projection:
             return
-        width = len(layers) * self.config.hidden_size if by is None else by.rows
+        width = len(layers) * self.config.hidden_size if projection is None else projection.rows
         # Checked first: on a CPU an allocation succeeds without memory behind it, and writing to it kills the process.
-        size, had = self.slots.num_slots * width * self.model.dtype.itemsize, self._features.nbytes
+        size, old_bytes = self.slots.num_slots * width * self.model.dtype.itemsize, self._features.nbytes
         problem = f"feature rows of layers {layers} need {_gb(size)} GB, which are not free"
-        if size > SHARE * free_memory(self.model.device)[0] + had:
+        if size > SHARE * free_memory(self.model.device)[0] + old_bytes:
             raise DeviceFull(problem)
-        before = self.taps, self.feature_width, self._join, self._by, self._kept
+        before = self.taps, self.feature_width, self._fusion, self._projection, self._writer_of_spec
         try:
-            self._hold(layers, width, None if by is None else self.linear(_weights_of(by)[0]), by)
+            fusion = None if projection is None else self.linear(_weights_of(projection)[0])
+            self._allocate_features(layers, width, fusion, projection)
         except RuntimeError as error:  # mostly out of memory; cuBLAS raises its own error for that
             with suppress(RuntimeError):
-                self._hold(*before)
+                self._allocate_features(*before)
             raise DeviceFull(f"{problem}: {in_a_line(error)}") from error
 
-    def _hold(self, layers: tuple[int, ...], width: int, join: Map | None, by: Projection | None,
-              kept: tuple[FeatureSpec, FeatureRows] | None = None) -> None:
-        self.taps, self._features, self._near = (), torch.empty(0, 0), None  # old rows go first: both need not fit
-        self._join = self._by = self._kept = None
-        self._known[:] = False
+    def _allocate_features(self, layers: tuple[int, ...], width: int, fusion: Map | None, projection: Projection | None,
+                           writer_of_spec: tuple[FeatureSpec, FeatureWriter] | None = None) -> None:
+        self.taps, self._host_features = (), None
+        self._features = torch.empty(0, 0)  # old rows are freed first: both need not fit
+        self._fusion = self._projection = self._writer_of_spec = None
+        self._has_features[:] = False
         rows = self.slots.num_slots if layers else 0
         self._features = torch.empty(rows, width, dtype=self.model.dtype, device=self.model.device)
         if layers and self._features.device.type == "cpu":
-            self._near = self._features.view(torch.uint8).numpy()
-        self.taps, self._join, self._kept = layers, join, kept
-        self._by = None if by is None else replace(by, weights=b"")
+            self._host_features = self._features.view(torch.uint8).numpy()
+        self.taps, self._fusion, self._writer_of_spec = layers, fusion, writer_of_spec
+        self._projection = None if projection is None else replace(projection, weights=b"")
 
-    def _joins(self, spec: FeatureSpec) -> bool:
+    def _can_fuse(self, spec: FeatureSpec) -> bool:
         """Whether the model can apply the spec's projection during the forward."""
-        by = spec.projection
-        return (by is not None and self._scoring is not None and not by.norm_width
-                and dtype_of(by.dtype) is dtype_of(spec.dtype) is self.model.dtype
-                and fits(by.rows, by.columns))
+        projection = spec.projection
+        return (projection is not None and self._native is not None and not projection.norm_width
+                and dtype_of(projection.dtype) is dtype_of(spec.dtype) is self.model.dtype
+                and fits(projection.rows, projection.columns))
 
     @torch.inference_mode()
     def states(self, batch: ForwardBatch) -> torch.Tensor:
@@ -388,8 +404,8 @@ class ModelRunner:
         norm, for ``logits``."""
         hidden, tapped = self.model.forward(batch, self.pool, self.taps)
         if tapped is not None:
-            self._features.index_copy_(0, batch.slots, tapped if self._join is None else self._join(tapped))
-            self._known[batch.host.slots] = True
+            self._features.index_copy_(0, batch.slots, tapped if self._fusion is None else self._fusion(tapped))
+            self._has_features[batch.host.slots] = True
         return hidden
 
     @torch.inference_mode()
@@ -399,40 +415,42 @@ class ModelRunner:
 
     def logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of the batch's ``logit_rows``. hidden: [T, H], as ``states`` returns."""
-        every = len(batch.host.logit_rows) == len(hidden)
-        return self.model.logits(hidden if every else hidden.index_select(0, batch.logit_rows))
+        all_rows = len(batch.host.logit_rows) == len(hidden)
+        return self.model.logits(hidden if all_rows else hidden.index_select(0, batch.logit_rows))
 
-    def scored(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[torch.Tensor, list[int] | None]:
+    def logits_and_best(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[torch.Tensor, list[int] | None]:
         """As ``forward``, and the argmax of each row if the model finds it in the same call, else None. draws: only the
         tokens that it chooses are wanted: they take the argmax's place, and the logits may be empty. The logits are
         valid until the next call."""
-        if self._scoring is None:
+        if self._native is None:
             return self.forward(batch), None
-        scored = self._scoring.scored(batch, self.pool, self.taps, self._features if self.taps else None, draws,
-                                      self._join)
+        scored = self._native.logits_and_best(batch, self.pool, self.taps, self._features if self.taps else None, draws,
+                                              self._fusion)
         if self.taps:
-            self._known[batch.host.slots] = True
+            self._has_features[batch.host.slots] = True
         return scored
 
     def linear(self, weight: torch.Tensor) -> Map:
         """The function x [M, I] -> x W^T [M, O] for W [O, I] on the model's device. Its result is valid until its next
         call."""
-        if self._scoring is not None:
-            return self._scoring.linear(weight)
+        if self._native is not None:
+            return self._native.linear(weight)
         return Linear(weight.to(self.model.device))
 
     def features(self, slots: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
         """[M, F], the feature rows of the tokens at ``slots``, in the model's dtype; F is ``feature_width``."""
         assert self.taps, "no taps are set"
-        near, device = np.asarray(slots, np.int64), self._features.device
-        return self._features.index_select(0, torch.from_numpy(near) if device.type == "cpu" else sent(near, device))
+        indices, device = np.asarray(slots, np.int64), self._features.device
+        index = torch.from_numpy(indices) if device.type == "cpu" else to_device(indices, device)
+        return self._features.index_select(0, index)
 
-    def rows(self, slots: NDArray[np.int64], of: FeatureRows) -> bytes:
-        """The bytes that ``of`` makes from the feature rows at ``slots``. of: what ``keep`` returned last."""
-        assert of.joined == (self._join is not None), "these rows are kept otherwise"
-        if self._near is not None and of.sends(self.model.dtype):
-            return self._near[slots].tobytes()
-        return of(self.features(slots))
+    def feature_bytes(self, slots: NDArray[np.int64], writer: FeatureWriter) -> bytes:
+        """The bytes that ``writer`` makes from the feature rows at ``slots``. writer: what ``keep_features`` returned
+        last."""
+        assert writer.fused == (self._fusion is not None), "the rows are kept for another writer"
+        if self._host_features is not None and writer.passes_unchanged(self.model.dtype):
+            return self._host_features[slots].tobytes()
+        return writer(self.features(slots))
 
     @torch.inference_mode()
     def copy_features(self, old: NDArray[np.int64], new: NDArray[np.int64]) -> None:
@@ -440,18 +458,18 @@ class ModelRunner:
         or for whose copy memory is missing, are left out: a draft can do without them."""
         if not self.taps:
             return
-        had = self._known[old]
+        available = self._has_features[old]
         with suppress(torch.OutOfMemoryError):
-            near, there = (sent(slots[had], self._features.device) for slots in (old, new))
-            self._features.index_copy_(0, there, self._features.index_select(0, near))
-            self._known[new[had]] = True
+            source, target = (to_device(slots[available], self._features.device) for slots in (old, new))
+            self._features.index_copy_(0, target, self._features.index_select(0, source))
+            self._has_features[new[available]] = True
 
     def features_from(self, slots: NDArray[np.int64]) -> int:
         """The first index in ``slots`` from which on every feature row is there; ``len(slots)``: the last is not."""
-        unknown = np.flatnonzero(~self._known[slots])
+        unknown = np.flatnonzero(~self._has_features[slots])
         return int(unknown[-1]) + 1 if len(unknown) else 0
 
-    def profile(self, rows: Sequence[int] = PROFILED) -> dict[int, float]:
+    def profile(self, rows: Sequence[int] = PROFILED_ROWS) -> dict[int, float]:
         """The cost of verifying: for each of ``rows`` the seconds of a forward with so many tree rows behind a context
         of PROFILE_CONTEXT tokens. Counts that do not fit the free slots are left out. Raises ModelError if the logits
         are NaN."""
@@ -459,9 +477,9 @@ class ModelRunner:
         fitting = [count for count in rows if PROFILE_CONTEXT + count <= self.slots.num_free]
         slots = self.slots.alloc(PROFILE_CONTEXT + max(fitting, default=0))
         try:
-            self.pool.kv[:, sent(slots, self.pool.kv.device)] = 0  # memory may hold anything
+            self.pool.kv[:, to_device(slots, self.pool.kv.device)] = 0  # memory may hold anything
             # Counts take turns: a slow moment that hit one count alone would make the next one look cheap.
-            turns = [{count: self._time(slots[: PROFILE_CONTEXT + count], count) for count in fitting}
+            turns = [{count: self._time_step(slots[: PROFILE_CONTEXT + count], count) for count in fitting}
                      for _ in range(PROFILE_REPEATS + 1)]
         finally:
             self.slots.free(slots)
@@ -471,7 +489,7 @@ class ModelRunner:
     def _check_numbers(self) -> None:
         slots = self.slots.alloc(1)
         try:
-            self.pool.kv[:, sent(slots, self.pool.kv.device)] = 0  # memory may hold anything
+            self.pool.kv[:, to_device(slots, self.pool.kv.device)] = 0  # memory may hold anything
             logits = self.forward(rows_batch(slots, self.model.device))
         finally:
             self.slots.free(slots)
@@ -479,13 +497,13 @@ class ModelRunner:
             raise ModelError("the model's logits are NaN, so every answer would be nonsense: its tensors hold NaN, or "
                              f"numbers that {str(self.model.dtype).removeprefix('torch.')} (model.dtype) cannot hold")
 
-    def _time(self, slots: NDArray[np.int64], count: int) -> float:
+    def _time_step(self, slots: NDArray[np.int64], count: int) -> float:
         words = [(2 << i) - 1 for i in range(count)]
         began = time.perf_counter()
         builder = BatchBuilder()
         builder.add([0] * count, range(PROFILE_CONTEXT, PROFILE_CONTEXT + count), slots[PROFILE_CONTEXT:].tolist(),
                     slots[:PROFILE_CONTEXT], words, count)
-        logits, best = self.scored(builder.build(self.model.device), GREEDY)
+        logits, best = self.logits_and_best(builder.build(self.model.device), GREEDY)
         if best is None:
             logits.argmax(-1).tolist()
         return time.perf_counter() - began

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from slipstream.choosing.sampling import ChoiceRows, choices
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import MAX_ENDS, Sampling
 
 SEEDS = 1 << 64
@@ -123,7 +123,7 @@ class KeyedSampling:
             return choices(logits, [one.rows(row, 1, one.drafted) for row, one in enumerate(self._asked)]), None
         chosen = self._sampler.greedy_sample(logits).to(torch.int64)
         places = [place for place, one in enumerate(self._asked) if not one.sampling.greedy]
-        where = sent(places, logits.device)
+        where = to_device(places, logits.device)
         sessions = [self._asked[place].rows(row, 1, self._asked[place].drafted) for row, place in enumerate(places)]
         return chosen.index_copy_(0, where, choices(logits.index_select(0, where), sessions)), None
 
@@ -139,7 +139,7 @@ class KeyedSampling:
             first += count
         if not sessions:
             return rows
-        where = sent(places, rows.device)
+        where = to_device(places, rows.device)
         mine = rows if len(places) == len(rows) else rows.index_select(0, where)
         rows[where, choices(mine, sessions)] = torch.inf
         return rows

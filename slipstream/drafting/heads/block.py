@@ -49,7 +49,7 @@ from slipstream.engine.ops.layer import (
     rms_norm,
     rotate,
 )
-from slipstream.engine.runner import joined_states
+from slipstream.engine.runner import fused_reader
 from slipstream.protocol.messages import FeatureSpec
 
 AT_ONCE = 8  # blocks of one forward
@@ -71,8 +71,8 @@ class BlockNetwork:
         self.vocab_size, self.hidden_size = config.vocab_size, head.target_hidden_size
         self.max_context = config.max_context
         hidden_norm = tensors["hidden_norm.weight"]
-        self.read = joined_states(head.taps, dtype, project, tensors["fc.weight"],  # as ``c``
-                                  behind=lambda rows: rms_norm(rows, hidden_norm, config.norm_eps))
+        self.read = fused_reader(head.taps, dtype, project, tensors["fc.weight"],  # as ``c``
+                                 then=lambda rows: rms_norm(rows, hidden_norm, config.norm_eps))
         self.features: FeatureSpec | None = self.read.spec
         self.vocabulary = some_tokens(head.vocabulary, config.vocab_size, device)
         self.device, self._head = device, head
@@ -115,8 +115,8 @@ class BlockNetwork:
     def _blocks(self, batch: ForwardBatch, rows: Sequence[int]) -> torch.Tensor:
         """[r, S, H]: states of the blocks' slots after the final norm."""
         head, size = self._head, self._head.block_size
-        whole, behind = [(1 << size) - 1] * size, [(1 << slot) - 1 for slot in range(1, size + 1)]
-        words = {slides: behind if slides and not head.ahead else whole for slides in set(head.sliding)}
+        whole, then = [(1 << size) - 1] * size, [(1 << slot) - 1 for slot in range(1, size + 1)]
+        words = {slides: then if slides and not head.ahead else whole for slides in set(head.sliding)}
         begun = {slides: self._begun(batch, rows, seen) for slides, seen in words.items()}
         return self._layers.forward(begun).view(len(rows), size, -1)
 

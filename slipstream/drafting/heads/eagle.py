@@ -46,7 +46,7 @@ from slipstream.engine.ops.layer import (
     rms_norm,
 )
 from slipstream.engine.ops.races import MOST_DRAWN, DeviceRace, children
-from slipstream.engine.runner import FeatureReader, joined_states
+from slipstream.engine.runner import FeatureReader, fused_reader
 from slipstream.protocol.messages import FeatureSpec
 
 Forward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]  # states [R, H], logits [R, V]
@@ -212,8 +212,8 @@ def _reader(head: EagleHead, tensors: Tensors, dtype: str, project: bool) -> Fea
     if head.joint:
         return FeatureReader(FeatureSpec(head.taps, width, dtype), fc.device, fc.dtype)
     bias = tensors.get("fc.bias")
-    return joined_states(head.taps, dtype, project, fc, *_norms(tensors, width, len(head.taps)), head.config.norm_eps,
-                         None if bias is None else lambda rows: rows + bias)
+    return fused_reader(head.taps, dtype, project, fc, *_norms(tensors, width, len(head.taps)), head.config.norm_eps,
+                        None if bias is None else lambda rows: rows + bias)
 
 
 def _norms(tensors: Tensors, width: int, num_taps: int) -> tuple[torch.Tensor | None, int]:

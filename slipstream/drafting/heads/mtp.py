@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.choosing.sampling import Race
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, MtpLayer
 from slipstream.drafting.network import Output
 from slipstream.engine.batch import ForwardBatch
@@ -141,8 +141,8 @@ class MtpNetwork:
         """Rule 4. fed [T, H]: the input of a row's own layer, which is layer d for a node at depth d. Later layers
         write KV that deeper nodes see; KV that earlier layers write is seen by no row whose output is used."""
         host_depths, host_above = lineage(batch)
-        depths = sent(host_depths, self.device)
-        above = sent(host_above, self.device)
+        depths = to_device(host_depths, self.device)
+        above = to_device(host_above, self.device)
         last = len(self._joints) - 1
         chosen = fed
         for number, joint in enumerate(self._joints):

@@ -105,8 +105,8 @@ class NativeDecoder:
         """bfloat16 [R, H] after the final norm -> float32 [R, V]."""
         return self._head(hidden)
 
-    def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...], features: torch.Tensor | None,
-               draws: Draws | None = None, join: Map | None = None) -> tuple[torch.Tensor, list[int] | None]:
+    def logits_and_best(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...], features: torch.Tensor | None,
+                        draws: Draws | None = None, join: Map | None = None) -> tuple[torch.Tensor, list[int] | None]:
         """Logits float32 [R, V] of the batch's ``logit_rows``, valid until the next call, and the argmax of each.
 
         draws: only these choices are wanted. They are returned in place of the argmax, and the logits may be empty;

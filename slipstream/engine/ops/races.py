@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from slipstream.choosing.logits import is_filtered
 from slipstream.choosing.noise import row_keys
 from slipstream.choosing.sampling import RUNNERS_UP, ChoiceRows, Winners, choose, rank, ranked
-from slipstream.choosing.transfer import sent
+from slipstream.choosing.transfer import to_device
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.fused import block, serves, unfit
 from slipstream.engine.proof import Proof, objection
@@ -109,7 +109,7 @@ class DeviceRace:
         count = sum(len(session.rows) for session in taken)
         if not count or most > MOST or logits.dtype != torch.float32 or logits.shape[1] != self.width:
             return None
-        logits, asked = logits.contiguous(), sent(_asked(taken), logits.device)
+        logits, asked = logits.contiguous(), to_device(_asked(taken), logits.device)
         samplings = [session.sampling for session in taken]
         top_k = max((sampling.top_k for sampling in samplings if joint(sampling, self.width)), default=0)
         found = (self._survivors(logits, asked, count, top_k) if any(map(is_filtered, samplings)) else
