@@ -26,7 +26,7 @@ from slipstream.base.config import Config, load
 from slipstream.cli.process import until_signalled
 from slipstream.observe.log import configure
 from slipstream.observe.trace import Trace
-from slipstream.observe.vitals import kept_up
+from slipstream.observe.vitals import background_tasks
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.session import LEASE_S
@@ -131,7 +131,8 @@ def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | 
 async def streaming(rig: Served, streams: int) -> AsyncIterator[list[Reader]]:
     """Endless readers, evenly over the targets, once they have settled."""
     readers = [Reader(number) for number in range(streams)]
-    async with kept_up(*(reader.read(rig.clients[reader.number % len(rig.clients)], True) for reader in readers)):
+    async with background_tasks(*(reader.read(rig.clients[reader.number % len(rig.clients)], True)
+                                  for reader in readers)):
         await asyncio.sleep(SETTLE_S + streams / 100)
         yield readers
 

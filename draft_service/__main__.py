@@ -12,7 +12,7 @@ from slipstream.base.errors import SlipstreamError
 from slipstream.cli.process import main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import kept_up, until
+from slipstream.observe.vitals import background_tasks, until
 from slipstream.wire.link import export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer
@@ -41,8 +41,8 @@ async def host(config: Config, worker: DraftWorker, stop: asyncio.Event, ready: 
     metrics.start()
     worker.start()
     try:
-        async with kept_up(export_bytes(servicer.counts, worker.metrics.wire_bytes),
-                           export_end(tls, worker.metrics.registry.certificate_ends), vitals=vitals):
+        async with background_tasks(export_bytes(servicer.counts, worker.metrics.wire_bytes),
+                                    export_end(tls, worker.metrics.registry.certificate_ends), vitals=vitals):
             await server.set_ready(True)
             up.set()
             logger("draft").info("ready", listen=config.draft.listen)

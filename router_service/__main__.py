@@ -12,7 +12,7 @@ from router_service.service import RouterService
 from slipstream.base.config import Config
 from slipstream.cli.process import main
 from slipstream.observe.vitals import until
-from slipstream.wire.discovery import fixed, watching
+from slipstream.wire.discovery import fixed_addresses, watch_services
 from slipstream.wire.target import TargetClient
 from slipstream.wire.tls import dialling, tls_files
 
@@ -20,14 +20,14 @@ from slipstream.wire.tls import dialling, tls_files
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Serve until ``stop`` is set, then drain. ``ready`` is called once the ports listen."""
     tls, addresses = tls_files(config.wire.tls), config.router.targets
-    clients = {address: TargetClient(address, tls=tls) for address in fixed(addresses)}
+    clients = {address: TargetClient(address, tls=tls) for address in fixed_addresses(addresses)}
 
     def connect(address: str, name: str) -> TargetClient:
         return TargetClient(address, tls=dialling(tls, name))
 
     try:
         service = RouterService(config, clients, connect)
-        async with watching(addresses, config.wire.kubeconfig, service.targets.update, vitals=service.vitals):
+        async with watch_services(addresses, config.wire.kubeconfig, service.targets.update, vitals=service.vitals):
             await service.gateway.warm()
             await service.start()
             ready()

@@ -145,21 +145,21 @@ class Targets:
 
     def update(self, ready: Mapping[str, str]) -> None:
         """Discovery's present list: addresses that take work, each with the name that its certificate bears."""
-        for address in self._roster.seen(ready):
+        for address in self._roster.update(ready):
             self._add(address, ready[address])
         for target in self.by_name.values():
-            delisted = self._roster.left(target.name)
+            delisted = self._roster.is_delisted(target.name)
             if delisted != target.delisted:
                 target.delisted = delisted
                 self._log.info("target left" if delisted else "target back", target=target.name,
                                running=target.in_flight)
 
     def poll_answered(self, target: Target) -> None:
-        self._roster.heard(target.name)
+        self._roster.mark_alive(target.name)
 
     async def sweep(self) -> list[Target]:
         """Close and forget targets whose time is over. Returns them."""
-        expired = [self.by_name[name] for name in self._roster.over() if self.by_name[name].in_flight == 0]
+        expired = [self.by_name[name] for name in self._roster.expired() if self.by_name[name].in_flight == 0]
         for target in expired:  # all of them before any is closed, so that none of them gets a request
             self._log.info("target forgotten", target=target.name, left=target.delisted)
             self._roster.forget(target.name)

@@ -26,7 +26,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.spans import spans_of
-from slipstream.observe.vitals import Vitals, kept_up, watch_lag
+from slipstream.observe.vitals import Vitals, background_tasks, watch_lag
 from slipstream.protocol.requests import Backend
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
@@ -91,7 +91,7 @@ class RouterService:
         await self._balancer.poll()
         await self._grpc.start()
         self.vitals.follow(await self._http.start())
-        await self._beside.enter_async_context(kept_up(
+        await self._beside.enter_async_context(background_tasks(
             self._balancer.run(), self._fallback.run(), self._show_ready(),
             *([] if self._keys is None else [self._keys.follow()]), watch_lag(self.gateway.metrics.lag),
             export_end(self._tls, self.gateway.metrics.registry.certificate_ends), vitals=self.vitals))

@@ -16,7 +16,7 @@ from slipstream.cli.process import main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import Vitals, kept_up, until
+from slipstream.observe.vitals import Vitals, background_tasks, until
 from slipstream.protocol.pairing import check_pair
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
@@ -60,9 +60,9 @@ async def host(config: Config, target: Target, stop: asyncio.Event, ready: Calla
     @asynccontextmanager
     async def beside() -> AsyncIterator[None]:
         target.worker.start()
-        async with (drafts.dialled(config.target.drafts, config.wire.kubeconfig, target.metrics.drafts_expected,
-                                   target.vitals),
-                    kept_up(export_bytes(counts, target.metrics.wire_bytes), vitals=target.vitals)):
+        async with (drafts.kept_connected(config.target.drafts, config.wire.kubeconfig, target.metrics.drafts_expected,
+                                          target.vitals),
+                    background_tasks(export_bytes(counts, target.metrics.wire_bytes), vitals=target.vitals)):
             yield
 
     await _host(config, target, beside, stop, ready)
@@ -76,7 +76,7 @@ async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], N
         await _compute(config, stop, ready)
         return
     target = await asyncio.to_thread(build, config)
-    await _host(config, target, lambda: kept_up(target.service.watch(), vitals=target.vitals), stop, ready)
+    await _host(config, target, lambda: background_tasks(target.service.watch(), vitals=target.vitals), stop, ready)
 
 
 async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[], AbstractAsyncContextManager[None]],
@@ -89,7 +89,8 @@ async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[]
         try:
             await server.start()
             metrics.start()
-            async with beside(), kept_up(export_end(tls, target.metrics.registry.certificate_ends), vitals=vitals):
+            async with beside(), background_tasks(export_end(tls, target.metrics.registry.certificate_ends),
+                                                  vitals=vitals):
                 await server.set_ready(True)
                 up.set()
                 logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))

@@ -26,7 +26,7 @@ from grpc import aio
 
 from bench.fleet import LOGS, Process, free_port, running, service
 from slipstream.base.errors import SlipstreamError
-from slipstream.observe.vitals import kept_up
+from slipstream.observe.vitals import background_tasks
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -250,7 +250,7 @@ async def target_floods(model: str, kind: str, turns: int) -> None:
                             await call.write(data)
                             await asyncio.sleep(0)
 
-                async with kept_up(flood()):
+                async with background_tasks(flood()):
                     yield
 
             await alternately(clients[0], clients[1], hostile, turns, f"target: {kind}")

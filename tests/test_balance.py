@@ -12,7 +12,7 @@ import pytest
 from router_service.balance import POLL_BATCH, Balancer, BalanceRules, Target, Targets
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.observe.vitals import kept_up
+from slipstream.observe.vitals import background_tasks
 from slipstream.protocol.requests import Answer, Request, Sampling, TargetInfo, needs_of
 from tests.echo import EchoTarget
 from tests.loop import settled
@@ -388,6 +388,6 @@ async def test_streams_have_their_turns_while_many_targets_are_polled() -> None:
             await asyncio.sleep(0)
             between.append(Asked.count - before)
 
-    async with kept_up(streams()):
+    async with background_tasks(streams()):
         await b.poll()
     assert Asked.count == 200 and b.ready and max(between) <= 2 * POLL_BATCH

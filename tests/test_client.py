@@ -146,10 +146,11 @@ async def test_a_prompt_whose_scores_break_off_is_told_once() -> None:
     assert [token.id for delta in deltas for token in delta.prompt] == [0, 1, 2, 3, 4] and asked == 3
 
 
-@pytest.mark.parametrize(("told", "tries"), [(Delta(identity="ab" * 16), wire_client.TRIES), (Delta("x"), 1)], ids=str)
+@pytest.mark.parametrize(("told", "tries"), [(Delta(identity="ab" * 16), wire_client.MAX_TRIES), (Delta("x"), 1)],
+                         ids=str)
 async def test_calls_that_bring_no_token_are_counted(monkeypatch: pytest.MonkeyPatch, told: Delta, tries: int) -> None:
     """A prompt's text that was echoed is not told again."""
-    monkeypatch.setattr(wire_client, "PAUSE_S", 0.01)
+    monkeypatch.setattr(wire_client, "RETRY_PAUSE_S", 0.01)
     asked = 0
 
     async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -191,7 +192,7 @@ async def test_who_has_a_part_of_an_answer_waits_for_room_for_the_rest(begun: bo
 async def test_who_says_how_long_waits_for_room_for_all_of_an_answer(busy: int,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer starts hundreds of answers at once, and wants all of them."""
-    monkeypatch.setattr(wire_client, "PAUSE_S", 0.01)
+    monkeypatch.setattr(wire_client, "RETRY_PAUSE_S", 0.01)
     asked = 0
 
     async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:

@@ -42,7 +42,7 @@ from router_service.text.tokens import (
     Turn,
 )
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
-from slipstream.observe.vitals import LAG_EVERY_S, kept_up, watch_lag
+from slipstream.observe.vitals import LAG_EVERY_S, background_tasks, watch_lag
 from slipstream.protocol.chat import (
     MAX_BIASES,
     MAX_BODY_BYTES,
@@ -259,7 +259,7 @@ async def test_between_large_bodies_the_loop_is_others() -> None:
         await lanes.pause(size)
         seen.append("body")
 
-    async with kept_up(others()):
+    async with background_tasks(others()):
         await asyncio.gather(*(body(LARGE_BODY + 1) for _ in range(4)))
     lanes.close()
     apart = "".join(word[0] for word in seen).split("b")[:4]

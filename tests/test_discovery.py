@@ -25,16 +25,16 @@ from slipstream.wire.discovery import (
     RosterRules,
     ServiceWatch,
     WatchRules,
-    endpoints_of,
-    fixed,
-    merged,
-    watching,
+    fixed_addresses,
+    merge_slices,
+    parse_endpoints,
+    watch_services,
 )
 from tests.api_server import StandIn, endpoint
 from tests.loop import eventually
 
 ADDRESS = "kubernetes:///target.ns:50051"
-QUICK = WatchRules(resync_s=60.0, repeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05, hasty_s=0.5)
+QUICK = WatchRules(resync_s=60.0, repeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05, min_watch_s=0.5)
 A, B, C = "10.0.0.1:50051", "10.0.0.2:50051", "10.0.0.3:50051"
 
 
@@ -68,7 +68,7 @@ async def telling(folder: Path, *versions: str, rules: WatchRules = QUICK,
     server = StandIn(*versions)
     await server.start()
     found = Told(server)
-    async with watching(addresses, kubeconfig(folder, server), found.seen, rules) as found.directory:
+    async with watch_services(addresses, kubeconfig(folder, server), found.seen, rules) as found.directory:
         yield found
     await server.stop()
 
@@ -78,7 +78,7 @@ async def test_pods_come_become_unready_and_go(tmp_path: Path, versions: tuple[s
     async with telling(tmp_path, *versions) as f:
         await f.ready()
         await f.server.put("s1", endpoint("10.0.0.1", ready=False))
-        await eventually(lambda: f.directory.listed == 1)
+        await eventually(lambda: f.directory.num_listed == 1)
         await f.ready()
         await f.server.put("s1", endpoint("10.0.0.1"), endpoint("10.0.0.2", ready=None))
         await f.server.put("s2", endpoint("10.0.0.3"))
@@ -97,7 +97,7 @@ async def test_a_pod_that_ends_is_out_at_once(tmp_path: Path) -> None:
         await f.ready(A, B)
         await f.server.put("s1", endpoint("10.0.0.1", ready=True, terminating=True), endpoint("10.0.0.2"))
         await f.ready(B)
-        assert f.directory.listed == 1, "what ends is not missed"
+        assert f.directory.num_listed == 1, "what ends is not missed"
 
 
 async def test_a_broken_watch_changes_nothing_and_is_taken_up_again(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ async def test_a_server_that_refuses_or_is_away_empties_nothing(tmp_path: Path, 
         await f.ready(A)
         f.server.refuse = status
         await f.server.cut()
-        await eventually(lambda: not f.directory.fresh)
+        await eventually(lambda: not f.directory.in_sync)
         await f.server.stop()
         told = len(f.told)
         await asyncio.sleep(0.3)
@@ -167,7 +167,7 @@ class Lists:
         self._left = list(listings)
         self.silent = False
 
-    async def served(self) -> str:
+    async def api_version(self) -> str:
         return "v1"
 
     async def list(self, version: str, service: ServiceAddress) -> object:
@@ -194,7 +194,7 @@ async def test_a_list_that_is_none_changes_nothing(nonsense: object) -> None:
     task = asyncio.create_task(watch.run())
     await eventually(lambda: server.silent)
     task.cancel()
-    assert list(watch.endpoints) == [A] and not watch.fresh
+    assert list(watch.endpoints) == [A] and not watch.in_sync
 
 
 async def test_a_watch_that_ends_at_once_is_not_hammered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ async def test_lists_come_from_time_to_time(tmp_path: Path) -> None:
 
 async def test_several_services_and_named_ports(tmp_path: Path) -> None:
     pools = ("kubernetes:///main.ns.svc:grpc", "kubernetes:///canary.ns:50052", "10.9.9.9:1")
-    assert fixed(pools) == ("10.9.9.9:1",)
+    assert fixed_addresses(pools) == ("10.9.9.9:1",)
     async with telling(tmp_path, addresses=pools) as f:
         await f.server.put("m", endpoint("10.0.0.1"), service="main", port=7000)
         await f.server.put("c", endpoint("10.0.0.2"), service="canary", port=50052)
@@ -238,7 +238,7 @@ async def test_what_the_api_server_refused_is_said(tmp_path: Path, status: int) 
     await server.start()
     server.refuse = status
     with capture_logs() as logs:
-        async with watching((ADDRESS,), kubeconfig(tmp_path, server), lambda ready: None, QUICK):
+        async with watch_services((ADDRESS,), kubeconfig(tmp_path, server), lambda ready: None, QUICK):
             await eventually(lambda: any("problem" in line for line in logs))
     problem = next(line["problem"] for line in logs if "problem" in line)
     assert f"refused to say which versions of discovery.k8s.io it serves: {status}" in problem
@@ -263,7 +263,7 @@ async def test_a_token_of_a_kubeconfig_is_asked_for_again(tmp_path: Path, user: 
     await server.put("s1", endpoint("10.0.0.1"))
     told = Told(server)
     config = kubeconfig(tmp_path, server, user.replace("CREDENTIAL", str(tmp_path / "credential")))
-    async with watching((ADDRESS,), config, told.seen, QUICK):
+    async with watch_services((ADDRESS,), config, told.seen, QUICK):
         await told.ready(A)
         issue("second")
         await server.cut()
@@ -277,18 +277,18 @@ async def test_pods_that_nobody_could_ask_for_are_missed(tmp_path: Path) -> None
     server = StandIn()
     await server.start()
     server.refuse, told = 403, Told(server)
-    async with watching((ADDRESS,), kubeconfig(tmp_path, server), told.seen, QUICK) as directory:
-        assert directory.listed == 1
+    async with watch_services((ADDRESS,), kubeconfig(tmp_path, server), told.seen, QUICK) as directory:
+        assert directory.num_listed == 1
         server.refuse = 0
-        await eventually(lambda: directory.fresh)
-        assert directory.listed == 0, "the list is there, and empty"
+        await eventually(lambda: directory.in_sync)
+        assert directory.num_listed == 0, "the list is there, and empty"
     await server.stop()
 
 
 async def test_plain_addresses_need_no_cluster() -> None:
-    async with watching(("127.0.0.1:1",), "", lambda ready: None) as found:
+    async with watch_services(("127.0.0.1:1",), "", lambda ready: None) as found:
         await asyncio.sleep(0)
-        assert found.listed == 0 and found.fresh
+        assert found.num_listed == 0 and found.in_sync
 
 
 def test_who_asks_no_cluster_loads_no_client_of_it() -> None:
@@ -337,22 +337,22 @@ def a_slice(**changes: Any) -> dict[str, Any]:
     {"endpoints": [endpoint("10.0.0.1")] * 1001}, {"endpoints": [{"addresses": ["::g"]}]}])
 def test_slices_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(RemoteProtocolError):
-        endpoints_of(a_slice(**changes), "50051")
+        parse_endpoints(a_slice(**changes), "50051")
 
 
 def test_ports_must_be_there() -> None:
-    assert endpoints_of(a_slice(), "50052") == () and endpoints_of(a_slice(ports=None), "50051") == ()
-    assert endpoints_of(a_slice(ports=[{"name": "grpc", "port": 1, "protocol": "UDP"}]), "grpc") == ()
-    assert endpoints_of(a_slice(addressType="FQDN"), "50051") == ()
+    assert parse_endpoints(a_slice(), "50052") == () and parse_endpoints(a_slice(ports=None), "50051") == ()
+    assert parse_endpoints(a_slice(ports=[{"name": "grpc", "port": 1, "protocol": "UDP"}]), "grpc") == ()
+    assert parse_endpoints(a_slice(addressType="FQDN"), "50051") == ()
 
 
 def test_a_pod_of_two_families_or_two_slices_counts_once() -> None:
     four = Endpoint("10.0.0.1:1", "p", True, False)
     six = Endpoint("[fd00::1]:1", "p", True, False)
     old = Endpoint("10.0.0.1:1", "p", False, False)
-    assert set(merged([(six,), (four,)])) == set(merged([(four,), (six,)])) == {"10.0.0.1:1"}
-    assert merged([(old,), (four,)]) == merged([(four,), (old,)]) == {"10.0.0.1:1": four}
-    assert endpoints_of(a_slice(addressType="IPv6", endpoints=[endpoint("fd00::1")]), "grpc")[0].address == (
+    assert set(merge_slices([(six,), (four,)])) == set(merge_slices([(four,), (six,)])) == {"10.0.0.1:1"}
+    assert merge_slices([(old,), (four,)]) == merge_slices([(four,), (old,)]) == {"10.0.0.1:1": four}
+    assert parse_endpoints(a_slice(addressType="IPv6", endpoints=[endpoint("fd00::1")]), "grpc")[0].address == (
         "[fd00::1]:50051")
 
 
@@ -365,19 +365,19 @@ class Clock:
 
 def test_the_roster() -> None:
     clock = Clock()
-    roster = Roster(clock, RosterRules(leave_s=30, silent_s=60))
-    assert roster.seen({A: "n", B: "n"}) == [A, B] and roster.seen({A: "n", B: "n"}) == []
-    roster.seen({A: "n"})
-    assert roster.left(B) and not roster.left(A) and not roster.over()
+    roster = Roster(clock, RosterRules(forget_after_s=30, silent_s=60))
+    assert roster.update({A: "n", B: "n"}) == [A, B] and roster.update({A: "n", B: "n"}) == []
+    roster.update({A: "n"})
+    assert roster.is_delisted(B) and not roster.is_delisted(A) and not roster.expired()
     clock.now_s = 29
-    assert roster.seen({A: "n", B: "n"}) == [] and not roster.left(B), "it came back as it was"
-    roster.heard(A)
-    roster.seen({A: "n"})
+    assert roster.update({A: "n", B: "n"}) == [] and not roster.is_delisted(B), "it came back as it was"
+    roster.mark_alive(A)
+    roster.update({A: "n"})
     clock.now_s = 60
-    assert roster.over() == [B]
+    assert roster.expired() == [B]
     roster.forget(B)
     clock.now_s = 200
-    assert roster.over() == [], "nobody is heard: nobody is forgotten"
-    assert roster.seen({A: "n", C: "n"}) == [C]
-    assert roster.over() == [A], "but one who is silent while another is there"
-    assert roster.seen({A: "n", B: "n", C: "n"}) == [B]
+    assert roster.expired() == [], "nobody is heard: nobody is forgotten"
+    assert roster.update({A: "n", C: "n"}) == [C]
+    assert roster.expired() == [A], "but one who is silent while another is there"
+    assert roster.update({A: "n", B: "n", C: "n"}) == [B]

@@ -22,7 +22,7 @@ from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHell
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import LEFT_ALONE, REFUSED, DraftStatus, Request, Sampling
 from slipstream.wire.channel import ConnectionRules
-from slipstream.wire.discovery import RosterRules, WatchRules, watching
+from slipstream.wire.discovery import RosterRules, WatchRules, watch_services
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer
@@ -40,7 +40,7 @@ WIRE = WireSection()
 RULES = ConnectionRules(backoff_max_s=0.1)
 QUICK = WatchRules(repeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05)
 ROSTER = RosterRules()
-LEFT_S, SILENT_S = ROSTER.leave_s + 1.0, ROSTER.silent_s + 1.0
+LEFT_S, SILENT_S = ROSTER.forget_after_s + 1.0, ROSTER.silent_s + 1.0
 ADDRESSES = ("kubernetes:///target.ns:grpc",)
 
 
@@ -127,7 +127,7 @@ async def routed(folder: Path, tls: TlsFiles | None = None, client: TlsFiles | N
     targets = Targets({}, connect, clock, ROSTER)
     balancer = Balancer(targets, RouterMetrics("tiny"), rules=BalanceRules(poll_timeout_s=20.0))
     found = Routed(api, Pods(api, tls), targets, balancer, clock)
-    async with watching(ADDRESSES, kubeconfig(folder, api), targets.update, QUICK):
+    async with watch_services(ADDRESSES, kubeconfig(folder, api), targets.update, QUICK):
         polling = asyncio.create_task(found.poll())
         try:
             yield found
@@ -319,17 +319,17 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
 
     clock = Clock()
     drafts = Drafts(connect, told, clock, ROSTER)
-    drafts.fix(("127.0.0.1:9",))
-    sweeping = asyncio.create_task(drafts.run(look_s=0.02))
+    drafts.dial_fixed(("127.0.0.1:9",))
+    sweeping = asyncio.create_task(drafts.run(sweep_s=0.02))
 
     def up() -> set[str]:
         return {status.address for status in drafts.statuses() if status.connected}
 
-    async with watching(ADDRESSES, kubeconfig(tmp_path, api), drafts.seen, QUICK) as directory:
+    async with watch_services(ADDRESSES, kubeconfig(tmp_path, api), drafts.update, QUICK) as directory:
         a = await pods.start("a", DraftServicer(echo))
         b = await pods.start("b", DraftServicer(echo))
         await eventually(lambda: up() == {a, b})
-        assert len(drafts.statuses()) == 3 and directory.listed == 2
+        assert len(drafts.statuses()) == 3 and directory.num_listed == 2
         await pods.list("a", ready=False)
         await eventually(lambda: told.leaving == {a: True})
         assert up() == {a, b}, "its sessions may end"
@@ -340,14 +340,14 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
         echo.up[-1].send([Drop(1, "draining")])
         await pods.kill("b")
         await eventually(lambda: {s.address for s in drafts.statuses()} == {a, "127.0.0.1:9"})
-        assert directory.listed == 1
+        assert directory.num_listed == 1
         await api.delete("a")
         await eventually(lambda: told.leaving[a])
         clock.now_s += LEFT_S
         await eventually(lambda: {s.address for s in drafts.statuses()} == {"127.0.0.1:9"})
         assert told.downs, "a link that stays too long is closed"
         await api.delete("b")
-        await eventually(lambda: directory.listed == 0)
+        await eventually(lambda: directory.num_listed == 0)
     sweeping.cancel()
     await asyncio.gather(sweeping, return_exceptions=True)
     await drafts.aclose()
@@ -378,17 +378,17 @@ async def test_a_draft_that_left_gets_no_session_though_its_link_comes_back_at_o
     target = Following(TargetSection(drafts=()), StepCosts({1: 0.02}), TargetMetrics("tiny"))
     link, hello = Flapping("a:1"), DraftHello(PROTOCOL_VERSION, 0, "ngram", 0, "", None, 0, 64, 16, 8)
     drafts = Drafts(lambda address, name: link, target, Clock(), ROSTER)
-    drafts.seen({"a:1": ""})
+    drafts.update({"a:1": ""})
     target.link_up(link, hello)
     target.inbox.drain()
     assert target.pool.has_room
-    drafts.seen({})
+    drafts.update({})
     target.link_down(link, "unavailable")
     target.link_up(link, hello)
     drafts.sweep()
     target.inbox.drain()
     assert not target.pool.has_room
-    drafts.seen({"a:1": ""})
+    drafts.update({"a:1": ""})
     target.inbox.drain()
     assert target.pool.has_room
     await drafts.aclose()
@@ -411,7 +411,7 @@ async def test_a_draft_that_is_gone_without_is_not_forgotten_while_it_answers(wh
     links = {"a:1": Flapping("a:1"), "b:1": away}
     clock = Clock()
     drafts = Drafts(lambda address, name: links[address], Told(), clock, ROSTER)
-    drafts.seen(dict.fromkeys(links, ""))
+    drafts.update(dict.fromkeys(links, ""))
     clock.now_s += SILENT_S
     drafts.sweep()
     assert [status.address for status in drafts.statuses()] == ["a:1", "b:1"]

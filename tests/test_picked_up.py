@@ -104,7 +104,7 @@ async def two(folder: Path, *targets: EchoTarget, **section: Any) -> AsyncIterat
 
 
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_client, "PAUSE_S", 0.01)
+    monkeypatch.setattr(wire_client, "RETRY_PAUSE_S", 0.01)
 
 
 async def answered(client: AsyncClient, prompt: str, **options: Any) -> list[Delta]:

@@ -26,7 +26,7 @@ from slipstream.base.errors import (
 )
 from slipstream.cli.host import first_key
 from slipstream.client import AsyncClient
-from slipstream.observe.vitals import kept_up
+from slipstream.observe.vitals import background_tasks
 from slipstream.protocol.chat import Begun
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.server import GrpcServer
@@ -294,7 +294,7 @@ async def test_streams_go_on_while_keys_are_read_again(tmp_path: Path, monkeypat
         return own_read(file)
 
     monkeypatch.setattr(tenants, "_read", reads)
-    async with kept_up(keys.follow(0.001)):
+    async with background_tasks(keys.follow(0.001)):
         written(tmp_path, "new-key")
         await eventually(lambda: keys.tenant("new-key") is not None)
     assert threads and threading.get_ident() not in threads

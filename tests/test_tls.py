@@ -22,7 +22,7 @@ from slipstream.client import Client
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.channel import ConnectionRules, open_channel
-from slipstream.wire.client import place_of
+from slipstream.wire.client import parse_address
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer
@@ -330,7 +330,7 @@ async def test_a_client_reaches_a_router_behind_a_proxy_with_tls(tmp_path: Path)
     ("http://llm.example.org", "llm.example.org:80"), ("http://127.0.0.1:8001", "127.0.0.1:8001"),
     ("127.0.0.1:8001", "127.0.0.1:8001"), ("dns:///a:1", "dns:///a:1")])
 def test_an_address_may_be_a_url(address: str, dialled: str) -> None:
-    assert place_of(address) == (dialled, address.startswith("https"))
+    assert parse_address(address) == (dialled, address.startswith("https"))
 
 
 @pytest.mark.parametrize("address", ["https://", "https://a/v1", "https://a:b", "https://key@a", "http://a?b"])

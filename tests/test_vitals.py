@@ -23,7 +23,7 @@ from slipstream.drafting.ngram import NgramDrafter
 from slipstream.following.following import Following
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import SILENT_S, Vitals, kept_up, until
+from slipstream.observe.vitals import SILENT_S, Vitals, background_tasks, until
 from slipstream.protocol.messages import Growth, Open, TargetHello
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.link import DraftLink
@@ -135,7 +135,7 @@ async def test_a_background_task_that_fails_ends_the_service() -> None:
 
     vitals = Vitals("target")
     with pytest.raises(PartLost, match=r"fails has ended: KeyError: 'a bug'"):
-        async with kept_up(ends(), fails(), vitals=vitals):
+        async with background_tasks(ends(), fails(), vitals=vitals):
             await until(asyncio.Event(), vitals)
     vitals.end()
 
@@ -195,7 +195,7 @@ async def test_a_draft_whose_thread_dies_ends_with_the_reason_and_its_targets_kn
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     heard = Target()
     link = DraftLink(f"127.0.0.1:{port}", HELLO, heard, lambda target, draft: None)
-    async with kept_up(link.run()):
+    async with background_tasks(link.run()):
         await eventually(lambda: link.status().connected)
         assert await asyncio.to_thread(answers, f"127.0.0.1:{metrics}", "/ready")
         link.send([Open(1, ints(1, 2, 1, 2), 4, Sampling())])
@@ -236,7 +236,7 @@ async def test_a_bug_in_a_link_costs_its_draft_a_while_and_nobody_else() -> None
     server, port = await raw_draft(behave)
     events = Buggy()
     with capture_logs() as lines:
-        async with kept_up(DraftLink(f"127.0.0.1:{port}", HELLO, events, lambda target, draft: None).run()):
+        async with background_tasks(DraftLink(f"127.0.0.1:{port}", HELLO, events, lambda target, draft: None).run()):
             await eventually(lambda: len(events.ups) == 2)
     await server.stop(0)
     assert [line["event"] for line in lines if line["log_level"] == "error"] == ["draft link failed"]

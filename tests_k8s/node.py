@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import yaml
 
-from slipstream.observe.vitals import kept_up
+from slipstream.observe.vitals import background_tasks
 from tests_k8s.cluster import Cluster
 from tests_k8s.kubelet import kubelet
 from tests_k8s.pod import Pod, now
@@ -93,7 +93,7 @@ class Node:
         async with kubelet(self.folder, self._log, self._begin) as port:
             await self.register()
             try:
-                async with kept_up(self.beat(port), self.work()):
+                async with background_tasks(self.beat(port), self.work()):
                     yield
             finally:
                 await self.aclose()

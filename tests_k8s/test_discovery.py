@@ -13,7 +13,7 @@ import pytest
 from slipstream.base.address import ServiceAddress, service_address
 from slipstream.base.errors import Unavailable
 from slipstream.wire.cluster import ApiServer, Change, api_server
-from slipstream.wire.discovery import Directory, WatchRules, watching
+from slipstream.wire.discovery import Directory, WatchRules, watch_services
 from tests.api_server import endpoint
 from tests_k8s.cluster import Cluster, Door, Slices
 from tests_k8s.own_server import OwnServer
@@ -46,7 +46,7 @@ class Told:
     async def stale(self) -> None:
         """Wait until it knows that nobody tells it anything."""
         async with asyncio.timeout(WITHIN_S):
-            while self.directory.fresh:
+            while self.directory.in_sync:
                 await asyncio.sleep(0.02)
 
 
@@ -54,7 +54,7 @@ class Told:
 async def telling(kubeconfig: str | Path, namespace: str) -> AsyncIterator[Told]:
     found = Told()
     address = f"kubernetes:///target.{namespace}:50051"
-    async with watching((address,), str(kubeconfig), found.seen, QUICK) as found.directory:
+    async with watch_services((address,), str(kubeconfig), found.seen, QUICK) as found.directory:
         yield found
 
 
@@ -70,7 +70,7 @@ async def test_pods_appear_become_unready_and_vanish(cluster: Cluster, namespace
         await f.ready(A, B, C)
         await asyncio.to_thread(slices.put, "s1", endpoint("10.0.0.1", ready=False), endpoint("10.0.0.2"))
         await f.ready(B, C)
-        assert f.directory.listed == 3, "who is not ready is still there"
+        assert f.directory.num_listed == 3, "who is not ready is still there"
         await asyncio.to_thread(slices.delete, "s2")
         await f.ready(B)
         await asyncio.to_thread(slices.delete, "s1")
@@ -100,7 +100,7 @@ class Forgotten:
 
     def __init__(self, server: ApiServer) -> None:
         self._server = server
-        self.served, self.list, self.aclose = server.served, server.list, server.aclose
+        self.api_version, self.list, self.aclose = server.api_version, server.list, server.aclose
         self.refused = 0
 
     async def watch(self, version: str, service: ServiceAddress, since: str) -> AsyncGenerator[Change, None]:

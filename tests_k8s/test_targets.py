@@ -12,7 +12,7 @@ from router_service.balance import Balancer, Targets
 from slipstream.base.config import WireSection
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Request, Sampling
-from slipstream.wire.discovery import RosterRules, watching
+from slipstream.wire.discovery import RosterRules, watch_services
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.api_server import endpoint
@@ -53,7 +53,7 @@ async def test_without_the_api_server_the_living_stay_and_the_dead_go(cluster: C
         servers[name] = (server, await server.start())
         await asyncio.to_thread(slices.put, name, endpoint("127.0.0.1", pod=name), port=servers[name][1])
     a, b = (f"127.0.0.1:{port}" for _, port in servers.values())
-    async with watching((f"kubernetes:///target.{namespace}:grpc",), str(cluster.kubeconfig), targets.update):
+    async with watch_services((f"kubernetes:///target.{namespace}:grpc",), str(cluster.kubeconfig), targets.update):
         polling = asyncio.create_task(balancer.run())
         try:
             await until(lambda: known() == {a: True, b: True}, SPARE_S)

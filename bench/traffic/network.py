@@ -25,7 +25,7 @@ from bench.fleet import Served
 from bench.report import Row, complained, finished, number, save, write
 from bench.timed import Reader, deployed
 from bench.traffic import real
-from slipstream.observe.vitals import kept_up
+from slipstream.observe.vitals import background_tasks
 from slipstream.simulate.simulation import AHEAD, SCHEDULES
 from slipstream.simulate.timed import Timing
 
@@ -74,7 +74,7 @@ async def measure(rig: Served, cell: Cell, seconds: float) -> Row:
     """Answer ``batch`` streams side by side, for ``seconds`` at most."""
     begin, count = cell.tokens
     readers = [Reader(number, begin, begin + count) for number in range(cell.batch)]
-    async with kept_up(*(reader.read(rig.clients[0], cell.schedule != "plain") for reader in readers)):
+    async with background_tasks(*(reader.read(rig.clients[0], cell.schedule != "plain") for reader in readers)):
         began_s = time.perf_counter()
         while not all(reader.ended for reader in readers) and time.perf_counter() < began_s + seconds:
             await asyncio.sleep(0.01)

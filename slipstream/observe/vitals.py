@@ -166,7 +166,7 @@ async def until(stop: asyncio.Event, *vitals: Vitals,
 
 
 @asynccontextmanager
-async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None) -> AsyncIterator[None]:
+async def background_tasks(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None) -> AsyncIterator[None]:
     """Run ``work`` beside the block, and cancel it at the block's end. ``vitals`` get errors before that."""
     tasks = [asyncio.create_task(one) for one in work]
     if vitals is not None:

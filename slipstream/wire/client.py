@@ -9,8 +9,8 @@ Rules:
 2. Errors are those of ``slipstream.base.errors``, as they were raised there; no gRPC error leaves a client.
 3. Leaving the loop early ends the answer on the server.
 4. If a router dies or drains, the client asks for the rest of its answer again: with the tokens so far, the same seed,
-   and a target of the same identity. The caller's loop sees only a pause. It ends with the error when ``TRIES`` tries
-   in a row brought no token, when the identity is no longer served, or when the prompt's text would come twice. Where
+   and a target of the same identity. The caller's loop sees only a pause. The error is raised after ``MAX_TRIES`` calls
+   in a row without a token, when the identity is no longer served, or when the prompt's text would be sent twice. Where
    there is no room, a begun answer waits; one without tokens raises the error, unless ``patience_s`` says how long to
    wait.
 5. Of several addresses one is used until it fails, then the next. An address that begins with https:// is a proxy with
@@ -39,88 +39,91 @@ from slipstream.wire.inference import decode_delta, decode_models, encode_chat, 
 from slipstream.wire.status import translated
 from slipstream.wire.tls import TlsFiles
 
-INFO_S = 10.0  # for the short calls
-TRIES = 6  # without a token; with the pauses between them they last eight seconds, forty where there is no room
-PAUSE_S = 0.25  # doubles with each try in a row
-BUSY_S = 8.0  # for so long at most a router that is busy is believed that it stays so
-TEXTS = ("tool_call_id", "reasoning_content", "name")  # of a message, besides
-MESSAGE = f"must have role and content, both text, and else nothing but tool_calls, {', '.join(TEXTS)}"
+LIST_MODELS_S = 10.0
+MAX_TRIES = 6  # without a token; with the pauses between them they last eight seconds, forty where there is no room
+RETRY_PAUSE_S = 0.25  # doubles with each try in a row
+MAX_BUSY_WAIT_S = 8.0  # of what a busy router asks for before the next try
+OPTIONAL_TEXTS = ("tool_call_id", "reasoning_content", "name")  # optional fields of a message
+MESSAGE_RULE = f"must have role and content, both text, and else nothing but tool_calls, {', '.join(OPTIONAL_TEXTS)}"
 
 Item = TypeVar("Item")
 Deltas = TypeVar("Deltas", Iterator[Delta], AsyncIterator[Delta])
 Conversation = str | Sequence[Message | Mapping[str, str]]
 
 
-class Asked:
-    """One answer, and what came of it so far."""
+class ResumableAnswer:
+    """One answer, as far as it was received. When its call fails, ``request`` asks for the rest."""
 
-    def __init__(self, name: str, encode: Callable[[ChatOptions], bytes], options: ChatOptions,
+    def __init__(self, method: str, encode: Callable[[ChatOptions], bytes], options: ChatOptions,
                  patience_s: float) -> None:
-        """name: of the call; patience_s: of who has nothing yet and finds no room. Raises InvalidRequest for options
-        that cannot be sent, TooLarge for more than gRPC sends."""
-        if len(encode(options)) > RULES.message_bytes:  # encoded before they are read here
+        """method: of the service. patience_s: how long an answer without tokens waits for room. Raises InvalidRequest
+        for options that cannot be sent, TooLarge for more than gRPC sends."""
+        if len(encode(options)) > RULES.message_bytes:  # encoded first: that checks their types
             raise TooLarge("request", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
-        self.name = name
+        self.method = method
         self._encode = encode
-        # The server's choice of a seed would be lost with it.
+        # A seed chosen by the server would be lost with it.
         self._options = options if options.seed not in (None, -1) else replace(options, seed=secrets.randbits(63))
         self._identity = options.begun.identity if options.begun is not None else ""
         self._tokens = list(options.begun.tokens) if options.begun is not None else []
-        self._came: list[Delta] = []  # of the present call
-        self._rounds = self._accepted = 0  # of those before
-        self._scored = self._behind = 0  # tokens of the prompt that were told, and that will be once more
-        self._failed = 0  # calls in a row that brought no token
-        self._until_s = time.monotonic() + patience_s
-        self.over = False  # all is here, whatever becomes of the call
+        self._deltas: list[Delta] = []  # of the present call
+        self._earlier_rounds = self._earlier_accepted = 0  # of the calls before
+        self._num_scored = 0  # scored tokens of the prompt that were received
+        self._num_repeated = 0  # of these, the ones that this call will repeat
+        self._failed_calls = 0  # calls in a row that brought no token
+        self._patience_ends_s = time.monotonic() + patience_s
+        self.finished = False  # the answer is complete, even if its call fails now
 
     def request(self) -> bytes:
         """The request for the rest of the answer."""
         begun = Begun(self._identity, tuple(self._tokens)) if self._tokens else None
         return self._encode(replace(self._options, begun=begun))
 
-    def take(self, delta: Delta) -> Delta:
-        """A delta that came, as it is for its reader."""
-        self._came.append(delta)
+    def receive(self, delta: Delta) -> Delta:
+        """Count a received delta. Returns it for the reader: without what an earlier call has brought, and with the
+        usage of all calls."""
+        self._deltas.append(delta)
         if delta.prompt:
-            again = min(self._behind, len(delta.prompt))
-            delta = delta._replace(prompt=delta.prompt[again:])
-            self._behind -= again
-            self._scored += len(delta.prompt)
-        self.over = delta.finish != ""
+            num_repeated = min(self._num_repeated, len(delta.prompt))
+            delta = delta._replace(prompt=delta.prompt[num_repeated:])
+            self._num_repeated -= num_repeated
+            self._num_scored += len(delta.prompt)
+        self.finished = delta.finish != ""
         self._tokens += [token.id for token in delta.tokens]
         self._identity = delta.identity or self._identity
-        if (usage := delta.usage) is None or not self._rounds:
+        if (usage := delta.usage) is None or not self._earlier_rounds:
             return delta
         return delta._replace(usage=replace(
-            usage, rounds=usage.rounds + self._rounds,
-            accepted_prediction_tokens=usage.accepted_prediction_tokens + self._accepted))
+            usage, rounds=usage.rounds + self._earlier_rounds,
+            accepted_prediction_tokens=usage.accepted_prediction_tokens + self._earlier_accepted))
 
-    def again(self, error: SlipstreamError) -> float:
-        """The call broke off: how long to wait before the next. Raises ``error`` where there is none to make."""
-        if isinstance(error, CapacityError) and not (self._rounds or self._came):
-            if (left_s := self._until_s - time.monotonic()) <= 0:
+    def pause_after(self, error: SlipstreamError) -> float:
+        """Count a call that failed with ``error``. Returns the seconds until the next call; raises ``error`` if there
+        shall be none."""
+        if isinstance(error, CapacityError) and not (self._earlier_rounds or self._deltas):
+            if (patience_left_s := self._patience_ends_s - time.monotonic()) <= 0:
                 raise error
-            return min(max(PAUSE_S, error.retry_after_s), left_s)
-        answered = any(delta.tokens for delta in self._came)
-        self._failed = 1 if answered else self._failed + 1
-        echoed = not self._tokens and any(delta.text for delta in self._came)  # and would be once more
-        if self._failed >= TRIES or (self._tokens and not self._identity) or echoed:
+            return min(max(RETRY_PAUSE_S, error.retry_after_s), patience_left_s)
+        got_tokens = any(delta.tokens for delta in self._deltas)
+        self._failed_calls = 1 if got_tokens else self._failed_calls + 1
+        would_echo_again = not self._tokens and any(delta.text for delta in self._deltas)
+        if self._failed_calls >= MAX_TRIES or (self._tokens and not self._identity) or would_echo_again:
             raise error
-        if answered:  # then all of the prompt was told, too
+        if got_tokens:  # then all of the prompt was received, too
             self._options = replace(self._options, echo=None, prompt_logprobs=None)
-        self._behind = self._scored
-        self._rounds += len(self._came)
-        self._accepted += sum(token.drafted for delta in self._came for token in delta.tokens)
-        self._came = []
-        pause_s = PAUSE_S * 2.0 ** (self._failed - 1)
-        return max(pause_s, min(error.retry_after_s, BUSY_S)) if isinstance(error, CapacityError) else pause_s
+        self._num_repeated = self._num_scored
+        self._earlier_rounds += len(self._deltas)
+        self._earlier_accepted += sum(token.drafted for delta in self._deltas for token in delta.tokens)
+        self._deltas = []
+        pause_s = RETRY_PAUSE_S * 2.0 ** (self._failed_calls - 1)
+        return max(pause_s, min(error.retry_after_s, MAX_BUSY_WAIT_S)) if isinstance(error, CapacityError) else pause_s
 
 
-class Caller(Generic[Deltas]):
-    """The requests that both clients make; each receives deltas in its own way."""
+class BaseClient(Generic[Deltas]):
+    """What both clients share: addresses, channels and requests."""
 
     def __init__(self, addresses: str | Sequence[str], api_key: str, patience_s: float,
-                 open_: Callable[[str, bool], Any]) -> None:
+                 open_to: Callable[[str, bool], Any]) -> None:
         self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         if not self._addresses:
             raise InvalidRequest("address", "names no router")
@@ -128,58 +131,61 @@ class Caller(Generic[Deltas]):
             raise InvalidRequest("api_key", "must be printable ASCII, without a line's end: gRPC sends no other")
         self._patience_s = patience_s
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._channels = [open_(*place_of(address)) for address in self._addresses]
-        self._at = 0  # of them is used
+        self._channels = [open_to(*parse_address(address)) for address in self._addresses]
+        self._current = 0  # index of the channel in use
 
     def chat(self, messages: Conversation, *, model: str = "", **options: Any) -> Deltas:
         """Deltas of the answer; the last one has ``finish`` and ``usage``. A string is one message of the user."""
         turns = _messages(messages)
-        return self._stream(Asked("Chat", lambda options: encode_chat(model, turns, options), _options(options),
-                                  self._patience_s))
+        return self._stream(ResumableAnswer("Chat", lambda options: encode_chat(model, turns, options),
+                                            _options(options), self._patience_s))
 
     def complete(self, prompt: str | Sequence[int], *, model: str = "", **options: Any) -> Deltas:
         """Deltas of what follows ``prompt``, a text or token ids, without a chat template."""
-        return self._stream(Asked("Complete", lambda options: encode_complete(model, prompt, options),
-                                  _options(options), self._patience_s))
+        return self._stream(ResumableAnswer("Complete", lambda options: encode_complete(model, prompt, options),
+                                            _options(options), self._patience_s))
 
     @contextmanager
     def _router(self) -> Iterator[Any]:
-        """A channel to the router that is used now. What it does wrong is an error of ours, and if it cannot be asked
-        the next one is used from then on."""
-        at = self._at
+        """The channel to the router in use. Errors of calls become ours; after Unavailable or Draining the next router
+        is used."""
+        index = self._current
         try:
-            with translated(self._addresses[at]):
-                yield self._channels[at]
+            with translated(self._addresses[index]):
+                yield self._channels[index]
         except (Unavailable, Draining):
-            if self._at == at:  # others may have found out before
-                self._at = (at + 1) % len(self._channels)
+            if self._current == index:  # else another call has moved on already
+                self._current = (index + 1) % len(self._channels)
             raise
 
     @contextmanager
-    def _call(self, asked: Asked) -> Iterator[Any]:
-        """What comes of asking for what is left."""
+    def _open_call(self, answer: ResumableAnswer) -> Iterator[Any]:
+        """A call for the rest of ``answer``, cancelled at the end of the block."""
         with self._router() as channel:
-            call = channel.unary_stream(f"/{INFERENCE_SERVICE}/{asked.name}")(asked.request(), metadata=self._metadata)
+            method = channel.unary_stream(f"/{INFERENCE_SERVICE}/{answer.method}")
+            call = method(answer.request(), metadata=self._metadata)
             try:
                 yield call
             finally:
                 call.cancel()
 
-    def _list(self, channel: Any) -> Any:
-        return channel.unary_unary(f"/{INFERENCE_SERVICE}/ListModels")(b"", metadata=self._metadata, timeout=INFO_S)
+    def _call_list_models(self, channel: Any) -> Any:
+        method = channel.unary_unary(f"/{INFERENCE_SERVICE}/ListModels")
+        return method(b"", metadata=self._metadata, timeout=LIST_MODELS_S)
 
-    def _stream(self, asked: Asked) -> Deltas:
-        """The deltas of ``asked``, when they are asked for."""
+    def _stream(self, answer: ResumableAnswer) -> Deltas:
+        """The deltas of ``answer``. Its first call is made when the first delta is asked for."""
         raise NotImplementedError
 
 
-class Client(Caller[Iterator[Delta]]):
-    """For programs without asyncio; may be used from any thread. ``patience_s``: for how many seconds an answer that
-    finds no room is asked for again; set it to start hundreds of answers at once."""
+class Client(BaseClient[Iterator[Delta]]):
+    """For programs without asyncio; may be used from any thread. ``patience_s``: for how many seconds a new answer is
+    asked for again while there is no room; set it to start hundreds of answers at once."""
 
     def __init__(self, address: str | Sequence[str] = "127.0.0.1:8001", *, api_key: str = "",
                  tls: TlsFiles | None = None, patience_s: float = 0.0) -> None:
-        super().__init__(address, api_key, patience_s, lambda place, secure: open_sync_channel(place, tls or secure))
+        super().__init__(address, api_key, patience_s,
+                         lambda dialled, secure: open_sync_channel(dialled, tls or secure))
 
     def models(self) -> list[str]:
         for _ in self._channels[1:]:
@@ -189,7 +195,7 @@ class Client(Caller[Iterator[Delta]]):
 
     def _ask_models(self) -> list[str]:
         with self._router() as channel:
-            return decode_models(self._list(channel))
+            return decode_models(self._call_list_models(channel))
 
     def close(self) -> None:
         for channel in self._channels:
@@ -201,26 +207,26 @@ class Client(Caller[Iterator[Delta]]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stream(self, asked: Asked) -> Iterator[Delta]:
+    def _stream(self, answer: ResumableAnswer) -> Iterator[Delta]:
         while True:
             try:
-                with self._call(asked) as call:
+                with self._open_call(answer) as call:
                     for data in call:
-                        yield asked.take(decode_delta(data))
+                        yield answer.receive(decode_delta(data))
                 return
             except (Unavailable, Draining, CapacityError) as error:
-                if asked.over:
+                if answer.finished:
                     return
-                pause_s = asked.again(error)
+                pause_s = answer.pause_after(error)
             time.sleep(pause_s)
 
 
-class AsyncClient(Caller[AsyncIterator[Delta]]):
+class AsyncClient(BaseClient[AsyncIterator[Delta]]):
     """For programs with asyncio, as ``Client``. Make it on the event loop that uses it."""
 
     def __init__(self, address: str | Sequence[str] = "127.0.0.1:8001", *, api_key: str = "",
                  tls: TlsFiles | None = None, patience_s: float = 0.0) -> None:
-        super().__init__(address, api_key, patience_s, lambda place, secure: open_channel(place, tls or secure))
+        super().__init__(address, api_key, patience_s, lambda dialled, secure: open_channel(dialled, tls or secure))
 
     async def models(self) -> list[str]:
         for _ in self._channels[1:]:
@@ -230,7 +236,7 @@ class AsyncClient(Caller[AsyncIterator[Delta]]):
 
     async def _ask_models(self) -> list[str]:
         with self._router() as channel:
-            return decode_models(await self._list(channel))
+            return decode_models(await self._call_list_models(channel))
 
     async def aclose(self) -> None:
         for channel in self._channels:
@@ -242,17 +248,17 @@ class AsyncClient(Caller[AsyncIterator[Delta]]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _stream(self, asked: Asked) -> AsyncIterator[Delta]:
+    async def _stream(self, answer: ResumableAnswer) -> AsyncIterator[Delta]:
         while True:
             try:
-                with self._call(asked) as call:
+                with self._open_call(answer) as call:
                     async for data in call:
-                        yield asked.take(decode_delta(data))
+                        yield answer.receive(decode_delta(data))
                 return
             except (Unavailable, Draining, CapacityError) as error:
-                if asked.over:
+                if answer.finished:
                     return
-                pause_s = asked.again(error)
+                pause_s = answer.pause_after(error)
             await asyncio.sleep(pause_s)
 
 
@@ -261,62 +267,62 @@ def _messages(conversation: Conversation) -> tuple[Message, ...]:
         return (Message("user", conversation),)
     if not isinstance(conversation, Sequence):
         raise InvalidRequest("messages", "must be a string or a list of messages")
-    return tuple(_message(f"messages[{number}]", turn) for number, turn in enumerate(conversation))
+    return tuple(_message(f"messages[{number}]", message) for number, message in enumerate(conversation))
 
 
-def _message(where: str, turn: object) -> Message:
-    if isinstance(turn, Message):
-        return turn
-    if not isinstance(turn, Mapping):
-        raise InvalidRequest(where, MESSAGE)
-    given = {**turn, "tool_calls": _each(f"{where}.tool_calls", turn.get("tool_calls"), _call)}
-    if given["tool_calls"] and given.get("content") is None:
-        given["content"] = ""
-    texts = [given.get("role"), given.get("content"), *(given[name] for name in given.keys() & TEXTS)]
-    if not given.keys() <= Message.__dataclass_fields__.keys() or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequest(where, MESSAGE)
-    return Message(**given)
+def _message(field: str, message: object) -> Message:
+    if isinstance(message, Message):
+        return message
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(field, MESSAGE_RULE)
+    fields = {**message, "tool_calls": _convert_each(f"{field}.tool_calls", message.get("tool_calls"), _tool_call)}
+    if fields["tool_calls"] and fields.get("content") is None:
+        fields["content"] = ""
+    texts = [fields.get("role"), fields.get("content"), *(fields[name] for name in fields.keys() & OPTIONAL_TEXTS)]
+    if not fields.keys() <= Message.__dataclass_fields__.keys() or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(field, MESSAGE_RULE)
+    return Message(**fields)
 
 
-def _each(where: str, items: object, made: Callable[[str, Any], Item]) -> tuple[Item, ...]:
+def _convert_each(field: str, items: object, convert: Callable[[str, Any], Item]) -> tuple[Item, ...]:
     if not isinstance(items, Sequence | None):
-        raise InvalidRequest(where, "must be a list")
-    return tuple(made(f"{where}[{number}]", item) for number, item in enumerate(items or ()))
+        raise InvalidRequest(field, "must be a list")
+    return tuple(convert(f"{field}[{number}]", item) for number, item in enumerate(items or ()))
 
 
-def _call(where: str, call: Any) -> ToolCall:
-    """As OpenAI's API has it, or one of ours."""
+def _tool_call(field: str, call: Any) -> ToolCall:
+    """A call in the form of OpenAI's API, or a ToolCall."""
     if isinstance(call, ToolCall):
         return call
-    function = _function_of(where, call)
+    function = _function_in(field, call)
     name, arguments, id_ = function.get("name"), function.get("arguments"), call.get("id", "")
     if not (isinstance(name, str) and isinstance(arguments, str) and isinstance(id_, str)):
-        raise InvalidRequest(where, "must have name, arguments and id, all text")
+        raise InvalidRequest(field, "must have name, arguments and id, all text")
     return ToolCall(name, arguments, id_)
 
 
-def _function_of(where: str, described: Any) -> Mapping[str, Any]:
+def _function_in(field: str, described: Any) -> Mapping[str, Any]:
     function = described.get("function") if isinstance(described, Mapping) else None
     if not isinstance(function, Mapping):
-        raise InvalidRequest(where, 'must be as in {"type": "function", "function": {"name": "..."}}')
+        raise InvalidRequest(field, 'must be as in {"type": "function", "function": {"name": "..."}}')
     return function
 
 
-def _tool(where: str, tool: object) -> Function:
+def _tool(field: str, tool: object) -> Function:
     if isinstance(tool, Function):
         return tool
-    function = _function_of(where, tool)
-    name, told, schema = (function.get(key) for key in ("name", "description", "parameters"))
-    if not isinstance(name, str) or not isinstance(told or "", str):
-        raise InvalidRequest(where, "must have a name and a description, both text")
-    return Function(name, told or "", "" if schema is None else _json(f"{where}.function.parameters", schema))
+    function = _function_in(field, tool)
+    name, description, schema = (function.get(key) for key in ("name", "description", "parameters"))
+    if not isinstance(name, str) or not isinstance(description or "", str):
+        raise InvalidRequest(field, "must have a name and a description, both text")
+    return Function(name, description or "", "" if schema is None else _json(f"{field}.function.parameters", schema))
 
 
-def _json(where: str, value: object) -> str:
+def _json(field: str, value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(where, "cannot be written as JSON") from error
+        raise InvalidRequest(field, "cannot be written as JSON") from error
 
 
 def _biases(given: Mapping[Any, Any]) -> tuple[tuple[int, float], ...]:
@@ -327,7 +333,7 @@ def _biases(given: Mapping[Any, Any]) -> tuple[tuple[int, float], ...]:
 
 
 def _options(options: dict[str, Any]) -> ChatOptions:
-    """OpenAI's ways to write an option are taken, too."""
+    """The options of ``chat`` and ``complete``, also in OpenAI's forms."""
     known = ChatOptions.__dataclass_fields__
     for name in options.keys() - known.keys():
         raise InvalidRequest(name, f"is not a known option; known: {', '.join(known)}")
@@ -337,9 +343,9 @@ def _options(options: dict[str, Any]) -> ChatOptions:
     if isinstance(given.get("logit_bias"), Mapping):
         given["logit_bias"] = _biases(given["logit_bias"])
     if given.get("tools"):
-        given["tools"] = _each("tools", given["tools"], _tool)
+        given["tools"] = _convert_each("tools", given["tools"], _tool)
     if isinstance(given.get("tool_choice"), Mapping):
-        given["function"] = _function_of("tool_choice", given.pop("tool_choice")).get("name")
+        given["function"] = _function_in("tool_choice", given.pop("tool_choice")).get("name")
         if not isinstance(given["function"], str):
             raise InvalidRequest("tool_choice", "must name a function")
     if isinstance(given.get("chat_template_kwargs"), Mapping):
@@ -347,9 +353,9 @@ def _options(options: dict[str, Any]) -> ChatOptions:
     return ChatOptions(**given)
 
 
-def place_of(address: str) -> tuple[str, bool]:
-    """What gRPC dials for ``address``, and whether with TLS (https://). Raises InvalidRequest for a URL with more than
-    a host and a port."""
+def parse_address(address: str) -> tuple[str, bool]:
+    """(host:port for gRPC, whether to use TLS) of an address or URL. Raises InvalidRequest for a URL with more than a
+    host and a port."""
     scheme, _, _ = address.partition("://")
     if scheme not in ("http", "https"):
         return address, False

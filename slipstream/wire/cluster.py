@@ -1,13 +1,13 @@
 """The API server of Kubernetes: the slices of one service, listed and watched.
 
 Rules:
-1. Every failure is Unavailable with a sentence, also that the server no longer has the watched version of the list
-   (410), after which the caller lists again.
-2. A watch ends by itself after ``WATCH_S``; one that is silent for longer than that is taken for dead.
+1. Every failure is Unavailable with a sentence, also 410: the server no longer has the watched version of the list, and
+   the caller lists again.
+2. A watch ends by itself after ``WATCH_S``; one that is silent for longer counts as dead.
 3. Credentials are those of the pod (its service account, read again as Kubernetes renews them), or of a kubeconfig,
-   whose file of a token, or plugin, is asked again, too.
+   whose token file or plugin is read again, too.
 
-The only importer of the kubernetes client. It knows nothing about what slices mean.
+The only importer of the kubernetes client. It knows nothing about the meaning of slices.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ GROUP = "discovery.k8s.io"
 VERSIONS = ("v1", "v1beta1")  # best first
 REQUEST_S = 10.0
 WATCH_S = 60
-SPARE_S = 10.0  # for the server to end its watch
+WATCH_MARGIN_S = 10.0  # for the server to end its watch
 KINDS = ("ADDED", "MODIFIED", "DELETED", "BOOKMARK")
-Change = tuple[str, Mapping[str, Any]]  # what happened, and the slice that it happened to
+Change = tuple[str, Mapping[str, Any]]  # type of event, slice
 
 
 class ApiServer:
@@ -49,9 +49,9 @@ class ApiServer:
         self._slices = CustomObjectsApi(self._client)
         self._groups = DiscoveryApi(self._client)
 
-    async def served(self) -> str:
+    async def api_version(self) -> str:
         """The version of EndpointSlices to ask for. Raises Unavailable."""
-        async with _failures("say which versions of discovery.k8s.io it serves"):
+        async with _failures_as_unavailable("say which versions of discovery.k8s.io it serves"):
             group = await self._groups.get_api_group()
         known = {version.version for version in group.versions}
         for version in VERSIONS:
@@ -61,24 +61,24 @@ class ApiServer:
 
     async def list(self, version: str, service: ServiceAddress) -> object:
         """The list of all slices, unchecked. Raises Unavailable."""
-        async with _failures(f"list the slices of {service.service}"):
-            found: object = await self._slices.list_namespaced_custom_object(
+        async with _failures_as_unavailable(f"list the slices of {service.service}"):
+            slices: object = await self._slices.list_namespaced_custom_object(
                 GROUP, version, service.namespace, "endpointslices", label_selector=_selector(service))
-        return found
+        return slices
 
     async def watch(self, version: str, service: ServiceAddress, since: str) -> AsyncGenerator[Change, None]:
         """What changes after ``since``. Ends when the server ends it; raises Unavailable or
         RemoteProtocolError."""
-        async with _failures(f"watch the slices of {service.service}"):
+        async with _failures_as_unavailable(f"watch the slices of {service.service}"):
             response = await self._slices.list_namespaced_custom_object_without_preload_content(
                 GROUP, version, service.namespace, "endpointslices", label_selector=_selector(service), watch=True,
                 allow_watch_bookmarks=True, resource_version=since, timeout_seconds=WATCH_S,
-                _request_timeout=WATCH_S + SPARE_S)
+                _request_timeout=WATCH_S + WATCH_MARGIN_S)
         try:
             if response.status != 200:
                 raise _refused(response.status, response.reason or "", "watch")
             while True:
-                async with _failures("read its watch", WATCH_S + SPARE_S):
+                async with _failures_as_unavailable("read its watch", WATCH_S + WATCH_MARGIN_S):
                     line = await response.content.readline()
                 if not line:
                     return
@@ -116,34 +116,34 @@ def _selector(service: ServiceAddress) -> str:
 def _change(line: bytes) -> Change:
     try:
         event = json.loads(line)
-        kind, found = event["type"], event["object"]
+        kind, slice_ = event["type"], event["object"]
     except (ValueError, KeyError, TypeError) as error:
         raise RemoteProtocolError("watch", "the API server sent what is no event") from error
-    if not isinstance(found, Mapping):
+    if not isinstance(slice_, Mapping):
         raise RemoteProtocolError("watch.object", "is none")
     if kind == "ERROR":
-        raise _refused(found.get("code"), str(found.get("reason", "")), "watch")
+        raise _refused(slice_.get("code"), str(slice_.get("reason", "")), "watch")
     if kind not in KINDS:
         raise RemoteProtocolError("watch.type", "is unknown")
-    return kind, found
+    return kind, slice_
 
 
-def _refused(status: object, reason: str, what: str) -> Unavailable:
+def _refused(status: object, reason: str, action: str) -> Unavailable:
     if status == 410:
         return Unavailable("the API server has forgotten the version that was watched")
     hint = "; may this service account get, list and watch endpointslices?" if status in (401, 403) else ""
-    return Unavailable(f"the API server refused to {what}: {status} {reason}{hint}")
+    return Unavailable(f"the API server refused to {action}: {status} {reason}{hint}")
 
 
 @asynccontextmanager
-async def _failures(what: str, within_s: float = REQUEST_S) -> AsyncIterator[None]:
-    """Turns all that can go wrong with a request into Unavailable."""
+async def _failures_as_unavailable(action: str, within_s: float = REQUEST_S) -> AsyncIterator[None]:
+    """Turns every failure of a request into Unavailable. ``action``: what was asked, for the message."""
     try:
         async with asyncio.timeout(within_s):
             yield
     except ApiException as error:
-        raise _refused(error.status, str(error.reason), what) from error
+        raise _refused(error.status, str(error.reason), action) from error
     except TimeoutError as error:
-        raise Unavailable(f"the API server did not answer within {within_s:g} s: {what}") from error
+        raise Unavailable(f"the API server did not answer within {within_s:g} s: {action}") from error
     except (aiohttp.ClientError, ConfigException, OSError, ValueError) as error:
-        raise Unavailable(f"the API server cannot be asked to {what}: {type(error).__name__}") from error
+        raise Unavailable(f"the API server cannot be asked to {action}: {type(error).__name__}") from error

@@ -2,9 +2,8 @@
 
 Rules:
 1. Fixed drafts are dialled for ever. Discovered ones follow the roster's rules.
-2. A draft that left gets no new session; its link stays until the draft ends it or the roster says that it is over, and
-   is not dialled again.
-3. All links count into one place.
+2. A delisted draft gets no new session; its link stays until the draft ends it or the roster lets it expire, and is not
+   dialled again.
 
 Runs on the event loop. It knows nothing about sessions or drafting.
 """
@@ -20,15 +19,15 @@ from typing import Protocol
 
 from slipstream.base.errors import SlipstreamError
 from slipstream.observe.log import logger
-from slipstream.observe.vitals import Vitals, kept_up
+from slipstream.observe.vitals import Vitals, background_tasks
 from slipstream.protocol.messages import Link
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.discovery import Roster, RosterRules, fixed, watching
+from slipstream.wire.discovery import Roster, RosterRules, fixed_addresses, watch_services
 
-LOOK_S = 0.5
+SWEEP_S = 0.5
 
 
-class Dialling(Link, Protocol):
+class RunnableLink(Link, Protocol):
     """A link that keeps itself up while it runs."""
 
     def status(self) -> DraftStatus: ...
@@ -36,26 +35,26 @@ class Dialling(Link, Protocol):
     async def run(self) -> None: ...
 
 
-class Leaving(Protocol):
-    """The receiver of a draft's leaving: whether the draft may get new sessions."""
+class LeavingListener(Protocol):
+    """Is notified when a draft is delisted (``leaving``: it gets no new sessions) or listed again."""
 
     def link_leaving(self, link: Link, leaving: bool) -> None: ...
 
 
-Connect = Callable[[str, str], Dialling]  # (address, name that its certificate bears; "": the address's own)
+Connect = Callable[[str, str], RunnableLink]  # (address, name in its certificate; "": the address's own)
 
 
 @dataclass(slots=True, eq=False)
 class Dialled:
-    link: Dialling
+    link: RunnableLink
     task: asyncio.Task[None]
-    left: bool = False
+    delisted: bool = False
 
 
 class Drafts:
     """``connect`` makes a link, which is then kept up here. Make it on the event loop."""
 
-    def __init__(self, connect: Connect, worker: Leaving, clock: Callable[[], float] = time.monotonic,
+    def __init__(self, connect: Connect, worker: LeavingListener, clock: Callable[[], float] = time.monotonic,
                  rules: RosterRules | None = None) -> None:
         self._connect = connect
         self._worker = worker
@@ -63,60 +62,61 @@ class Drafts:
         self._dialled: dict[str, Dialled] = {}
         self._log = logger("wire")
 
-    def fix(self, addresses: Sequence[str]) -> None:
+    def dial_fixed(self, addresses: Sequence[str]) -> None:
         """Dial these for ever. Raises ConfigError for certificates that cannot be read."""
         self._roster.fixed.update(addresses)
         for address in addresses:
             self._dial(address, "")
 
-    def seen(self, ready: Mapping[str, str]) -> None:
-        """What discovery knows: addresses that take work, each with the name that its certificate bears."""
-        for address in self._roster.seen(ready):
+    def update(self, ready: Mapping[str, str]) -> None:
+        """Discovery's present list: addresses of ready drafts, each with the name in its certificate."""
+        for address in self._roster.update(ready):
             try:
                 self._dial(address, ready[address])
                 self._log.info("draft found", draft=address)
             except SlipstreamError as error:
                 self._log.warning("draft not dialled", draft=address, problem=str(error))
-                self._roster.forget(address)  # discovery will say it again
-        self._tell_who_leaves()
+                self._roster.forget(address)  # discovery will list it again
+        self._notify_leaving()
 
     def statuses(self) -> list[DraftStatus]:
         """From any thread."""
         return [dialled.link.status() for dialled in list(self._dialled.values())]
 
     @asynccontextmanager
-    async def dialled(self, addresses: Sequence[str], kubeconfig: str, expected: Callable[[int], None],
-                      vitals: Vitals) -> AsyncIterator[None]:
-        """Keep links to all of ``addresses`` up while the block runs. ``expected`` is told how many drafts there should
-        be. Raises ConfigError for certificates that cannot be read, and where ``addresses`` name a service and no
-        cluster can be found."""
+    async def kept_connected(self, addresses: Sequence[str], kubeconfig: str, on_expected: Callable[[int], None],
+                             vitals: Vitals) -> AsyncIterator[None]:
+        """Keep links to all of ``addresses`` up while the block runs. ``on_expected`` gets the number of drafts that
+        there should be. Raises ConfigError for certificates that cannot be read, and where ``addresses`` name a service
+        and no cluster can be found."""
         try:
-            self.fix(fixed(addresses))
-            async with (watching(addresses, kubeconfig, self.seen, vitals=vitals) as directory,
-                        kept_up(self.run(lambda: expected(len(self._roster.fixed) + directory.listed)), vitals=vitals)):
-                yield
+            self.dial_fixed(fixed_addresses(addresses))
+            async with watch_services(addresses, kubeconfig, self.update, vitals=vitals) as directory:
+                sweeping = self.run(lambda: on_expected(len(self._roster.fixed) + directory.num_listed))
+                async with background_tasks(sweeping, vitals=vitals):
+                    yield
         finally:
             await self.aclose()
 
-    async def run(self, told: Callable[[], None] = lambda: None, look_s: float = LOOK_S) -> None:
-        """Forget those that are over, until cancelled. ``told`` is called at every look."""
+    async def run(self, on_sweep: Callable[[], None] = lambda: None, sweep_s: float = SWEEP_S) -> None:
+        """Sweep every ``sweep_s``, until cancelled. ``on_sweep`` is called after each sweep."""
         while True:
             self.sweep()
-            told()
-            await asyncio.sleep(look_s)
+            on_sweep()
+            await asyncio.sleep(sweep_s)
 
     def sweep(self) -> None:
-        """Forget those that are over."""
+        """Forget drafts that have expired or, once delisted, are no longer connected."""
         for address, dialled in self._dialled.items():
             status = dialled.link.status()
-            if status.connected or status.given_up:  # one that is refused lives
-                self._roster.heard(address)
-            if status.connected and dialled.left:  # the link may have come back since, and is as new then
+            if status.connected or status.given_up:  # a draft that refuses is alive
+                self._roster.mark_alive(address)
+            if status.connected and dialled.delisted:  # again: a new stream of the link is not leaving
                 self._worker.link_leaving(dialled.link, True)
         ended = [address for address, dialled in self._dialled.items()
-                 if dialled.left and not dialled.link.status().connected]
-        for address in {*self._roster.over(), *ended}:
-            self._log.info("draft forgotten", draft=address, left=self._dialled[address].left)
+                 if dialled.delisted and not dialled.link.status().connected]
+        for address in {*self._roster.expired(), *ended}:
+            self._log.info("draft forgotten", draft=address, left=self._dialled[address].delisted)
             self._roster.forget(address)
             self._dialled.pop(address).task.cancel()
 
@@ -132,10 +132,10 @@ class Drafts:
         link = self._connect(address, name)
         self._dialled[address] = Dialled(link, asyncio.get_running_loop().create_task(link.run()))
 
-    def _tell_who_leaves(self) -> None:
+    def _notify_leaving(self) -> None:
         for address, dialled in self._dialled.items():
-            left = self._roster.left(address)
-            if left != dialled.left:
-                dialled.left = left
-                self._worker.link_leaving(dialled.link, left)
-                self._log.info("draft left" if left else "draft back", draft=address)
+            delisted = self._roster.is_delisted(address)
+            if delisted != dialled.delisted:
+                dialled.delisted = delisted
+                self._worker.link_leaving(dialled.link, delisted)
+                self._log.info("draft left" if delisted else "draft back", draft=address)

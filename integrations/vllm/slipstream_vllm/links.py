@@ -65,7 +65,7 @@ class Links:
     async def _run(self, begun: Future[Drafts]) -> None:
         try:
             drafts = Drafts(self._connect, self._following)
-            async with drafts.dialled(self._addresses, self._kubeconfig, self._expect, self._vitals):
+            async with drafts.kept_connected(self._addresses, self._kubeconfig, self._expect, self._vitals):
                 begun.set_result(drafts)
                 await export_bytes(self._counts, self._metrics.wire_bytes)
         except BaseException as error:
