@@ -14,28 +14,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-LOOK_S = 0.05
+POLL_S = 0.05
 RETURN_S = 2.0  # a router asks all other targets within this time
 
 
-async def drained(running: Callable[[], int], hand_back: Callable[[], None], grace_s: float,
-                  clock: Callable[[], float]) -> bool:
+async def drain(running: Callable[[], int], hand_back: Callable[[], None], grace_s: float,
+                clock: Callable[[], float]) -> bool:
     """Wait until ``running()`` is 0. After ``grace_s`` seconds call ``hand_back``, and wait for answers that come back.
     Returns whether all finished in time."""
     deadline_s = clock() + grace_s
     while running():
         if clock() > deadline_s:
             hand_back()
-            await _quiet(running, clock)
+            await _wait_for_quiet(running, clock)
             return False
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     return True
 
 
-async def _quiet(running: Callable[[], int], clock: Callable[[], float]) -> None:
+async def _wait_for_quiet(running: Callable[[], int], clock: Callable[[], float]) -> None:
     """Wait until nothing has run for RETURN_S seconds."""
     since_s = clock()
     while clock() - since_s < RETURN_S:
         if running():
             since_s = clock()
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)

@@ -22,8 +22,8 @@ from slipstream.grammar.trial import Grammars
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import MAX_WAITING, NEEDS, DraftStatus, Piece, Request, Served, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
-from target_service.drain import drained
-from target_service.loop import TargetWorker, handed_back
+from target_service.drain import drain
+from target_service.loop import TargetWorker, handed_back_error
 from target_service.sequence import Rule, Sink
 from target_service.step import CALM_S
 
@@ -38,58 +38,58 @@ class TargetAnswer:
         self._number = number
         self._request = request
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        self._take: Callable[[Piece], bool] = _nobody
-        self._over, self._asked, self._allowed = False, False, request.speculate
+        self._take_directly: Callable[[Piece], bool] = _take_nothing
+        self._ended, self._submitted, self._may_speculate = False, False, request.speculate
         self._compiled = compiled
         if compiled is None:
-            self._ask(rule)
+            self._submit(rule)
         else:
             compiled.add_done_callback(self._begin)
 
     def _begin(self, compiled: asyncio.Future[Matcher]) -> None:
-        if self._over or compiled.cancelled():
+        if self._ended or compiled.cancelled():
             return
         error = compiled.exception()
         if isinstance(error, Exception):
             self._pieces.put_nowait(error)
         else:
-            self._ask(compiled.result())
+            self._submit(compiled.result())
 
-    def _ask(self, rule: Rule | None) -> None:
-        self._asked = True
-        self._worker.ask(self._number, self._request, self._told, rule)
-        if self._allowed is not self._request.speculate:
-            self._worker.switch(self._number, self._allowed)
+    def _submit(self, rule: Rule | None) -> None:
+        self._submitted = True
+        self._worker.add_request(self._number, self._request, self._receive, rule)
+        if self._may_speculate is not self._request.speculate:
+            self._worker.set_speculation(self._number, self._may_speculate)
 
-    def _told(self, piece: Piece | Exception) -> None:
-        if isinstance(piece, Exception) or piece.finish or not self._pieces.empty() or not self._take(piece):
+    def _receive(self, piece: Piece | Exception) -> None:
+        if isinstance(piece, Exception) or piece.finish or not self._pieces.empty() or not self._take_directly(piece):
             self._pieces.put_nowait(piece)
 
     def offer(self, take: Callable[[Piece], bool]) -> None:
-        self._take = take
+        self._take_directly = take
 
     def set_speculation(self, allowed: bool) -> None:
-        if not self._asked:
-            self._allowed = allowed
-        elif not self._over:
-            self._worker.switch(self._number, allowed)
+        if not self._submitted:
+            self._may_speculate = allowed
+        elif not self._ended:
+            self._worker.set_speculation(self._number, allowed)
 
     async def aclose(self) -> None:
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             if self._compiled is not None:
                 self._compiled.cancel()  # unless it is done
             self._worker.cancel(self._number)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
-            while not self._over:
+            while not self._ended:
                 piece = await self._pieces.get()
                 if isinstance(piece, Exception):
-                    self._over = True
+                    self._ended = True
                     raise piece
                 if piece.finish:
-                    self._over = True
+                    self._ended = True
                 yield piece
         finally:
             await self.aclose()
@@ -123,7 +123,7 @@ class TargetService:
         self._served.check(request, min(self._served.max_context, self._served.num_slots - MAX_NODES))
         if self.num_waiting > MAX_WAITING:
             raise CapacityError(f"{self.num_waiting} requests are waiting already")
-        if self._worker.shedding.refuses:
+        if self._worker.shedding.refuses_new:
             raise CapacityError("the device's memory is short: running answers go on, new ones have to wait", CALM_S)
         compiled: asyncio.Future[Matcher] | None = None
         if request.grammar is not None:
@@ -153,31 +153,31 @@ class TargetService:
         """Refuse new requests and wait for the running ones; those that do not finish in time are handed back, and run
         to their end if they return. Returns whether all finished in time."""
         self._draining = True
-        return await drained(lambda: self._worker.num_open + len(self._compiling), self._hand_back, grace_s,
-                             time.monotonic)
+        return await drain(lambda: self._worker.num_open + len(self._compiling), self._hand_back, grace_s,
+                           time.monotonic)
 
     def _hand_back(self) -> None:
         logger("target").info("answers handed back", running=self._worker.num_running,
                               waiting=self.num_waiting)
         for compiled in self._compiling:
             if not compiled.done():
-                compiled.set_exception(handed_back())
+                compiled.set_exception(handed_back_error())
         # After the answers whose grammar was compiled just now have been posted.
         asyncio.get_running_loop().call_soon(self._worker.post, self._worker.hand_back)
 
 
-def _nobody(_: Piece) -> bool:
+def _take_nothing(_: Piece) -> bool:
     """Before ``offer``: no piece is taken directly."""
     return False
 
 
-def send_over(loop: asyncio.AbstractEventLoop, pieces: list[tuple[Sink, Piece | Exception]]) -> None:
+def deliver_on_loop(loop: asyncio.AbstractEventLoop, pieces: list[tuple[Sink, Piece | Exception]]) -> None:
     """Send pieces from the engine thread to their readers on the event loop, in one call a step."""
     if not loop.is_closed():
-        loop.call_soon_threadsafe(hand_over, pieces)
+        loop.call_soon_threadsafe(deliver, pieces)
 
 
-def hand_over(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
+def deliver(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
     """Give each piece to its sink."""
     for sink, piece in pieces:
         sink(piece)

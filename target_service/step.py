@@ -5,14 +5,14 @@ Rules of a schedule:
    the first of each, then the second of each. The oldest always advances, so no answer starves; when slots run out, the
    last in that order is put back and computed again later.
 2. Rows go first to answers that decode, one each, then to prompts, chunk by chunk, so long prompts do not stop running
-   answers. A scored row counts as ``SCORED`` rows. The step that ends a prompt chooses the first token, too.
+   answers. A scored row counts as ``SCORED_ROW_COST`` rows. The step that ends a prompt chooses the first token, too.
 3. Trees get the rows that are left, and are made smaller before an answer is put back: drafts may fail, answers must
    not.
 4. An answer that waits for its drafter is left out until growth comes or its deadline passes. It never waits for its
    first token, because drafters still read its prompt. The whole step is held for it where one later step of all
    answers ends sooner than two steps.
 
-``Queues`` holds running and waiting answers in order of arrival and makes the facts that ``schedule`` reads. A waiting
+``Queues`` holds running and waiting answers in order of arrival and calls ``schedule``. A waiting
 answer whose prompt begins like one that is being computed stays in the queue until the prefix cache has that beginning;
 answers behind it may pass.
 
@@ -30,7 +30,7 @@ Rules of ``Shedding`` (smaller steps after the device's memory ran out, until no
 1. A step that did not fit loses nothing: nothing of it was committed, and the next turn makes a smaller one.
 2. Each time the limit is half the rows of the step that did not fit. Drafts are reduced first, because answers do not
    need them; new answers are refused last, and running ones go on.
-3. If a step of at most ``FEWEST_ROWS`` without drafts and new answers does not fit, its answers end.
+3. If a step of at most ``MIN_STEP_ROWS`` without drafts and new answers does not fit, its answers end.
 4. Each level is left when no step has failed for ``CALM_S``.
 
 It knows nothing about drafters or clients.
@@ -57,18 +57,18 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import PromptScores, TokenLogprob
 from slipstream.protocol.tree import DraftTree, Thresholds, Verdict, relaxed, walk
-from target_service.sequence import KV, Beginning, Sequence
+from target_service.sequence import KV, PrefixKey, Sequence
 
 
-class Facts(NamedTuple):
-    """One answer as the scheduler sees it. A named tuple, because one is made for each answer in each step."""
+class SequenceInfo(NamedTuple):
+    """An answer as the scheduler sees it. A named tuple, because one is made for each answer in each step."""
 
     key: int  # chosen by the caller
-    held: int  # slots that become free if it is put back; 0 for all answers while slots are not scarce
-    prefill: int  # committed tokens whose KV is missing, root not counted; cached KV in use elsewhere is not missing
-    nodes: int  # rows that it would verify now, root included; 0: only its prompt is wanted
+    freed_slots: int  # slots that become free if it is put back; 0 for all answers while slots are not scarce
+    num_prefill: int  # committed tokens whose KV is missing, root not counted; cached KV in use elsewhere is not
+    num_nodes: int  # rows that it would verify now, root included; 0: only its prompt is wanted
     waits: bool  # whether it waits for its drafter
-    scored: bool = False  # whether rows of its prompt go through the head
+    needs_scoring: bool = False  # whether rows of its prompt go through the head
 
 
 # Rows of one step. At most half of them are of prompts, so that running answers do not wait for a long prompt. A GPU
@@ -76,8 +76,8 @@ class Facts(NamedTuple):
 STEP_ROWS = {"cpu": 512, "cuda": 1024}
 
 
-EXAMINED = 256  # waiting answers that one step looks at
-SCORED = 2  # a scored row counts as so many rows: the head may cost as much as all layers before it
+MAX_EXAMINED = 256  # waiting answers that one step looks at
+SCORED_ROW_COST = 2  # a scored row counts as so many rows: the head may cost as much as all layers before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What to do, in the order of the fields. Keys are those of the facts."""
+    """What to do, in the order of the fields. Keys are those of ``SequenceInfo``."""
 
     put_back: tuple[int, ...] = ()
     admit: tuple[int, ...] = ()
@@ -107,70 +107,73 @@ class Schedule:
         return not (self.put_back or self.admit or self.prefill or self.verify)
 
 
-def schedule(running: abc.Sequence[Facts], waiting: abc.Sequence[Facts], free_slots: int, limits: Limits) -> Schedule:
+def schedule(running: abc.Sequence[SequenceInfo], waiting: abc.Sequence[SequenceInfo], free_slots: int,
+             limits: Limits) -> Schedule:
     """The next step. ``running`` and ``waiting`` are in the order of rule 1; ``free_slots`` includes slots that the
     prefix cache would give up. An answer in ``waiting`` needs ``prefill + 1`` slots to begin."""
-    ready = [facts for facts in running if not facts.prefill and not facts.waits]
-    room = free_slots
-    kept = list(running)
+    ready = [info for info in running if not info.num_prefill and not info.waits]
+    slots_left = free_slots
+    still_running = list(running)
     put_back: list[int] = []
     # Each answer that is ready needs one slot for its root, or it cannot advance at all.
-    while len(ready) > room and len(kept) > 1:
-        youngest = kept.pop()
-        put_back.append(youngest.key)
-        room += youngest.held
-        ready = [facts for facts in ready if facts.key != youngest.key]
-    rows = min(room, limits.max_step_rows)
-    verify = _share(ready, rows, rows - min(sum([facts.prefill for facts in kept]), limits.prefill_chunk))
-    room -= sum(rows for _, rows in verify)
+    while len(ready) > slots_left and len(still_running) > 1:
+        victim = still_running.pop()
+        put_back.append(victim.key)
+        slots_left += victim.freed_slots
+        ready = [info for info in ready if info.key != victim.key]
+    rows = min(slots_left, limits.max_step_rows)
+    num_prefill = sum([info.num_prefill for info in still_running])
+    verify = _allot_rows(ready, rows, rows - min(num_prefill, limits.prefill_chunk))
+    slots_left -= sum(rows for _, rows in verify)
     rows_left = limits.max_step_rows - sum(rows for _, rows in verify)
     prefill: list[tuple[int, int]] = []
-    for facts in kept:
-        each = SCORED if facts.scored else 1
-        rows = min(facts.prefill, limits.prefill_chunk // each, rows_left // each, room)
+    for info in still_running:
+        row_cost = SCORED_ROW_COST if info.needs_scoring else 1
+        rows = min(info.num_prefill, limits.prefill_chunk // row_cost, rows_left // row_cost, slots_left)
         if rows > 0:
-            prefill.append((facts.key, rows))
-            rows_left, room = rows_left - each * rows, room - rows
-            if rows == facts.prefill and min(facts.nodes, rows_left, room) > 0:
-                verify.append((facts.key, 1))
-                rows_left, room = rows_left - 1, room - 1
+            prefill.append((info.key, rows))
+            rows_left, slots_left = rows_left - row_cost * rows, slots_left - rows
+            if rows == info.num_prefill and min(info.num_nodes, rows_left, slots_left) > 0:
+                verify.append((info.key, 1))
+                rows_left, slots_left = rows_left - 1, slots_left - 1
     # The oldest cannot go on with its prompt, as no slot is free: the youngest is put back.
-    if len(kept) > 1 and not verify and not prefill and not any(facts.waits for facts in kept):
-        put_back.append(kept.pop().key)
+    if len(still_running) > 1 and not verify and not prefill and not any(info.waits for info in still_running):
+        put_back.append(still_running.pop().key)
         return Schedule(tuple(put_back))
     # Slots that running prompts still need are not given to new answers.
-    promised = sum(facts.prefill for facts in kept) - sum(rows for _, rows in prefill)
-    admit = () if put_back else _admit(waiting, len(kept), room - promised, limits)
+    reserved = num_prefill - sum(rows for _, rows in prefill)
+    admit = () if put_back else _select_admitted(waiting, len(still_running), slots_left - reserved, limits)
     return Schedule(tuple(put_back), admit, tuple(prefill), tuple(verify))
 
 
-def holds(ready: int, coming: int, missing_s: float, cost: Callable[[int], float]) -> bool:
-    """Whether to hold a step of ``ready`` rows for ``missing_s`` seconds, until ``coming`` further rows have arrived:
-    if one later step of all rows ends before two steps one after the other, as the device then reads its weights once.
-    cost: seconds of a step by its rows."""
-    return missing_s + cost(ready + coming) < cost(ready) + cost(coming)
+def should_hold(ready_rows: int, coming_rows: int, hold_s: float, cost: Callable[[int], float]) -> bool:
+    """Whether to hold a step of ``ready_rows`` for ``hold_s`` seconds, until ``coming_rows`` more have arrived: if one
+    later step of all rows ends before two steps one after the other, as the device then reads its weights once. cost:
+    seconds of a step by its rows."""
+    return hold_s + cost(ready_rows + coming_rows) < cost(ready_rows) + cost(coming_rows)
 
 
-def _share(ready: abc.Sequence[Facts], rows: int, most: int) -> list[tuple[int, int]]:
+def _allot_rows(ready: abc.Sequence[SequenceInfo], rows: int, max_rows: int) -> list[tuple[int, int]]:
     # One row each first; the rest of ``most`` rows goes to trees, oldest first.
     served = ready[:rows]
-    spare = max(0, most - len(served))
-    shares = []
-    for facts in served:
-        extra = min(facts.nodes - 1, spare)
+    spare = max(0, max_rows - len(served))
+    allotted = []
+    for info in served:
+        extra = min(info.num_nodes - 1, spare)
         spare -= extra
-        shares.append((facts.key, 1 + extra))
-    return shares
+        allotted.append((info.key, 1 + extra))
+    return allotted
 
 
-def _admit(waiting: abc.Sequence[Facts], num_running: int, room: int, limits: Limits) -> tuple[int, ...]:
+def _select_admitted(waiting: abc.Sequence[SequenceInfo], num_running: int, slots_left: int,
+                     limits: Limits) -> tuple[int, ...]:
     admitted: list[int] = []
-    for facts in waiting:
+    for info in waiting:
         # In order, or a long prompt would wait for ever behind short ones.
-        if num_running + len(admitted) >= limits.max_running or facts.prefill + 1 > room:
+        if num_running + len(admitted) >= limits.max_running or info.num_prefill + 1 > slots_left:
             break
-        room -= facts.prefill + 1
-        admitted.append(facts.key)
+        slots_left -= info.num_prefill + 1
+        admitted.append(info.key)
     return tuple(admitted)
 
 
@@ -181,88 +184,93 @@ class Queues:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
-    def everyone(self) -> list[Sequence]:
+    def all_sequences(self) -> list[Sequence]:
         return [*self.running, *self.waiting]
 
     def find(self, number: int) -> Sequence | None:
-        return next((one for one in self.everyone() if one.number == number), None)
+        return next((sequence for sequence in self.all_sequences() if sequence.number == number), None)
 
     def put_back(self, number: int) -> Sequence:
         """Move a running answer to the front of the waiting ones."""
-        one = next(one for one in self.running if one.number == number)
-        self.running.remove(one)
-        self.waiting.appendleft(one)
-        return one
+        sequence = next(sequence for sequence in self.running if sequence.number == number)
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        return sequence
 
     def admit(self, number: int) -> Sequence:
         """Move a waiting answer to the running ones."""
-        one = next(one for one in self.waiting if one.number == number)
-        self.waiting.remove(one)
-        self.running.append(one)
-        self.running.sort(key=lambda one: one.number)
-        return one
+        sequence = next(sequence for sequence in self.waiting if sequence.number == number)
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        self.running.sort(key=lambda sequence: sequence.number)
+        return sequence
 
-    def remove(self, one: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Forget an answer."""
-        (self.running if one in self.running else self.waiting).remove(one)
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
 
     def schedule(self, now_s: float, kv: KV, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:
-        """The next step, and the answers that are left out of it because they wait for their drafters."""
-        standing = [one for one in self.running
-                    if not one.prefilling and one.followed.side.num_output and one.followed.waits(now_s)]
-        for one in standing:
-            one.followed.stands(now_s)
+        """The next step, and the answers left out of it because they wait for their drafters."""
+        awaiting_drafts = [sequence for sequence in self.running if not sequence.prefilling
+                           and sequence.followed.side.num_output and sequence.followed.waits(now_s)]
+        for sequence in awaiting_drafts:
+            sequence.followed.stands(now_s)
         # The usual case between two rounds. Without running answers go on below: ``limits`` has to end shedding.
-        if standing and len(standing) == len(self.running) and not self.waiting:
-            return Schedule(), standing
-        facts, waits, have = list[Facts](), {one.number for one in standing}, Counter[str]()
+        if awaiting_drafts and len(awaiting_drafts) == len(self.running) and not self.waiting:
+            return Schedule(), awaiting_drafts
+        infos, num_by_owner = list[SequenceInfo](), Counter[str]()
+        awaiting_numbers = {sequence.number for sequence in awaiting_drafts}
         free_slots = kv.num_free
         scarce = free_slots < len(self.running)
-        for one in in_turn(self.running, have):
-            held = kv.held(one) if scarce else 0
-            if one.prefilling:
-                facts.append(Facts(one.number, held, one.num_prefill, min(1, one.followed.left), False, one.scores))
-            elif one.number in waits:
-                facts.append(Facts(one.number, held, 0, 1, True))
+        for sequence in round_robin(self.running, num_by_owner):
+            number, freed_slots = sequence.number, kv.freed_by_release(sequence) if scarce else 0
+            if sequence.prefilling:
+                infos.append(SequenceInfo(number, freed_slots, sequence.num_prefill, min(1, sequence.followed.left),
+                                          False, sequence.needs_scoring))
+            elif number in awaiting_numbers:
+                infos.append(SequenceInfo(number, freed_slots, 0, 1, True))
             else:
-                facts.append(Facts(one.number, held, 0, shedding.nodes(one.followed.nodes), False))
+                num_nodes = shedding.limit_nodes(sequence.followed.nodes)
+                infos.append(SequenceInfo(number, freed_slots, 0, num_nodes, False))
         limits = shedding.limits()
-        room = max(0, limits.max_running - len(self.running))
-        queued = self._queued(in_turn(self.waiting, have), room, kv) if room and self.waiting else []
-        return schedule(facts, queued, free_slots, limits), standing
+        num_places = max(0, limits.max_running - len(self.running))
+        admissible = (self._admissible(round_robin(self.waiting, num_by_owner), num_places, kv)
+                      if num_places and self.waiting else [])
+        return schedule(infos, admissible, free_slots, limits), awaiting_drafts
 
-    def _queued(self, ones: abc.Sequence[Sequence], room: int, kv: KV) -> list[Facts]:
-        """Facts of the first ``room`` of ``ones`` whose next tokens no other answer is computing. It stops at an answer
-        without enough slots, because none may pass it and the queue may be long."""
-        coming = {one.beginning(one.computed) for one in self.running if one.prefilling} if kv.caches else set()
-        queued, free_slots, known, used = list[Facts](), kv.num_free, 0, 0
-        beginning: Beginning | None = None
-        for one in ones[:EXAMINED]:
+    def _admissible(self, sequences: abc.Sequence[Sequence], num_places: int, kv: KV) -> list[SequenceInfo]:
+        """The first ``num_places`` of ``sequences`` whose next tokens no other answer is computing. It stops at an
+        answer without enough slots, because none may pass it and the queue may be long."""
+        computing = ({sequence.prefix_key(sequence.num_computed) for sequence in self.running if sequence.prefilling}
+                     if kv.has_prefix_cache else set())
+        admissible, free_slots, num_known, num_in_use = list[SequenceInfo](), kv.num_free, 0, 0
+        prefix_key: PrefixKey | None = None
+        for sequence in sequences[:MAX_EXAMINED]:
             # Answers with the same beginning (samples of one prompt) have as much in the prefix cache.
-            if beginning is None or one.beginning(known) != beginning:
-                known, used = kv.known(one)
-                beginning = one.beginning(known) if kv.caches else None
-            if beginning is not None and beginning in coming:
+            if prefix_key is None or sequence.prefix_key(num_known) != prefix_key:
+                num_known, num_in_use = kv.cached_prefix(sequence)
+                prefix_key = sequence.prefix_key(num_known) if kv.has_prefix_cache else None
+            if prefix_key is not None and prefix_key in computing:
                 continue
-            missing = one.base - 1 - used
-            queued.append(Facts(one.number, 0, missing, 1, False))
-            if len(queued) == room or missing >= free_slots:
+            num_missing = sequence.base - 1 - num_in_use
+            admissible.append(SequenceInfo(sequence.number, 0, num_missing, 1, False))
+            if len(admissible) == num_places or num_missing >= free_slots:
                 break
-            coming.add(beginning)
-        return queued
+            computing.add(prefix_key)
+        return admissible
 
 
-def in_turn(ones: abc.Iterable[Sequence], have: Counter[str]) -> list[Sequence]:
-    """``ones``, given in order of arrival, sorted so that owners take turns. ``have``: answers that each owner has
-    elsewhere already; ``ones`` are added to it."""
+def round_robin(sequences: abc.Iterable[Sequence], num_by_owner: Counter[str]) -> list[Sequence]:
+    """``sequences``, given in order of arrival, sorted so that owners take turns. ``num_by_owner``: answers that each
+    owner has elsewhere already; ``sequences`` are added to it."""
     turns = list[int]()
-    for one in ones:
-        owner = one.request.owner
-        turns.append(have[owner])
-        have[owner] += 1
-    if len(have) < 2:
-        return list(ones)
-    return [one for _, one in sorted(zip(turns, ones, strict=True), key=itemgetter(0))]
+    for sequence in sequences:
+        owner = sequence.request.owner
+        turns.append(num_by_owner[owner])
+        num_by_owner[owner] += 1
+    if len(num_by_owner) < 2:
+        return list(sequences)
+    return [sequence for _, sequence in sorted(zip(turns, sequences, strict=True), key=itemgetter(0))]
 
 
 class Outcome(NamedTuple):
@@ -285,14 +293,15 @@ class Scoring:
     rows: range
     start: int
 
-    def scores(self, states: torch.Tensor, head: abc.Callable[[torch.Tensor], torch.Tensor]) -> PromptScores:
-        one, first = self.sequence, self.start + 1
-        return prompt_scores(states[self.rows.start : self.rows.stop], head, one.tokens[first : first + len(self.rows)],
-                             first, one.request.prompt_logprobs or 0)
+    def compute(self, states: torch.Tensor, head: abc.Callable[[torch.Tensor], torch.Tensor]) -> PromptScores:
+        sequence, first = self.sequence, self.start + 1
+        tokens = sequence.tokens[first : first + len(self.rows)]
+        return prompt_scores(states[self.rows.start : self.rows.stop], head, tokens, first,
+                             sequence.request.prompt_logprobs or 0)
 
-    def keep(self, scores: PromptScores) -> tuple[Sequence, PromptScores]:
+    def commit(self, scores: PromptScores) -> tuple[Sequence, PromptScores]:
         """Count the scored rows, now that the step can no longer fail."""
-        self.sequence.scored += len(self.rows)
+        self.sequence.num_scored += len(self.rows)
         return self.sequence, scores
 
 
@@ -303,169 +312,174 @@ Trees = abc.Sequence[tuple[Sequence, DraftTree]]
 def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], trees: Trees, thresholds: Thresholds,
              meanwhile: abc.Callable[[], None]) -> tuple[list[Outcome], Scored]:
     """Compute the prompt chunks (so many rows each) and verify the trees. The caller has made enough slots free.
-    ``meanwhile`` is called once, right before or while the device computes, so that the threads that it wakes run
-    meanwhile. Returns the verdicts, and the scores of prompts that asked for them.
+    ``meanwhile`` is called once, right before or while the device computes: the threads that it wakes run then.
+    Returns the verdicts, and the scores of prompts that asked for them.
 
     Afterwards each answer's ``slots`` hold what was computed for it; the caller commits the verdicts. If the device
-    fails, all slots of the step are freed and its error is raised, DeviceFull where memory ran out.
-    """
+    fails, all slots of the step are freed and its error is raised, DeviceFull where memory ran out."""
     builder = BatchBuilder()
-    scoring = [part for one, rows in prefill if (part := _add_prefill(builder, runner, one, rows)) is not None]
-    slots = runner.slots.alloc_behind([(len(tree.tokens), one.newest_slot) for one, tree in trees])  # of all nodes
-    levels = builder.add_trees([(tree, one.row, one.computed) for one, tree in trees if one.row is not None], slots)
+    scoring = [part for sequence, rows in prefill
+               if (part := _add_prefill(builder, runner, sequence, rows)) is not None]
+    slots = runner.slots.alloc_behind([(len(tree.tokens), sequence.newest_slot) for sequence, tree in trees])
+    levels = builder.add_trees([(tree, sequence.row, sequence.num_computed) for sequence, tree in trees
+                                if sequence.row is not None], slots)
     draws = _draws(trees, levels, thresholds)
     try:
         batch = builder.build(runner.model.device)
-        returns_at_once = batch.device.type != "cpu"
-        if not returns_at_once:
+        is_async = batch.device.type != "cpu"
+        if not is_async:
             meanwhile()
         states = runner.states(batch) if scoring else None
         logits, best = (runner.logits_and_best(batch, draws) if states is None
                         else (runner.logits(batch, states), None))
-        if returns_at_once:  # first give the device its work, then wake other threads
+        if is_async:  # first give the device its work, then wake other threads
             meanwhile()
-        choices, sessions, known = _chosen(runner, trees, levels, logits, best, draws)
-        scored = [] if states is None else [part.scores(states, runner.model.logits) for part in scoring]
-        outcomes = _outcomes(trees, levels, sessions, known, choices, logits, thresholds)
+        choices, choice_rows, known_nodes = _choose(runner, trees, levels, logits, best, draws)
+        scored = [] if states is None else [part.compute(states, runner.model.logits) for part in scoring]
+        outcomes = _outcomes(trees, levels, choice_rows, known_nodes, choices, logits, thresholds)
     except Exception as error:
         runner.slots.free(slots)  # no answer owns them yet
-        for one, rows in prefill:  # KV that was not computed must not reach the prefix cache
-            runner.slots.free(one.untake_slots(rows))
+        for sequence, rows in prefill:  # KV that was not computed must not reach the prefix cache
+            runner.slots.free(sequence.remove_slots(rows))
         if isinstance(error, torch.OutOfMemoryError):
             raise DeviceFull("the device has no memory for this step") from error
         raise
-    refused, first = list[int](), 0  # nothing fails from here on: slots of accepted nodes are the answers', others free
+    rejected_slots, first = list[int](), 0  # nothing fails from here on: the slots of accepted nodes are kept
     for outcome, level in zip(outcomes, levels, strict=True):
-        held, path = slots[first : first + len(level)], outcome.verdict.path
+        tree_slots, path = slots[first : first + len(level)], outcome.verdict.path
         if path:
-            outcome.sequence.take_path(held, path)
-        refused += [slot for node, slot in enumerate(held) if node not in path] if len(path) < len(held) else ()
+            outcome.sequence.append_path(tree_slots, path)
+        if len(path) < len(tree_slots):
+            rejected_slots += [slot for node, slot in enumerate(tree_slots) if node not in path]
         first += len(level)
-    runner.slots.free(np.array(refused, np.int64))
-    return outcomes, [part.keep(scores) for part, scores in zip(scoring, scored, strict=True)]
+    runner.slots.free(np.array(rejected_slots, np.int64))
+    return outcomes, [part.commit(scores) for part, scores in zip(scoring, scored, strict=True)]
 
 
 def _draws(trees: Trees, levels: abc.Sequence[list[int]], thresholds: Thresholds) -> Draws | None:
-    """How to choose on the device, if all answers are bare and no thresholds apply; else None."""
-    heats, seeds, positions, drawn = list[float](), list[int](), list[int](), False
-    for (one, tree), level in zip(trees, levels, strict=True):
-        sampling = one.request.sampling
-        if not one.bare or (thresholds.lossy and not sampling.greedy):
+    """How to choose on the device, if all answers need only plain sampling and no thresholds apply; else None."""
+    temperatures, seeds, positions, any_sampled = list[float](), list[int](), list[int](), False
+    for (sequence, tree), level in zip(trees, levels, strict=True):
+        sampling = sequence.request.sampling
+        if not sequence.plain_sampling or (thresholds.lossy and not sampling.greedy):
             return None
-        drawn = drawn or not sampling.greedy
-        heats += [sampling.temperature] * len(level)
+        any_sampled = any_sampled or not sampling.greedy
+        temperatures += [sampling.temperature] * len(level)
         seeds += [sampling.seed] * len(level)
         positions += [tree.base + depth for depth in level]
-    return Draws(heats, seeds, positions) if drawn else GREEDY
+    return Draws(temperatures, seeds, positions) if any_sampled else GREEDY
 
 
-def _chosen(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]], logits: torch.Tensor,
+def _choose(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]], logits: torch.Tensor,
             best: list[int] | None,
             draws: Draws | None) -> tuple[list[int], list[ChoiceRows], dict[int, frozenset[int]]]:
-    """The choices of all rows, the parameters they were chosen by, and the tokens that rules are known to allow. best:
+    """The choices of all rows, the parameters they were chosen by, and the nodes whose masks are known. best:
     the argmax of each row, or the choice of ``draws``; None: not computed."""
     if draws is not None and best is not None:
         return best, [], {}
     if draws is GREEDY:
         return greatest(logits), [], {}
-    sessions, known = _bound(trees, _sessions(trees, levels))
-    return choose(logits, sessions, best, runner.race), sessions, known
+    choice_rows, known_nodes = _with_masks(trees, _all_choice_rows(trees, levels))
+    return choose(logits, choice_rows, best, runner.race), choice_rows, known_nodes
 
 
-def _sessions(trees: Trees, levels: abc.Sequence[list[int]]) -> list[ChoiceRows]:
+def _all_choice_rows(trees: Trees, levels: abc.Sequence[list[int]]) -> list[ChoiceRows]:
     """The parameters by which rows are chosen, answer by answer."""
-    sessions, first = list[ChoiceRows](), 0
-    for (one, tree), level in zip(trees, levels, strict=True):
-        plain = one.bare and one.request.sampling.greedy
-        sessions.append(ChoiceRows(one.request.sampling, range(first, first + len(level)), (), (), None, ()) if plain
-                        else _choice_rows(one, tree, level, first))
+    choice_rows, first = list[ChoiceRows](), 0
+    for (sequence, tree), level in zip(trees, levels, strict=True):
+        sampling, rows = sequence.request.sampling, range(first, first + len(level))
+        choice_rows.append(ChoiceRows(sampling, rows, (), (), None, ()) if sequence.plain_sampling and sampling.greedy
+                           else _choice_rows(sequence, tree, level, first))
         first += len(level)
-    return sessions
+    return choice_rows
 
 
-def _bound(trees: Trees, sessions: list[ChoiceRows]) -> tuple[list[ChoiceRows], dict[int, frozenset[int]]]:
-    """``sessions`` with the tokens that their rules allow at the nodes of their trees; and by place in ``trees`` the
-    nodes for which that is known."""
-    known, bound = dict[int, frozenset[int]](), sessions
-    for place, (one, tree) in enumerate(trees):
-        if one.rule is None:
+def _with_masks(trees: Trees, choice_rows: list[ChoiceRows]) -> tuple[list[ChoiceRows], dict[int, frozenset[int]]]:
+    """``choice_rows`` with the tokens that rules allow at the nodes of their trees; and by place in ``trees`` the nodes
+    for which that is known."""
+    known_nodes, masked = dict[int, frozenset[int]](), choice_rows
+    for place, (sequence, tree) in enumerate(trees):
+        if sequence.rule is None:
             continue
-        masks, nodes = one.rule.masks(tree)
+        masks, nodes = sequence.rule.masks(tree)
         if nodes is not None:
-            known[place] = nodes
+            known_nodes[place] = nodes
         if masks is not None:
-            bound = sessions.copy() if bound is sessions else bound
-            bound[place] = replace(sessions[place], allowed=masks)
-    return bound, known
+            masked = choice_rows.copy() if masked is choice_rows else masked
+            masked[place] = replace(choice_rows[place], allowed=masks)
+    return masked, known_nodes
 
 
-def _outcomes(trees: Trees, levels: abc.Sequence[list[int]], sessions: list[ChoiceRows],
-              known: abc.Mapping[int, frozenset[int]], choices: abc.Sequence[int], logits: torch.Tensor,
+def _outcomes(trees: Trees, levels: abc.Sequence[list[int]], choice_rows: list[ChoiceRows],
+              known_nodes: abc.Mapping[int, frozenset[int]], choices: abc.Sequence[int], logits: torch.Tensor,
               thresholds: Thresholds) -> list[Outcome]:
     """Walk all trees. No slot changes its owner yet, because the device may still run out of memory here."""
     outcomes, first = list[Outcome](), 0
-    for place, ((one, tree), level) in enumerate(zip(trees, levels, strict=True)):
+    for place, ((sequence, tree), level) in enumerate(zip(trees, levels, strict=True)):
         end = first + len(level)
-        own, lenient = choices[first:end], 0
-        lossy = thresholds.lossy and end - first > 1 and not one.request.sampling.greedy
-        verdict = walk(tree, _relaxed(tree, own, logits, sessions[place], thresholds) if lossy else own)
-        if place in known and not known[place].issuperset(verdict.path):
-            count = next(at for at, node in enumerate(verdict.path) if node not in known[place])
+        target_choices, lenient = choices[first:end], 0
+        lossy = thresholds.lossy and end - first > 1 and not sequence.request.sampling.greedy
+        verdict = walk(tree, _relaxed(tree, target_choices, logits, choice_rows[place], thresholds) if lossy
+                       else target_choices)
+        if place in known_nodes and not known_nodes[place].issuperset(verdict.path):
+            count = next(index for index, node in enumerate(verdict.path) if node not in known_nodes[place])
             verdict = Verdict(verdict.path[:count], verdict.tokens[:count])
         path = verdict.path
         if lossy:
-            lenient = sum(own[node] != token for node, token in zip(path, verdict.tokens, strict=True))
-        wanted = one.request.top_logprobs
-        ranked = () if wanted is None else tuple(
-            chosen_logprobs(logits, sessions[place], path, verdict.tokens, wanted, one.request.logprobs_mode))
-        outcomes.append(Outcome(one, tree, verdict, max(level), ranked, lossy, lenient))
+            lenient = sum(target_choices[node] != token for node, token in zip(path, verdict.tokens, strict=True))
+        num_top = sequence.request.top_logprobs
+        logprobs = () if num_top is None else tuple(
+            chosen_logprobs(logits, choice_rows[place], path, verdict.tokens, num_top, sequence.request.logprobs_mode))
+        outcomes.append(Outcome(sequence, tree, verdict, max(level), logprobs, lossy, lenient))
         first = end
     return outcomes
 
 
-def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows: int) -> Scoring | None:
-    start = one.computed
+def _add_prefill(builder: BatchBuilder, runner: ModelRunner, sequence: Sequence, rows: int) -> Scoring | None:
+    start = sequence.num_computed
     slots = runner.slots.alloc(rows)
-    assert one.row is not None
-    added = builder.add_row(one.tokens[start : start + rows], range(start, start + rows), slots.tolist(), one.row,
-                            start, logits="none")
-    one.take_slots(slots)
-    if not one.scores:
+    assert sequence.row is not None
+    added = builder.add_row(sequence.tokens[start : start + rows], range(start, start + rows), slots.tolist(),
+                            sequence.row, start, logits="none")
+    sequence.append_slots(slots)
+    if not sequence.needs_scoring:
         return None
-    first, last = max(start, one.scored), min(start + rows, one.followed.side.prompt_len - 1)
+    first, last = max(start, sequence.num_scored), min(start + rows, sequence.followed.side.prompt_len - 1)
     # Rows that were scored before the answer was put back are computed again, but not scored again.
-    return Scoring(one, range(added.start + first - start, added.start + last - start), first) if first < last else None
+    if first >= last:
+        return None
+    return Scoring(sequence, range(added.start + first - start, added.start + last - start), first)
 
 
-def _relaxed(tree: DraftTree, own: abc.Sequence[int], logits: torch.Tensor, session: ChoiceRows,
+def _relaxed(tree: DraftTree, target_choices: abc.Sequence[int], logits: torch.Tensor, choice_rows: ChoiceRows,
              thresholds: Thresholds) -> list[int]:
     device = logits.device
-    parents, tokens = (to_device(of[1:], device, torch.int64) for of in (tree.parents, tree.tokens))
-    chances = shares(logits, session)[parents, tokens].exp().tolist()
-    return relaxed(tree, own, [1.0, *chances], coins(session), thresholds)
+    parents, tokens = (to_device(column[1:], device, torch.int64) for column in (tree.parents, tree.tokens))
+    chances = shares(logits, choice_rows)[parents, tokens].exp().tolist()
+    return relaxed(tree, target_choices, [1.0, *chances], coins(choice_rows), thresholds)
 
 
-def _choice_rows(one: Sequence, tree: DraftTree, levels: list[int], first: int) -> ChoiceRows:
-    sampling = one.request.sampling
+def _choice_rows(sequence: Sequence, tree: DraftTree, levels: list[int], first: int) -> ChoiceRows:
+    sampling = sequence.request.sampling
     # Paths cost Python time; only penalties look at them.
     paths = ([[tree.tokens[above] for above in tree.path(node)[1:]] for node in range(len(tree))]
              if sampling.path_dependent else [[]] * len(tree))
-    base, output = tree.base, one.followed.side.num_output
+    base, output = tree.base, sequence.followed.side.num_output
     return ChoiceRows(sampling, range(first, first + len(tree)), [base + level for level in levels],
-                      [output + level for level in levels], one.history, paths)
+                      [output + level for level in levels], sequence.history, paths)
 
 
 CALM_S = 30.0
 LEVELS = ("normal", "smaller trees", "plain", "no new answers")
-FEWEST_ROWS = 16
+MIN_STEP_ROWS = 16
 
 
 class Shedding:
-    __slots__ = ("_changed_s", "_clock", "_level", "_limits", "_log", "_metrics", "_most_rows")
+    __slots__ = ("_changed_s", "_clock", "_level", "_limits", "_log", "_max_rows", "_metrics")
 
     def __init__(self, limits: Limits, clock: Callable[[], float], metrics: TargetMetrics) -> None:
         self._limits, self._clock = limits, clock
-        self._level, self._changed_s, self._most_rows = 0, 0.0, limits.max_step_rows
+        self._level, self._changed_s, self._max_rows = 0, 0.0, limits.max_step_rows
         self._metrics, self._log = metrics, logger("target")
 
     @property
@@ -474,19 +488,19 @@ class Shedding:
         return self._level
 
     @property
-    def refuses(self) -> bool:
+    def refuses_new(self) -> bool:
         """Whether new answers are refused."""
         return self._level == len(LEVELS) - 1
 
-    def failed(self, rows: int) -> bool:
+    def step_failed(self, rows: int) -> bool:
         """The device had no memory for a step of ``rows`` rows. Returns whether a smaller step can be tried."""
         self._changed_s = self._clock()
-        hopeless = self.refuses and rows <= FEWEST_ROWS
+        hopeless = self.refuses_new and rows <= MIN_STEP_ROWS
         self._level = min(self._level + 1, len(LEVELS) - 1)
         self._metrics.shedding(self._level, full=True)
         if hopeless:
             return False
-        self._most_rows = max(FEWEST_ROWS, rows // 2)
+        self._max_rows = max(MIN_STEP_ROWS, rows // 2)
         self._log.warning("the device's memory ran out: less is asked of it; lower target.slots if "
                           "this comes again", rows=rows, now=LEVELS[self._level])
         return True
@@ -496,14 +510,14 @@ class Shedding:
         if self._level and self._clock() - self._changed_s >= CALM_S:
             self._level, self._changed_s = self._level - 1, self._clock()
             self._metrics.shedding(self._level)
-            self._most_rows = min(2 * self._most_rows, self._limits.max_step_rows)
+            self._max_rows = min(2 * self._max_rows, self._limits.max_step_rows)
             self._log.info("the device's memory lasts again", now=LEVELS[self._level])
         given = self._limits
         if self._level == 0:
             return given
-        return replace(given, max_running=1 if self.refuses else given.max_running,
-                       max_step_rows=self._most_rows, prefill_chunk=min(given.prefill_chunk, self._most_rows))
+        return replace(given, max_running=1 if self.refuses_new else given.max_running,
+                       max_step_rows=self._max_rows, prefill_chunk=min(given.prefill_chunk, self._max_rows))
 
-    def nodes(self, wanted: int) -> int:
+    def limit_nodes(self, wanted: int) -> int:
         """How many of a tree's ``wanted`` nodes, root included, may be verified."""
         return wanted if self._level == 0 else 1 + (wanted - 1) // 2 if self._level == 1 else 1

@@ -51,7 +51,7 @@ from slipstream.protocol.requests import (
     TargetInfo,
     Without,
 )
-from target_service.drain import drained
+from target_service.drain import drain
 from target_service.vllm_words import TAKES, Bounds, check, chosen, field_of, parameters, prompt, resumes, scores
 
 LOOK_S = 1.0  # seconds between two looks at the gauges and at the engine's health
@@ -454,7 +454,7 @@ class VllmService:
         """Refuse new requests and wait for the running ones. After ``grace_s`` seconds those that another vLLM can
         continue are handed back; they run to their end if they come back. Returns whether all finished in time."""
         self._draining = True
-        return await drained(lambda: len(self._answers), self._hand_back, grace_s, self._clock)
+        return await drain(lambda: len(self._answers), self._hand_back, grace_s, self._clock)
 
     def _hand_back(self) -> None:
         logger("target").info("answers handed back", running=len(self._answers))

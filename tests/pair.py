@@ -44,7 +44,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 from target_service.assembly import grammars
 from target_service.loop import TargetWorker
-from target_service.service import TargetService, send_over
+from target_service.service import TargetService, deliver_on_loop
 from target_service.step import Limits
 from tests.loop import eventually
 
@@ -127,7 +127,7 @@ class Rig:
         return pieces
 
     async def check(self) -> None:
-        await asyncio.wrap_future(self.worker.check())
+        await asyncio.wrap_future(self.worker.check_slots())
 
 
 @asynccontextmanager
@@ -143,8 +143,8 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})
     metrics = TargetMetrics("tiny")
-    worker = TargetWorker(runner, config, costs, metrics, partial(send_over, asyncio.get_running_loop()), limits=limits,
-                          prefix_cache=prefix_cache)
+    dispatch = partial(deliver_on_loop, asyncio.get_running_loop())
+    worker = TargetWorker(runner, config, costs, metrics, dispatch, limits=limits, prefix_cache=prefix_cache)
     digest, shape = tokenizer_hash(folder), model.config
     served = Served("tiny", shape.vocab_size, shape.max_context, digest, slots,
                     identity_of(model, section, weights_hash(folder)))

@@ -312,7 +312,7 @@ class Spoken:
         self.left: list[int] = []
         self.numbers = itertools.count(1)
 
-    def ask(self, number: int, request: Request, sink: Sink, rule: Rule | None = None) -> None:
+    def add_request(self, number: int, request: Request, sink: Sink, rule: Rule | None = None) -> None:
         self.sink = sink
 
     def cancel(self, number: int) -> None:

@@ -98,7 +98,7 @@ async def test_drafts_die_drain_and_join_while_two_targets_answer_32_streams() -
                 assert drafted > 0, f"draft {number} was of no use: {by_drafter}"
             changes = series(target, "mode_transitions_total")
             assert changes and not any(count for labels, count in changes.items() if "draft_unavailable" in labels)
-            await asyncio.wrap_future(target.worker.check())
+            await asyncio.wrap_future(target.worker.check_slots())
 
 
 async def test_a_small_draft_gets_no_more_than_it_takes() -> None:

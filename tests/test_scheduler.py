@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from target_service.step import Facts, Limits, Schedule, schedule
+from target_service.step import Limits, Schedule, SequenceInfo, schedule
 
 LIMITS = Limits(max_running=6, max_step_rows=40, prefill_chunk=16)
 SLOTS = 120
@@ -28,8 +28,8 @@ class Player:
     def prefill(self) -> int:
         return self.prompt + self.emitted - 1 - self.computed
 
-    def facts(self, nodes: int) -> Facts:
-        return Facts(self.key, self.computed, self.prefill, nodes, self.waits and not self.prefill)
+    def facts(self, nodes: int) -> SequenceInfo:
+        return SequenceInfo(self.key, self.computed, self.prefill, nodes, self.waits and not self.prefill)
 
 
 def play(seed: int) -> tuple[list[Player], list[int]]:
@@ -51,9 +51,9 @@ def play(seed: int) -> tuple[list[Player], list[int]]:
     raise AssertionError(f"seed {seed}: {len(waiting)} wait and {len(running)} run for ever")
 
 
-def check(plan: Schedule, running: list[Facts], waiting: list[Facts], free: int, seed: int) -> None:
+def check(plan: Schedule, running: list[SequenceInfo], waiting: list[SequenceInfo], free: int, seed: int) -> None:
     by_key = {facts.key: facts for facts in running}
-    room = free + sum(by_key[key].held for key in plan.put_back)
+    room = free + sum(by_key[key].freed_slots for key in plan.put_back)
     rows = sum(rows for _, rows in (*plan.prefill, *plan.verify))
     assert rows <= min(room, LIMITS.max_step_rows), f"seed {seed}: rows without slots"
     kept = [facts for facts in running if facts.key not in plan.put_back]
@@ -62,11 +62,11 @@ def check(plan: Schedule, running: list[Facts], waiting: list[Facts], free: int,
     assert list(plan.admit) == [f.key for f in waiting[: len(plan.admit)]], "admission is in order"
     chunks = dict(plan.prefill)
     for key, count in plan.verify:
-        assert not by_key[key].waits and 1 <= count <= (1 if key in chunks else by_key[key].nodes)
+        assert not by_key[key].waits and 1 <= count <= (1 if key in chunks else by_key[key].num_nodes)
     for key, count in plan.prefill:
-        assert 1 <= count <= min(by_key[key].prefill, LIMITS.prefill_chunk)
-    ready = {facts.key for facts in kept if not facts.prefill and not facts.waits}
-    ending = {key for key, count in chunks.items() if count == by_key[key].prefill}
+        assert 1 <= count <= min(by_key[key].num_prefill, LIMITS.prefill_chunk)
+    ready = {facts.key for facts in kept if not facts.num_prefill and not facts.waits}
+    ending = {key for key, count in chunks.items() if count == by_key[key].num_prefill}
     chosen = {key for key, _ in plan.verify}
     assert ready <= chosen <= ready | ending, "whoever can advance does"
     assert chosen == ready | ending or rows == min(room, LIMITS.max_step_rows), "a prompt that ends has its first token"
@@ -103,7 +103,7 @@ def test_everyone_finishes_and_no_step_takes_more_than_there_is(seed: int) -> No
 
 
 def test_plain_rows_come_before_prompts_and_both_before_trees() -> None:
-    running = [Facts(1, 10, 0, 17, False), Facts(2, 10, 0, 1, False), Facts(3, 5, 50, 1, False)]
+    running = [SequenceInfo(1, 10, 0, 17, False), SequenceInfo(2, 10, 0, 1, False), SequenceInfo(3, 5, 50, 1, False)]
     plan = schedule(running, [], 20, LIMITS)
     assert dict(plan.verify) == {1: 3, 2: 1} and dict(plan.prefill) == {3: 16}, "a chunk of it"
     plan = schedule(running, [], 3, LIMITS)
@@ -111,7 +111,7 @@ def test_plain_rows_come_before_prompts_and_both_before_trees() -> None:
 
 
 def test_the_step_that_ends_a_prompt_chooses_the_first_token() -> None:
-    running = [Facts(1, 0, 10, 1, False), Facts(2, 0, 20, 1, False), Facts(3, 0, 5, 0, False)]
+    running = [SequenceInfo(1, 0, 10, 1, False), SequenceInfo(2, 0, 20, 1, False), SequenceInfo(3, 0, 5, 0, False)]
     plan = schedule(running, [], 100, LIMITS)
     assert dict(plan.prefill) == {1: 10, 2: 16, 3: 5} and dict(plan.verify) == {1: 1}
     plan = schedule(running[:1], [], 10, LIMITS)
@@ -119,7 +119,7 @@ def test_the_step_that_ends_a_prompt_chooses_the_first_token() -> None:
 
 
 def test_trees_leave_a_prompt_its_rows_and_slots() -> None:
-    running = [Facts(1, 0, 5000, 1, False), *(Facts(key, 0, 0, 64, False) for key in range(2, 10))]
+    running = [SequenceInfo(1, 0, 5000, 1, False), *(SequenceInfo(key, 0, 0, 64, False) for key in range(2, 10))]
     full = schedule(running, [], 20_000, Limits(64, 512, 256))
     assert full.prefill == ((1, 256),) and sum(rows for _, rows in full.verify) == 256
     short = schedule(running, [], 136, Limits(64, 512, 256))
@@ -127,17 +127,17 @@ def test_trees_leave_a_prompt_its_rows_and_slots() -> None:
 
 
 def test_trees_shrink_before_anyone_is_put_back() -> None:
-    running = [Facts(1, 10, 0, 17, False), Facts(2, 10, 0, 17, False)]
+    running = [SequenceInfo(1, 10, 0, 17, False), SequenceInfo(2, 10, 0, 17, False)]
     plan = schedule(running, [], 2, LIMITS)
     assert dict(plan.verify) == {1: 1, 2: 1} and not plan.put_back
 
 
 def test_with_no_slot_left_the_youngest_makes_place_for_the_oldest() -> None:
-    running = [Facts(1, 10, 0, 4, False), Facts(2, 10, 0, 4, False)]
-    plan = schedule(running, [Facts(3, 0, 4, 1, False)], 0, LIMITS)
+    running = [SequenceInfo(1, 10, 0, 4, False), SequenceInfo(2, 10, 0, 4, False)]
+    plan = schedule(running, [SequenceInfo(3, 0, 4, 1, False)], 0, LIMITS)
     assert plan.put_back == (2,) and dict(plan.verify) == {1: 4} and not plan.admit
 
 
 def test_a_session_that_waits_for_its_drafter_is_left_out() -> None:
-    plan = schedule([Facts(1, 10, 0, 1, True)], [], 50, LIMITS)
+    plan = schedule([SequenceInfo(1, 10, 0, 1, True)], [], 50, LIMITS)
     assert plan.empty

@@ -229,7 +229,7 @@ def test_a_rule_is_asked_about_no_more_nodes_than_can_be_verified(monkeypatch: p
         return kept(rule, tree)
 
     monkeypatch.setattr(Permitted, "kept", seen)
-    assert len(one.take(17)) == 17 and [len(tree) for tree in asked] == [MAX_NODES]
+    assert len(one.tree_to_verify(17)) == 17 and [len(tree) for tree in asked] == [MAX_NODES]
     assert len(one.followed.side.tree) == MAX_HELD, "what the target holds for later stays"
 
 

@@ -24,8 +24,8 @@ from slipstream.engine.runner import ModelRunner, device_works
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
-from target_service.sequence import KV, LUMPS, SHARED
-from target_service.service import hand_over
+from target_service.sequence import EVICTION_DIVISOR, KV, PREFIX_BLOCK
+from target_service.service import deliver
 from target_service.step import Limits
 
 LONG = tuple(range(1, 201))
@@ -36,13 +36,13 @@ def target(folder: Path, metrics: TargetMetrics | None = None, slots: int = 2048
            limits: Limits | None = None, prefix_cache: bool = True) -> TargetWorker:
     runner = ModelRunner(load_model(folder, ModelSection(dtype="float64")), slots)
     return TargetWorker(runner, TargetSection(slots=slots), StepCosts({1: 1e-3, 64: 2e-3}),
-                        metrics or TargetMetrics("tiny"), hand_over, limits=limits, prefix_cache=prefix_cache)
+                        metrics or TargetMetrics("tiny"), deliver, limits=limits, prefix_cache=prefix_cache)
 
 
 def alone(folder: Path, prompt: tuple[int, ...], tokens: int) -> list[int]:
     """The plain answer, by a worker of its own."""
     told, worker = Told(), target(folder)
-    worker.ask(2, Request("two", prompt, Sampling(), tokens), told.append)
+    worker.add_request(2, Request("two", prompt, Sampling(), tokens), told.append)
     finished(worker)
     return said(told)
 
@@ -51,7 +51,7 @@ def finished(worker: TargetWorker, turns: int = 3000) -> None:
     """Turn until nobody is left, and prove that no slot is lost or owned twice, turn by turn."""
     for _ in range(turns):
         worker.poll()
-        proved = worker.check()
+        proved = worker.check_slots()
         worker.following.inbox.drain()
         proved.result(0)
         if not worker.num_running and not worker.num_waiting:
@@ -71,7 +71,7 @@ def test_answers_that_begin_alike_at_once_have_one_prompt_computed(tiny_folder: 
     prompts = {2: LONG, 3: LONG, 4: (*LONG[:150], 7, 7), 5: (9, 9, 9), 6: LONG}
     told: dict[int, Told] = {number: [] for number in prompts}
     for number, prompt in prompts.items():
-        worker.ask(number, Request(str(number), prompt, Sampling(), 20), told[number].append)
+        worker.add_request(number, Request(str(number), prompt, Sampling(), 20), told[number].append)
     worker.poll()
     assert worker.num_running == 2 and worker.num_waiting == 3, "of those who begin alike one is computed"
     finished(worker)
@@ -86,10 +86,10 @@ def test_a_prompt_that_is_computed_in_chunks_is_shared_chunk_by_chunk(tiny_folde
     told: tuple[Told, Told] = ([], [])
     worker = target(tiny_folder, limits=Limits(8, 64, 32))
     for number, pieces in enumerate(told, start=2):
-        worker.ask(number, Request(str(number), (*LONG[: 90 * number], number), Sampling(), 5), pieces.append)
+        worker.add_request(number, Request(str(number), (*LONG[: 90 * number], number), Sampling(), 5), pieces.append)
     finished(worker)
     (first, second) = (next(piece.cached_tokens for piece in pieces if isinstance(piece, Piece)) for pieces in told)
-    assert first == 0 and 180 - 2 * SHARED <= second <= 180, "it has waited for what the first computes, and no longer"
+    assert first == 0 and 180 - 2 * PREFIX_BLOCK <= second <= 180, "it waited for what the first computes, no longer"
     assert [said(pieces) for pieces in told] == [alone(tiny_folder, (*LONG[: 90 * number], number), 5)
                                                  for number in (2, 3)]
 
@@ -105,7 +105,7 @@ def test_what_is_known_of_a_prompt_is_looked_up_once_for_all_its_samples(
     monkeypatch.setattr(RadixCache, "known", watched)
     worker, told = target(tiny_folder, limits=Limits(8, 16, 8)), [Told() for _ in range(6)]
     for number, pieces in enumerate(told):
-        worker.ask(number, Request(str(number), LONG, Sampling(), 4), pieces.append)
+        worker.add_request(number, Request(str(number), LONG, Sampling(), 4), pieces.append)
     worker.poll()  # the first is admitted
     looked.clear()
     for _ in range(10):
@@ -128,7 +128,7 @@ class Watched(list[int]):
 
 def test_a_prompt_that_is_computed_in_chunks_is_not_copied_whole_for_each(tiny_folder: Path) -> None:
     told, worker = Told(), target(tiny_folder, limits=Limits(8, 16, 8))
-    worker.ask(2, Request("two", LONG, Sampling(), 4), told.append)
+    worker.add_request(2, Request("two", LONG, Sampling(), 4), told.append)
     worker.following.inbox.drain()
     side = worker.following.sessions[2].side
     side.tokens = tokens = Watched(side.tokens)
@@ -142,7 +142,7 @@ def test_answers_that_share_their_prompt_are_put_back_and_come_again(tiny_folder
     worker = target(tiny_folder, metrics, slots=260)
     told: list[Told] = [[] for _ in range(6)]
     for number, pieces in enumerate(told, start=2):
-        worker.ask(number, Request(str(number), LONG, Sampling(), 40), pieces.append)
+        worker.add_request(number, Request(str(number), LONG, Sampling(), 40), pieces.append)
     finished(worker)
     page = metrics.registry.page("")[1].decode()
     assert not re.search(r"preemptions_total\{.*\} 0\.0", page), "the slots sufficed, so nothing was tested"
@@ -154,9 +154,9 @@ def test_who_waits_for_a_prompt_holds_nobody_up(tiny_folder: Path) -> None:
     worker = target(tiny_folder, limits=Limits(2, 64, 16))
     alike: list[Told] = [Told() for _ in range(5)]
     for number, pieces in enumerate(alike):
-        worker.ask(number, Request(str(number), LONG, Sampling(), 4), pieces.append)
+        worker.add_request(number, Request(str(number), LONG, Sampling(), 4), pieces.append)
     other = Told()
-    worker.ask(9, Request("9", (9, 9, 9), Sampling(), 4), other.append)
+    worker.add_request(9, Request("9", (9, 9, 9), Sampling(), 4), other.append)
     for _ in range(8):
         worker.poll()
     assert said(other) and not any(alike), "it has waited for a prompt that is not its own"
@@ -169,7 +169,7 @@ def test_without_a_prefix_cache_nobody_waits(tiny_folder: Path) -> None:
     worker = target(tiny_folder, prefix_cache=False)
     told: list[Told] = [Told() for _ in range(3)]
     for number, pieces in enumerate(told):
-        worker.ask(number, Request(str(number), LONG, Sampling(), 4), pieces.append)
+        worker.add_request(number, Request(str(number), LONG, Sampling(), 4), pieces.append)
     worker.poll()
     assert worker.num_running == 3
     finished(worker)
@@ -185,11 +185,11 @@ def test_a_step_that_fails_with_the_end_of_a_prompt_ends_that_answer_alone(
 
     with monkeypatch.context() as patched:
         patched.setattr("target_service.step.greatest", fails)
-        worker.ask(1, Request("1", LONG, Sampling(), 4), broken.append)
+        worker.add_request(1, Request("1", LONG, Sampling(), 4), broken.append)
         worker.poll()
         worker.poll()
     assert [type(error) for error in broken] == [RuntimeError]
-    worker.ask(2, Request("2", LONG, Sampling(), 4), follows.append)
+    worker.add_request(2, Request("2", LONG, Sampling(), 4), follows.append)
     finished(worker)
     assert said(follows) == alone(tiny_folder, LONG, 4)
     assert sum(piece.cached_tokens for piece in follows if isinstance(piece, Piece)) == 0, "of a step that failed"
@@ -210,8 +210,8 @@ def test_a_gpu_that_is_lost_ends_the_target(tiny_folder: Path, monkeypatch: pyte
     monkeypatch.setattr("target_service.loop.device_works", lambda _device: False)
     heard = SimpleQueue[None]()
     for number, pieces in enumerate(told):
-        worker.ask(number, Request(str(number), (number, 1, 2), Sampling(), 4),
-                   lambda piece, pieces=pieces: heard.put(pieces.append(piece)))
+        worker.add_request(number, Request(str(number), (number, 1, 2), Sampling(), 4),
+                      lambda piece, pieces=pieces: heard.put(pieces.append(piece)))
     worker.start()
     for _ in told:
         heard.get(timeout=30)
@@ -243,15 +243,16 @@ def test_feature_rows_that_find_no_memory_on_their_way_are_not_there(tiny_folder
 def test_feature_rows_move_with_tokens_to_the_slots_that_the_cache_has(tiny_folder: Path) -> None:
     """A prompt was computed before anybody read its states, and then again, by who is to score it."""
     worker, first, second = target(tiny_folder), Told(), Told()
-    worker.ask(1, Request("1", LONG, Sampling(), 2), first.append)
+    worker.add_request(1, Request("1", LONG, Sampling(), 2), first.append)
     finished(worker)
     runner = worker._runner
     runner.set_taps((1,))
-    worker.ask(2, Request("2", LONG, Sampling(), 8, prompt_logprobs=0), second.append)
+    worker.add_request(2, Request("2", LONG, Sampling(), 8, prompt_logprobs=0), second.append)
     worker.poll()  # the first half: scored rows count twice
     worker.poll()
     (one,) = worker._queues.running
-    assert one.computed == len(LONG) and runner.features_from(one.slots[: one.computed]) == 0, "its states are there"
+    assert one.num_computed == len(LONG)
+    assert runner.features_from(one.slots[: one.num_computed]) == 0, "its states are there"
     cached = runner.features(one.slots[: len(LONG)])
     fresh = ModelRunner(runner.model, 512)
     fresh.set_taps((1,))
@@ -271,7 +272,7 @@ def test_a_full_cache_gives_way_in_lumps(tiny_folder: Path) -> None:
         kv._cache.insert(range(start, start + 8), runner.slots.alloc(8))
     assert runner.slots.num_free == 0
     kv.make_room(1)
-    assert runner.slots.num_free == 1024 // LUMPS
+    assert runner.slots.num_free == 1024 // EVICTION_DIVISOR
     kv.make_room(100)
     assert runner.slots.num_free == 100
 
@@ -293,7 +294,7 @@ def test_a_chunk_of_a_prompt_is_shared_without_a_look_at_those_before_it(
     worker, told = target(tiny_folder, limits=Limits(8, 64, 4)), Told()
     monkeypatch.setattr(kv, "_common", compared)
     monkeypatch.setattr(kv, "_path", walked)
-    worker.ask(1, Request("one", LONG, Sampling(), 2), told.append)
+    worker.add_request(1, Request("one", LONG, Sampling(), 2), told.append)
     finished(worker)
     chunks = len(LONG) // 4
     assert said(told) == alone(tiny_folder, LONG, 2)

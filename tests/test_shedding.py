@@ -179,13 +179,13 @@ def test_rows_that_find_no_memory_leave_those_that_were_kept(tiny_folder: Path, 
             raise error("no memory for rows")
         return real(*args, **settings)
 
-    assert kv.keep_rows(FeatureSpec((1,), 48, "float64"))
+    assert kv.set_feature_spec(FeatureSpec((1,), 48, "float64"))
     failures[0] = times
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", full)
-        assert not kv.keep_rows(FeatureSpec((0, 1), 96, "float64"))
+        assert not kv.set_feature_spec(FeatureSpec((0, 1), 96, "float64"))
     assert runner.taps == ((1,) if times == 1 else ())
-    assert kv.keep_rows(FeatureSpec((0, 1), 96, "float64")) and runner.features([3]).shape == (1, 96)
+    assert kv.set_feature_spec(FeatureSpec((0, 1), 96, "float64")) and runner.features([3]).shape == (1, 96)
 
 
 def test_a_projection_that_finds_no_memory_leaves_all_as_it_was(tiny_folder: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_projection_that_finds_no_memory_leaves_all_as_it_was(tiny_folder: Pat
     kv = KV(runner, True)
     specs = [FeatureSpec((1,), 24, "float64", Projection(24, 48, "float64", bytes([n]) * 32, bytes(24 * 48 * 8)))
              for n in range(3)]
-    assert kv.keep_rows(specs[0])
+    assert kv.set_feature_spec(specs[0])
     slots = run(runner, list(range(8)))[1]
     sent = runner.feature_bytes(slots, runner.keep_features(specs[0]))
     with pytest.MonkeyPatch.context() as patched:
@@ -202,20 +202,20 @@ def test_a_projection_that_finds_no_memory_leaves_all_as_it_was(tiny_folder: Pat
             raise torch.OutOfMemoryError("no memory for a matrix")
 
         patched.setattr(ModelRunner, "linear", full)
-        assert not kv.keep_rows(replace(specs[1], layers=(2,)))
+        assert not kv.set_feature_spec(replace(specs[1], layers=(2,)))
     assert runner.taps == (1,) and runner.feature_bytes(slots, runner.keep_features(specs[0].light())) == sent
-    assert kv.keep_rows(specs[2]) and runner.features_from(slots) == 0, "they are joined when they are read"
+    assert kv.set_feature_spec(specs[2]) and runner.features_from(slots) == 0, "they are joined when they are read"
 
 
 def test_levels_go_up_one_by_one_and_come_back_one_by_one() -> None:
     now = [0.0]
     shedding = Shedding(LIMITS, lambda: now[0], TargetMetrics("tiny"))
-    seen = [(shedding.nodes(17), shedding.limits())]
+    seen = [(shedding.limit_nodes(17), shedding.limits())]
     for level, rows in enumerate((400, 200, 100), start=1):
-        assert shedding.failed(rows) and shedding.level == level and shedding.refuses == (level == 3)
-        seen.append((shedding.nodes(17), shedding.limits()))
+        assert shedding.step_failed(rows) and shedding.level == level and shedding.refuses_new == (level == 3)
+        seen.append((shedding.limit_nodes(17), shedding.limits()))
     assert seen == [(17, LIMITS), (9, Limits(64, 200, 200)), (1, Limits(64, 100, 100)), (1, Limits(1, 50, 50))]
-    assert shedding.failed(50) and shedding.limits() == Limits(1, 25, 25) and not shedding.failed(16)
+    assert shedding.step_failed(50) and shedding.limits() == Limits(1, 25, 25) and not shedding.step_failed(16)
     for level in (2, 1, 0, 0):
         now[0] += CALM_S - 1
         shedding.limits()
@@ -230,17 +230,17 @@ def test_a_target_that_nobody_asks_takes_new_answers_again() -> None:
     now = [0.0]
     shedding = Shedding(LIMITS, lambda: now[0], TargetMetrics("tiny"))
     for _ in LEVELS:
-        shedding.failed(64)
-    assert shedding.refuses
+        shedding.step_failed(64)
+    assert shedding.refuses_new
     now[0] += CALM_S
     Queues().schedule(now[0], cast(KV, SimpleNamespace(num_free=100)), shedding)
-    assert not shedding.refuses
+    assert not shedding.refuses_new
 
 
 def test_a_step_of_few_rows_is_not_made_smaller_than_rows_can_be() -> None:
     shedding = Shedding(Limits(4, 16, 16), lambda: 0.0, TargetMetrics("tiny"))
-    shedding.failed(16)
-    assert shedding.limits() == Limits(4, 16, 16) and [shedding.nodes(n) for n in (1, 2, 3)] == [1, 1, 2]
+    shedding.step_failed(16)
+    assert shedding.limits() == Limits(4, 16, 16) and [shedding.limit_nodes(n) for n in (1, 2, 3)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("room", [8, 3], ids=["in the prompt", "in the tree"])

@@ -27,7 +27,7 @@ from slipstream.simulate.simulation import (
     simulate,
 )
 from slipstream.simulate.timed import Timing
-from target_service.step import holds
+from target_service.step import should_hold
 
 SOME = Deployment()
 
@@ -202,9 +202,9 @@ def test_a_step_is_held_where_one_is_sooner_over_than_two() -> None:
     def flat(rows: int) -> float:
         return 0.02 if rows else 0.0
 
-    assert holds(10, 10, 0.015, flat)
-    assert not holds(10, 10, 0.025, flat), "the others come later than a step of their own would take"
-    assert not holds(10, 10, 0.001, lambda rows: 0.001 * rows), "rows that cost what they cost gain nothing"
+    assert should_hold(10, 10, 0.015, flat)
+    assert not should_hold(10, 10, 0.025, flat), "the others come later than a step of their own would take"
+    assert not should_hold(10, 10, 0.001, lambda rows: 0.001 * rows), "rows that cost what they cost gain nothing"
 
 
 def test_a_tree_promises_the_chances_of_its_best_nodes() -> None:

@@ -29,7 +29,7 @@ from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftB
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
 from target_service.sequence import Sink
-from target_service.service import TargetAnswer, hand_over
+from target_service.service import TargetAnswer, deliver
 
 HELLO = DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8)
 
@@ -57,7 +57,7 @@ def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> N
     worker = TargetWorker(runner, TargetSection(policy=policy, slots=512),
                           StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), heard.dispatch)
     worker.following.link_up(heard, HELLO)
-    worker.ask(1, Request("one", (1, 2, 3), Sampling(), 3), told.append)
+    worker.add_request(1, Request("one", (1, 2, 3), Sampling(), 3), told.append)
     for _ in range(10_000):
         worker.poll()
         if len(told) == 3:
@@ -70,9 +70,9 @@ def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMet
                  tokens: int = 3, clock: Callable[[], float] = time.monotonic,
                  spans: Spans | None = None) -> TargetWorker:
     worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512), TargetSection(slots=512),
-                          StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), hand_over, clock,
+                          StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), deliver, clock,
                           spans=spans)
-    worker.ask(1, Request("one", (1, 2, 3), Sampling(), tokens), told.append)
+    worker.add_request(1, Request("one", (1, 2, 3), Sampling(), tokens), told.append)
     return worker
 
 
@@ -235,10 +235,10 @@ class Posted:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def ask(self, number: int, request: Request, sink: Sink, rule: object) -> None:
+    def add_request(self, number: int, request: Request, sink: Sink, rule: object) -> None:
         self.log.append("ask")
 
-    def switch(self, number: int, allowed: bool) -> None:
+    def set_speculation(self, number: int, allowed: bool) -> None:
         self.log.append(f"switch {allowed}")
 
     def cancel(self, number: int) -> None:
@@ -293,7 +293,7 @@ def test_no_draft_reaches_beyond_the_positions_that_a_model_has() -> None:
                           StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), link.dispatch)
     link.worker = worker
     worker.following.link_up(link, HELLO)
-    worker.ask(1, Request("one", tuple(range(54)), Sampling(), 10), told.append)
+    worker.add_request(1, Request("one", tuple(range(54)), Sampling(), 10), told.append)
     while worker.poll() is not None:
         pass
     assert [piece for piece in told if isinstance(piece, Exception)] == []

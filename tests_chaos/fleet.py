@@ -200,7 +200,7 @@ class Fleet:
         """What each engine holds adds up. Raises AssertionError."""
         for target in self.targets:
             if target.runs and target.made is not None:
-                await asyncio.wrap_future(target.made.worker.check())
+                await asyncio.wrap_future(target.made.worker.check_slots())
 
 
 @asynccontextmanager

@@ -39,7 +39,7 @@ from slipstream.simulate.timed import (
     Timing,
 )
 from target_service.loop import TargetWorker
-from target_service.service import hand_over
+from target_service.service import deliver
 from target_service.step import Limits
 
 AHEAD = {"run-ahead": 239, "outcomes": 1007}  # draft.run_ahead of a schedule: nodes beyond those that are verified next
@@ -247,7 +247,7 @@ class Target:
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
         section = TargetSection(policy=deployment.policy, slots=slots, drafts=(), prompt_lookup=False,
                                 max_sessions=max(64, deployment.batch), shared_cores=deployment.shared_cores)
-        self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), hand_over, self.actor.clock,
+        self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), deliver, self.actor.clock,
                                    limits=Limits(section.max_sessions, 4096, 256), prefix_cache=False)
         self.actor.act = self._act
         self._asked = False
@@ -266,7 +266,7 @@ class Target:
                 self._ask(stream + 17)
 
         self._asked = True
-        self.worker.ask(next(self._numbers), request, sink)
+        self.worker.add_request(next(self._numbers), request, sink)
 
     def _act(self) -> float | None:
         wait_s = self.worker.poll()
