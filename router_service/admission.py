@@ -52,9 +52,9 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Answer, Piece
 
 MAX_RETRY_AFTER_S = 60.0  # the openai client comes back by its own time where it is told a longer one
-WAITING = 2  # answers for each that may run: the queue's memory has a bound whatever the pace
-FADE = 0.98  # of how long answers held their places, for each that leaves
-SHORTEST_S = 1e-3  # of a wait
+MAX_WAITING_PER_PLACE = 2  # answers: the queue's memory has a bound whatever the pace
+HOLD_DECAY = 0.98  # weight of older answers in the mean time that a place is held, for each answer that leaves
+MIN_WAIT_S = 1e-3
 TICK_S = 0.25
 POOL = Seen(followed=True)
 
@@ -69,7 +69,7 @@ class Limit:
         self.fired = False
         self._error = error
         self._task: asyncio.Task[Any] | None = None  # that waits now
-        self._cancelling = 0
+        self._num_cancels = 0  # of the task, from outside, when the wait began
         self._timer = None if after_s is None else asyncio.get_running_loop().call_later(after_s, self.fire)
 
     def close(self) -> None:
@@ -88,24 +88,25 @@ class Limit:
             raise self._error()
         self._task = task = asyncio.current_task()
         assert task is not None
-        self._cancelling = task.cancelling()
+        self._num_cancels = task.cancelling()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         task, self._task = self._task, None
         if self.fired and task is not None:
-            alone = task.uncancel() <= self._cancelling
-            if alone and kind is asyncio.CancelledError:
+            only_ours = task.uncancel() <= self._num_cancels
+            if only_ours and kind is asyncio.CancelledError:
                 raise self._error() from error
 
 
-class Turn:
-    """A request that waits to be let in."""
+class Waiter:
+    """A request that waits to be admitted. ``order``: of its arrival. ``num_answers``: that it asks for; once it is
+    admitted: that may run at once."""
 
-    __slots__ = ("answers", "future", "number")
+    __slots__ = ("future", "num_answers", "order")
 
-    def __init__(self, number: int, answers: int) -> None:
-        self.number, self.answers = number, answers  # once it is let in: that may run at once
+    def __init__(self, order: int, num_answers: int) -> None:
+        self.order, self.num_answers = order, num_answers
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -116,17 +117,17 @@ class Account:
         self.tenant = tenant
         self.in_flight = 0
         self.queued = 0
-        self.waiting: deque[Turn] = deque()
-        self._tokens = float(tenant.tokens_per_minute)
-        self._at_s = now_s
+        self.waiters: deque[Waiter] = deque()
+        self._tokens_left = float(tenant.tokens_per_minute)
+        self._refilled_s = now_s
 
     @property
-    def level(self) -> float:
+    def weighted_load(self) -> float:
         """Running answers divided by the weight."""
         return self.in_flight / self.tenant.weight
 
     @property
-    def room(self) -> float:
+    def free_places(self) -> float:
         """Answers that it may have besides those that run."""
         return self.tenant.requests - self.in_flight if self.tenant.requests else math.inf
 
@@ -134,26 +135,26 @@ class Account:
     def idle(self) -> bool:
         return not (self.in_flight or self.queued or self.tenant.tokens_per_minute)
 
-    def renew(self, tenant: Tenant, now_s: float) -> None:
+    def set_limits(self, tenant: Tenant, now_s: float) -> None:
         """Take over the tenant's present limits. A new token limit begins with all of its tokens."""
         if not self.tenant.tokens_per_minute:
-            self._tokens, self._at_s = float(tenant.tokens_per_minute), now_s
+            self._tokens_left, self._refilled_s = float(tenant.tokens_per_minute), now_s
         self.tenant = tenant
 
-    def due_s(self, now_s: float) -> float:
-        """Seconds until it has tokens left; 0: it has."""
-        rate = self.tenant.tokens_per_minute / 60.0
-        if not rate:
+    def wait_for_tokens_s(self, now_s: float) -> float:
+        """Seconds until it has tokens left; 0: it has some."""
+        per_s = self.tenant.tokens_per_minute / 60.0
+        if not per_s:
             return 0.0
-        self._tokens = min(60.0 * rate, self._tokens + rate * (now_s - self._at_s))
-        self._at_s = now_s
-        return (1.0 - self._tokens) / rate if self._tokens <= 0 else 0.0
+        self._tokens_left = min(60.0 * per_s, self._tokens_left + per_s * (now_s - self._refilled_s))
+        self._refilled_s = now_s
+        return (1.0 - self._tokens_left) / per_s if self._tokens_left <= 0 else 0.0
 
-    def spend(self, tokens: int) -> None:
-        """Take tokens off. The rest may become negative, because an answer's tokens are known only at its end. Without
+    def spend(self, num_tokens: int) -> None:
+        """Take tokens off. What is left may be negative, because an answer's tokens are known only at its end. Without
         a limit this does nothing."""
         if self.tenant.tokens_per_minute:
-            self._tokens -= tokens
+            self._tokens_left -= num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Place:
     """What an admitted request holds until it leaves."""
 
     account: Account
-    answers: int  # that may run at once
+    num_answers: int  # that may run at once
     since_s: float
 
     @property
@@ -177,199 +178,200 @@ class Admission:
         self.in_flight = 0
         self.queued = 0
         self.closed = False
-        self._entered = 0
+        self._num_admitted = 0
         self._max_in_flight = max_in_flight
         self._max_wait_s = max_wait_s
         self._accounts: dict[str, Account] = {}
-        self._queues: dict[str, Account] = {}  # those of whom somebody waits
-        self._numbers = itertools.count()
-        self._held_s = self._held = 0.0  # by answers that left, and how many they were; older ones fade
-        self._moved_s = 0.0  # since when somebody waits and nobody has left
+        self._waiting: dict[str, Account] = {}  # accounts with waiters
+        self._arrivals = itertools.count()
+        self._held_s = self._num_held = 0.0  # by answers that left, and how many they were; older ones decay
+        self._stalled_since_s = 0.0  # since when somebody waits and nobody has left
         self._metrics = metrics
         self._clock = clock
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
-    async def quiet(self, for_s: float) -> None:
-        """Wait until nothing has been inside for so many seconds."""
+    async def wait_until_idle(self, for_s: float) -> None:
+        """Wait until nothing has run for so many seconds."""
         while True:
-            await self._empty.wait()
-            entered = self._entered
+            await self._idle.wait()
+            num_admitted = self._num_admitted
             await asyncio.sleep(for_s)
-            if self._entered == entered:
+            if self._num_admitted == num_admitted:
                 return
 
-    async def enter(self, tenant: Tenant, answers: int) -> Place:
-        """Wait for places for ``answers`` answers. If more are asked for than may run, wait for half of the places; if
+    async def enter(self, tenant: Tenant, num_answers: int) -> Place:
+        """Wait for places for so many answers. If more are asked for than may run, wait for half of the places; if
         others wait too, for the tenant's share: its answers then take turns in fewer places. Raises CapacityError or
         Draining."""
         if self.closed:
-            raise _leaving()
-        most = min(self._max_in_flight, tenant.requests or self._max_in_flight)
-        if answers > most:
-            answers = max(1, most // 2)
+            raise _draining()
+        limit = min(self._max_in_flight, tenant.requests or self._max_in_flight)
+        if num_answers > limit:
+            num_answers = max(1, limit // 2)
         account = self._accounts.setdefault(tenant.id, Account(tenant, self._clock()))
-        account.renew(tenant, self._clock())
+        account.set_limits(tenant, self._clock())
         try:
-            if (due_s := account.due_s(self._clock())) > 0:
-                raise self._refusal(account, "tokens", due_s)
-            wait_s = self.wait_s(account, answers)
-            if wait_s > self._max_wait_s or (wait_s > 0 and not self._may_wait(account, answers)):
+            if (wait_s := account.wait_for_tokens_s(self._clock())) > 0:
+                raise self._refusal(account, "tokens", wait_s)
+            wait_s = self.wait_s(account, num_answers)
+            if wait_s > self._max_wait_s or (wait_s > 0 and not self._may_wait(account, num_answers)):
                 raise self._refusal(account, "queue", wait_s)
-            turn = Turn(next(self._numbers), answers)
-            await self._turn(account, turn)
+            waiter = Waiter(next(self._arrivals), num_answers)
+            await self._wait(account, waiter)
         finally:
             self._forget_idle(account)
-        return Place(account, turn.answers, self._clock())
+        return Place(account, waiter.num_answers, self._clock())
 
     def leave(self, place: Place) -> None:
         """Give ``place`` back. Call it once."""
         held_s = self._clock() - place.since_s
-        self._held_s = FADE * self._held_s + place.answers * held_s
-        self._held = FADE * self._held + place.answers
-        self._give(place.account, place.answers)
-        self._let_in()
+        self._held_s = HOLD_DECAY * self._held_s + place.num_answers * held_s
+        self._num_held = HOLD_DECAY * self._num_held + place.num_answers
+        self._free(place.account, place.num_answers)
+        self._admit_waiters()
         self._forget_idle(place.account)
 
     def overloaded(self, place: Place, error: CapacityError) -> CapacityError:
         """The error for an admitted request whose target had no room after all."""
-        after_s = max(error.retry_after_s, self.wait_s(place.account, place.answers))
+        after_s = max(error.retry_after_s, self.wait_s(place.account, place.num_answers))
         return self._refusal(place.account, "target", after_s, str(error))
 
     def close(self) -> None:
         self.closed = True
-        for account in self._queues.values():
-            for turn in account.waiting:
-                if not turn.future.done():
-                    turn.future.set_exception(_leaving())
+        for account in self._waiting.values():
+            for waiter in account.waiters:
+                if not waiter.future.done():
+                    waiter.future.set_exception(_draining())
 
-    def wait_s(self, account: Account, answers: int) -> float:
-        """How long ``answers`` more of a tenant would wait, at the pace at which places were given back lately; 0: they
-        need not wait."""
-        # Before them come those of its own, and as many of each other's as bring him to what it would have itself.
-        level = (account.in_flight + account.queued) / account.tenant.weight
-        others = 0.0 if not level else sum(
-            min(other.queued, other.room, max(0.0, level * other.tenant.weight - other.in_flight))
-            for other in self._queues.values() if other is not account)  # there may be thousands
-        mine = account.queued + answers
-        missing = max(0.0, mine + others - (self._max_in_flight - self.in_flight)) / self._max_in_flight
+    def wait_s(self, account: Account, num_answers: int) -> float:
+        """How long so many more answers of a tenant would wait, at the pace at which places were given back lately; 0:
+        they need not wait."""
+        # Before them come those of its own, and as many of each other tenant's as bring that one to the same load.
+        load = (account.in_flight + account.queued) / account.tenant.weight
+        others = 0.0 if not load else sum(
+            min(other.queued, other.free_places, max(0.0, load * other.tenant.weight - other.in_flight))
+            for other in self._waiting.values() if other is not account)  # there may be thousands
+        own = account.queued + num_answers
+        missing = max(0.0, own + others - (self._max_in_flight - self.in_flight)) / self._max_in_flight
         if account.tenant.requests:
-            missing = max(missing, (mine - account.room) / account.tenant.requests)
+            missing = max(missing, (own - account.free_places) / account.tenant.requests)
         if missing <= 0:
             return 0.0
-        return max(missing * self._hold_s(), SHORTEST_S)
+        return max(missing * self._mean_hold_s(), MIN_WAIT_S)
 
-    def all_in_s(self) -> float:
+    def queue_wait_s(self) -> float:
         """Seconds until all that wait now should have started."""
-        return min(self.queued / self._max_in_flight * self._hold_s(), MAX_RETRY_AFTER_S)
+        return min(self.queued / self._max_in_flight * self._mean_hold_s(), MAX_RETRY_AFTER_S)
 
-    def _hold_s(self) -> float:
+    def _mean_hold_s(self) -> float:
         """How long an answer holds its place. While nobody leaves, at least as long as that has lasted."""
-        return max(self._held_s / self._held if self._held else 0.0,
-                   self._clock() - self._moved_s if self.queued else 0.0)
+        return max(self._held_s / self._num_held if self._num_held else 0.0,
+                   self._clock() - self._stalled_since_s if self.queued else 0.0)
 
-    def _may_wait(self, account: Account, answers: int) -> bool:
+    def _may_wait(self, account: Account, num_answers: int) -> bool:
         """Whether a tenant has so much left of its share of the queue. One request of each may always wait."""
         if not account.queued:
             return True
-        others = sum(other.tenant.weight for other in self._queues.values() if other is not account)
+        others = sum(other.tenant.weight for other in self._waiting.values() if other is not account)
         share = account.tenant.weight / (account.tenant.weight + others)
-        return account.queued + answers <= share * WAITING * self._max_in_flight
+        return account.queued + num_answers <= share * MAX_WAITING_PER_PLACE * self._max_in_flight
 
-    def _refusal(self, account: Account, reason: str, after_s: float, told: str = "") -> CapacityError:
+    def _refusal(self, account: Account, reason: str, after_s: float, message: str = "") -> CapacityError:
         self._metrics.refused(account.tenant.name, reason)
         after_s = min(after_s, MAX_RETRY_AFTER_S)
         again = f"try again in {max(1, math.ceil(after_s))} s"
         if reason == "tokens":
             return QuotaExceeded(f"this key's {account.tenant.tokens_per_minute} tokens a minute are used up; {again}",
                                  after_s)
-        return CapacityError(f"{told or self._full(account)}; {again}", after_s)
+        return CapacityError(f"{message or self._usage(account)}; {again}", after_s)
 
-    def _full(self, account: Account) -> str:
-        """What is there and what bounds it, for its caller and for whoever may change the settings."""
-        own, most = account.tenant.requests, WAITING * self._max_in_flight
+    def _usage(self, account: Account) -> str:
+        """What runs and waits, and the limits, for the caller and for whoever may change the settings."""
+        own, most = account.tenant.requests, MAX_WAITING_PER_PLACE * self._max_in_flight
         if own and self.in_flight < self._max_in_flight:  # there are places, but not for this key
-            there = f"answers of this key: {account.in_flight} run and {account.queued} wait, of {own} and {most}"
+            usage = f"answers of this key: {account.in_flight} run and {account.queued} wait, of {own} and {most}"
         else:
-            there = (f"answers here: {self.in_flight} run and {self.queued} wait, of {self._max_in_flight} and {most} "
+            usage = (f"answers here: {self.in_flight} run and {self.queued} wait, of {self._max_in_flight} and {most} "
                      "(router.max_in_flight)")
-        return f"{there}, for at most {self._max_wait_s:g} s (router.max_wait_s)"
+        return f"{usage}, for at most {self._max_wait_s:g} s (router.max_wait_s)"
 
-    async def _turn(self, account: Account, turn: Turn) -> None:
+    async def _wait(self, account: Account, waiter: Waiter) -> None:
         if not self.queued:
-            self._moved_s = self._clock()
-        account.waiting.append(turn)
-        self._count(account, turn.answers)
-        self._let_in()
-        if turn.future.done():
+            self._stalled_since_s = self._clock()
+        account.waiters.append(waiter)
+        self._count_queued(account, waiter.num_answers)
+        self._admit_waiters()
+        if waiter.future.done():
             return
-        limit = Limit(lambda: self._refusal(account, "late", self.wait_s(account, turn.answers)), self._max_wait_s)
+        limit = Limit(lambda: self._refusal(account, "late", self.wait_s(account, waiter.num_answers)),
+                      self._max_wait_s)
         try:
             with limit:
-                await turn.future
+                await waiter.future
         except BaseException:
-            if turn.future.done() and not turn.future.cancelled() and turn.future.exception() is None:
-                self._give(account, turn.answers)  # let in and given up in the same moment
-            elif turn in account.waiting:
-                account.waiting.remove(turn)
-                self._count(account, -turn.answers)
-            self._let_in()
+            if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
+                self._free(account, waiter.num_answers)  # admitted and given up in the same moment
+            elif waiter in account.waiters:
+                account.waiters.remove(waiter)
+                self._count_queued(account, -waiter.num_answers)
+            self._admit_waiters()
             raise
         finally:
             limit.close()
 
-    def _let_in(self) -> None:
-        while self.in_flight < self._max_in_flight and (account := self._next()) is not None:
-            places = min(account.waiting[0].answers, self._share(account))
-            if self.in_flight + places > self._max_in_flight:
+    def _admit_waiters(self) -> None:
+        while self.in_flight < self._max_in_flight and (account := self._next_account()) is not None:
+            num_places = min(account.waiters[0].num_answers, self._share(account))
+            if self.in_flight + num_places > self._max_in_flight:
                 break
-            turn = account.waiting.popleft()
-            self._count(account, -turn.answers)
-            turn.answers = places
-            if not turn.future.done():
-                self._take(account, turn)
-                turn.future.set_result(None)
+            waiter = account.waiters.popleft()
+            self._count_queued(account, -waiter.num_answers)
+            waiter.num_answers = num_places
+            if not waiter.future.done():
+                self._occupy(account, num_places)
+                waiter.future.set_result(None)
         self._metrics.load(self.in_flight, self.queued)
 
     def _share(self, account: Account) -> int:
         """Places that one of its requests may have: its part of all of them while others wait, too, one at least."""
-        if len(self._queues) == 1 or account.waiting[0].answers == 1:
+        if len(self._waiting) == 1 or account.waiters[0].num_answers == 1:
             return self._max_in_flight
-        weights = sum(other.tenant.weight for other in self._queues.values())
+        weights = sum(other.tenant.weight for other in self._waiting.values())
         return max(1, int(self._max_in_flight * account.tenant.weight / weights))
 
-    def _next(self) -> Account | None:
-        """Whose turn it is: of those who may have more, who has least for its weight; then who has waited longest."""
-        able = (account for account in self._queues.values() if account.waiting[0].answers <= account.room)
-        return min(able, key=lambda account: (account.level, account.waiting[0].number), default=None)
+    def _next_account(self) -> Account | None:
+        """Of those who may have more, the one with the least load for its weight; then the one that waits longest."""
+        able = (account for account in self._waiting.values() if account.waiters[0].num_answers <= account.free_places)
+        return min(able, key=lambda account: (account.weighted_load, account.waiters[0].order), default=None)
 
-    def _count(self, account: Account, answers: int) -> None:
-        account.queued += answers
-        self.queued += answers
+    def _count_queued(self, account: Account, num_answers: int) -> None:
+        account.queued += num_answers
+        self.queued += num_answers
         if account.queued:
-            self._queues[account.tenant.id] = account
+            self._waiting[account.tenant.id] = account
         else:
-            self._queues.pop(account.tenant.id, None)
+            self._waiting.pop(account.tenant.id, None)
 
-    def _take(self, account: Account, turn: Turn) -> None:
-        self.in_flight += turn.answers
-        account.in_flight += turn.answers
-        self._entered += 1
-        self._empty.clear()
+    def _occupy(self, account: Account, num_answers: int) -> None:
+        self.in_flight += num_answers
+        account.in_flight += num_answers
+        self._num_admitted += 1
+        self._idle.clear()
 
-    def _give(self, account: Account, answers: int) -> None:
-        self._moved_s = self._clock()
-        account.in_flight -= answers
-        self.in_flight -= answers
+    def _free(self, account: Account, num_answers: int) -> None:
+        self._stalled_since_s = self._clock()
+        account.in_flight -= num_answers
+        self.in_flight -= num_answers
         if self.in_flight == 0:
-            self._empty.set()
+            self._idle.set()
 
     def _forget_idle(self, account: Account) -> None:
         if account.idle:
             self._accounts.pop(account.tenant.id, None)
 
 
-def _leaving() -> Draining:
+def _draining() -> Draining:
     return Draining("the router is shutting down; try again soon")
 
 
@@ -378,17 +380,17 @@ class PoolFallback:
 
     def __init__(self, config: PolicySection, metrics: RouterMetrics,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        # Until a piece says what its step took, a plain one is the unit of time.
+        # Until a piece says what its step took, a plain step is the unit of time.
         self._beliefs = Beliefs(StepCosts({1: 1.0}))
-        self._told = False
-        self._rows = 1 + config.max_nodes
+        self._costs_known = False
+        self._max_rows = 1 + config.max_nodes
         self._policy = SpeculationPolicy(config, self._beliefs, clock())
         self._decision = self._policy.decide(POOL)
         self._metrics = metrics
         self._clock = clock
         self._reason = "operator"
         self._followed: set[FollowedAnswer] = set()
-        self._heard: list[tuple[FollowedAnswer, Piece]] = []  # and not judged
+        self._unjudged: list[tuple[FollowedAnswer, Piece]] = []
         self._log = logger("fallback")
         metrics.mode.now(self.mode.value)
 
@@ -402,61 +404,61 @@ class PoolFallback:
 
     def admits(self) -> bool:
         """Whether an answer that may speculate begins with drafts."""
-        if self.mode is Mode.SPECULATE or self._probe_room() > 0:
+        if self.mode is Mode.SPECULATE or self._missing_probes() > 0:
             return True
         self._metrics.fell_back(self._reason)
         return False
 
-    def follow(self, answer: Answer, wanted: bool) -> Answer:
-        """``answer``, observed and switched from its beginning on. ``wanted``: it may speculate."""
-        followed = FollowedAnswer(self, answer, wanted)
-        if wanted and not self.admits():
+    def follow(self, answer: Answer, may_speculate: bool) -> Answer:
+        """``answer``, observed and switched from its beginning on."""
+        followed = FollowedAnswer(self, answer, may_speculate)
+        if may_speculate and not self.admits():
             followed.set_speculation(False)
         self._followed.add(followed)
         return followed
 
     def observe(self, answer: FollowedAnswer, piece: Piece) -> None:
-        """A later piece of ``answer`` came."""
-        self._heard.append((answer, piece))
-        if len(self._heard) >= len(self._followed):
+        """``piece`` is not the first of ``answer``."""
+        self._unjudged.append((answer, piece))
+        if len(self._unjudged) >= len(self._followed):
             self._judge_all()
 
     def _judge_all(self) -> None:
-        heard, self._heard, now_s = self._heard, [], self._clock()
-        for answer, piece in heard:
+        unjudged, self._unjudged, now_s = self._unjudged, [], self._clock()
+        for answer, piece in unjudged:
             self._judge(answer, piece, now_s)
 
     def _judge(self, answer: FollowedAnswer, piece: Piece, now_s: float) -> None:
         beliefs = self._beliefs
         if piece.plain_s:
-            self._learn(piece)
+            self._learn_costs(piece)
         # A target that does not say, or a text that was looked up, tells nothing of drafts; nor does an answer that its
         # own target drafts no more for: taken for silence, many of them made one late draft the end of the pool.
-        left = piece.state != "speculate" and not piece.drafted and not piece.wait_s and not self._policy.probing
-        if not answer.allowed or not piece.plain_s or left:
+        undrafted = piece.state != "speculate" and not piece.drafted and not piece.wait_s and not self._policy.probing
+        if not answer.speculates or not piece.plain_s or undrafted:
             beliefs.purse.earn(piece.verify_s, len(self._followed))
             return
         # A chain is the shallowest tree of so many nodes that can have had what was accepted.
         round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.drafted, piece.verify_s, piece.wait_s,
                        late=piece.late, plain_s=piece.plain_s)
-        self._heed(self._policy.observe(now_s, round_))
+        self._apply(self._policy.observe(now_s, round_))
 
-    def _learn(self, piece: Piece) -> None:
+    def _learn_costs(self, piece: Piece) -> None:
         beliefs = self._beliefs
-        if not self._told:  # further rows are free until a piece with drafts says what they cost
-            self._told, beliefs.costs = True, StepCosts({1: piece.plain_s, self._rows: piece.plain_s})
+        if not self._costs_known:  # further rows are free until a piece with drafts says what they cost
+            self._costs_known, beliefs.costs = True, StepCosts({1: piece.plain_s, self._max_rows: piece.plain_s})
         beliefs.costs.observe(1, piece.plain_s)
         if piece.drafted:
             beliefs.costs.observe(1 + piece.drafted, piece.verify_s)
 
-    def left(self, answer: FollowedAnswer) -> None:
+    def unfollow(self, answer: FollowedAnswer) -> None:
         self._followed.discard(answer)
 
     def tick(self) -> None:
         """Judge the pieces since the last call; a probe may begin."""
         self._judge_all()
         self._policy.tick(self._clock())
-        self._heed(None)
+        self._apply(None)
         self._fill_probe()
 
     async def run(self) -> None:
@@ -465,7 +467,7 @@ class PoolFallback:
             self.tick()
             await asyncio.sleep(TICK_S)
 
-    def _heed(self, transition: Transition | None) -> None:
+    def _apply(self, transition: Transition | None) -> None:
         if transition is None and self.probing == self._policy.probing:
             return
         self._decision = decision = self._policy.decide(POOL)
@@ -482,47 +484,47 @@ class PoolFallback:
         self._fill_probe()
 
     def _fill_probe(self) -> None:
-        if (room := self._probe_room()) > 0:
-            plain = [answer for answer in self._followed if answer.wanted and not answer.allowed]
-            for answer in plain[:room]:
+        if (missing := self._missing_probes()) > 0:
+            plain = [answer for answer in self._followed if answer.may_speculate and not answer.speculates]
+            for answer in plain[:missing]:
                 answer.set_speculation(True)
 
-    def _probe_room(self) -> int:
+    def _missing_probes(self) -> int:
         """How many further answers may speculate for the probe that runs."""
         if not self.probing:
             return 0
-        wanted = sum(answer.wanted for answer in self._followed)
-        return max(1, math.ceil(SHARE * wanted)) - sum(answer.allowed for answer in self._followed)
+        able = sum(answer.may_speculate for answer in self._followed)
+        return max(1, math.ceil(SHARE * able)) - sum(answer.speculates for answer in self._followed)
 
 
 class FollowedAnswer:
     """An answer whose pieces the fallback sees first."""
 
-    __slots__ = ("_answer", "_begun", "_fallback", "_pieces", "allowed", "wanted")
+    __slots__ = ("_answer", "_began", "_fallback", "_pieces", "may_speculate", "speculates")
 
-    def __init__(self, fallback: PoolFallback, answer: Answer, wanted: bool) -> None:
-        self.wanted = self.allowed = wanted
+    def __init__(self, fallback: PoolFallback, answer: Answer, may_speculate: bool) -> None:
+        self.may_speculate = self.speculates = may_speculate
         self._fallback = fallback
         self._answer = answer
         self._pieces = aiter(answer)
-        self._begun = False
+        self._began = False  # its first piece has come
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
 
     async def __anext__(self) -> Piece:
         piece = await anext(self._pieces)
-        if self._begun:
+        if self._began:
             self._fallback.observe(self, piece)
-        self._begun = True
+        self._began = True
         return piece
 
     def set_speculation(self, allowed: bool) -> None:
         """Follow the fallback's decision; an answer that must not speculate stays plain."""
-        if self.wanted and allowed != self.allowed:
-            self.allowed = allowed
+        if self.may_speculate and allowed != self.speculates:
+            self.speculates = allowed
             self._answer.set_speculation(allowed)
 
     async def aclose(self) -> None:
-        self._fallback.left(self)
+        self._fallback.unfollow(self)
         await self._answer.aclose()

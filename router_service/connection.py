@@ -49,7 +49,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from router_service.admission import WAITING, Limit
+from router_service.admission import MAX_WAITING_PER_PLACE, Limit
 from router_service.dialects.problems import Problem, http_problem, problem_of
 from slipstream.base.errors import CapacityError, Unavailable
 from slipstream.base.guests import Guests
@@ -88,7 +88,7 @@ class Room:
 
     def __init__(self, max_in_flight: int, probes: Container[bytes], metrics: RouterMetrics,
                  back_s: Callable[[], float]) -> None:
-        wanted = (1 + WAITING) * max_in_flight + SPARE
+        wanted = (1 + MAX_WAITING_PER_PLACE) * max_in_flight + SPARE
         most = min(2 * (wanted + SPARE), max(4, descriptors() * 3 // 4))
         per_address = most // 2  # all that run and wait, if all of them come through one proxy
         self.requests = min(wanted, max(per_address - SPARE, per_address // 2))

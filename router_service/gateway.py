@@ -449,7 +449,7 @@ class Run:
         begun = self._begun("" if self._span is None else self._span.parent)
         self._many = None
         if job.num_answers > 1:
-            self._many = merged(begun, min(place.answers, job.num_answers))
+            self._many = merged(begun, min(place.num_answers, job.num_answers))
         else:  # no queue between a single answer and its reader
             next(begun)
 

@@ -33,7 +33,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.tls import export_end, tls_files
 
 READY_EVERY_S = 0.5
-QUIET_S = 0.5  # nobody asks any more: what was sent when the last answer went would be here
+IDLE_S = 0.5  # a request that was sent when the last answer ended has arrived by then
 
 
 class RouterService:
@@ -55,7 +55,7 @@ class RouterService:
                                spans_of(config.log, "router"), Trials(Trial(folder)))
         app = create_app(self.gateway, self._keys, metrics.registry.page if shared else None)
         self._http = HttpListener(app, section, config.wire, metrics,
-                                  [path.encode() for path in OPEN_PATHS], self.gateway.admission.all_in_s)
+                                  [path.encode() for path in OPEN_PATHS], self.gateway.admission.queue_wait_s)
         asked = InferenceServicer(self._front, refused=self.gateway.failed)
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [asked], public="router.grpc_listen")
         self.vitals = Vitals("router")
@@ -106,7 +106,7 @@ class RouterService:
         calls = asyncio.create_task(self._grpc.drain(grace_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self.gateway.admission.quiet(QUIET_S)
+                await self.gateway.admission.wait_until_idle(IDLE_S)
         self.gateway.drain()
         await self._beside.aclose()
         await self.targets.aclose()

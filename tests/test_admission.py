@@ -49,7 +49,7 @@ class Office:
             self.refusals.setdefault(name, []).append(error.retry_after_s)
             return
         self.waits.setdefault(name, []).append(self.now() - came_s)
-        answers = place.answers
+        answers = place.num_answers
         self.held_s[name] += answers * answer_s
         self.running[name] += answers
         self.most[name] = max(self.most[name], self.running[name])
@@ -96,7 +96,7 @@ def test_overload_costs_no_goodput_and_waits_are_bounded() -> None:
         waits, told = office.waits["anyone"], office.refusals.get("anyone", [])
         assert p99(waits) <= MAX_WAIT_S and max(waits) <= MAX_WAIT_S + 0.001, (times, p99(waits))
         assert office.refused("anyone", "queue") + office.refused("anyone", "late") == len(told)
-        assert office.admission.all_in_s() == 0.0, "nobody waits any more"
+        assert office.admission.queue_wait_s() == 0.0, "nobody waits any more"
         if times >= 2.0:
             late = sorted(told[len(told) // 2 :])
             wait_s = sorted(waits)[len(waits) // 2]
@@ -216,7 +216,7 @@ def test_who_waits_where_nobody_leaves_is_refused_in_time_and_told_what_is_known
             began_s = office.now()
             asked = asyncio.create_task(office.ask(ANYONE, 1.0))
             await asyncio.sleep(2.0)
-            assert office.admission.all_in_s() > 0.9, "one for two places, and none came free in two seconds"
+            assert office.admission.queue_wait_s() > 0.9, "one for two places, and none came free in two seconds"
             await asked
             seen.append((began_s, office.refusals["anyone"][-1]))
             await asyncio.sleep(5.0)
@@ -284,7 +284,7 @@ async def test_who_gives_up_takes_nothing_and_several_answers_are_not_overtaken(
     await asyncio.gather(*tasks.values(), return_exceptions=True)
     assert order == ["other", "three", "one"], "who has nothing goes first; within a tenant in order"
     assert admission.in_flight == admission.queued == 0
-    assert [(await admission.enter(tenant, answers)).answers for tenant, answers in (
+    assert [(await admission.enter(tenant, answers)).num_answers for tenant, answers in (
         (A, 5), (replace(B, requests=1), 3))] == [2, 1], "more than may run have half of the places that may"
 
 

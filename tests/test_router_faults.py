@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from router_service.admission import WAITING
+from router_service.admission import MAX_WAITING_PER_PLACE
 from router_service.app import PAGES, create_app
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody
@@ -117,7 +117,7 @@ async def test_the_queue_is_bounded(tiny_folder: Path) -> None:
         admission = r.service.gateway.admission
         running = [asyncio.ensure_future(r.post(CHAT, messages=HELLO)) for _ in range(2)]
         await eventually(lambda: len(target.running) == 2)
-        queued = [asyncio.ensure_future(r.post(CHAT, messages=HELLO)) for _ in range(2 * WAITING)]
+        queued = [asyncio.ensure_future(r.post(CHAT, messages=HELLO)) for _ in range(2 * MAX_WAITING_PER_PLACE)]
         await eventually(lambda: admission.queued == len(queued))
         refused = await r.post(CHAT, messages=HELLO)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
