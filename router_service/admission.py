@@ -63,7 +63,7 @@ class Limit:
     """Ends the wait inside it when ``fire`` is called, or ``after_s`` seconds from now unless it is closed (create it
     on the event loop then). ``error`` makes the exception."""
 
-    __slots__ = ("_cancelling", "_error", "_task", "_timer", "fired")
+    __slots__ = ("_error", "_num_cancels", "_task", "_timer", "fired")
 
     def __init__(self, error: Callable[[], Exception], after_s: float | None = None) -> None:
         self.fired = False

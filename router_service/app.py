@@ -501,7 +501,7 @@ class Gate:
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
         if tenant is not None and (connection := connection_of(scope)) is not None:
-            connection.belongs(tenant.id)
+            connection.set_tenant(tenant.id)
         origin = headers.get(b"origin", b"")
         if scope["method"] == "POST" and not self._reads(origin):
             refusal = http_problem(403, "a router without API keys takes posts of its own machine's pages alone; set "

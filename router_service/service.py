@@ -102,7 +102,7 @@ class RouterService:
         """Refuse new connections and move open ones away, for at most ``grace_s`` seconds; then close everything."""
         self._log.info("draining", running=self.gateway.admission.in_flight)
         self.gateway.leave()
-        self._http.refuse()
+        self._http.stop_accepting()
         calls = asyncio.create_task(self._grpc.drain(grace_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

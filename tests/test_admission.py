@@ -301,7 +301,7 @@ def test_who_comes_is_not_compared_with_all_who_wait() -> None:
         entering = office.admission.enter(Tenant("new"), 1)
         enters = opcodes(lambda: entering.send(None))
         queued = office.admission.queued
-        with patch.object(Admission, "_next", autospec=True, side_effect=Admission._next) as looks:
+        with patch.object(Admission, "_next_account", autospec=True, side_effect=Admission._next_account) as looks:
             await asyncio.sleep(ANSWER_S)
         entering.close()
         for task in tasks:

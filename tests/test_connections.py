@@ -21,7 +21,7 @@ from grpc import aio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router_service import connection
-from router_service.connection import Room
+from router_service.connection import ConnectionLimits
 from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
@@ -280,7 +280,7 @@ async def test_large_bodies_of_one_tenant_keep_no_other_s_out(monkeypatch: pytes
     class Theirs(Slow):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             if (found := connection.connection_of(scope)) is not None:
-                found.belongs(scope["path"])
+                found.set_tenant(scope["path"])
             await super().__call__(scope, receive, send)
 
     def asks(path: str, length: int) -> bytes:
@@ -517,9 +517,9 @@ async def test_who_comes_while_a_request_over_grpc_runs_out_of_time_waits_for_it
 
 
 def test_few_open_files_leave_room_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "descriptors", lambda: 256)
-    room = Room(128, (), RouterMetrics("tiny"), lambda: 1.0)
-    assert room.requests == 48
+    monkeypatch.setattr(connection, "max_open_files", lambda: 256)
+    limits = ConnectionLimits(128, (), RouterMetrics("tiny"), lambda: 1.0)
+    assert limits.max_requests == 48
 
 
 async def test_two_thousand_idle_connections_without_a_key_take_no_place(tiny_folder: Path, tmp_path: Path) -> None:
