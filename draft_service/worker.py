@@ -213,7 +213,7 @@ class DraftSession:
         if not self.max_ahead:
             return is_sent
         if 0 < len(growth.ids) == self.tree.num_sent:
-            promise = self.tree.promise(self.tree.num_sent)
+            promise = self.tree.expected_accepted(self.tree.num_sent)
             self.mean_expected += 0.2 * (promise - self.mean_expected) if self.mean_expected else promise
         likely = len(growth.scores) and float(growth.scores.max()) >= MIN_SCORE
         self.unlikely_growths = 0 if likely else self.unlikely_growths + 1
@@ -227,7 +227,7 @@ class DraftSession:
     @property
     def needs_whole_tree(self) -> bool:
         """Whether the next growth should be a whole tree (rule 2)."""
-        return not self.max_ahead or self.tree.promise(self.wanted) <= REDRAFT_BELOW * self.mean_expected
+        return not self.max_ahead or self.tree.expected_accepted(self.wanted) <= REDRAFT_BELOW * self.mean_expected
 
     @property
     def should_grow_ahead(self) -> bool:

@@ -167,7 +167,7 @@ class TellingDrafter:
     def commit(self, commits: Sequence[Commit]) -> None:
         for message in commits:
             if (tree := self._trees.get(message.session)) is not None:
-                tree.commit(message.tokens.tolist(), lasting=False)
+                tree.commit(message.tokens.tolist(), keep_kv=False)
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         grown = []
@@ -175,7 +175,7 @@ class TellingDrafter:
             if (tree := self._trees.get(session)) is not None:
                 prompt = self._prompts[session]
                 self._extend(tree, self._told[prompt], tree.base - len(prompt))
-                grown.append(tree.growth(session, budget))
+                grown.append(tree.next_growth(session, budget))
         return grown
 
     def read(self, ids: Sequence[int]) -> list[int]:

@@ -149,11 +149,11 @@ def test_hopeless_nodes_stop_it() -> None:
     session = DraftSession(1, Listener(), DraftSide(1), tree=GrowingTree(2))
     session.apply_request(side.attach(wanted=8, ahead=True), 40)
     node = session.tree.propose(ROOT, 1, -0.1)
-    session.record_growth(session.tree.growth(1, 8))
+    session.record_growth(session.tree.next_growth(1, 8))
     assert session.should_grow_ahead
     for token in range(2, 5):
         session.tree.propose(node, token, -9.0)
-        session.record_growth(session.tree.growth(1, 8))
+        session.record_growth(session.tree.next_growth(1, 8))
     assert not session.should_grow_ahead
 
 
@@ -166,19 +166,19 @@ def test_a_tree_that_is_re_rooted_is_the_tree_below(seed: int) -> None:
     def computed() -> dict[tuple[int, ...], int]:
         return {tuple(tree.path(node)): slot for node, slot in zip(tree.computed, tree.slots.tolist(), strict=True)}
 
-    tree.aim()
+    tree.grow_ahead()
     for _ in range(6):
         new = np.arange(len(slots), len(slots) + (len(tree.frontier) if tree.begun else 0))
         slots |= dict.fromkeys(new.tolist())
         tree.expand([(rng.permutation(50)[:3].tolist(), sorted((-rng.random(3)).tolist(), reverse=True))
                      for _ in tree.frontier], new)
-        tree.growth(1, int(rng.integers(0, 6)))
+        tree.next_growth(1, int(rng.integers(0, 6)))
         if rng.random() < 0.5:
-            tree.aim()
+            tree.grow_ahead()
     before = {tuple(tree.path(node)): tree.scores[node] for node in range(len(tree.tokens))}
     was = computed()
     root = list(was)[int(rng.integers(len(was)))]
-    true, freed = tree.commit(root, lasting=True)
+    true, freed = tree.commit(root, keep_kv=True)
     assert true.tolist() == [was[root[: i + 1]] for i in range(len(root))]
     after = {tuple(tree.path(node)): tree.scores[node] for node in range(len(tree.tokens))}
     below = {p[len(root):]: score - before[root] for p, score in before.items() if p[: len(root)] == root and p != root}
@@ -186,5 +186,5 @@ def test_a_tree_that_is_re_rooted_is_the_tree_below(seed: int) -> None:
     assert computed() == {p[len(root):]: slot for p, slot in was.items() if p[: len(root)] == root and p != root}
     assert sorted([*true.tolist(), *freed.tolist(), *tree.slots.tolist()]) == sorted(slots)
     leaf = next(p for p in after if p not in computed())
-    tree.commit(leaf, lasting=True)
+    tree.commit(leaf, keep_kv=True)
     assert not tree.begun, "a node that was never expanded has nothing below it"

@@ -31,7 +31,7 @@ def grown(topk: int, levels: int, seed: int, next_id: int = 1) -> GrowingTree:
 
 
 def to_message(growth: GrowingTree, most: int) -> Growth:
-    return growth.growth(1, most)
+    return growth.next_growth(1, most)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -63,7 +63,7 @@ def test_a_chain_is_a_chain() -> None:
 def test_words_hold_exactly_the_ancestors() -> None:
     growth = grown(3, 4, seed=1)
     listed = [*growth.computed, *growth.frontier]
-    for node, word in zip(growth.frontier, growth.words(), strict=True):
+    for node, word in zip(growth.frontier, growth.ancestor_words(), strict=True):
         ancestors = set()
         while node != ROOT:
             ancestors.add(node)
@@ -105,7 +105,7 @@ def test_the_kv_of_drafted_tokens_that_became_true_is_kept() -> None:
         deepest = growth.computed[-1]
         path = [node for node in slots if node in (growth.parents[deepest], deepest)]
         tokens = [*growth.path(deepest)[:length], 49]
-        true, freed = growth.commit(tokens, lasting=True)
+        true, freed = growth.commit(tokens, keep_kv=True)
         assert true.tolist() == [slots[node] for node in path[:length]]
         assert sorted([*true.tolist(), *freed.tolist()]) == sorted(slots.values())
         assert not growth.begun and growth.base == 10 + len(tokens)
@@ -125,7 +125,7 @@ def test_it_is_re_rooted_as_the_targets_is(seed: int) -> None:
         path = ledger.tree.path(rng.randrange(len(ledger.tree)))[1:]
         new = [ledger.tree.tokens[at] for at in path] or [rng.randrange(50)]
         ledger.commit(new)
-        tree.commit(new, lasting=False)
+        tree.commit(new, keep_kv=False)
         assert tree.num_sent == len(ledger.tree) - 1, f"seed {seed}"
 
 
@@ -136,16 +136,16 @@ def test_nothing_is_likelier_than_certain_below_a_node_that_was_found_less_likel
     for token in (1, 2, 3):
         tree.expand([([token], [-0.1])])
     to_message(tree, 3)
-    tree.commit([1], lasting=False)
+    tree.commit([1], keep_kv=False)
     tree.expand([([2], [-4.0])])
-    tree.commit([2], lasting=False)
-    assert tree.tokens == [3] and tree.promise(8) <= 1.0
+    tree.commit([2], keep_kv=False)
+    assert tree.tokens == [3] and tree.expected_accepted(8) <= 1.0
 
 
 def test_what_the_target_holds_is_not_sent_again_but_grown_on() -> None:
     tree = grown(1, 4, seed=0)
     chain = to_message(tree, 4).tokens.tolist()
-    tree.commit(chain[:2], lasting=False)  # the third and fourth stay on both sides
+    tree.commit(chain[:2], keep_kv=False)  # the third and fourth stay on both sides
     for token in [*chain[2:], 7, 8]:
         tree.expand([([token], [-0.1])])
     message = to_message(tree, 4)
@@ -165,11 +165,11 @@ def test_states_that_wait_are_not_copied_for_each_part_of_them_that_is_read() ->
 
     with patch.object(torch.Tensor, "clone", watched):
         for came in range(0, 2000, 20):
-            context.take(came, torch.arange(came, came + 20.0)[:, None])
+            context.add_states(came, torch.arange(came, came + 20.0)[:, None])
         while context.num_inputs:
             part = min(50, context.num_inputs)
-            states = context.pull(part)
+            states = context.take_inputs(part)
             assert states is not None and len(states) == part
             read.append(states)
     assert torch.cat(read)[:, 0].tolist() == [float(row) for row in range(2000)]
-    assert sum(copied) <= len(read) * 20 and context.pull(1) is None
+    assert sum(copied) <= len(read) * 20 and context.take_inputs(1) is None

@@ -213,7 +213,7 @@ def check_tree(tree: DraftTree, tokens: list[int], proposed: set[tuple[int, ...]
 def test_when_all_has_come_a_target_holds_what_its_draft_believes(seed: int) -> None:
     """Commits and growth in order, late; some commits bring a chain that the text foretells."""
     rng = np.random.default_rng(seed)
-    target, tree, lasting = side(), GrowingTree(3, width=2), bool(seed % 2)
+    target, tree, keep_kv = side(), GrowingTree(3, width=2), bool(seed % 2)
     there, back = deque[list[int]](), deque[Growth]()
     target.attach()
 
@@ -222,11 +222,11 @@ def test_when_all_has_come_a_target_holds_what_its_draft_believes(seed: int) -> 
 
     def grow() -> None:
         tree.expand([([int(token) for token in rng.permutation(3)[:2]], [-0.3, -1.5]) for _ in tree.frontier])
-        back.append(tree.growth(1, int(rng.integers(1, 8))))
+        back.append(tree.next_growth(1, int(rng.integers(1, 8))))
 
     def come() -> None:
         while there:
-            tree.commit(there.popleft(), lasting)
+            tree.commit(there.popleft(), keep_kv)
         while back:
             target.receive(back.popleft())
 
@@ -239,12 +239,12 @@ def test_when_all_has_come_a_target_holds_what_its_draft_believes(seed: int) -> 
                 if rng.random() < 0.4:
                     foretold(target, draws())
             case 2 if there:
-                tree.commit(there.popleft(), lasting)
+                tree.commit(there.popleft(), keep_kv)
             case 3 if back:
                 target.receive(back.popleft())
             case 4:
-                if lasting:
-                    tree.aim()
+                if keep_kv:
+                    tree.grow_ahead()
                 grow()
         if rng.random() < 0.1:
             come()

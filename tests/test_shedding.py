@@ -285,7 +285,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> EagleHead:
 
 
 PLACES: dict[str, tuple[object, str]] = {
-    "pending rows": (DraftContext, "pull"), "levels": (DraftContext, "states_of"), "ranks": (neural, "ranked"),
+    "pending rows": (DraftContext, "take_inputs"), "levels": (DraftContext, "states_of"), "ranks": (neural, "ranked"),
     "states": (FeatureReader, "__call__"), "forwards": (EagleNetwork, "forward"), "gaps": (torch.Tensor, "new_zeros")}
 
 

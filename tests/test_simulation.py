@@ -209,9 +209,9 @@ def test_a_step_is_held_where_one_is_sooner_over_than_two() -> None:
 
 def test_a_tree_promises_the_chances_of_its_best_nodes() -> None:
     tree = DraftTree.root_only(3, 7).append([1, 2, 3], [-3, 1, -3], [5, 6, 8], [-0.1, -2.0, -1.0])
-    assert tree.promise(0) == 0.0
-    assert tree.promise(2) == pytest.approx(0.904837 + 0.367879, abs=1e-5)
-    assert tree.promise(9) == pytest.approx(0.904837 + 0.367879 + 0.135335, abs=1e-5)
+    assert tree.expected_accepted(0) == 0.0
+    assert tree.expected_accepted(2) == pytest.approx(0.904837 + 0.367879, abs=1e-5)
+    assert tree.expected_accepted(9) == pytest.approx(0.904837 + 0.367879 + 0.135335, abs=1e-5)
 
 
 def test_traces_of_two_processes_fit_together(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Network(Protocol):
     """A draft model or head on one device."""
 
     lag: int
-    bridged: bool  # whether a row whose target state is missing is computed with zeros: its token still helps
+    zero_fill: bool  # whether a row whose target state is missing is computed with zeros: its token still helps
     vocab_size: int  # of the target
     hidden_size: int  # of the target; 0: any
     features: FeatureSpec | None  # None with lag 0

@@ -33,7 +33,7 @@ from slipstream.choosing.transfer import to_device
 from slipstream.drafting.block import CANDIDATES, Asked, BlockPass, BlockStates
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
 from slipstream.drafting.network import Network, Output
-from slipstream.drafting.tree import NO_SLOTS, ROOT, SENT, DraftContext, GrowingTree
+from slipstream.drafting.tree import NO_SLOTS, ROOT, SENT_PER_ROW, DraftContext, GrowingTree
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Indices, Slots
 from slipstream.engine.native.draft import Grown, Seed
@@ -98,7 +98,7 @@ def _seeded(slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int,
     ``left``."""
     taken: list[tuple[DraftContext, Seed]] = []
     for context in contexts:
-        levels, row = wanted[context.session] - 1, context.done
+        levels, row = wanted[context.session] - 1, context.first_pending
         try:
             room = slots.alloc(len(context.tokens) - row + levels * topk)
         except CapacityError:
@@ -114,14 +114,14 @@ def _known(taken: list[tuple[DraftContext, Seed]], found: Grown) -> tuple[list[t
         return taken, found
     for (context, seed), known in zip(taken, found.known.tolist(), strict=True):
         if not known:
-            context.unseed(seed)
+            context.restore_inputs(seed)
     places: list[int] = found.known.nonzero()[0].tolist()
     return [taken[place] for place in places], found.of(places)
 
 
 def _fits(backend: Levels, context: DraftContext, levels: int, topk: int) -> bool:
-    rows, done = context.num_pending, context.done
-    return (levels > 0 and context.plain and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
+    rows, done = context.num_pending, context.first_pending
+    return (levels > 0 and context.ranks_raw_logits and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
             and rows > 0 and done + rows == len(context.tokens)
             and backend.takes(rows, levels - 1, topk, context.drawn))
 
@@ -130,7 +130,7 @@ def _keep(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -
     """Record that a session's pending rows and ``count`` nodes of its tree are computed. states [R, W]: of the root,
     then of the nodes."""
     rows, tree = len(seed.tokens), context.tree
-    context.computed(seed.slots[:rows])
+    context.add_computed(seed.slots[:rows])
     tree.slots = seed.slots[rows : rows + count]
     for place, node in enumerate((ROOT, *tree.computed)):
         context.states[node] = (states, place)
@@ -227,7 +227,7 @@ class NeuralDrafter:
             tree = GrowingTree(len(tokens), next_id=1 if known is None else known.tree.next_id)
             self._contexts[message.session] = DraftContext(
                 message.session, message.sampling, message.prompt_len, tokens, tree, history, self.max_context,
-                self.network.lag, self.network.bridged)
+                self.network.lag, self.network.zero_fill)
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:
@@ -241,9 +241,9 @@ class NeuralDrafter:
             return
         for message, rows in zip(known, self.network.read(known), strict=True):
             context = self._contexts[message.session]
-            if not context.bridged and message.start > context.awaited:
+            if not context.zero_fill and message.start > context.next_state:
                 self._settle(context)
-            freed = context.take(message.start, rows)
+            freed = context.add_states(message.start, rows)
             if len(freed):
                 self.slots.free(freed)
 
@@ -284,7 +284,7 @@ class NeuralDrafter:
         wanted = [(self._contexts[session], min(budget, most))
                   for session, budget in zip(ids, budgets, strict=True) if session in self._contexts]
         self._deepen(wanted, steps)
-        return [context.tree.growth(context.session, budget) for context, budget in wanted]
+        return [context.tree.next_growth(context.session, budget) for context, budget in wanted]
 
     def read(self, ids: Sequence[int]) -> list[int]:
         """Compute pending rows, as many as one ``grow`` would. Returns the sessions that have more of them, if this
@@ -311,7 +311,7 @@ class NeuralDrafter:
     def _deepen(self, wanted: Sequence[tuple[DraftContext, int]], steps: int) -> None:
         if steps:
             for context, budget in wanted:
-                context.tree.aim(budget // SENT)
+                context.tree.grow_ahead(budget // SENT_PER_ROW)
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
         most = min(self._growth.num_steps, steps or self._growth.num_steps)
         left = {context.session: min(most, budget) for context, budget in wanted}
@@ -342,11 +342,11 @@ class NeuralDrafter:
                 slots = self._alloc(count)
                 if slots is None:
                     continue
-                rows = range(context.done, context.done + count)
+                rows = range(context.first_pending, context.first_pending + count)
                 builder.add(context.tokens[rows.start:rows.stop], [row - context.origin for row in rows],
                             slots.tolist(), context.slots, logits="last")
-                taken.append((context, slots, context.done + count == context.base))
-                states = context.pull(count)
+                taken.append((context, slots, context.first_pending + count == context.base))
+                states = context.take_inputs(count)
                 if states is not None:
                     inputs.append(states)
                 rows_left -= count
@@ -357,7 +357,7 @@ class NeuralDrafter:
             raise self._full([slots for _, slots, _ in taken]) from error
         ready = list[tuple[DraftContext, range, Indices]]()
         for place, (context, slots, finished) in enumerate(taken):
-            context.computed(slots)
+            context.add_computed(slots)
             if finished:
                 context.tree.width = self._growth.topk
                 ready.append((context, range(place, place + 1), NO_SLOTS))
@@ -371,7 +371,7 @@ class NeuralDrafter:
 
     def _can_deepen(self, context: DraftContext) -> bool:
         tree = context.tree
-        if not tree.begun or not tree.frontier or tree.room <= 0:
+        if not tree.begun or not tree.frontier or tree.free_nodes <= 0:
             return False
         if context.block is not None:
             return any(_depth(tree, node) < context.block[0].reach for node in tree.frontier)
@@ -497,12 +497,12 @@ def _add_frontier(builder: BatchBuilder, context: DraftContext, slots: Indices) 
     mask_len = len(tree.computed) + len(tree.frontier)
     if mask_len <= MAX_NODES:
         return builder.add(tokens, positions, slots.tolist(), np.concatenate([context.slots, tree.slots]),
-                           tree.words(), mask_len)
+                           tree.ancestor_words(), mask_len)
     # An ancestor word has too few bits: each node becomes a sequence of its own, with its ancestors before it.
     first = len(builder.tokens)
     for node, token, position, slot in zip(tree.frontier, tokens, positions, slots.tolist(), strict=True):
         builder.add([token], [position], [slot],
-                    np.concatenate([context.slots, tree.slots[tree.above(node)]]))
+                    np.concatenate([context.slots, tree.slots[tree.ancestor_indices(node)]]))
     return range(first, len(builder.tokens))
 
 

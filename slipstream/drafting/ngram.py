@@ -107,7 +107,7 @@ class NgramDrafter:
                 continue
             tokens = message.tokens.tolist()
             session.index.extend(tokens)
-            session.tree.commit(tokens, lasting=False)
+            session.tree.commit(tokens, keep_kv=False)
             session.asked = False
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
@@ -134,14 +134,14 @@ class NgramDrafter:
             session.asked = True
             heap.clear()
             self._push(session, ROOT, 0.0, 0, session.index.matches())
-        left = min(budget, tree.room)
-        while heap and (left > 0 or tree.holds(heap[0].parent, heap[0].token)):
+        left = min(budget, tree.free_nodes)
+        while heap and (left > 0 or tree.target_has(heap[0].parent, heap[0].token)):
             branch = heapq.heappop(heap)
             node = tree.propose(branch.parent, branch.token, -branch.cost)
             left -= tree.ids[node] == 0
             if branch.depth < LONGEST:
                 self._push(session, node, branch.cost, branch.depth, branch.members)
-        return tree.growth(session_id, budget)
+        return tree.next_growth(session_id, budget)
 
     def _push(self, session: NgramSession, parent: int, cost: float, depth: int, members: list[Match]) -> None:
         """Put the children of a node at ``depth`` on the heap: one for each distinct continuation of its members."""

@@ -22,7 +22,7 @@ from slipstream.base.config import GrowthSection
 from slipstream.drafting.network import Network
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.rounds import Rounds, Tally
-from slipstream.drafting.tree import SENT, GrowingTree
+from slipstream.drafting.tree import SENT_PER_ROW, GrowingTree
 from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.messages import Growth
 
@@ -67,7 +67,7 @@ class Recording(NeuralDrafter):
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         """Append the tree at the newest token to ``places`` of each session. Returns no growth."""
         for _ in range(1 + FORWARDS):
-            super().grow(ids, [SENT * ROWS] * len(ids), 1)
+            super().grow(ids, [SENT_PER_ROW * ROWS] * len(ids), 1)
         for session in ids:
             tree = self.tree(session)
             self.places[session].append(place_of(self._contexts[session].tokens[-1], tree))

@@ -34,7 +34,7 @@ class StandaloneNetwork:
     """A ``network.Network`` over a whole causal model."""
 
     lag = 0
-    bridged = True
+    zero_fill = True
     hidden_size = 0
     features: FeatureSpec | None = None
 

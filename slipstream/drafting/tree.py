@@ -10,9 +10,9 @@ Rules of a growing tree:
 4. Each commit re-roots the tree, as the target re-roots its own. Sent nodes below the committed tokens stay, under the
    same ids; a drafter that grows from the new root proposes some of them again, and they are not sent twice. A tree
    that grows ahead instead keeps all nodes below the last committed token, if that one was computed.
-5. Ahead of the target the frontier is the ``rows`` best nodes of any level without children: a forward of few rows
-   costs the same as one row, and it is not known what the target will ask for next. A score is the log chance that the
-   answer reaches a node, so nodes where a round is more likely to end are grown first.
+5. Ahead of the target the frontier is the ``max_frontier`` best nodes of any level without children: a forward of few
+   rows costs the same as one row, and it is not known what the target will ask for next. A score is the log chance that
+   the answer reaches a node, so nodes where a round is more likely to end are grown first.
 6. Computed nodes are in the KV list in the order in which they were computed; bit j of an ancestor word is the j-th.
 
 DraftContext: one session of a drafter with weights: its committed tokens, and the KV and states computed for them.
@@ -27,8 +27,8 @@ Rules of a context:
 3. With features (lag 1) a row can be computed only when the target's state before it has arrived. States that arrive
    twice are ignored. Missing states are replaced by zeros, because a row's token alone helps (the default head without
    states of a short prompt: acceptance length 1.86, beginning anew 1.77, with all states 1.97). After a gap of more
-   than ``BRIDGE`` rows the context begins anew, ``BRIDGE`` rows before the new states. A block head's rows read no
-   token, so they are left out of a gap; rows before the gap stay.
+   than ``MAX_ZERO_ROWS`` rows the context begins anew, that many rows before the new states. A block head's rows read
+   no token, so rows without a state are left out; rows before the gap stay.
 4. A commit keeps the KV of accepted draft tokens with lag 0. With features it keeps none: those rows were computed from
    the head's own states, and are pending again with the target's. The newest token stays pending, because its row gives
    the logits to grow from; except where it was computed and the tree goes on below it (``GrowingTree``, rule 4).
@@ -55,22 +55,22 @@ from slipstream.protocol.messages import Growth
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 
-AHEAD, SENT = 8, 2  # the fewest nodes expanded in one forward ahead; nodes sent for each of them
-BRIDGE = 256  # rows without a state
-WORST = float(np.finfo(np.float32).min)  # score that is sent
+MIN_FRONTIER_AHEAD, SENT_PER_ROW = 8, 2  # the fewest nodes expanded in one forward ahead; nodes sent for each of them
+MAX_ZERO_ROWS = 256  # consecutive rows that are computed without their state
+LOWEST_SCORE = float(np.finfo(np.float32).min)  # that is sent
 ROOT = -1  # among nodes, which are counted from 0
 NO_SLOTS: Indices = np.zeros(0, np.int64)
 
 
 class GrowingTree:
-    __slots__ = ("_held", "ahead", "base", "begun", "computed", "depths", "frontier", "ids", "next_id", "num_sent",
-                 "parents", "picks", "rows", "scores", "slots", "tokens", "width")
+    __slots__ = ("_sent_children", "ahead", "base", "begun", "computed", "depths", "frontier", "ids", "max_frontier",
+                 "next_id", "num_sent", "parents", "picks", "scores", "slots", "tokens", "width")
 
     def __init__(self, base: int, width: int = 1, next_id: int = 1) -> None:
         """base: committed tokens; next_id: the first free id, above 1 where a session begins again."""
         self.base, self.width, self.next_id = base, width, next_id
         self.ahead = False  # whether it grows while the target verifies
-        self.rows = AHEAD  # most nodes of its frontier then
+        self.max_frontier = MIN_FRONTIER_AHEAD  # nodes, when it grows ahead
         self.begun = False  # whether the root's children are known
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -82,10 +82,11 @@ class GrowingTree:
         self.slots: Indices = NO_SLOTS  # KV of ``computed``
         self.frontier = [ROOT]
         self.picks: list[int] = []  # which children of the level above the frontier is
-        self._held: dict[tuple[int, int], int] = {}  # (parent, token) -> sent node, not proposed again since the commit
+        # (parent, token) -> sent node that was not proposed again since the last commit
+        self._sent_children: dict[tuple[int, int], int] = {}
 
     @property
-    def room(self) -> int:
+    def free_nodes(self) -> int:
         """Further nodes that the target's tree may hold."""
         return MAX_HELD - 1 - self.num_sent
 
@@ -101,25 +102,25 @@ class GrowingTree:
             node = self.parents[node]
         return tokens[::-1]
 
-    def words(self) -> list[int]:
+    def ancestor_words(self) -> list[int]:
         """Ancestor words of the frontier over the computed nodes followed by the frontier itself."""
-        places = {node: place for place, node in enumerate([*self.computed, *self.frontier])}
+        bits = {node: bit for bit, node in enumerate([*self.computed, *self.frontier])}
         words = []
         for node in self.frontier:
             word = 0
             while node != ROOT:
-                word |= 1 << places[node]
+                word |= 1 << bits[node]
                 node = self.parents[node]
             words.append(word)
         return words
 
-    def above(self, node: int) -> list[int]:
-        """Places in ``computed`` of the nodes between the root and ``node``, both left out."""
-        places = {found: place for place, found in enumerate(self.computed)}
-        found: list[int] = []
+    def ancestor_indices(self, node: int) -> list[int]:
+        """Indices in ``computed`` of the nodes between the root and ``node``, both left out."""
+        indices = {computed: index for index, computed in enumerate(self.computed)}
+        above: list[int] = []
         while (node := self.parents[node]) != ROOT:
-            found.append(places[node])
-        return found[::-1]
+            above.append(indices[node])
+        return above[::-1]
 
     def expand(self, children: Sequence[Children], slots: Indices = NO_SLOTS) -> None:
         """Give each frontier node its children (log scores relative to the node) and move the frontier down a level.
@@ -128,13 +129,13 @@ class GrowingTree:
         level: list[int] = []
         totals: list[float] = []
         for node, (tokens, scores) in zip(self.frontier, children, strict=True):
-            above, depth = (0.0, 1) if node == ROOT else (self.scores[node], self.depths[node] + 1)
+            node_score, depth = (0.0, 1) if node == ROOT else (self.scores[node], self.depths[node] + 1)
             for token, score in zip(tokens[: self.width], scores[: self.width], strict=True):
                 if not isfinite(score):
                     continue
-                total = above + min(0.0, score)
+                total = node_score + min(0.0, score)
                 totals.append(total)
-                if self._held:
+                if self._sent_children:
                     level.append(self.propose(node, token, total))
                     continue
                 level.append(len(self.tokens))
@@ -148,13 +149,13 @@ class GrowingTree:
         if len(slots):
             self.slots = np.concatenate((self.slots, slots)) if len(self.slots) else slots
         self.begun = True
-        most = max(0, min(self.width, (MAX_HELD if self.ahead else MAX_NODES) - len(self.computed)))
-        self.picks = sorted(sorted(range(len(level)), key=totals.__getitem__, reverse=True)[:most])
-        self.frontier = [level[place] for place in self.picks]
+        count = max(0, min(self.width, (MAX_HELD if self.ahead else MAX_NODES) - len(self.computed)))
+        self.picks = sorted(sorted(range(len(level)), key=totals.__getitem__, reverse=True)[:count])
+        self.frontier = [level[pick] for pick in self.picks]
 
     def propose(self, parent: int, token: int, score: float) -> int:
         """Propose a child. Returns its number: of a sent node that is proposed again, or of a new one."""
-        node = self._held.pop((parent, token), None)
+        node = self._sent_children.pop((parent, token), None)
         if node is not None:
             self.scores[node] = score
             return node
@@ -165,117 +166,120 @@ class GrowingTree:
         self.ids.append(0)
         return len(self.tokens) - 1
 
-    def holds(self, parent: int, token: int) -> bool:
+    def target_has(self, parent: int, token: int) -> bool:
         """Whether the target has this child, and it was not proposed again since the last commit."""
-        return (parent, token) in self._held
+        return (parent, token) in self._sent_children
 
-    def aim(self, rows: int = AHEAD) -> None:
+    def grow_ahead(self, max_frontier: int = MIN_FRONTIER_AHEAD) -> None:
         """Grow ahead of the target from now on: the likeliest nodes of all levels, not only the newest level.
-        ``rows``: nodes expanded in one forward, at least AHEAD."""
-        self.ahead, self.rows = True, max(AHEAD, rows)
+        ``max_frontier``: nodes expanded in one forward, at least MIN_FRONTIER_AHEAD."""
+        self.ahead, self.max_frontier = True, max(MIN_FRONTIER_AHEAD, max_frontier)
         if not self.begun or not self.tokens:
             return
-        left_out = {*self.computed, *self._held.values()}
-        waiting = [node for node in range(len(self.tokens)) if node not in left_out]
-        most = min(self.rows, max(0, MAX_HELD - len(self.computed)))
-        self.frontier = sorted(nlargest(most, waiting, key=self.scores.__getitem__))
+        left_out = {*self.computed, *self._sent_children.values()}
+        candidates = [node for node in range(len(self.tokens)) if node not in left_out]
+        count = min(self.max_frontier, max(0, MAX_HELD - len(self.computed)))
+        self.frontier = sorted(nlargest(count, candidates, key=self.scores.__getitem__))
 
-    def growth(self, session: int, most: int) -> Growth:
-        """Send the ``most`` best nodes that the target does not have, best first, so parents come first."""
+    def next_growth(self, session: int, max_nodes: int) -> Growth:
+        """The best nodes that the target does not have, at most ``max_nodes``, best first, so parents come first. They
+        count as sent from now on."""
         ids, parents, tokens, scores = self.ids, self.parents, self.tokens, self.scores
         order = sorted(range(len(ids)), key=scores.__getitem__, reverse=True)  # the earlier among equals
         if self.num_sent:
             order = [node for node in order if not ids[node]]
-        nodes, first, root = order[: max(0, min(most, self.room))], self.next_id, -self.base
-        for number, node in enumerate(nodes, first):
-            ids[node] = number
+        nodes, first_id, root_id = order[: max(0, min(max_nodes, self.free_nodes))], self.next_id, -self.base
+        for node_id, node in enumerate(nodes, first_id):
+            ids[node] = node_id
         self.next_id += len(nodes)
         self.num_sent += len(nodes)
-        above = [root if (parent := parents[node]) == ROOT else ids[parent] for node in nodes]
-        return Growth(session, self.base, np.arange(first, self.next_id, dtype=np.int32), np.array(above, np.int32),
-                      np.array([tokens[node] for node in nodes], np.int32),
-                      np.array([max(scores[node], WORST) for node in nodes], np.float32))
+        parent_ids = [root_id if (parent := parents[node]) == ROOT else ids[parent] for node in nodes]
+        return Growth(session, self.base, np.arange(first_id, self.next_id, dtype=np.int32),
+                      np.array(parent_ids, np.int32), np.array([tokens[node] for node in nodes], np.int32),
+                      np.array([max(scores[node], LOWEST_SCORE) for node in nodes], np.float32))
 
-    def promise(self, count: int) -> float:
+    def expected_accepted(self, count: int) -> float:
         """Expected accepted tokens of the ``count`` best sent nodes, if scores were the true log chances of
         acceptance."""
-        sent = [score for score, number in zip(self.scores, self.ids, strict=True) if number]
+        sent = [score for score, node_id in zip(self.scores, self.ids, strict=True) if node_id]
         return sum(map(exp, sorted(sent, reverse=True)[:count]))
 
     def sent_depth(self) -> int:
         """The depth of the deepest sent node; 0: none was sent."""
-        return max((depth for depth, number in zip(self.depths, self.ids, strict=True) if number), default=0)
+        return max((depth for depth, node_id in zip(self.depths, self.ids, strict=True) if node_id), default=0)
 
-    def commit(self, tokens: Sequence[int], lasting: bool) -> tuple[Indices, Indices]:
-        """Re-root below committed ``tokens``. lasting: the KV of accepted draft tokens may be kept. Returns the slots
+    def commit(self, tokens: Sequence[int], keep_kv: bool) -> tuple[Indices, Indices]:
+        """Re-root below committed ``tokens``. keep_kv: the KV of accepted draft tokens may be kept. Returns the slots
         of kept KV, for the first of ``tokens``; and the slots to free."""
-        path, node, left = list[int](), ROOT, iter(tokens)
-        token = next(left, None)
-        for child, (parent, own) in enumerate(zip(self.parents, self.tokens, strict=True)):
-            if parent == node and own == token:  # one pass is enough: a parent comes before its children
+        path, node, remaining = list[int](), ROOT, iter(tokens)
+        token = next(remaining, None)
+        for child, (parent, child_token) in enumerate(zip(self.parents, self.tokens, strict=True)):
+            if parent == node and child_token == token:  # one pass is enough: a parent comes before its children
                 path.append(child)
-                node, token = child, next(left, None)
+                node, token = child, next(remaining, None)
         self.base += len(tokens)
-        if lasting and self.ahead and token is None and node in self.computed:
-            return self._go_on(path)
-        true, slots = list[int](), self.slots
-        for known in path[: len(tokens) - 1] if lasting and len(slots) else ():
-            if known in self.computed:
-                true.append(self.computed.index(known))
-        self._begin_anew(node if token is None else None)
-        return (slots[true], np.delete(slots, true)) if true else (NO_SLOTS, slots)
+        if keep_kv and self.ahead and token is None and node in self.computed:
+            return self._keep_below(path)
+        kept, slots = list[int](), self.slots
+        for accepted in path[: len(tokens) - 1] if keep_kv and len(slots) else ():
+            if accepted in self.computed:
+                kept.append(self.computed.index(accepted))
+        self._restart(node if token is None else None)
+        return (slots[kept], np.delete(slots, kept)) if kept else (NO_SLOTS, slots)
 
-    def forget(self) -> Indices:
+    def drop_unsent(self) -> Indices:
         """Drop all nodes except the sent ones. Returns the slots of computed nodes, for the caller to free."""
         freed = self.slots
-        self._begin_anew(ROOT)
+        self._restart(ROOT)
         return freed
 
-    def _go_on(self, path: list[int]) -> tuple[Indices, Indices]:
+    def _keep_below(self, path: list[int]) -> tuple[Indices, Indices]:
         """Make the last of ``path`` the root and keep all nodes below it. Returns as ``commit``."""
-        at, held, slots = {node: place for place, node in enumerate(self.computed)}, self._held, self.slots
-        places = self._cut(path[-1], everything=True)
-        del places[path[-1]]
-        self.computed = [places[node] for node in at if node in places]
-        self._held = {(places.get(parent, ROOT), token): places[node] for (parent, token), node in held.items()
-                      if node in places}
-        self.aim(self.rows)
+        indices = {node: index for index, node in enumerate(self.computed)}
+        sent_children, slots = self._sent_children, self.slots
+        renumbered = self._keep_subtree(path[-1], sent_only=False)
+        del renumbered[path[-1]]
+        self.computed = [renumbered[node] for node in indices if node in renumbered]
+        self._sent_children = {(renumbered.get(parent, ROOT), token): renumbered[node]
+                               for (parent, token), node in sent_children.items() if node in renumbered}
+        self.grow_ahead(self.max_frontier)
         if not len(slots):
             return NO_SLOTS, NO_SLOTS
-        true, kept = [at[node] for node in path], [place for node, place in at.items() if node in places]
-        self.slots = slots[kept]
-        return slots[true], np.delete(slots, [*true, *kept])
+        accepted, below = [indices[node] for node in path], [i for node, i in indices.items() if node in renumbered]
+        self.slots = slots[below]
+        return slots[accepted], np.delete(slots, [*accepted, *below])
 
-    def _begin_anew(self, root: int | None) -> None:
+    def _restart(self, root: int | None) -> None:
         """Keep only sent nodes below ``root`` (None: there are none), and begin a new tree."""
         if root is None:
-            for held in (self.tokens, self.parents, self.scores, self.depths, self.ids):
-                held.clear()
+            for column in (self.tokens, self.parents, self.scores, self.depths, self.ids):
+                column.clear()
             self.num_sent = 0
         else:
-            self._cut(root, everything=False)
-        self._held = dict(zip(zip(self.parents, self.tokens, strict=True), range(len(self.tokens)), strict=True))
+            self._keep_subtree(root, sent_only=True)
+        children = zip(self.parents, self.tokens, strict=True)
+        self._sent_children = dict(zip(children, range(len(self.tokens)), strict=True))
         self.begun, self.frontier, self.computed, self.slots = False, [ROOT], [], NO_SLOTS
 
-    def _cut(self, root: int, everything: bool) -> dict[int, int]:
-        """Keep the nodes below ``root`` (only sent ones without ``everything``). Returns old number -> new number."""
-        places, nodes = {root: ROOT}, list[int]()
+    def _keep_subtree(self, root: int, sent_only: bool) -> dict[int, int]:
+        """Keep the nodes below ``root``, all or only the sent ones. Returns old number -> new number."""
+        renumbered, nodes = {root: ROOT}, list[int]()
         for node in range(root + 1, len(self.tokens)):
-            if self.parents[node] in places and (everything or self.ids[node]):
-                places[node] = len(nodes)
+            if self.parents[node] in renumbered and (self.ids[node] or not sent_only):
+                renumbered[node] = len(nodes)
                 nodes.append(node)
         score, depth = (0.0, 0) if root == ROOT else (self.scores[root], self.depths[root])
-        self.parents = [places[self.parents[node]] for node in nodes]
+        self.parents = [renumbered[self.parents[node]] for node in nodes]
         self.tokens = [self.tokens[node] for node in nodes]
         # A sent node may have a better score than its parent, if the parent was proposed again with a lower one.
         self.scores = [min(0.0, self.scores[node] - score) for node in nodes]
         self.depths = [self.depths[node] - depth for node in nodes]
         self.ids = [self.ids[node] for node in nodes]
         self.num_sent = len(self.ids) - self.ids.count(0)
-        return places
+        return renumbered
 
 
-State = tuple[torch.Tensor, int]  # rows [_, W], and which of them: cut out where it is read
+State = tuple[torch.Tensor, int]  # rows [_, W], and which of them it is: cut out only where it is read
 
 
 @dataclass(slots=True)
@@ -288,8 +292,8 @@ class DraftContext:
     history: TokenHistory | None
     window: int
     lag: int
-    bridged: bool = True  # whether a row without a target state is computed with zeros; lag 1 only
-    plain: bool = False  # no penalties and no logit_bias: logits are ranked unchanged, with or without noise
+    zero_fill: bool = True  # whether a row without a target state is computed with zeros; lag 1 only
+    ranks_raw_logits: bool = False  # without penalties and logit_bias; noise may be added
     drawn: Sampling | None = None  # whose keyed noise ranks children; None: greedy
     start: int = 0  # position of the oldest row, if no row was left out
     origin: int = 0  # subtracted from positions before rotary embedding
@@ -303,7 +307,7 @@ class DraftContext:
         # The token at 0 has no state before it, so a head's first row is the token at 1.
         self.start = self.origin = self.lag
         sampling = self.sampling
-        self.plain = not sampling.logit_bias and not sampling.path_dependent
+        self.ranks_raw_logits = not sampling.logit_bias and not sampling.path_dependent
         self.drawn = None if sampling.greedy else sampling
 
     @property
@@ -311,7 +315,7 @@ class DraftContext:
         return len(self.tokens)
 
     @property
-    def done(self) -> int:
+    def first_pending(self) -> int:
         """Position of the first row that is not computed."""
         return self.start + len(self.slots)
 
@@ -322,13 +326,13 @@ class DraftContext:
         return max(0, min(known, self.num_inputs) if self.lag else known)
 
     @property
-    def awaited(self) -> int:
-        """Position of the state that comes next; lag 1 only."""
-        return self.done - 1 + self.num_inputs
+    def next_state(self) -> int:
+        """Position of the state that must arrive next; lag 1 only."""
+        return self.first_pending - 1 + self.num_inputs
 
-    def slide(self, reach: int) -> Indices:
-        """Make room for ``reach`` levels below the newest token. Returns slots to free."""
-        if len(self.tokens) + reach - self.start <= self.window:
+    def slide(self, levels: int) -> Indices:
+        """Make room in the window for ``levels`` below the newest token. Returns slots to free."""
+        if len(self.tokens) + levels - self.start <= self.window:
             return NO_SLOTS
         start = self.base - self.window // 2
         if self.lag:
@@ -338,72 +342,72 @@ class DraftContext:
         return freed
 
     def _drop_oldest(self, count: int) -> Indices:
-        self.pull(min(max(0, count - len(self.slots)), self.num_inputs))  # first: memory may run out there
+        self.take_inputs(min(max(0, count - len(self.slots)), self.num_inputs))  # first: memory may run out there
         freed, self.slots = self.slots[:count], self.slots[count:]
         self.start += count
         return freed
 
-    def pull(self, count: int) -> torch.Tensor | None:
+    def take_inputs(self, count: int) -> torch.Tensor | None:
         """Take the states of the first ``count`` pending rows, [count, W]; None when there are none to take."""
         if count == 0 or not self.inputs:
             return None
-        taken, left = list[torch.Tensor](), count
+        parts, missing = list[torch.Tensor](), count
         for rows in self.inputs:
-            taken.append(rows[:left])
-            left -= len(taken[-1])
-            if not left:
+            parts.append(rows[:missing])
+            missing -= len(parts[-1])
+            if not missing:
                 break
-        found = taken[0] if len(taken) == 1 else torch.cat(taken)
-        rest = self.inputs[len(taken) - 1][len(taken[-1]) :]
+        taken = parts[0] if len(parts) == 1 else torch.cat(parts)
+        rest = self.inputs[len(parts) - 1][len(parts[-1]) :]
         # A view would keep the whole tensor in memory, so the rest is copied; later tensors stay as they are.
-        self.inputs[: len(taken)] = [rest.clone()] if len(rest) else []
+        self.inputs[: len(parts)] = [rest.clone()] if len(rest) else []
         self.num_inputs -= count
-        return found
+        return taken
 
-    def take(self, start: int, rows: torch.Tensor) -> Indices:
-        """Take target states of positions ``start, …`` [M, W]. Returns slots to free (where a long gap made the context
-        begin anew)."""
-        end, expected = min(start + rows.shape[0], len(self.tokens)), self.awaited
+    def add_states(self, start: int, rows: torch.Tensor) -> Indices:
+        """Keep target states of positions ``start, …`` [M, W] for the pending rows. Returns slots to free (where a long
+        gap made the context begin anew)."""
+        end, expected = min(start + rows.shape[0], len(self.tokens)), self.next_state
         if end <= max(start, expected):
             return NO_SLOTS
         if start <= expected:
             self.inputs.append(rows[expected - start : end - start])
             self.num_inputs += end - expected
             return NO_SLOTS
-        if not self.bridged:
+        if not self.zero_fill:
             self.start = start + 1 - len(self.slots)  # rows before the gap keep their rotary positions
             self.inputs, self.num_inputs = [rows[: end - start]], end - start
             return NO_SLOTS
-        freed, gap, most = NO_SLOTS, start - expected, min(BRIDGE, self.window // 2)
-        bridge = rows.new_zeros(min(gap, most), *rows.shape[1:])  # first: memory may run out there
-        if gap > most:
-            freed, self.start = self.close(), start + 1 - most
-        self.inputs += [bridge, rows[: end - start]]
-        self.num_inputs += len(bridge) + end - start
+        freed, gap, max_zeros = NO_SLOTS, start - expected, min(MAX_ZERO_ROWS, self.window // 2)
+        zeros = rows.new_zeros(min(gap, max_zeros), *rows.shape[1:])  # first: memory may run out there
+        if gap > max_zeros:
+            freed, self.start = self.close(), start + 1 - max_zeros
+        self.inputs += [zeros, rows[: end - start]]
+        self.num_inputs += len(zeros) + end - start
         return freed
 
     def seed(self, row: int, slots: Indices, levels: int) -> Seed:
         """A seed of all pending rows, from ``row`` on; their states are taken out of ``inputs``. levels: below the
         root's children."""
         tokens = self.tokens[row:]
-        states = self.pull(len(tokens))
+        states = self.take_inputs(len(tokens))
         assert states is not None
         return Seed(tokens, states, row - self.origin, self.slots, slots, levels, len(self.tokens), self.drawn)
 
-    def unseed(self, seed: Seed) -> None:
+    def restore_inputs(self, seed: Seed) -> None:
         """Put the seed's states back: its rows are pending again."""
         self.inputs.insert(0, seed.states)
         self.num_inputs += len(seed.states)
 
-    def computed(self, slots: Indices) -> None:
+    def add_computed(self, slots: Indices) -> None:
         """The next ``len(slots)`` pending rows have their KV in ``slots``."""
         self.slots = np.concatenate([self.slots, slots])
 
     def commit(self, tokens: list[int]) -> Indices:
         """Append committed tokens. Returns slots to free."""
-        true, freed = self.tree.commit(tokens, lasting=not self.lag and self.block is None)
-        if len(true):
-            self.computed(true)
+        kept, freed = self.tree.commit(tokens, keep_kv=not self.lag and self.block is None)
+        if len(kept):
+            self.add_computed(kept)
         self.states.clear()
         self.block = None
         self.tokens.extend(tokens)
@@ -413,11 +417,11 @@ class DraftContext:
 
     def states_of(self, nodes: Sequence[int]) -> torch.Tensor:
         """[N, W] of computed nodes."""
-        return torch.stack([rows[place] for rows, place in (self.states[node] for node in nodes)])
+        return torch.stack([rows[row] for rows, row in (self.states[node] for node in nodes)])
 
     def close(self) -> Indices:
         """Drop all computed and pending rows. Returns every slot of the session, for the caller to free."""
-        freed = np.concatenate([self.slots, self.tree.forget()])
+        freed = np.concatenate([self.slots, self.tree.drop_unsent()])
         self.states.clear()
         self.block = None
         self.slots, self.inputs, self.num_inputs = NO_SLOTS, [], 0

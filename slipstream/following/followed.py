@@ -268,7 +268,7 @@ class Followed:
         if self.link is None or self.side.heard or now_s >= self.waiting.until_s:
             return False
         tree = self.side.tree
-        return len(tree.tokens) == 1 or tree.promise(self.decision.verify) < self.decision.enough
+        return len(tree.tokens) == 1 or tree.expected_accepted(self.decision.verify) < self.decision.enough
 
     def stands(self, now_s: float) -> None:
         """The step leaves it out, as it ``waits``."""

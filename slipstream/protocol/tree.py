@@ -209,7 +209,7 @@ class DraftTree:
         return DraftTree(self.base, [tokens[node] for node in keep], parents, [ids[node] for node in keep],
                          [scores[node] for node in keep])
 
-    def promise(self, num_nodes: int) -> float:
+    def expected_accepted(self, num_nodes: int) -> float:
         """Expected accepted tokens of the ``num_nodes`` best nodes, root not counted, if scores were the true log
         chances of acceptance."""
         return sum(map(exp, sorted(self.scores[1:], reverse=True)[:num_nodes]))

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from slipstream.base.errors import ConfigError
 from slipstream.choosing.sampling import Children
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
-from slipstream.drafting.tree import ROOT, SENT, GrowingTree
+from slipstream.drafting.tree import ROOT, SENT_PER_ROW, GrowingTree
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import Indices, KVPool
 from slipstream.engine.model import ModelConfig
@@ -203,7 +203,7 @@ class TimedSession:
 
     @property
     def can_grow(self) -> bool:
-        return self.tree.room > 0 and bool(self.tree.frontier)
+        return self.tree.free_nodes > 0 and bool(self.tree.frontier)
 
 
 class TimedDrafter:
@@ -248,7 +248,7 @@ class TimedDrafter:
         most = steps or self._timing.levels
         if steps:
             for _, session, budget in known:
-                session.tree.aim(budget // SENT)
+                session.tree.grow_ahead(budget // SENT_PER_ROW)
         wanted = [(session, min(most, budget)) for _, session, budget in known]
         rows = [0] * most  # of each level, of all trees
         fresh = [(session, count) for session, count in wanted if count > 0 and is_fresh(session.tree)]
@@ -263,7 +263,7 @@ class TimedDrafter:
             rows[level] += sum(len(session.tree.frontier) for session in growing)
             for session, children in zip(growing, self._text.children(growing) if growing else (), strict=True):
                 session.tree.expand(children)
-        growths = [session.tree.growth(number, budget) for number, session, budget in known]
+        growths = [session.tree.next_growth(number, budget) for number, session, budget in known]
         self._device.busy(began_s, sum(self._timing.level_of(count) for count in rows if count))
         return growths
 

@@ -59,7 +59,7 @@ class BlockNetwork:
     """A ``network.Network`` over a block head."""
 
     lag = 1
-    bridged = False
+    zero_fill = False
 
     def __init__(self, head: BlockHead, dtype: str, device: torch.device, num_slots: int, project: bool = False,
                  ops: LayerOps = TORCH, kernels: str = "torch") -> None:

@@ -57,7 +57,7 @@ class EagleNetwork:
     """A ``network.Network`` over an EAGLE head."""
 
     lag = 1
-    bridged = True
+    zero_fill = True
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
                  project: bool = False, ops: LayerOps = TORCH, kernels: str = "torch", spare_slots: int = 0,

@@ -98,7 +98,7 @@ class MtpNetwork:
     """A ``network.Network`` over the layers of a head."""
 
     lag = 1
-    bridged = True
+    zero_fill = True
     race: Race | None = None
 
     def __init__(self, head: MtpHead, layers: Layers, dtype: str, num_slots: int,
