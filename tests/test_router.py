@@ -367,6 +367,19 @@ async def test_unknown_fields_are_named_in_a_header_or_refused(tiny_folder: Path
         assert "did you mean 'temperature'" in error["message"]
 
 
+async def test_each_endpoint_takes_the_others_word_for_log_probabilities(tiny_folder: Path) -> None:
+    """As vLLM does: SkyRL asks completions for true, Agent Lightning chats for 1."""
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": PROMPT})):
+            answers = [await r.post(path, **asked, seed=3, logprobs=word) for word in (1, True, None, False)]
+            one, true, none, false = [answer.json()["choices"][0]["logprobs"] for answer in answers]
+            assert one and one == true and none is false is None
+        for word in (0, 1.0):
+            told = (await r.post(CHAT, messages=HELLO, logprobs=word)).json()["choices"][0]["logprobs"]
+            assert (told is not None) == bool(word)
+        assert (await r.post(CHAT, messages=HELLO, logprobs=2)).json()["error"]["param"] == "logprobs"
+
+
 async def test_loose_clients_and_those_of_vllm_are_served(tiny_folder: Path) -> None:
     target = EchoTarget()
     async with routing(tiny_folder, target) as r:

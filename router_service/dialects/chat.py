@@ -96,6 +96,11 @@ class ChatBody(Generation):
                                  "their calls")
         return [_plain_message(f"messages[{i}]", message, unknown_of(info)) for i, message in enumerate(value)]
 
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _whether(cls, value: Any) -> Any:
+        return value == 1 if type(value) in (int, float) and value in (0, 1) else value  # a completion's word
+
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:

@@ -44,6 +44,11 @@ class CompletionBody(Generation):
             raise InvalidRequest("prompt", "must be a string, token ids, or a list of either")
         return value if kinds == {str} else list(map(_packed, value))
 
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _how_many(cls, value: Any) -> Any:
+        return (1 if value else None) if isinstance(value, bool) else value  # true is a chat's word
+
     def options(self) -> Options:
         most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return replace(self.wanted(most, self.logprobs), echo=bool(self.echo))
