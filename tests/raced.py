@@ -26,7 +26,7 @@ from bench.gpu.shapes import TINY, config_of, random_head
 from slipstream.base.config import GrowthSection
 from slipstream.choosing.noise import noise, row_keys
 from slipstream.choosing.sampling import ChoiceRows, choose, rank, ranked
-from slipstream.drafting.graph import GraphLevels, spare_slots
+from slipstream.drafting.graph import GraphBackend, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import some_tokens
 from slipstream.drafting.neural import NeuralDrafter
@@ -226,10 +226,10 @@ def trees() -> None:
         vocabulary = some_tokens(head.vocabulary, config.vocab_size, CPU)
         for race in (None, race_of(draft_vocab, vocabulary)):
             network = EagleNetwork(head, "bfloat16", CPU, 600, True, spare_slots=spare, race=race)
-            levels = GraphLevels(network, TorchAttention(config, torch.bfloat16), 3, 3, capture_eager)
-            grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=levels), Sampling())
+            backend = GraphBackend(network, TorchAttention(config, torch.bfloat16), 3, 3, capture_eager)
+            grower = Grower(NeuralDrafter("eagle3", network, growth, 4, backend=backend), Sampling())
             found.append([grower() for _ in range(2)])
-            assert len(levels.loops()) == 1
+            assert len(backend.loops()) == 1
     assert found[0] == found[1] and found[2] == found[3], SEED
 
 

@@ -192,11 +192,11 @@ def test_rows_of_a_head(kind: str, request: pytest.FixtureRequest) -> None:
     (states,) = network.read([Features(1, 0, content, 5, "bfloat16")])
     output = network.forward(batch_of(states, tree=False))
     assert output.logits.shape[1] == (VOCAB if kind == "mtp" else 64)
-    if output.block is not None and output.block.conditional is not None and output.block.states is not None:
-        conditional, tokens = output.block.conditional, torch.zeros(1, dtype=torch.int64).to(THERE)
-        carried = conditional.begin(output.block.states, tokens)
-        bias, _, chance = conditional.step(tokens, output.block.states[:, 0], carried)
-        assert bias is not None and chance is not None and (bias @ conditional.rows(tokens).T).shape == (1, 1)
+    if output.block is not None and output.block.markov is not None and output.block.states is not None:
+        markov, tokens = output.block.markov, torch.zeros(1, dtype=torch.int64).to(THERE)
+        carried = markov.begin(output.block.states, tokens)
+        bias, _, chance = markov.step(tokens, output.block.states[:, 0], carried)
+        assert bias is not None and chance is not None and (bias @ markov.rows(tokens).T).shape == (1, 1)
 
 
 def test_levels_of_a_captured_tree(request: pytest.FixtureRequest) -> None:

@@ -37,7 +37,7 @@ def test_arrays_grow_what_lists_grow(width: int, levels: int, equals: bool) -> N
     wanted = [1 + int(dice.integers(levels)) for _ in range(count)]
     trees = [GrowingTree(10 + place, width, 1 + 7 * place) for place in range(count)]
     assert all(map(is_fresh, trees))
-    fresh.settle(trees, wanted)
+    fresh.write_to(trees, wanted)
     right = [one_by_one(tokens, scores, place, width, own) for place, own in enumerate(wanted)]
     assert [*map(parts, trees)] == [*map(parts, right)]
 

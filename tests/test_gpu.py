@@ -25,7 +25,7 @@ from bench.gpu.profile import waits
 from bench.gpu.shapes import LLAMA_8B, config_of, head_bytes, read_bytes
 from bench.gpu.stage import Finding, Given, busy_s, by_kernel
 from bench.gpu.stages import PIECES
-from slipstream.drafting.graph import GraphLevels
+from slipstream.drafting.graph import GraphBackend
 
 GIVEN = Given(torch.device("cpu"), full=False, repeats=1)
 TRIED = ("kernel 64x7", "profile 64", "fused 9")  # of stages with several shapes, one is enough here
@@ -98,7 +98,7 @@ def test_the_large_shapes_weigh_what_they_are_known_to() -> None:
 
 def test_of_answers_nothing_counts_that_a_first_time_costs_and_each_way_is_told_when_it_is_over(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    made, asked, found = list[GraphLevels](), list[int](), list[Finding]()
+    made, asked, found = list[GraphBackend](), list[int](), list[Finding]()
     def heard(*args: Any, **kwargs: Any) -> Any:
         asked.append(len(made[0].loops()))
         return ask(*args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.base.config import GrowthSection
 from slipstream.choosing.noise import noise
-from slipstream.drafting.graph import SESSIONS, GraphLevels, spare_slots
+from slipstream.drafting.graph import SESSIONS, GraphBackend, spare_slots
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
@@ -61,9 +61,9 @@ class AtOnce(Both):
         growth = GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=12)
         networks = [EagleNetwork(head, "float64", device, slots, spare_slots=spare, race=race)
                     for spare in (spare_slots(topk, steps - 1), 0)]
-        self.at_once = GraphLevels(networks[0], pages or TorchAttention(head.config, torch.float64), topk,
+        self.at_once = GraphBackend(networks[0], pages or TorchAttention(head.config, torch.float64), topk,
                                    steps - 1, capture)
-        super().__init__([NeuralDrafter("eagle3", networks[0], growth, 20, levels=self.at_once),
+        super().__init__([NeuralDrafter("eagle3", networks[0], growth, 20, backend=self.at_once),
                           NeuralDrafter("eagle3", networks[1], growth, 20)],
                          networks[0].features.width, torch.float64, 1e-9)
 

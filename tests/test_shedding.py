@@ -265,15 +265,15 @@ def test_a_draft_whose_device_is_full_says_so_and_keeps_no_slots(tiny_draft_fold
 class NoLevels:
     """Grows no tree: there is no memory for any."""
 
-    most_sessions = 8
+    max_batch = 8
 
     def reshape(self, topk: int, levels: int) -> None:
         pass
 
-    def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
+    def supports(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         return rows <= 64
 
-    def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
+    def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         raise torch.OutOfMemoryError("no memory for trees")
 
 

@@ -15,7 +15,7 @@ from slipstream.base.config import GrowthSection
 from slipstream.choosing.sampling import ChoiceRows, rank
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.neural import Levels, NeuralDrafter
+from slipstream.drafting.neural import NeuralDrafter, TreeBackend
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.draft import CHILD, Grown, Seed
@@ -43,22 +43,22 @@ def head(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 class Watched:
     """A network's trees, counted, and changed on the way where a test wants it."""
 
-    levels: Levels
+    backend: TreeBackend
     change: Callable[[Grown], Grown] = lambda grown: grown
     calls: list[int] = field(default_factory=list)  # seeds of each
     alone: list[bool] = field(default_factory=list)  # whether each was told so
-    most_sessions: int = 8
+    max_batch: int = 8
 
     def reshape(self, topk: int, levels: int) -> None:
         pass
 
-    def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
-        return self.levels.takes(rows, levels, topk, drawn)
+    def supports(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
+        return self.backend.supports(rows, levels, topk, drawn)
 
-    def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
+    def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         self.calls.append(len(seeds))
         self.alone.append(alone)
-        return self.change(self.levels.trees(seeds, topk, alone))
+        return self.change(self.backend.grow_trees(seeds, topk, alone))
 
 
 class WholeTrees(Both):
@@ -71,7 +71,7 @@ class WholeTrees(Both):
                     for _ in range(2)]
         assert networks[0].native is not None
         self.watched = Watched(networks[0].native, change)
-        super().__init__([NeuralDrafter("eagle3", networks[0], growth, 20, levels=self.watched),
+        super().__init__([NeuralDrafter("eagle3", networks[0], growth, 20, backend=self.watched),
                           NeuralDrafter("eagle3", networks[1], growth, 20)],
                          networks[0].features.width, torch.bfloat16, 1e-5)
 

@@ -42,7 +42,7 @@ from bench.gpu.stage import (
 from bench.inputs import SAMPLINGS, chains, choice_rows, places_of, zipf_logits
 from slipstream.base.config import GrowthSection
 from slipstream.choosing.sampling import choose
-from slipstream.drafting.graph import GraphLevels, spare_slots
+from slipstream.drafting.graph import GraphBackend, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import some_tokens
 from slipstream.drafting.neural import NeuralDrafter
@@ -89,7 +89,7 @@ def graphed(given: Given, in_8_bits: bool = False) -> GraphedDecoder:
     return GraphedDecoder(model, attention, capture_of(given))
 
 
-def head_of(given: Given, growth: GrowthSection, slots: int, sessions: int) -> tuple[EagleNetwork, GraphLevels]:
+def head_of(given: Given, growth: GrowthSection, slots: int, sessions: int) -> tuple[EagleNetwork, GraphBackend]:
     """An EAGLE-3 head for it with random weights, and what captures trees of at most so many sessions."""
     head = random_head(given.config, given.draft_vocab, torch.bfloat16, given.device)
     levels = growth.num_steps - 1
@@ -98,7 +98,7 @@ def head_of(given: Given, growth: GrowthSection, slots: int, sessions: int) -> t
     network = EagleNetwork(head, "bfloat16", given.device, slots, True,
                            operations_for("auto", head.config, torch.bfloat16, given.device, untried),
                            spare_slots=spare_slots(growth.topk, levels), race=race)
-    return network, GraphLevels(network, paged(given, head.config), growth.topk, levels, capture_of(given),
+    return network, GraphBackend(network, paged(given, head.config), growth.topk, levels, capture_of(given),
                                 sessions)
 
 
@@ -184,7 +184,7 @@ def tree_stage(given: Given) -> Iterator[Finding]:
     for way, sampling in (("", Sampling()), ("T = 1, ", Sampling(temperature=1.0, seed=7))):
         trees = []
         for name, loop in ((f"{way}at once", at_once), (f"{way}level by level", None)):
-            grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=loop), sampling)
+            grower = Grower(NeuralDrafter("eagle3", network, growth, 4, backend=loop), sampling)
             trees.append(grower())
             taken_s = seconds(grower, given.device, given.repeats)
             yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",

@@ -7,7 +7,7 @@ Rules:
 3. With a score that is not finite a frontier is shorter, which these arrays cannot hold: ``expand`` returns which trees
    are finite, and the caller checks it.
 
-Fewer than ``MANY`` trees are faster in lists: arrays take as long for one tree as for a hundred.
+Fewer than ``MIN_ARRAY_TREES`` trees are faster in lists: arrays take as long for one tree as for a hundred.
 
 It knows nothing about sessions, networks or slots. B trees, w nodes in a frontier, K children of each.
 """
@@ -25,7 +25,7 @@ from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.engine.kv import Indices
 from slipstream.protocol.tree import MAX_NODES
 
-MANY = 4  # trees: from so many on arrays are faster
+MIN_ARRAY_TREES = 4  # trees: from so many on arrays are faster
 
 
 def is_fresh(tree: GrowingTree) -> bool:
@@ -34,7 +34,8 @@ def is_fresh(tree: GrowingTree) -> bool:
 
 
 class FreshTrees:
-    __slots__ = ("_above", "_depths", "_frontiers", "_parents", "_picks", "_scores", "_sizes", "_tokens", "_width")
+    __slots__ = ("_depths", "_frontier_scores", "_frontiers", "_parents", "_picks", "_scores", "_sizes", "_tokens",
+                 "_width")
 
     def __init__(self, count: int, width: int) -> None:
         self._width = width
@@ -42,7 +43,7 @@ class FreshTrees:
         self._scores = list[NDArray[np.float64]]()
         self._depths, self._sizes = list[int](), [0]  # node depths of one tree; its nodes after each level
         self._frontiers: list[Indices] = [np.full((count, 1), ROOT)]
-        self._above = np.zeros((count, 1))  # scores of the newest frontier
+        self._frontier_scores = np.zeros((count, 1))  # scores of the newest frontier
 
     @property
     def picks(self) -> Indices:
@@ -53,7 +54,7 @@ class FreshTrees:
         """Add a level: children of each frontier node, int64 [B, w, K] best first, and their log scores relative to the
         node. Returns bool [B]: whether all scores of a tree are finite."""
         count, nodes, topk = tokens.shape
-        totals: NDArray[np.float64] = (self._above[:, :, None] + np.minimum(scores, 0.0)).reshape(count, -1)
+        totals: NDArray[np.float64] = (self._frontier_scores[:, :, None] + np.minimum(scores, 0.0)).reshape(count, -1)
         self._tokens.append(tokens.reshape(count, -1))
         self._parents.append(self._frontiers[-1].repeat(topk, 1))
         self._scores.append(totals)
@@ -63,12 +64,12 @@ class FreshTrees:
         picks.sort(axis=1)
         self._picks.append(picks)
         self._frontiers.append(picks + self._sizes[-1])
-        self._above = np.take_along_axis(totals, picks, 1)
+        self._frontier_scores = np.take_along_axis(totals, picks, 1)
         self._sizes.append(self._sizes[-1] + nodes * topk)
         finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(totals), axis=1)
         return finite
 
-    def settle(self, trees: Sequence[GrowingTree], levels: Sequence[int]) -> None:
+    def write_to(self, trees: Sequence[GrowingTree], levels: Sequence[int]) -> None:
         """Write the first ``levels[i]`` levels (at least one) into ``trees[i]``."""
         tokens, parents, scores = (_rows(parts) for parts in (self._tokens, self._parents, self._scores))
         computed = _rows(self._frontiers[1:])

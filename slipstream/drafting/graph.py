@@ -1,4 +1,4 @@
-"""GraphLevels: the trees of a head on a GPU (pending rows, root and all levels) as one captured graph.
+"""GraphBackend: the trees of a head on a GPU (pending rows, root and all levels) as one captured graph.
 
 Rules:
 1. It grows level by level as ``tree.GrowingTree`` does on the host: the ``topk`` best candidates of a level, the
@@ -80,8 +80,8 @@ class Shape:
         return self.pending + self.rows * self.levels
 
 
-class GraphLevels:
-    """A ``neural.Levels`` of one shape of trees at a time, with loops for a few numbers of sessions."""
+class GraphBackend:
+    """A ``neural.TreeBackend`` of one shape of trees at a time, with loops for a few numbers of sessions."""
 
     def __init__(self, network: EagleNetwork, attention: PagedAttention, topk: int, levels: int,
                  capture: Capture, sessions: int = SESSIONS[-1]) -> None:
@@ -92,7 +92,8 @@ class GraphLevels:
         self.reshape(topk, levels)
 
     def reshape(self, topk: int, levels: int) -> None:
-        """See ``neural.Levels``. Captured loops stay. A shape with more rows or levels than the first one gets none."""
+        """See ``neural.TreeBackend``. Captured loops stay. A shape with more rows or levels than the first one gets
+        none."""
         self._shape, largest = Shape(1, topk, levels), self._largest
         enough = next((count for count in SESSIONS if count >= self._sessions), SESSIONS[-1])
         fits = 0 < levels <= largest.levels and topk <= largest.topk
@@ -100,8 +101,8 @@ class GraphLevels:
         self._draws = topk <= self._network.most_drawn
 
     @property
-    def most_sessions(self) -> int:
-        """See ``neural.Levels``."""
+    def max_batch(self) -> int:
+        """See ``neural.TreeBackend``."""
         return self._shapes[-1].sessions if self._shapes else 1
 
     def warm(self) -> int:
@@ -115,13 +116,13 @@ class GraphLevels:
         """The captured loops."""
         return list(self._loops.values())
 
-    def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
-        """See ``neural.Levels``."""
+    def supports(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
+        """See ``neural.TreeBackend``."""
         fits = rows <= FEW_ROWS and levels <= self._shape.levels and topk == self._shape.topk
         return fits and (drawn is None or (self._draws and not is_narrow(drawn))) and bool(self._shapes)
 
-    def trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
-        """See ``neural.Levels``."""
+    def grow_trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
+        """See ``neural.TreeBackend``."""
         seeds, kinds, found = self._caught_up(seeds), list[Indices](), list[Grown]()
         is_drawn = np.array([seed.drawn is not None for seed in seeds])
         for places, drawn in ((np.flatnonzero(~is_drawn), False), (np.flatnonzero(is_drawn), True)):

@@ -15,7 +15,7 @@ import torch
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting import Drafter
-from slipstream.drafting.graph import GraphLevels, spare_slots
+from slipstream.drafting.graph import GraphBackend, spare_slots
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
@@ -24,7 +24,7 @@ from slipstream.drafting.heads.lender import Lender
 from slipstream.drafting.heads.mtp import DecoderLayers, Layers, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import OWN_EMBEDDING, OWN_LM_HEAD, MtpHead, read_mtp
 from slipstream.drafting.network import Network, run_network, some_tokens
-from slipstream.drafting.neural import Levels, NeuralDrafter
+from slipstream.drafting.neural import NeuralDrafter, TreeBackend
 from slipstream.drafting.standalone import AT_ONCE, Masks, StandaloneNetwork
 from slipstream.drafting.token_map import load_token_map
 from slipstream.engine.flashinfer import FlashInferAttention
@@ -210,15 +210,15 @@ def _num_slots(section: DraftSection, config: ModelConfig, given: int) -> int:
     return slots
 
 
-def _graphs(section: DraftSection, network: EagleNetwork) -> Levels | None:
+def _graphs(section: DraftSection, network: EagleNetwork) -> TreeBackend | None:
     if network.torch is None or not isinstance(network.torch.attention, FlashInferAttention):
         return None
     growth = section.growth
-    made = GraphLevels(network, network.torch.attention, growth.topk, growth.num_steps - 1, CudaCapture(network.device),
-                       section.max_sessions)
-    logger("draft").info("graphs captured", count=made.warm())
-    return made
+    backend = GraphBackend(network, network.torch.attention, growth.topk, growth.num_steps - 1,
+                           CudaCapture(network.device), section.max_sessions)
+    logger("draft").info("graphs captured", count=backend.warm())
+    return backend
 
 
-def _drafter(section: DraftSection, network: Network, levels: Levels | None = None) -> Drafter:
-    return NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, levels=levels)
+def _drafter(section: DraftSection, network: Network, backend: TreeBackend | None = None) -> Drafter:
+    return NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, backend=backend)

@@ -1,15 +1,15 @@
 """NeuralDrafter: a drafter over any ``Network``: it keeps sessions, computes their committed tokens and grows trees.
 
 Rules:
-1. One ``grow`` first computes pending rows of all its sessions in one forward of at most ``PREFILL_ROWS`` rows, the
+1. ``grow`` first computes pending rows of all its sessions in one forward of at most ``PREFILL_ROWS`` rows, the
    session with the fewest first. A session that still has pending rows then grows nothing; its other rows are computed
    by the next ``grow`` or ``read``.
 2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``). That is the
-   specification. ``Levels`` (our CPU kernels in one call, or a captured graph on a GPU) grow a whole new tree for
-   sessions with few pending rows and without penalties or logit_bias. The trees are the same, except that a graph ranks
-   without filters (``graph.is_narrow``).
-3. The host chooses each level's rows again from the scores that ``Levels`` return, so ``tree.GrowingTree`` alone
-   decides. Where ``Levels`` chose other rows, their tree is cut, and it goes on level by level.
+   specification. A ``TreeBackend`` (our CPU kernels in one call, or a captured graph on a GPU) grows a whole new tree
+   for sessions with few pending rows and without penalties or logit_bias. The trees are the same, except that a graph
+   ranks without filters (``graph.is_narrow``).
+3. The host chooses each level's rows again from the scores that the backend returns, so ``tree.GrowingTree`` alone
+   decides. Where the backend chose other rows, the tree is cut there and grows on level by level.
 4. A session without free slots or without its target states grows nothing; that is no error.
 5. Children are ranked as the target will choose: sampling parameters, path-dependent penalties, the shared keyed noise.
 
@@ -30,8 +30,8 @@ from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, ranked
 from slipstream.choosing.transfer import to_device
-from slipstream.drafting.block import CANDIDATES, Asked, BlockPass, BlockStates
-from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
+from slipstream.drafting.block import CANDIDATES, BlockNode, BlockPass, BlockStates
+from slipstream.drafting.fresh import MIN_ARRAY_TREES, FreshTrees, is_fresh
 from slipstream.drafting.network import Network, Output
 from slipstream.drafting.tree import NO_SLOTS, ROOT, SENT_PER_ROW, DraftContext, GrowingTree
 from slipstream.engine.batch import BatchBuilder
@@ -42,112 +42,114 @@ from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 
 
-class Levels(Protocol):
+class TreeBackend(Protocol):
     """Grows trees of one network, all their levels at once."""
 
     @property
-    def most_sessions(self) -> int:
-        """The most sessions of one call of ``trees``."""
+    def max_batch(self) -> int:
+        """The most sessions of one call of ``grow_trees``."""
         ...
 
     def reshape(self, topk: int, levels: int) -> None:
         """From now on trees have ``levels`` levels below the root's children, each of ``topk`` rows."""
         ...
 
-    def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
+    def supports(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         """Whether it can grow such a tree for a session with ``rows`` pending rows. levels: below the root's children.
         drawn: whose keyed noise ranks the children; None: greedy."""
         ...
 
-    def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
-        """Grow the trees of at most ``most_sessions`` seeds; KV is written at their slots. A tree may get fewer levels.
+    def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
+        """Grow the trees of at most ``max_batch`` seeds; KV is written at their slots. A tree may get fewer levels.
         alone: the drafter has no other session."""
         ...
 
 
-def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int],
+def grow_whole_trees(backend: TreeBackend, slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int],
                topk: int, alone: bool = False) -> dict[int, int]:
-    """Grow whole trees for the sessions that ``backend`` takes. wanted: levels of each session, the root's children
+    """Grow whole trees for the sessions that ``backend`` supports. wanted: levels of each session, the root's children
     counted; windows have room for them. alone: the drafter has no other session. Returns the levels that each session
     got."""
-    fitting = [c for c in contexts if _fits(backend, c, wanted[c.session], topk)]
-    done: dict[int, int] = {}
-    for first in range(0, len(fitting), backend.most_sessions):
-        left: dict[int, Indices] = {}  # slots that no session owns yet
+    supported = [c for c in contexts if _can_grow_whole(backend, c, wanted[c.session], topk)]
+    levels: dict[int, int] = {}
+    for first in range(0, len(supported), backend.max_batch):
+        unowned: dict[int, Indices] = {}  # slots that no session owns yet
         try:
-            taken = _seeded(slots, fitting[first : first + backend.most_sessions], wanted, topk, left)
-            if not taken:
-                return done
-            found = backend.trees([seed for _, seed in taken], topk, alone)
-            taken, found = _known(taken, found)
-            counts = adopted([context.tree for context, _ in taken], found, (found.known - 1).tolist(), topk)
-            for (context, seed), states, count in zip(taken, found.states.unbind(), counts, strict=True):
-                _keep(context, seed, states, (count - 1) * topk)
-                done[context.session] = count
-                left[context.session] = seed.slots[len(seed.tokens) + (count - 1) * topk :]
+            seeded = _allocate_seeds(slots, supported[first : first + backend.max_batch], wanted, topk, unowned)
+            if not seeded:
+                return levels
+            grown = backend.grow_trees([seed for _, seed in seeded], topk, alone)
+            seeded, grown = _drop_unknown(seeded, grown)
+            counts = adopt_levels([context.tree for context, _ in seeded], grown, (grown.known - 1).tolist(), topk)
+            for (context, seed), states, count in zip(seeded, grown.states.unbind(), counts, strict=True):
+                _mark_computed(context, seed, states, (count - 1) * topk)
+                levels[context.session] = count
+                unowned[context.session] = seed.slots[len(seed.tokens) + (count - 1) * topk :]
         finally:
-            for unused in left.values():
+            for unused in unowned.values():
                 if len(unused):
                     slots.free(unused)
-    return done
+    return levels
 
 
-def _seeded(slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int], topk: int,
-            left: dict[int, Indices]) -> list[tuple[DraftContext, Seed]]:
+def _allocate_seeds(slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int], topk: int,
+                    unowned: dict[int, Indices]) -> list[tuple[DraftContext, Seed]]:
     """The first of ``contexts``, as many as there are slots for, each with its seed. Their slots are added to
-    ``left``."""
-    taken: list[tuple[DraftContext, Seed]] = []
+    ``unowned``."""
+    seeded: list[tuple[DraftContext, Seed]] = []
     for context in contexts:
         levels, row = wanted[context.session] - 1, context.first_pending
         try:
-            room = slots.alloc(len(context.tokens) - row + levels * topk)
+            allocated = slots.alloc(len(context.tokens) - row + levels * topk)
         except CapacityError:
             break
-        left[context.session] = room
-        taken.append((context, context.seed(row, room, levels)))
-    return taken
+        unowned[context.session] = allocated
+        seeded.append((context, context.seed(row, allocated, levels)))
+    return seeded
 
 
-def _known(taken: list[tuple[DraftContext, Seed]], found: Grown) -> tuple[list[tuple[DraftContext, Seed]], Grown]:
+def _drop_unknown(seeded: list[tuple[DraftContext, Seed]],
+                  grown: Grown) -> tuple[list[tuple[DraftContext, Seed]], Grown]:
     """Keep the trees with at least one known level. The others' rows become pending again."""
-    if found.known.all():
-        return taken, found
-    for (context, seed), known in zip(taken, found.known.tolist(), strict=True):
+    if grown.known.all():
+        return seeded, grown
+    for (context, seed), known in zip(seeded, grown.known.tolist(), strict=True):
         if not known:
             context.restore_inputs(seed)
-    places: list[int] = found.known.nonzero()[0].tolist()
-    return [taken[place] for place in places], found.of(places)
+    kept: list[int] = grown.known.nonzero()[0].tolist()
+    return [seeded[index] for index in kept], grown.of(kept)
 
 
-def _fits(backend: Levels, context: DraftContext, levels: int, topk: int) -> bool:
-    rows, done = context.num_pending, context.first_pending
+def _can_grow_whole(backend: TreeBackend, context: DraftContext, levels: int, topk: int) -> bool:
+    rows = context.num_pending
     return (levels > 0 and context.ranks_raw_logits and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
-            and rows > 0 and done + rows == len(context.tokens)
-            and backend.takes(rows, levels - 1, topk, context.drawn))
+            and rows > 0 and context.first_pending + rows == len(context.tokens)
+            and backend.supports(rows, levels - 1, topk, context.drawn))
 
 
-def _keep(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -> None:
+def _mark_computed(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -> None:
     """Record that a session's pending rows and ``count`` nodes of its tree are computed. states [R, W]: of the root,
     then of the nodes."""
     rows, tree = len(seed.tokens), context.tree
     context.add_computed(seed.slots[:rows])
     tree.slots = seed.slots[rows : rows + count]
-    for place, node in enumerate((ROOT, *tree.computed)):
-        context.states[node] = (states, place)
+    for row, node in enumerate((ROOT, *tree.computed)):
+        context.states[node] = (states, row)
 
 
-def adopted(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int]:
+def adopt_levels(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int]:
     """Put the ``grown`` levels into ``trees``, as far as the trees choose the same rows. Returns the levels of each
     tree: the root's children, and at most ``levels`` below them."""
-    found = _adopted_together(trees, grown, levels, topk) if len(trees) >= MANY and all(map(is_fresh, trees)) else None
-    if found is not None:
-        return found
+    if len(trees) >= MIN_ARRAY_TREES and all(map(is_fresh, trees)):
+        adopted = _adopt_as_arrays(trees, grown, levels, topk)
+        if adopted is not None:
+            return adopted
     parts = (grown.tokens.tolist(), grown.scores.tolist(), grown.picks.tolist())
-    return [_adopted(tree, tokens, scores, picks, count, topk)
+    return [_adopt_tree(tree, tokens, scores, picks, count, topk)
             for tree, tokens, scores, picks, count in zip(trees, *parts, levels, strict=True)]
 
 
-def _adopted(tree: GrowingTree, tokens: list[list[int]], scores: list[list[float]], picks: list[list[int]],
+def _adopt_tree(tree: GrowingTree, tokens: list[list[int]], scores: list[list[float]], picks: list[list[int]],
              levels: int, topk: int) -> int:
     tree.width = topk
     tree.expand([(tokens[0], scores[0])])
@@ -159,9 +161,9 @@ def _adopted(tree: GrowingTree, tokens: list[list[int]], scores: list[list[float
     return 1 + levels
 
 
-def _adopted_together(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int] | None:
+def _adopt_as_arrays(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int] | None:
     """The same with arrays; None: a score is not finite, which arrays cannot express."""
-    fresh, wanted, found = FreshTrees(len(trees), topk), np.array(levels), np.ones(len(trees), np.int64)
+    fresh, wanted, adopted = FreshTrees(len(trees), topk), np.array(levels), np.ones(len(trees), np.int64)
     same, finite = np.ones(len(trees), bool), fresh.expand(grown.tokens[:, :1], grown.scores[:, :1])
     for level in range(min(max(levels), grown.picks.shape[1])):
         if not finite[same].all():
@@ -170,11 +172,11 @@ def _adopted_together(trees: Sequence[GrowingTree], grown: Grown, levels: Sequen
         if not same.any():
             break
         rows = slice(1 + level * topk, 1 + (level + 1) * topk)
-        found, finite = found + same, fresh.expand(grown.tokens[:, rows], grown.scores[:, rows])
+        adopted, finite = adopted + same, fresh.expand(grown.tokens[:, rows], grown.scores[:, rows])
     if not finite[same].all():
         return None
-    counts: list[int] = found.tolist()
-    fresh.settle(trees, counts)
+    counts: list[int] = adopted.tolist()
+    fresh.write_to(trees, counts)
     return counts
 
 
@@ -187,8 +189,8 @@ class NeuralDrafter:
     max_nodes = MAX_NODES - 1
 
     def __init__(self, name: str, network: Network, growth: GrowthSection, max_sessions: int,
-                 max_context: int = 0, levels: Levels | None = None) -> None:
-        """levels: grows whole trees; None: level by level only."""
+                 max_context: int = 0, backend: TreeBackend | None = None) -> None:
+        """backend: grows whole trees; None: trees grow level by level only."""
         window = min(max_context or network.max_context, network.max_context)
         self.name = name
         self.features: FeatureSpec | None = network.features
@@ -198,9 +200,9 @@ class NeuralDrafter:
         self.max_sessions = max_sessions
         self.network = network
         self.slots = network.slots  # all of them are free when no session is open
-        self._levels: Levels | None = None
+        self._backend: TreeBackend | None = None
         self.reshape(growth)
-        self._levels = levels  # made for this shape already, so not reshaped above
+        self._backend = backend  # made for this shape already, so not reshaped above
         self._contexts: dict[int, DraftContext] = {}
 
     def reshape(self, growth: GrowthSection) -> None:
@@ -209,8 +211,8 @@ class NeuralDrafter:
             raise ConfigError(f"draft.growth.num_steps: {self.max_context} tokens are too few for trees of depth "
                               f"{growth.num_steps}; raise it or lower draft.growth.num_steps")
         self._growth = growth
-        if self._levels is not None:
-            self._levels.reshape(growth.topk, growth.num_steps - 1)
+        if self._backend is not None:
+            self._backend.reshape(growth.topk, growth.num_steps - 1)
 
     def open(self, opens: Sequence[Open]) -> list[int]:
         """Begin sessions (again); returns the ids beyond ``max_sessions``. Nothing is computed yet."""
@@ -220,7 +222,7 @@ class NeuralDrafter:
             if known is None and len(self._contexts) >= self.max_sessions:
                 refused.append(message.session)
                 continue
-            tokens = self._rows_of(message.tokens)
+            tokens = self._embeddable(message.tokens)
             history = TokenHistory.of(message.sampling, tokens, message.prompt_len)
             if known is not None:
                 self.slots.free(known.close())
@@ -236,22 +238,22 @@ class NeuralDrafter:
         spec = self.features
         if spec is None:
             return
-        known = [f for f in features if f.session in self._contexts and _readable(f, spec)]
+        known = [f for f in features if f.session in self._contexts and _fits_spec(f, spec)]
         if not known:
             return
         for message, rows in zip(known, self.network.read(known), strict=True):
             context = self._contexts[message.session]
             if not context.zero_fill and message.start > context.next_state:
-                self._settle(context)
+                self._catch_up_fully(context)
             freed = context.add_states(message.start, rows)
             if len(freed):
                 self.slots.free(freed)
 
-    def _settle(self, context: DraftContext) -> None:
+    def _catch_up_fully(self, context: DraftContext) -> None:
         """Compute the pending rows, as far as there are slots: after a gap they could not be computed any more."""
-        left = 0
-        while left != context.num_pending:
-            left = context.num_pending
+        before = 0
+        while before != context.num_pending:
+            before = context.num_pending
             self._catch_up([context])
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -261,7 +263,7 @@ class NeuralDrafter:
             context = self._contexts.get(message.session)
             if context is None:
                 continue
-            self.slots.free(context.commit(self._rows_of(message.tokens)))
+            self.slots.free(context.commit(self._embeddable(message.tokens)))
             contexts.append(context)
             if message.features is not None:
                 features.append(message.features)
@@ -280,8 +282,8 @@ class NeuralDrafter:
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         """Up to ``budgets[i]`` further nodes for each known session, at most ``steps`` levels deeper; 0: ``num_steps``
         levels, and no more than ``num_draft_tokens`` nodes. Raises DeviceFull where memory runs out."""
-        most = max(budgets, default=0) if steps else self._growth.num_draft_tokens
-        wanted = [(self._contexts[session], min(budget, most))
+        max_nodes = max(budgets, default=0) if steps else self._growth.num_draft_tokens
+        wanted = [(self._contexts[session], min(budget, max_nodes))
                   for session, budget in zip(ids, budgets, strict=True) if session in self._contexts]
         self._deepen(wanted, steps)
         return [context.tree.next_growth(context.session, budget) for context, budget in wanted]
@@ -297,44 +299,46 @@ class NeuralDrafter:
             self._catch_up(reading)
             if self.network.device.type == "cuda":  # else all parts queue on the device, and a new commit waits for all
                 torch.cuda.current_stream(self.network.device).synchronize()
-        left = [context for context in reading if context.num_pending]
-        return [context.session for context in left] if sum([c.num_pending for c in left]) < before else []
+        unfinished = [context for context in reading if context.num_pending]
+        return [context.session for context in unfinished] if sum([c.num_pending for c in unfinished]) < before else []
 
     def tree(self, session: int) -> GrowingTree:
         return self._contexts[session].tree
 
-    def _rows_of(self, tokens: NDArray[np.int32]) -> list[int]:
-        """The tokens as a list. A target with more padding may send an id beyond our rows: it becomes the last row."""
-        rows: list[int] = np.minimum(tokens, self.vocab_size - 1).tolist()
-        return rows
+    def _embeddable(self, tokens: NDArray[np.int32]) -> list[int]:
+        """The tokens as a list. A target with more padding may send an id beyond our embedding: it becomes our last."""
+        ids: list[int] = np.minimum(tokens, self.vocab_size - 1).tolist()
+        return ids
 
     def _deepen(self, wanted: Sequence[tuple[DraftContext, int]], steps: int) -> None:
         if steps:
             for context, budget in wanted:
                 context.tree.grow_ahead(budget // SENT_PER_ROW)
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
-        most = min(self._growth.num_steps, steps or self._growth.num_steps)
-        left = {context.session: min(most, budget) for context, budget in wanted}
-        behind = [context for context, _ in wanted if not context.tree.begun]
-        if behind:
-            self._slide(behind)
-        if behind and self._levels is not None:
-            alone = len(self._contexts) == 1
-            for session, levels in grow_whole(self._levels, self.slots, behind, left, self._growth.topk, alone).items():
-                left[session] -= levels
-            behind = [context for context in behind if not context.tree.begun]
-        for session in self._catch_up(behind) if behind else ():
-            left[session] -= 1
-        while any(levels > 0 for levels in left.values()):
-            level = [context for context, _ in wanted if left[context.session] > 0 and self._can_deepen(context)]
-            if not level or not self._grow_level(level):
+        max_levels = min(self._growth.num_steps, steps or self._growth.num_steps)
+        levels_left = {context.session: min(max_levels, budget) for context, budget in wanted}
+        new = [context for context, _ in wanted if not context.tree.begun]
+        if new:
+            self._slide(new)
+        if new and self._backend is not None:
+            grown = grow_whole_trees(self._backend, self.slots, new, levels_left, self._growth.topk,
+                                     len(self._contexts) == 1)
+            for session, levels in grown.items():
+                levels_left[session] -= levels
+            new = [context for context in new if not context.tree.begun]
+        for session in self._catch_up(new) if new else ():
+            levels_left[session] -= 1
+        while any(levels > 0 for levels in levels_left.values()):
+            growing = [context for context, _ in wanted
+                       if levels_left[context.session] > 0 and self._can_deepen(context)]
+            if not growing or not self._grow_level(growing):
                 break
-            for session in left:
-                left[session] -= 1
+            for session in levels_left:
+                levels_left[session] -= 1
 
     def _catch_up(self, contexts: Sequence[DraftContext]) -> set[int]:
         """Compute pending rows. Returns the sessions that reached their newest token and have a new tree."""
-        builder, taken, rows_left = BatchBuilder(), list[tuple[DraftContext, Indices, bool]](), PREFILL_ROWS
+        builder, added, rows_left = BatchBuilder(), list[tuple[DraftContext, Indices, bool]](), PREFILL_ROWS
         inputs: list[torch.Tensor] = []
         try:
             for context in sorted(contexts, key=lambda c: c.num_pending):
@@ -345,22 +349,22 @@ class NeuralDrafter:
                 rows = range(context.first_pending, context.first_pending + count)
                 builder.add(context.tokens[rows.start:rows.stop], [row - context.origin for row in rows],
                             slots.tolist(), context.slots, logits="last")
-                taken.append((context, slots, context.first_pending + count == context.base))
+                added.append((context, slots, context.first_pending + count == context.base))
                 states = context.take_inputs(count)
                 if states is not None:
                     inputs.append(states)
                 rows_left -= count
-            if not taken:
+            if not added:
                 return set()
             output = self._forward(builder, inputs)
         except torch.OutOfMemoryError as error:
-            raise self._full([slots for _, slots, _ in taken]) from error
+            raise self._device_full([slots for _, slots, _ in added]) from error
         ready = list[tuple[DraftContext, range, Indices]]()
-        for place, (context, slots, finished) in enumerate(taken):
+        for row, (context, slots, reached_newest) in enumerate(added):
             context.add_computed(slots)
-            if finished:
+            if reached_newest:
                 context.tree.width = self._growth.topk
-                ready.append((context, range(place, place + 1), NO_SLOTS))
+                ready.append((context, range(row, row + 1), NO_SLOTS))
         self._expand(output, ready)
         return {context.session for context, _, _ in ready}
 
@@ -383,76 +387,78 @@ class NeuralDrafter:
         if any(context.block is not None for context in contexts):  # then all of them
             self._grow_blocks(contexts)
             return True
-        builder, taken = BatchBuilder(), list[tuple[DraftContext, range, Indices]]()
+        builder, added = BatchBuilder(), list[tuple[DraftContext, range, Indices]]()
         inputs: list[torch.Tensor] = []
         try:
             for context in contexts:
                 slots = self._alloc(len(context.tree.frontier))
                 if slots is None:
                     continue
-                taken.append((context, _add_frontier(builder, context, slots), slots))
+                added.append((context, _add_frontier(builder, context, slots), slots))
                 if context.lag:
                     inputs.append(context.states_of([context.tree.parents[node] for node in context.tree.frontier]))
-            if not taken:
+            if not added:
                 return False
-            self._expand(self._forward(builder, inputs), taken)
+            self._expand(self._forward(builder, inputs), added)
         except torch.OutOfMemoryError as error:  # once the first tree has taken its slots, nothing allocates any more
-            raise self._full([slots for _, _, slots in taken]) from error
+            raise self._device_full([slots for _, _, slots in added]) from error
         return True
 
-    def _expand(self, output: Output, taken: Sequence[tuple[DraftContext, range, Indices]]) -> None:
-        """Rank the children of the frontiers. taken: contexts, each with the rows of ``output`` and the KV slots of its
+    def _expand(self, output: Output, frontiers: Sequence[tuple[DraftContext, range, Indices]]) -> None:
+        """Rank the children of frontiers. frontiers: contexts, each with the rows of ``output`` and the KV slots of its
         frontier."""
-        if not taken:
+        if not frontiers:
             return
         if output.block is not None:
-            self._begin_blocks(output, output.block, [(context, rows.start) for context, rows, _ in taken])
+            self._begin_blocks(output, output.block, [(context, rows.start) for context, rows, _ in frontiers])
             return
-        choices = [_choice_rows(context, rows) for context, rows, _ in taken]
-        found = ranked(output.logits, choices, self._growth.topk, self.network.vocabulary, self.network.race)
-        for context, rows, slots in taken:
-            tree, children, found = context.tree, found[: len(rows)], found[len(rows) :]
+        choices = [_choice_rows(context, rows) for context, rows, _ in frontiers]
+        best = ranked(output.logits, choices, self._growth.topk, self.network.vocabulary, self.network.race)
+        for context, rows, slots in frontiers:
+            tree, children, best = context.tree, best[: len(rows)], best[len(rows) :]
             if output.states is not None:
                 context.states.update((node, (output.states, row))
                                       for node, row in zip(tree.frontier, rows, strict=True))
             tree.expand(children, slots)
 
-    def _begin_blocks(self, output: Output, block: BlockStates, taken: Sequence[tuple[DraftContext, int]]) -> None:
+    def _begin_blocks(self, output: Output, block: BlockStates, roots: Sequence[tuple[DraftContext, int]]) -> None:
         """Rank the predictions of each session's block (one row of ``output``), and give the roots children."""
-        reach, rows = block.reach, [row for _, row in taken]
-        choices = [_slot_rows(context, range(row * reach, (row + 1) * reach)) for context, row in taken]
-        most = self._growth.topk if block.conditional is None else min(CANDIDATES, output.logits.shape[1])
-        found = ranked(output.logits, choices, most, self.network.vocabulary, self.network.race)
+        reach, rows = block.reach, [row for _, row in roots]
+        choices = [_block_choice_rows(context, range(row * reach, (row + 1) * reach)) for context, row in roots]
+        count = self._growth.topk if block.markov is None else min(CANDIDATES, output.logits.shape[1])
+        candidates = ranked(output.logits, choices, count, self.network.vocabulary, self.network.race)
         states = None if block.states is None else block.states.index_select(0, to_device(rows, block.states.device))
-        heat = [0.0 if context.sampling.greedy else context.sampling.temperature for context, _ in taken]
-        made = BlockPass(replace(block, states=states), found, heat, [context.tokens[-1] for context, _ in taken])
-        for place, (context, _) in enumerate(taken):
-            context.block = (made, place)
-        self._grow_blocks([context for context, _ in taken])
+        temperatures = [0.0 if context.sampling.greedy else context.sampling.temperature for context, _ in roots]
+        block_pass = BlockPass(replace(block, states=states), candidates, temperatures,
+                               [context.tokens[-1] for context, _ in roots])
+        for row, (context, _) in enumerate(roots):
+            context.block = (block_pass, row)
+        self._grow_blocks([context for context, _ in roots])
 
     def _grow_blocks(self, contexts: Sequence[DraftContext]) -> None:
         """Give the frontiers' nodes children from the block passes of their sessions."""
         passes = {id(context.block[0]): context.block[0] for context in contexts if context.block is not None}
-        for made in passes.values():
-            sharing = [context for context in contexts if context.block is not None and context.block[0] is made]
-            inside = [[node for node in context.tree.frontier if _depth(context.tree, node) < made.reach]
+        for block_pass in passes.values():
+            sharing = [context for context in contexts if context.block is not None and context.block[0] is block_pass]
+            inside = [[node for node in context.tree.frontier if _depth(context.tree, node) < block_pass.reach]
                       for context in sharing]
-            asked = [_asked(context, node) for context, nodes in zip(sharing, inside, strict=True) for node in nodes]
-            children, carried = made.children(asked, self._growth.topk)
+            nodes = [_block_node(context, node) for context, numbers in zip(sharing, inside, strict=True)
+                     for node in numbers]
+            children, rnn_states = block_pass.children(nodes, self._growth.topk)
             first = 0
-            for context, nodes in zip(sharing, inside, strict=True):
-                own = dict(zip(nodes, children[first : first + len(nodes)], strict=True))
-                if carried is not None:
-                    context.states.update((node, (carried, first + place)) for place, node in enumerate(nodes))
-                first += len(nodes)
+            for context, numbers in zip(sharing, inside, strict=True):
+                own = dict(zip(numbers, children[first : first + len(numbers)], strict=True))
+                if rnn_states is not None:
+                    context.states.update((node, (rnn_states, first + i)) for i, node in enumerate(numbers))
+                first += len(numbers)
                 context.tree.expand([own.get(node, ((), ())) for node in context.tree.frontier])
 
     def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor]) -> Output:
         return self.network.forward(builder.build(self.network.device, torch.cat(list(inputs)) if inputs else None))
 
-    def _full(self, taken: Sequence[Indices]) -> DeviceFull:
-        """The error to raise when memory ran out. taken: slots that no session owns yet; they are freed."""
-        for slots in taken:
+    def _device_full(self, unowned: Sequence[Indices]) -> DeviceFull:
+        """The error to raise when memory ran out. unowned: slots that no session owns yet; they are freed."""
+        for slots in unowned:
             self.slots.free(slots)
         return DeviceFull("the draft's device has no memory for this step; lower draft.max_sessions")
 
@@ -469,7 +475,7 @@ def _choice_rows(context: DraftContext, rows: range) -> ChoiceRows:
                       [context.base - context.prompt_len + len(path) for path in paths], context.history, paths)
 
 
-def _slot_rows(context: DraftContext, rows: range) -> ChoiceRows:
+def _block_choice_rows(context: DraftContext, rows: range) -> ChoiceRows:
     """How to choose in a block's slots: penalties count committed tokens only, as the path to a slot is not known."""
     base, count = context.base, len(rows)
     return ChoiceRows(context.sampling, rows, range(base, base + count),
@@ -481,13 +487,14 @@ def _depth(tree: GrowingTree, node: int) -> int:
     return 0 if node == ROOT else tree.depths[node]
 
 
-def _asked(context: DraftContext, node: int) -> Asked:
+def _block_node(context: DraftContext, node: int) -> BlockNode:
     assert context.block is not None
-    (made, row), tree = context.block, context.tree
+    (block_pass, row), tree = context.block, context.tree
     if node == ROOT:
-        return Asked(row, 0, context.tokens[-1], None if made.begun is None else made.begun[row])
-    above = context.states.get(tree.parents[node])
-    return Asked(row, tree.depths[node], tree.tokens[node], None if above is None else above[0][above[1]])
+        return BlockNode(row, 0, context.tokens[-1],
+                         None if block_pass.root_states is None else block_pass.root_states[row])
+    state = context.states.get(tree.parents[node])
+    return BlockNode(row, tree.depths[node], tree.tokens[node], None if state is None else state[0][state[1]])
 
 
 def _add_frontier(builder: BatchBuilder, context: DraftContext, slots: Indices) -> range:
@@ -506,7 +513,7 @@ def _add_frontier(builder: BatchBuilder, context: DraftContext, slots: Indices) 
     return range(first, len(builder.tokens))
 
 
-def _readable(features: Features, spec: FeatureSpec) -> bool:
+def _fits_spec(features: Features, spec: FeatureSpec) -> bool:
     size = features.num_rows * spec.width * FEATURE_DTYPES[spec.dtype]
     return (features.dtype == spec.dtype and features.num_rows >= 1 and features.start >= 0
             and len(features.rows) == size)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from slipstream.base.errors import ConfigError
 from slipstream.choosing.sampling import Children
-from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
+from slipstream.drafting.fresh import MIN_ARRAY_TREES, FreshTrees, is_fresh
 from slipstream.drafting.tree import ROOT, SENT_PER_ROW, GrowingTree
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import Indices, KVPool
@@ -277,7 +277,7 @@ class TimedDrafter:
     def _begin(self, sessions: Sequence[tuple[TimedSession, int]], children: Indices, scores: Sequence[float]) -> None:
         """Grow whole trees, each with its own number of levels."""
         trees, levels = [session.tree for session, _ in sessions], [count for _, count in sessions]
-        if len(trees) < MANY:
+        if len(trees) < MIN_ARRAY_TREES:
             for tree, count, found in zip(trees, levels, children.tolist(), strict=True):
                 for level in range(count):
                     tree.expand([(found[level], scores)] * len(tree.frontier))
@@ -287,4 +287,4 @@ class TimedDrafter:
             shape = (len(trees), nodes, children.shape[2])
             fresh.expand(np.broadcast_to(children[:, level, None], shape), np.broadcast_to(scores, shape))
             nodes = fresh.picks.shape[1]
-        fresh.settle(trees, levels)
+        fresh.write_to(trees, levels)

@@ -2,7 +2,7 @@
 
 Rules:
 1. A row's input is made here: its token's embedding and a state side by side, each with a norm of its own.
-2. ``trees`` gives the same trees as growing level by level with ``forward``: the operations of a row are the same.
+2. ``grow_trees`` gives the same trees as growing level by level with ``forward``: the operations of a row are the same.
 3. The table of rotary rows grows by doubling, and so do the buffers. Results are never views of buffers.
 
 It knows nothing about sessions, who owns slots, or files. Dimension key: see ``slipstream.engine``.
@@ -154,7 +154,7 @@ class Call:
 class NativeDraft:
     """One head's weights, and its lists of operations. It grows whole trees."""
 
-    most_sessions = 8  # of one call
+    max_batch = 8  # of one call
     __slots__ = ("_alone", "_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layers",
                  "_norm_before_residual", "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team",
                  "_vocabulary", "race")
@@ -165,7 +165,7 @@ class NativeDraft:
         """tensors: by name, on the CPU; norms: names of the norm weights of tokens, states and head; pool: of its KV;
         norm_before_residual: the residual stream begins with the normed state; vocabulary: int64 [V], the tokens of the
         logits' columns, None: column numbers are tokens; whole: as in ``NativeLayer``; norm_output: the next level
-        reads states after the head's norm; cores: threads for ``trees`` of a single session, if more than ``team``
+        reads states after the head's norm; cores: threads for ``grow_trees`` of a single session, if more than ``team``
         has. Raises ModelError."""
         check_sizes(config)
         self._team, self._config, self._pool = team, config, pool
@@ -201,14 +201,14 @@ class NativeDraft:
     def reshape(self, topk: int, levels: int) -> None:
         """Nothing: it grows trees of any shape."""
 
-    def takes(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
-        """Whether ``trees`` can grow such a tree: at most MOST_PENDING pending ``rows`` and MOST_BITS tree rows, a
+    def supports(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
+        """Whether ``grow_trees`` can grow such a tree: at most MOST_PENDING pending ``rows`` and MOST_BITS tree rows, a
         ``topk`` within the vocabulary, and with noise (``drawn``) a vocabulary that its race supports."""
         columns = self._head.packed.outer
         return (rows <= MOST_PENDING and topk <= columns and topk * levels <= MOST_BITS
                 and not (drawn is not None and self.race.words(columns) is None))
 
-    def trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
+    def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K; a tree has at most MOST_BITS
         rows. alone: there is no other session, so its target likely waits, and its cores can be used."""
         seeds, order = _by_levels(seeds)
