@@ -16,7 +16,7 @@ from slipstream.observe.vitals import background_tasks, until
 from slipstream.wire.link import export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer
-from slipstream.wire.tls import export_end, tls_files
+from slipstream.wire.tls import export_expiry, tls_files
 
 DRAIN_S = 2.0  # time to stop: short, as a target goes on without a draft at once
 
@@ -42,7 +42,7 @@ async def host(config: Config, worker: DraftWorker, stop: asyncio.Event, ready: 
     worker.start()
     try:
         async with background_tasks(export_bytes(servicer.counts, worker.metrics.wire_bytes),
-                                    export_end(tls, worker.metrics.registry.certificate_ends), vitals=vitals):
+                                    export_expiry(tls, worker.metrics.registry.certificate_ends), vitals=vitals):
             await server.set_ready(True)
             up.set()
             logger("draft").info("ready", listen=config.draft.listen)

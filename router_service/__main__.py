@@ -14,7 +14,7 @@ from slipstream.cli.process import main
 from slipstream.observe.vitals import until
 from slipstream.wire.discovery import fixed_addresses, watch_services
 from slipstream.wire.target import TargetClient
-from slipstream.wire.tls import dialling, tls_files
+from slipstream.wire.tls import tls_files, with_server_name
 
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
@@ -23,7 +23,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
     clients = {address: TargetClient(address, tls=tls) for address in fixed_addresses(addresses)}
 
     def connect(address: str, name: str) -> TargetClient:
-        return TargetClient(address, tls=dialling(tls, name))
+        return TargetClient(address, tls=with_server_name(tls, name))
 
     try:
         service = RouterService(config, clients, connect)

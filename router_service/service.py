@@ -30,7 +30,7 @@ from slipstream.observe.vitals import Vitals, background_tasks, watch_lag
 from slipstream.protocol.requests import Backend
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
-from slipstream.wire.tls import export_end, tls_files
+from slipstream.wire.tls import export_expiry, tls_files
 
 READY_EVERY_S = 0.5
 IDLE_S = 0.5  # a request that was sent when the last answer ended has arrived by then
@@ -56,7 +56,7 @@ class RouterService:
         app = create_app(self.gateway, self._keys, metrics.registry.page if shared else None)
         self._http = HttpListener(app, section, config.wire, metrics,
                                   [path.encode() for path in OPEN_PATHS], self.gateway.admission.queue_wait_s)
-        asked = InferenceServicer(self._front, refused=self.gateway.failed)
+        asked = InferenceServicer(self._front, on_refused=self.gateway.failed)
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [asked], public="router.grpc_listen")
         self.vitals = Vitals("router")
         self._metrics = None if shared else MetricsServer(
@@ -94,7 +94,7 @@ class RouterService:
         await self._beside.enter_async_context(background_tasks(
             self._balancer.run(), self._fallback.run(), self._show_ready(),
             *([] if self._keys is None else [self._keys.follow()]), watch_lag(self.gateway.metrics.lag),
-            export_end(self._tls, self.gateway.metrics.registry.certificate_ends), vitals=self.vitals))
+            export_expiry(self._tls, self.gateway.metrics.registry.certificate_ends), vitals=self.vitals))
         self._log.info("listening", http=self.http_port, grpc=self.grpc_port, metrics=self.metrics_port,
                        ready=self.gateway.ready)
 

@@ -22,7 +22,7 @@ from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.target import TargetServicer
-from slipstream.wire.tls import dialling, export_end, tls_files
+from slipstream.wire.tls import export_expiry, tls_files, with_server_name
 
 if TYPE_CHECKING:
     from target_service.assembly import Target
@@ -50,7 +50,7 @@ async def host(config: Config, target: Target, stop: asyncio.Event, ready: Calla
     tls, counts = tls_files(config.wire.tls), WireCounts()
 
     def connect(address: str, name: str) -> DraftLink:
-        return DraftLink(address, target.hello, target.worker.following, check_pair, tls=dialling(tls, name),
+        return DraftLink(address, target.hello, target.worker.following, check_pair, tls=with_server_name(tls, name),
                          counts=counts)
 
     drafts = Drafts(connect, target.worker.following)
@@ -89,7 +89,7 @@ async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[]
         try:
             await server.start()
             metrics.start()
-            async with beside(), background_tasks(export_end(tls, target.metrics.registry.certificate_ends),
+            async with beside(), background_tasks(export_expiry(tls, target.metrics.registry.certificate_ends),
                                                   vitals=vitals):
                 await server.set_ready(True)
                 up.set()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.wire.tls import NAMES, TlsFiles
+from slipstream.wire.tls import FILE_NAMES, TlsFiles
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
@@ -25,7 +25,7 @@ def authority(folder: Path, name: str = "ca") -> Path:
 def laid(files: TlsFiles, folder: Path) -> Path:
     """``folder``, with these files in it as a service looks for them."""
     folder.mkdir()
-    for name, file in zip(NAMES, (files.certificate, files.key, files.authority), strict=True):
+    for name, file in zip(FILE_NAMES, (files.certificate, files.key, files.authority), strict=True):
         (folder / name).write_bytes(file.read_bytes())
     return folder
 

@@ -28,18 +28,18 @@ from slipstream.base.errors import (
 )
 from slipstream.protocol.requests import Finish, Piece, Request, Sampling, TargetInfo, TokenLogprob
 from slipstream.wire.answers import (
-    MOST_ITEMS,
+    MAX_FRAME_ITEMS,
     TAKEN,
     Flow,
-    decode_asked,
-    decode_told,
-    encode_asked,
+    decode_answer_requests,
+    decode_answer_responses,
+    encode_answer_request,
+    encode_answer_response,
     encode_info,
-    encode_told,
-    joined,
+    joined_frames,
 )
 from slipstream.wire.server import GrpcServer
-from slipstream.wire.status import Reported
+from slipstream.wire.status import ErrorReport
 from slipstream.wire.target import HOLD_AT, AnswerCall, TargetClient, TargetServicer
 from target_service.loop import TargetWorker
 from target_service.sequence import Rule, Sink
@@ -240,7 +240,7 @@ async def test_a_target_that_does_not_take_a_request_or_talks_nonsense_is_unavai
         await asyncio.Event().wait()
 
     async def strange(context: Any) -> None:
-        await context.write(encode_told(1, Piece((1,), accepted=2)))
+        await context.write(encode_answer_response(1, Piece((1,), accepted=2)))
         await asyncio.Event().wait()
 
     for many, connect_s, why in ((silent, 0.3, "not taken"), (garbled, 60.0, "not a service"),
@@ -254,7 +254,7 @@ async def test_a_number_used_twice_or_bytes_that_are_no_frame_end_the_call() -> 
     steps = Steps()
     server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(steps)])
     async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
-        for frames in ([encode_asked(1, asked(100))] * 2, [b"\xff\xff\xff"]):
+        for frames in ([encode_answer_request(1, asked(100))] * 2, [b"\xff\xff\xff"]):
             call: Any = channel.stream_stream("/slipstream.v1.TargetService/GenerateMany")()
             for frame in frames:
                 await call.write(frame)
@@ -269,38 +269,38 @@ async def test_a_number_used_twice_or_bytes_that_are_no_frame_end_the_call() -> 
 def test_items_cross_and_join() -> None:
     piece = Piece((1, 2), 1, 4, (TokenLogprob(-0.5, ((3, -1.0),)), TokenLogprob(-1.5)), "stop", 0.25, 0.125, "plain", 7,
                   True, 0.5)
-    told = [TAKEN, piece, Reported.of(CapacityError("full", 2.0)), Reported.of(ValueError("secret"))]
-    data = b"".join(encode_told(n, content) for n, content in enumerate(told))
-    assert decode_told(data) == list(enumerate(told)) and b"secret" not in data
+    told = [TAKEN, piece, ErrorReport.of(CapacityError("full", 2.0)), ErrorReport.of(ValueError("secret"))]
+    data = b"".join(encode_answer_response(n, content) for n, content in enumerate(told))
+    assert decode_answer_responses(data) == list(enumerate(told)) and b"secret" not in data
     request = Request("r", (1, 2, 3), Sampling(0.5, seed=3), 8, 2, False, 1, SPAN)
     contents: list[Request | bool | Flow] = [request, True, False, *Flow]
-    data = b"".join(encode_asked(n, content) for n, content in enumerate(contents))
-    assert [*decode_asked(data, 1000, 100)] == list(enumerate(contents))
-    (_, short), = decode_asked(encode_asked(0, request), 1000, 2)
+    data = b"".join(encode_answer_request(n, content) for n, content in enumerate(contents))
+    assert [*decode_answer_requests(data, 1000, 100)] == list(enumerate(contents))
+    (_, short), = decode_answer_requests(encode_answer_request(0, request), 1000, 2)
     assert isinstance(short, InvalidRequest) and short.field == "tokens"
-    assert isinstance(decode_told(b"\n\x02\x08\x05")[0][1], RemoteProtocolError)
+    assert isinstance(decode_answer_responses(b"\n\x02\x08\x05")[0][1], RemoteProtocolError)
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("top_p", "no", "big"), Draining("going"), Unavailable("not now"),
                                    RemoteProtocolError("frame", "none"), CapacityError("full", 7.5),
                                    TooLarge("request", "no", "big"), DeadlineExceeded("late")])
 def test_an_error_keeps_its_class(error: SlipstreamError) -> None:
-    again = Reported.of(error).error()
+    again = ErrorReport.of(error).to_error()
     assert type(again) is type(error) and str(again) == str(error)
 
 
 def test_an_error_that_no_caller_knows_is_of_the_class_above_it() -> None:
     """A full device is no target that is gone: nobody is to be kept from it for that."""
     for error, kind in ((DeviceFull("full", 2.5), CapacityError), (RanksLost("gone"), Unavailable)):
-        again = Reported.of(error).error()
+        again = ErrorReport.of(error).to_error()
         assert type(again) is kind and str(again) == str(error)
 
 
 def test_frames_are_as_few_as_fit() -> None:
     items = [b"a" * size for size in (3, 3, 3, 9, 1)]
-    assert [*joined(items, 6)] == [b"a" * 6, b"a" * 3, b"a" * 9, b"a"]
-    assert [len(frame) for frame in joined([b"a"] * (MOST_ITEMS + 1), 1 << 20)] == [MOST_ITEMS, 1]
-    assert [*joined([], 6)] == [] and [*joined(items, 100)] == [b"a" * 19]
+    assert [*joined_frames(items, 6)] == [b"a" * 6, b"a" * 3, b"a" * 9, b"a"]
+    assert [len(frame) for frame in joined_frames([b"a"] * (MAX_FRAME_ITEMS + 1), 1 << 20)] == [MAX_FRAME_ITEMS, 1]
+    assert [*joined_frames([], 6)] == [] and [*joined_frames(items, 100)] == [b"a" * 19]
 
 
 class Spoken:
@@ -343,9 +343,9 @@ class Written:
         return await self.said.get()
 
     async def write(self, message: bytes, /) -> None:
-        for number, content in decode_told(message):
+        for number, content in decode_answer_responses(message):
             self.tokens += content.tokens if isinstance(content, Piece) else ()
-            self.failed += [number] if isinstance(content, Reported) else []
+            self.failed += [number] if isinstance(content, ErrorReport) else []
 
 
 @pytest.mark.parametrize("held", [1, 3])
@@ -353,16 +353,16 @@ async def test_offered_pieces_keep_their_order_and_wait_where_they_come_from(hel
     """held: pieces that wait. A lone one is in the hands of the answer's task."""
     worker, line = Spoken(), Written()
     call = asyncio.create_task(AnswerCall(worker, INFO).run(line))
-    line.said.put_nowait(encode_asked(1, asked(100)))
+    line.said.put_nowait(encode_answer_request(1, asked(100)))
     await eventually(lambda: worker.sink is not None)
     worker.say(3)
     await eventually(lambda: line.tokens == [0, 1, 2])
-    line.said.put_nowait(encode_asked(1, Flow.HOLD))
+    line.said.put_nowait(encode_answer_request(1, Flow.HOLD))
     await settled()
     worker.say(held)
     await settled()
     assert line.tokens == [0, 1, 2]
-    line.said.put_nowait(encode_asked(1, Flow.RESUME))
+    line.said.put_nowait(encode_answer_request(1, Flow.RESUME))
     await asyncio.sleep(0)
     for _ in range(5):  # wherever the answer's own task is by then
         worker.say(1)
@@ -376,8 +376,8 @@ async def test_offered_pieces_keep_their_order_and_wait_where_they_come_from(hel
 async def test_an_answer_that_is_left_in_the_frame_that_asks_for_it_is_freed() -> None:
     worker, line = Spoken(), Written()
     call = asyncio.create_task(AnswerCall(worker, INFO).run(line))
-    line.said.put_nowait(b"".join((encode_asked(1, asked(100)), encode_asked(2, asked(100)),
-                                   encode_asked(1, Flow.CLOSE))))
+    line.said.put_nowait(b"".join((encode_answer_request(1, asked(100)), encode_answer_request(2, asked(100)),
+                                   encode_answer_request(1, Flow.CLOSE))))
     await eventually(lambda: worker.left == [1])
     call.cancel()
 
@@ -385,7 +385,7 @@ async def test_an_answer_that_is_left_in_the_frame_that_asks_for_it_is_freed() -
 async def test_an_offered_piece_that_cannot_be_written_ends_its_own_answer_alone() -> None:
     worker, line = Spoken(), Written()
     call = asyncio.create_task(AnswerCall(worker, INFO).run(line))
-    line.said.put_nowait(encode_asked(1, asked(100)))
+    line.said.put_nowait(encode_answer_request(1, asked(100)))
     await eventually(lambda: worker.sink is not None)
     assert worker.sink is not None
     worker.sink(Piece((1 << 40,)))  # would keep what is behind it from others if it raised
@@ -421,9 +421,9 @@ class Lingering:
 async def test_an_answer_that_is_left_at_its_end_is_closed_to_the_end() -> None:
     backend, line = Lingering(), Written()
     call = asyncio.create_task(AnswerCall(backend, INFO).run(line))
-    line.said.put_nowait(encode_asked(1, asked(100)))
+    line.said.put_nowait(encode_answer_request(1, asked(100)))
     await settled()
-    line.said.put_nowait(encode_asked(1, Flow.CLOSE))
+    line.said.put_nowait(encode_answer_request(1, Flow.CLOSE))
     backend.go.set()  # its last piece and the word of its reader meet
     await eventually(lambda: line.tokens == [1])
     await settled()

@@ -17,7 +17,7 @@ from slipstream.protocol.chat import Delta, PromptToken, TextToken, Usage
 from slipstream.wire import client as wire_client
 from slipstream.wire.channel import INFERENCE_SERVICE, RULES
 from slipstream.wire.inference import encode_delta
-from slipstream.wire.status import KINDS, abort
+from slipstream.wire.status import ERROR_TYPES, abort
 from tests.loop import eventually
 from tests.names import Names
 
@@ -123,7 +123,7 @@ async def test_an_answer_that_is_whole_is_not_asked_for_again() -> None:
 
 
 def test_the_errors_of_a_call_come_with_the_client() -> None:
-    told = {name for name, kind in KINDS.items() if not issubclass(kind, RemoteProtocolError)}
+    told = {name for name, kind in ERROR_TYPES.items() if not issubclass(kind, RemoteProtocolError)}
     assert told <= set(client_module.__all__)
 
 

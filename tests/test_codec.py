@@ -49,15 +49,15 @@ from slipstream.protocol.requests import (
 from slipstream.protocol.tree import MAX_HELD
 from slipstream.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from slipstream.wire.answers import (
-    MOST_ITEMS,
-    Asked,
-    Told,
-    decode_asked,
+    MAX_FRAME_ITEMS,
+    RequestContent,
+    ResponseContent,
+    decode_answer_requests,
+    decode_answer_responses,
     decode_info,
-    decode_told,
-    encode_asked,
+    encode_answer_request,
+    encode_answer_response,
     encode_info,
-    encode_told,
 )
 from slipstream.wire.codec import (
     FrameLimits,
@@ -170,9 +170,9 @@ def encoded() -> dict[str, bytes]:
         "draft_hello": encode_draft_hello(DRAFT_HELLO),
         "target_frame": encode_target_frames(INCARNATION, TARGET_ITEMS, MAX_BYTES)[0][0],
         "draft_frame": encode_draft_frames(INCARNATION, DRAFT_ITEMS, MAX_BYTES)[0][0],
-        "start": encode_asked(3, REQUEST),
-        "control": encode_asked(3, False),
-        "piece": encode_told(3, PIECE),
+        "start": encode_answer_request(3, REQUEST),
+        "control": encode_answer_request(3, False),
+        "piece": encode_answer_response(3, PIECE),
         "info": encode_info(INFO),
         "chat": encode_chat("m", (Message("user", "hi"),), OPTIONS),
         "complete": encode_complete("m", "hi", OPTIONS),
@@ -181,17 +181,17 @@ def encoded() -> dict[str, bytes]:
     }
 
 
-def asked(data: bytes) -> list[tuple[int, Asked]]:
+def asked(data: bytes) -> list[tuple[int, RequestContent]]:
     """Items of answers; raises the first that is wrong."""
-    items = [*decode_asked(data, VOCAB, CONTEXT)]
+    items = [*decode_answer_requests(data, VOCAB, CONTEXT)]
     for _, content in items:
         if isinstance(content, SlipstreamError):
             raise content
     return items
 
 
-def told(data: bytes) -> list[tuple[int, Told]]:
-    items = decode_told(data)
+def told(data: bytes) -> list[tuple[int, ResponseContent]]:
+    items = decode_answer_responses(data)
     for _, content in items:
         if isinstance(content, SlipstreamError):
             raise content
@@ -211,7 +211,7 @@ def test_a_commit_of_a_release_that_told_how_many_were_verified_is_one_without_t
 
 
 def test_a_piece_of_a_release_that_told_how_long_it_was_queued_is_one_without_that() -> None:
-    wire = target_pb2.GenerateManyResponse.FromString(encode_told(3, PIECE))
+    wire = target_pb2.GenerateManyResponse.FromString(encode_answer_response(3, PIECE))
     wire.items[0].piece.MergeFromString(b"\x50\x07")
     assert told(wire.SerializeToString()) == [(3, PIECE)]
 
@@ -235,11 +235,12 @@ def test_requests_and_texts_come_back() -> None:
                     replace(REQUEST, prompt_logprobs=2, max_tokens=0, logprobs_mode="processed",
                             allowed_token_ids=(5, 9), bad_words=((1,), (2, 3))),
                     *(replace(REQUEST, grammar=Grammar(kind, "é{}")) for kind in KINDS)):
-        assert asked(encode_asked(3, request)) == [(3, request)]
-    assert [asked(encode_asked(3, mode)) for mode in (True, False)] == [[(3, True)], [(3, False)]]
-    assert told(encode_told(3, PIECE)) == [(3, PIECE)]
+        assert asked(encode_answer_request(3, request)) == [(3, request)]
+    assert [asked(encode_answer_request(3, mode)) for mode in (True, False)] == [[(3, True)], [(3, False)]]
+    assert told(encode_answer_response(3, PIECE)) == [(3, PIECE)]
     scored = Piece((), prompt=PromptScores(1, (-0.5, -9.0), (1, 77), (4, 5, 6, 7), (-0.5, -1.0, -0.1, -3.0)))
-    assert told(encode_told(3, scored)) == [(3, scored)] and scored.prompt is not None and scored.prompt.width == 2
+    assert told(encode_answer_response(3, scored)) == [(3, scored)]
+    assert scored.prompt is not None and scored.prompt.width == 2
     assert decode_info(encode_info(INFO)) == INFO
     assert decode_info(encode_info(replace(INFO, takes=NEEDS))).takes == NEEDS
     more = ChatOptions(echo=True, prompt_logprobs=0, logprobs_mode="tempered", allowed_token_ids=(3, 1),
@@ -455,7 +456,7 @@ def test_rows_of_many_frames_are_not_copied_again_and_again() -> None:
 def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None:
     """Be it found when it is read or, as all backends do, before anything is done for it."""
     with pytest.raises(InvalidRequest) as refused:
-        [(_, found)] = asked(encode_asked(3, request_))
+        [(_, found)] = asked(encode_answer_request(3, request_))
         assert isinstance(found, Request)
         SERVED.check(found, 2 * CONTEXT)
     assert refused.value.field == field
@@ -469,9 +470,9 @@ def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None
         logit_bias=[common_pb2.LogitBias(token_id=1)] * (MAX_BIASES + 1)))),
     ("stop_token_ids", target_pb2.GenerateStart(sampling=common_pb2.Sampling(stop_token_ids=[1] * (MAX_ENDS + 1))))])
 def test_a_long_list_is_refused_before_anything_is_made_of_it(field: str, start: target_pb2.GenerateStart) -> None:
-    frame = target_pb2.GenerateManyRequest.FromString(encode_asked(3, REQUEST))
+    frame = target_pb2.GenerateManyRequest.FromString(encode_answer_request(3, REQUEST))
     frame.items[0].start.MergeFrom(start)
-    [(number, error)] = decode_asked(frame.SerializeToString(), VOCAB, CONTEXT)
+    [(number, error)] = decode_answer_requests(frame.SerializeToString(), VOCAB, CONTEXT)
     assert number == 3 and isinstance(error, InvalidRequest) and error.field == field
 
 
@@ -487,16 +488,16 @@ def test_scores_of_a_prompt_are_so_many_at_most() -> None:
     common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_LARK, source="a" * (MAX_SOURCE + 1)),
     common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_LARK, source="é" * (MAX_SOURCE // 2 + 1))])
 def test_bad_grammar_is_refused_by_name(wire: common_pb2.Grammar) -> None:
-    frame = target_pb2.GenerateManyRequest.FromString(encode_asked(3, REQUEST))
+    frame = target_pb2.GenerateManyRequest.FromString(encode_answer_request(3, REQUEST))
     frame.items[0].start.grammar.CopyFrom(wire)
-    [(number, error)] = decode_asked(frame.SerializeToString(), VOCAB, CONTEXT)
+    [(number, error)] = decode_answer_requests(frame.SerializeToString(), VOCAB, CONTEXT)
     assert number == 3 and isinstance(error, InvalidRequest) and error.field == "grammar"
 
 
 def test_a_frame_of_too_many_items_is_refused_before_they_are_made() -> None:
-    frame = target_pb2.GenerateManyRequest(items=[target_pb2.AnswerRequest(answer=1)] * (MOST_ITEMS + 1))
+    frame = target_pb2.GenerateManyRequest(items=[target_pb2.AnswerRequest(answer=1)] * (MAX_FRAME_ITEMS + 1))
     with pytest.raises(RemoteProtocolError, match="items"):
-        next(decode_asked(frame.SerializeToString(), VOCAB, CONTEXT))
+        next(decode_answer_requests(frame.SerializeToString(), VOCAB, CONTEXT))
 
 
 def test_an_option_its_field_cannot_hold_is_named() -> None:

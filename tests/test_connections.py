@@ -398,7 +398,7 @@ def test_a_server_may_be_drained_by_several_at_once() -> None:
 async def grpc_door(front: Front, room: int, **rules: float) -> AsyncIterator[tuple[AsyncClient, aio.Channel]]:
     """A gRPC server with room for so many bytes, of messages of a hundred, and two ways to it."""
     bodies = Bodies(room, 100, **{"slow_s": 0.1} | rules)
-    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda *_: front, asked_s=1.0, bodies=bodies)])
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda *_: front, body_s=1.0, bodies=bodies)])
     address = f"127.0.0.1:{await server.start()}"
     async with AsyncClient(address) as client, aio.insecure_channel(address) as channel:
         yield client, channel
@@ -477,7 +477,7 @@ async def test_many_requests_over_grpc_at_once_take_turns() -> None:
 
 
 async def test_so_many_requests_over_grpc_wait_for_room_and_the_newest_goes_on_first() -> None:
-    async with grpc_door(Lists(), 100, most_waiting=2, slow_s=60.0) as (client, channel):
+    async with grpc_door(Lists(), 100, max_waiting=2, slow_s=60.0) as (client, channel):
         held = begun(channel)
         await asyncio.sleep(0.05)
         waiting = []

@@ -48,7 +48,7 @@ from slipstream.protocol.messages import (
 from slipstream.protocol.requests import Sampling
 from slipstream.v1 import draft_pb2
 from slipstream.wire.codec import (
-    FRAME_ITEMS,
+    MAX_FRAME_ITEMS,
     FrameLimits,
     decode_draft_frame,
     encode_draft_frames,
@@ -72,7 +72,7 @@ FLOODS: dict[str, tuple[TargetBound, int, int]] = {  # item, times in a frame, f
     "bad growths": (Growth.empty(1, 1 << 20), MANY, 2),
     "drops": (Drop(1, "gap"), MANY, 2),
     "unknown sessions": (growth(session=99), 3000, 21),
-    "stale bases": (growth(base=1), FRAME_ITEMS, 200),
+    "stale bases": (growth(base=1), MAX_FRAME_ITEMS, 200),
     "huge growths": (growth(nodes=20_000), 4, 50),
     "whole trees": (growth(nodes=40), 64, 1000),
     "drip": (growth(), 1, 10_000),

@@ -30,7 +30,7 @@ from slipstream.engine.ops.layer import TORCH, LayerOps
 from slipstream.models.folder import code_digest, weights_hash
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Piece, Request
-from slipstream.wire.answers import decode_asked, decode_info, encode_asked, encode_info
+from slipstream.wire.answers import decode_answer_requests, decode_info, encode_answer_request, encode_info
 from slipstream.wire.client import AsyncClient
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
@@ -315,9 +315,9 @@ async def test_an_identity_travels(tiny_folder: Path) -> None:
     info = replace(await EchoTarget().info(), identity=OTHER)
     assert decode_info(encode_info(info)) == info
     request = replace(echo_request(), identity=OTHER)
-    assert list(decode_asked(encode_asked(7, request), 1000, 4096)) == [(7, request)]
+    assert list(decode_answer_requests(encode_answer_request(7, request), 1000, 4096)) == [(7, request)]
     refused = replace(request, identity=replace(OTHER, kernels="x" * 300))
-    [(_, error)] = decode_asked(encode_asked(7, refused), 1000, 4096)
+    [(_, error)] = decode_answer_requests(encode_answer_request(7, refused), 1000, 4096)
     assert "identity.kernels" in str(error)
 
 

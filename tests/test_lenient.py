@@ -17,7 +17,7 @@ from slipstream.cli.doctor import checks
 from slipstream.drafting import Drafter, create
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.tree import DraftTree, Thresholds, relaxed
-from slipstream.wire.answers import decode_info, decode_told, encode_info, encode_told
+from slipstream.wire.answers import decode_answer_responses, decode_info, encode_answer_response, encode_info
 from tests.echo import EchoTarget
 from tests.pair import drafting, local_link, target
 from tests.routing import CHAT, HELLO, routing
@@ -171,7 +171,7 @@ async def test_greedy_and_plain_answers_know_no_thresholds(folders: tuple[Path, 
 
 @pytest.mark.parametrize("lossy", [False, True])
 async def test_the_label_reaches_the_client(folders: tuple[Path, Path], lossy: bool) -> None:
-    assert decode_told(encode_told(1, Piece((1,), lossy=lossy)))[0][1].lossy is lossy
+    assert decode_answer_responses(encode_answer_response(1, Piece((1,), lossy=lossy)))[0][1].lossy is lossy
     backend = EchoTarget()
     backend.lossy = lossy
     info = await backend.info()

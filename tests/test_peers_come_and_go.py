@@ -28,7 +28,7 @@ from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
-from slipstream.wire.tls import TlsFiles, dialling
+from slipstream.wire.tls import TlsFiles, with_server_name
 from tests.api_server import StandIn, endpoint
 from tests.certificates import authority, issue, laid, needs_openssl
 from tests.echo import EchoTarget
@@ -121,7 +121,7 @@ async def routed(folder: Path, tls: TlsFiles | None = None, client: TlsFiles | N
     await api.start()
 
     def connect(address: str, name: str) -> TargetClient:
-        return TargetClient(address, tls=dialling(client, name), connect_s=20.0)
+        return TargetClient(address, tls=with_server_name(client, name), connect_s=20.0)
 
     clock = Clock()
     targets = Targets({}, connect, clock, ROSTER)

@@ -27,9 +27,9 @@ from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
-from slipstream.wire.status import OVERWRITTEN, error_of
+from slipstream.wire.status import OVERWRITTEN_DETAILS, from_grpc_error
 from slipstream.wire.target import TargetClient, TargetServicer
-from slipstream.wire.tls import TlsFiles, dialling, ends_at, export_end, tls_files
+from slipstream.wire.tls import TlsFiles, expiry_s, export_expiry, tls_files, with_server_name
 from tests.certificates import authority, issue, laid, needs_openssl, replace_files
 from tests.echo import EchoTarget
 from tests.loop import eventually
@@ -76,7 +76,7 @@ async def test_a_server_that_is_not_the_one_dialled_is_refused(tmp_path: Path) -
     for names, days, fits in (("DNS:target.ns.svc", 2, True), ("DNS:other.ns.svc", 2, False),
                               ("DNS:target.ns.svc", -1, False), ("", 2, False)):
         async with serving(issue(ca, "server", names, days)) as port:
-            named = dialling(client, "target.ns.svc")
+            named = with_server_name(client, "target.ns.svc")
             if fits:
                 assert await ask(port, named) == "tiny", "a pod is dialled by its address, and shows its service's name"
             else:
@@ -84,7 +84,7 @@ async def test_a_server_that_is_not_the_one_dialled_is_refused(tmp_path: Path) -
                     await ask(port, named)
             with pytest.raises(Unavailable):
                 await ask(port, client)
-    assert dialling(None, "x") is None
+    assert with_server_name(None, "x") is None
 
 
 @pytest.mark.parametrize(("names", "fits"), [
@@ -198,7 +198,7 @@ async def test_the_end_of_a_certificate_is_told_again_when_it_is_replaced(tmp_pa
     ca = authority(tmp_path / "ca")
     told: list[float] = []
     files = issue(ca, "pod", days=2)
-    task = asyncio.create_task(export_end(files, told.append, look_s=0.01))
+    task = asyncio.create_task(export_expiry(files, told.append, interval_s=0.01))
     await eventually(lambda: len(told) == 1)
     files.certificate.write_text("half a certif")
     await asyncio.sleep(0.03)
@@ -207,18 +207,18 @@ async def test_the_end_of_a_certificate_is_told_again_when_it_is_replaced(tmp_pa
     assert told[1] - told[0] == pytest.approx(7 * 86400, abs=120)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await asyncio.wait_for(export_end(None, told.append), 60)
+    await asyncio.wait_for(export_expiry(None, told.append), 60)
 
 
 def test_ends(tmp_path: Path) -> None:
     folder = authority(tmp_path / "ca")
-    assert ends_at(issue(folder, "far", days=20_000).certificate.read_bytes()) > 2_600_000_000, "beyond 2049"
+    assert expiry_s(issue(folder, "far", days=20_000).certificate.read_bytes()) > 2_600_000_000, "beyond 2049"
     chain = issue(folder, "pod").certificate.read_bytes() + (folder / "ca.pem").read_bytes()
     for words in ("some words before\n", "friendlyName: Zürich\n"):  # OpenSSL writes the latter into what it exports
-        assert ends_at(words.encode() + chain) == ends_at(chain)
+        assert expiry_s(words.encode() + chain) == expiry_s(chain)
     for bad in (b"", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----", chain[:200], b"\xff"):
         with pytest.raises(ConfigError, match="no certificate"):
-            ends_at(bad)
+            expiry_s(bad)
 
 
 def test_the_configuration_names_a_folder_with_all_of_them(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ async def test_a_certificate_that_has_ended_is_told_once(tmp_path: Path) -> None
 
     told: list[float] = []
     with structlog.testing.capture_logs() as logs:
-        task = asyncio.create_task(export_end(files, told.append, look_s=0.001, clock=clock))
+        task = asyncio.create_task(export_expiry(files, told.append, interval_s=0.001, clock=clock))
         await eventually(lambda: looks > 3)
         assert not ends()
         now_s, looks = told[0], 0
@@ -288,8 +288,8 @@ async def test_a_certificate_that_has_ended_is_told_once(tmp_path: Path) -> None
 
 
 def test_a_write_that_meets_the_end_of_a_call_says_so() -> None:
-    lost = aio.AioRpcError(grpc.StatusCode.INTERNAL, aio.Metadata(), aio.Metadata(), OVERWRITTEN)
-    assert str(error_of(lost, "a")) == "a ended the call while it was written to; the next attempt tells why"
+    lost = aio.AioRpcError(grpc.StatusCode.INTERNAL, aio.Metadata(), aio.Metadata(), OVERWRITTEN_DETAILS)
+    assert str(from_grpc_error(lost, "a")) == "a ended the call while it was written to; the next attempt tells why"
 
 
 ASKING = """

@@ -47,7 +47,7 @@ from slipstream.wire.codec import decode_target_hello, encode_draft_frames, enco
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.link import DraftLink, Outbox
 from slipstream.wire.local import LocalLink
-from slipstream.wire.server import MOST_ASKING, SERVING, WATCHING_EACH, GrpcServer, bind_guard
+from slipstream.wire.server import MAX_ASKING, MAX_WATCHING_EACH, SERVING, GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.loop import eventually
@@ -754,7 +754,7 @@ async def test_questions_about_the_health_that_never_come_whole_are_few() -> Non
     server = GrpcServer(LOOPBACK, WIRE, [])
     async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
         begin = channel.stream_stream("/grpc.health.v1.Health/Check")
-        calls = [begin() for _ in range(MOST_ASKING + 6)]
+        calls = [begin() for _ in range(MAX_ASKING + 6)]
         await eventually(lambda: sum(call.done() for call in calls) == 6)
         assert {await call.code() for call in calls if call.done()} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -775,7 +775,7 @@ async def test_who_watches_the_health_are_few_and_the_oldest_of_an_address_goes(
             calls.append(begin(b""))
             assert health_pb2.HealthCheckResponse.FromString(await calls[-1].read()).status == SERVING
 
-        for _ in range(WATCHING_EACH + 2):
+        for _ in range(MAX_WATCHING_EACH + 2):
             await watch()
         assert {await call.code() for call in calls[:2]} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert not any(call.done() for call in calls[2:])
@@ -900,7 +900,7 @@ async def test_sync_client() -> None:
 
 @pytest.mark.parametrize("method", ["Chat", "Complete", "ListModels"])
 async def test_nothing_is_read_without_a_key_and_nothing_is_waited_for_for_ever(method: str) -> None:
-    servicer = InferenceServicer(lambda shown, _: Parrot() if shown == "sesame" else None, asked_s=0.1)
+    servicer = InferenceServicer(lambda shown, _: Parrot() if shown == "sesame" else None, body_s=0.1)
     server = GrpcServer(LOOPBACK, WIRE, [servicer])
     async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
         begin = channel.stream_stream(f"/slipstream.v1.InferenceService/{method}")

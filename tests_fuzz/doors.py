@@ -52,7 +52,12 @@ from slipstream.protocol.messages import (
     TargetHello,
 )
 from slipstream.protocol.requests import Piece, Request, Sampling
-from slipstream.wire.answers import decode_asked, decode_told, encode_asked, encode_told
+from slipstream.wire.answers import (
+    decode_answer_requests,
+    decode_answer_responses,
+    encode_answer_request,
+    encode_answer_response,
+)
 from slipstream.wire.codec import (
     FrameLimits,
     decode_draft_frame,
@@ -206,24 +211,25 @@ def hello_seeds() -> Iterator[bytes]:
 
 def asked_of_target(data: bytes) -> None:
     """What a router sends."""
-    for answer, content in decode_asked(data, 500, 4096):
+    for answer, content in decode_answer_requests(data, 500, 4096):
         if not isinstance(content, Exception):
-            encode_asked(answer, content)
+            encode_answer_request(answer, content)
 
 
 def told_by_target(data: bytes) -> None:
     """What a router hears."""
-    for answer, content in decode_told(data):
+    for answer, content in decode_answer_responses(data):
         if not isinstance(content, RemoteProtocolError):
-            encode_told(answer, content)
+            encode_answer_response(answer, content)
 
 
 def target_seeds() -> Iterator[bytes]:
-    yield encode_asked(1, Request("one", (4, 5), Sampling(temperature=0.5, seed=3), 9))
-    yield encode_asked(2, True)
-    yield encode_asked(3, Request("two", (4, 5), Sampling(), 9, identity=Identity("tiny", "float32", "none", "echo"),
-                                  grammar=Grammar("json_schema", '{"type": "integer"}')))
-    yield encode_told(1, Piece((4, 5, 6), 2, 4))
+    yield encode_answer_request(1, Request("one", (4, 5), Sampling(temperature=0.5, seed=3), 9))
+    yield encode_answer_request(2, True)
+    yield encode_answer_request(3, Request("two", (4, 5), Sampling(), 9,
+                                           identity=Identity("tiny", "float32", "none", "echo"),
+                                           grammar=Grammar("json_schema", '{"type": "integer"}')))
+    yield encode_answer_response(1, Piece((4, 5, 6), 2, 4))
 
 
 def model_folder(data: bytes) -> None:

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from bench.fleet import free_port, service
 from slipstream.cli.process import answers
-from slipstream.wire.tls import NAMES as NAMES_OF_FILES
+from slipstream.wire.tls import FILE_NAMES as NAMES_OF_FILES
 from slipstream.wire.tls import TlsFiles
 from tests.certificates import authority, issue, laid, needs_openssl, replace_files
 from tests.scraped import scraped
@@ -23,7 +23,7 @@ from tests_k8s.fleet import Fleet, asking, fleet
 
 pytestmark = [pytest.mark.timeout(1800), needs_openssl]
 NAME = "services.ns.svc"
-NAMES = f"IP:127.0.0.1,DNS:{NAME}"
+FILE_NAMES = f"IP:127.0.0.1,DNS:{NAME}"
 
 
 def shown(folder: Path | None) -> list[str]:
@@ -53,13 +53,13 @@ async def peer(services: Fleet, model: Path, certificates: Path | None,
 
 async def test_strangers_are_refused_and_new_certificates_taken_under_load(tmp_path: Path) -> None:
     ours, theirs, model = authority(tmp_path / "ours"), authority(tmp_path / "theirs"), write_tiny_model(tmp_path / "m")
-    first, both = issue(ours, "first", NAMES), tmp_path / "both.pem"
+    first, both = issue(ours, "first", FILE_NAMES), tmp_path / "both.pem"
     live = laid(first, tmp_path / "live")
     files = TlsFiles(*(live / name for name in NAMES_OF_FILES))
     both.write_bytes((ours / "ca.pem").read_bytes() + (theirs / "ca.pem").read_bytes())
-    strangers = {"none": None, "expired": laid(issue(ours, "late", NAMES, days=-1), tmp_path / "late"),
+    strangers = {"none": None, "expired": laid(issue(ours, "late", FILE_NAMES, days=-1), tmp_path / "late"),
                  "another name": laid(issue(ours, "other", "IP:127.0.0.1,DNS:other.ns.svc"), tmp_path / "other"),
-                 "another authority": laid(replace(issue(theirs, "foreign", NAMES), authority=first.authority),
+                 "another authority": laid(replace(issue(theirs, "foreign", FILE_NAMES), authority=first.authority),
                                            tmp_path / "foreign")}
     settings = (f"model.path={model}", "router.model_name=tiny", "draft.drafter=ngram", *shown(live))
     # Of two drafts one shows a certificate that has ended: it is never spoken to.
@@ -76,7 +76,7 @@ async def test_strangers_are_refused_and_new_certificates_taken_under_load(tmp_p
                     print(f"{name}: {status}")
                     assert status == 503, f"{name}: {log.read_text()}"
             # As an operator does it: trust both authorities, show the new certificate, drop the old authority.
-            fresh = issue(theirs, "fresh", NAMES)
+            fresh = issue(theirs, "fresh", FILE_NAMES)
             for step in (replace(first, authority=both), replace(fresh, authority=both), fresh):
                 replace_files(files, step)
                 await asyncio.sleep(2)  # files are looked at every second

@@ -267,14 +267,14 @@ def _tried(draft: DraftSection, model: ModelSection) -> Check:
 def _files(config: Config) -> Iterator[Check]:
     """Certificates and API keys, where they are set."""
     from router_service.tenants import ApiKeys
-    from slipstream.wire.tls import ends_at, server_credentials, tls_files
+    from slipstream.wire.tls import expiry_s, server_credentials, tls_files
 
     tls, keys = tls_files(config.wire.tls), config.router.api_keys_file
 
     def taken() -> None:
         if tls is not None:
             server_credentials(tls)
-            if ends_at(tls.certificate.read_bytes()) <= time.time():
+            if expiry_s(tls.certificate.read_bytes()) <= time.time():
                 raise ConfigError(f"{tls.certificate} has ended: every peer refuses it")
 
     for name, setting, place, read in (

@@ -1,12 +1,12 @@
 """Messages between a router and a target (requests, pieces of answers, a target's state), to protobuf and back.
 
 Rules:
-1. An encoded item is a frame of one; frames joined are a frame of all their items.
+1. An encoded item is a frame of one; concatenated frames are a frame of all their items.
 2. The lengths of a request's lists are checked here, before objects are made of them; too long a list raises
    InvalidRequest naming the field. The target checks everything else (``requests.Served``). A target's answers are
    checked too; an invalid one raises RemoteProtocolError.
-3. An item with wrong content fails only its own answer (the error comes with the answer's number); bytes that are no
-   frame raise RemoteProtocolError.
+3. An item with wrong content fails only its own answer (the error is returned with the answer's number); bytes that are
+   no frame raise RemoteProtocolError.
 4. Times travel as whole microseconds.
 
 It knows nothing about sockets. Format: ``proto/slipstream/v1/target.proto``.
@@ -55,7 +55,7 @@ from slipstream.wire.fields import (
     parse,
     require,
 )
-from slipstream.wire.status import Reported
+from slipstream.wire.status import ErrorReport
 
 NAMESPACE = re.compile(r"[A-Za-z0-9_-]{0,64}")
 
@@ -72,7 +72,7 @@ STATE_NUMBERS = {name: target_pb2.SpeculationState.ValueType(number) for number,
 
 
 class Flow(Enum):
-    """What a reader asks of an answer's sender: to hold its pieces back, to go on, or to end the answer."""
+    """A reader's message to an answer's sender: hold pieces back, go on, or end the answer."""
 
     HOLD = target_pb2.ANSWER_FLOW_HOLD
     RESUME = target_pb2.ANSWER_FLOW_RESUME
@@ -85,70 +85,71 @@ class Taken:
 
 FLOWS: dict[int, Flow] = {flow.value: flow for flow in Flow}
 TAKEN = Taken()
-MOST_ITEMS = 4096  # of a frame: what is made of each takes the event loop some microseconds
+MAX_FRAME_ITEMS = 4096  # the event loop takes some microseconds for each
 
-Asked = Request | bool | Flow | SlipstreamError  # a start, whether to speculate from now on, flow, or a bad item
-Told = Taken | Piece | Reported
+RequestContent = Request | bool | Flow | SlipstreamError  # a start, whether to speculate, flow; a bad item's error
+ResponseContent = Taken | Piece | ErrorReport
 
 
-def encode_asked(answer: int, content: Request | bool | Flow) -> bytes:
+def encode_answer_request(answer: int, content: Request | bool | Flow) -> bytes:
     frame = target_pb2.GenerateManyRequest()
     item = frame.items.add(answer=answer)
     if isinstance(content, Request):
-        item.start.CopyFrom(_start(content))
+        item.start.CopyFrom(_encode_request(content))
         item.traceparent = content.trace
     elif isinstance(content, Flow):
         item.flow = target_pb2.AnswerFlow.ValueType(content.value)
     else:
-        item.control.mode = _mode_of(content)
+        item.control.mode = _encode_mode(content)
     return frame.SerializeToString()
 
 
-def decode_asked(data: bytes, vocab_size: int, max_context: int) -> Iterator[tuple[int, Asked]]:
-    """Raises RemoteProtocolError; of an item, the error is its content."""
+def decode_answer_requests(data: bytes, vocab_size: int, max_context: int) -> Iterator[tuple[int, RequestContent]]:
+    """(answer number, content) of each item. Raises RemoteProtocolError; for a bad item, its error is the content."""
     wire = target_pb2.GenerateManyRequest()
     parse(wire, data, "frame")
-    require(len(wire.items) <= MOST_ITEMS, "items", f"a frame has at most {MOST_ITEMS}, this one {len(wire.items)}")
+    require(len(wire.items) <= MAX_FRAME_ITEMS, "items",
+            f"a frame has at most {MAX_FRAME_ITEMS}, this one {len(wire.items)}")
     for item in wire.items:
         try:
-            yield item.answer, _asked(item, vocab_size, max_context)
+            yield item.answer, _request_content(item, vocab_size, max_context)
         except (InvalidRequest, RemoteProtocolError) as error:
             yield item.answer, error
 
 
-def _asked(item: target_pb2.AnswerRequest, vocab_size: int, max_context: int) -> Asked:
+def _request_content(item: target_pb2.AnswerRequest, vocab_size: int, max_context: int) -> RequestContent:
     kind = item.WhichOneof("content")
     if kind == "start":
-        return _request_of(item.start, vocab_size, max_context, well_formed(item.traceparent))
+        return _decode_request(item.start, vocab_size, max_context, well_formed(item.traceparent))
     if kind == "control":
-        return _speculates(item.control.mode)
+        return _decode_mode(item.control.mode)
     require(kind == "flow" and item.flow in FLOWS, "content", "an item must be a start, a control or a known flow")
     return FLOWS[item.flow]
 
 
-def _start(request: Request) -> target_pb2.GenerateStart:
+def _encode_request(request: Request) -> target_pb2.GenerateStart:
     return target_pb2.GenerateStart(
         **field_values(request, "tokens", "sampling", "speculate", "trace", "identity", "grammar", "logprobs_mode",
                        "bad_words"),
         tokens=encode_few_ints(request.tokens), sampling=encode_sampling(request.sampling),
-        mode=_mode_of(request.speculate), identity=encode_identity(request.identity),
+        mode=_encode_mode(request.speculate), identity=encode_identity(request.identity),
         grammar=None if request.grammar is None else encode_grammar(request.grammar),
         logprobs_mode=LOGPROBS_MODE_NUMBERS[request.logprobs_mode],
         bad_words=[common_pb2.TokenRun(tokens=word) for word in request.bad_words])
 
 
-def _mode_of(speculate: bool) -> common_pb2.Mode.ValueType:
+def _encode_mode(speculate: bool) -> common_pb2.Mode.ValueType:
     return common_pb2.MODE_AUTO if speculate else common_pb2.MODE_PLAIN
 
 
-def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: int, trace: str = "") -> Request:
+def _decode_request(wire: target_pb2.GenerateStart, vocab_size: int, max_context: int, trace: str = "") -> Request:
     """Raises InvalidRequest naming the field."""
     try:
         checked_name("request_id", wire.request_id)
         tokens = decode_token_ids("tokens", wire.tokens, vocab_size, max_context).tolist()
-        speculate = _speculates(wire.mode)
-        for field, most in (("allowed_token_ids", MAX_ALLOWED), ("bad_words", MAX_BAD_WORDS)):
-            require(len(getattr(wire, field)) <= most, field, f"has more than {most} entries")
+        speculate = _decode_mode(wire.mode)
+        for field, max_entries in (("allowed_token_ids", MAX_ALLOWED), ("bad_words", MAX_BAD_WORDS)):
+            require(len(getattr(wire, field)) <= max_entries, field, f"has more than {max_entries} entries")
         require(all(len(word.tokens) <= MAX_BAD_WORD for word in wire.bad_words), "bad_words",
                 f"must hold at most {MAX_BAD_WORD} tokens each")
         require(NAMESPACE.fullmatch(wire.namespace) is not None, "namespace",
@@ -165,25 +166,25 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
         bad_words=tuple(tuple(word.tokens) for word in wire.bad_words))
 
 
-def _speculates(mode: int) -> bool:
+def _decode_mode(mode: int) -> bool:
     """Raises RemoteProtocolError."""
     require(mode in (common_pb2.MODE_AUTO, common_pb2.MODE_PLAIN), "mode", f"unknown mode {mode}")
     return mode == common_pb2.MODE_AUTO
 
 
-def encode_told(answer: int, content: Told) -> bytes:
+def encode_answer_response(answer: int, content: ResponseContent) -> bytes:
     frame = target_pb2.GenerateManyResponse()
     item = frame.items.add(answer=answer)
     if isinstance(content, Piece):
-        _fill_piece(item.piece, content)
-    elif isinstance(content, Reported):
+        _write_piece(item.piece, content)
+    elif isinstance(content, ErrorReport):
         item.error.CopyFrom(target_pb2.AnswerError(**field_values(content)))
     else:
         item.taken = True
     return frame.SerializeToString()
 
 
-def _fill_piece(wire: target_pb2.GenerateResponse, piece: Piece) -> None:
+def _write_piece(wire: target_pb2.GenerateResponse, piece: Piece) -> None:
     wire.tokens, wire.accepted, wire.drafted = encode_few_ints(piece.tokens), piece.accepted, piece.drafted
     for entry in piece.logprobs:
         wire.logprobs.add(logprob=entry.logprob, top_ids=[token for token, _ in entry.top],
@@ -199,28 +200,28 @@ def _fill_piece(wire: target_pb2.GenerateResponse, piece: Piece) -> None:
             top_ids=encode_few_ints(scores.top_ids), top_logprobs=encode_few_floats(scores.top_logprobs)))
 
 
-def decode_told(data: bytes) -> list[tuple[int, Told | RemoteProtocolError]]:
-    """Raises RemoteProtocolError; of an item, the error is its content."""
+def decode_answer_responses(data: bytes) -> list[tuple[int, ResponseContent | RemoteProtocolError]]:
+    """As ``decode_answer_requests``."""
     wire = target_pb2.GenerateManyResponse()
     parse(wire, data, "frame")
-    return [(item.answer, _told(item)) for item in wire.items]
+    return [(item.answer, _response_content(item)) for item in wire.items]
 
 
-def _told(item: target_pb2.AnswerResponse) -> Told | RemoteProtocolError:
+def _response_content(item: target_pb2.AnswerResponse) -> ResponseContent | RemoteProtocolError:
     kind = item.WhichOneof("content")
     if kind == "piece":  # nearly always
         try:
-            return _piece_of(item.piece)
+            return _decode_piece(item.piece)
         except RemoteProtocolError as error:
             return error
     if kind == "error":
-        return from_message(Reported, item.error)
+        return from_message(ErrorReport, item.error)
     return TAKEN if kind == "taken" else RemoteProtocolError("content", "an item must be taken, a piece or an error")
 
 
-def _piece_of(wire: target_pb2.GenerateResponse) -> Piece:
+def _decode_piece(wire: target_pb2.GenerateResponse) -> Piece:
     """Raises RemoteProtocolError."""
-    # A piece comes for every token of every answer: no check is a call, and no message is made that is not raised.
+    # There is a piece for every token of every answer: checks make no calls, and messages only when they are raised.
     tokens = decode_few_ints("tokens", wire.tokens, 0)
     accepted, finish, state = wire.accepted, FINISHES.get(wire.finish_reason), STATES.get(wire.state)
     if accepted > len(tokens):
@@ -233,25 +234,25 @@ def _piece_of(wire: target_pb2.GenerateResponse) -> Piece:
     if entries and len(entries) != len(tokens):
         raise RemoteProtocolError("logprobs", "not as many as the tokens")
     return Piece(
-        tokens, accepted, wire.drafted, tuple(map(_logprob, entries)) if entries else (), finish, wire.verify_us / 1e6,
-        wire.wait_us / 1e6, state, wire.cached_tokens, wire.lossy, wire.plain_us / 1e6,
-        _scores_of(wire.prompt) if wire.HasField("prompt") else None, wire.late,
+        tokens, accepted, wire.drafted, tuple(map(_decode_logprob, entries)) if entries else (), finish,
+        wire.verify_us / 1e6, wire.wait_us / 1e6, state, wire.cached_tokens, wire.lossy, wire.plain_us / 1e6,
+        _decode_scores(wire.prompt) if wire.HasField("prompt") else None, wire.late,
     )
 
 
-def _scores_of(wire: target_pb2.PromptScores) -> PromptScores:
+def _decode_scores(wire: target_pb2.PromptScores) -> PromptScores:
     """Raises RemoteProtocolError."""
-    found = PromptScores(wire.start, decode_few_floats("prompt.logprobs", wire.logprobs),
-                         decode_few_ints("prompt.ranks", wire.ranks, 1),
-                         decode_few_ints("prompt.top_ids", wire.top_ids, 0),
-                         decode_few_floats("prompt.top_logprobs", wire.top_logprobs))
-    require(wire.start >= 1 and len(found.ranks) == len(found.logprobs) > 0, "prompt", "scores and ranks do not fit")
-    require(len(found.top_ids) == len(found.top_logprobs) == found.width * len(found.logprobs), "prompt.top_ids",
+    scores = PromptScores(wire.start, decode_few_floats("prompt.logprobs", wire.logprobs),
+                          decode_few_ints("prompt.ranks", wire.ranks, 1),
+                          decode_few_ints("prompt.top_ids", wire.top_ids, 0),
+                          decode_few_floats("prompt.top_logprobs", wire.top_logprobs))
+    require(wire.start >= 1 and len(scores.ranks) == len(scores.logprobs) > 0, "prompt", "scores and ranks do not fit")
+    require(len(scores.top_ids) == len(scores.top_logprobs) == scores.width * len(scores.logprobs), "prompt.top_ids",
             "ids and values do not fit")
-    return found
+    return scores
 
 
-def _logprob(wire: target_pb2.TokenLogprobs) -> TokenLogprob:
+def _decode_logprob(wire: target_pb2.TokenLogprobs) -> TokenLogprob:
     require(len(wire.top_ids) == len(wire.top_logprobs), "logprobs", "ids and values differ in number")
     return TokenLogprob(wire.logprob, tuple(zip(wire.top_ids, wire.top_logprobs, strict=True)))
 
@@ -272,12 +273,12 @@ def decode_info(data: bytes) -> TargetInfo:
                         identity=decode_identity(wire.identity) if wire.HasField("identity") else None)
 
 
-def joined(items: Sequence[bytes], max_bytes: int) -> Iterator[bytes]:
-    """``items`` in order, side by side in frames of at most ``max_bytes`` and MOST_ITEMS; an item that is longer is
-    alone."""
+def joined_frames(items: Sequence[bytes], max_bytes: int) -> Iterator[bytes]:
+    """``items`` in order, concatenated to frames of at most ``max_bytes`` and MAX_FRAME_ITEMS; a longer item is a frame
+    of its own."""
     first, size = 0, 0
     for number, item in enumerate(items):
-        if number > first and (size + len(item) > max_bytes or number - first == MOST_ITEMS):
+        if number > first and (size + len(item) > max_bytes or number - first == MAX_FRAME_ITEMS):
             yield b"".join(items[first:number])
             first, size = number, 0
         size += len(item)

@@ -6,9 +6,10 @@ Rules:
 2. A server has ``connections`` at most. A connection without a finished handshake after ``handshake_s``, or without a
    call for ``IDLE_S``, is closed; a channel opens a new one by itself.
 3. A channel takes no proxy from the environment and shares no connection with another channel.
-4. A Connection follows its certificates: a call stays on the channel on which it began, and a replaced channel closes
-   when its last call ends. The files are checked at most once a second; unreadable ones change nothing. Another server
-   may stand behind the name by now: a caller that reached it on a ``fresh`` lane may ``take`` that lane.
+4. A Connection opens a new channel when its certificates are replaced: a call stays on the channel on which it began,
+   and a replaced channel closes when its last call ends. The files are checked at most once a second; unreadable ones
+   change nothing. The name may resolve to another server by now: a caller that reached it by ``open_lane`` may ``use``
+   that lane.
 
 It knows nothing about what is sent.
 """
@@ -37,9 +38,9 @@ DRAFT_SERVICE = "slipstream.v1.DraftService"
 TARGET_SERVICE = "slipstream.v1.TargetService"
 INFERENCE_SERVICE = "slipstream.v1.InferenceService"
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 IDLE_S = 60
-PINGS, PING_S = 50, 5.0  # messages that time a way, and how long each may take
+PINGS, PING_S = 50, 5.0  # messages that time a round trip, and how long each may take
 
 Options = Sequence[tuple[str, int | str]]
 
@@ -67,7 +68,7 @@ def client_options(rules: ConnectionRules) -> Options:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2000),
         ("grpc.max_reconnect_backoff_ms", round(rules.backoff_max_s * 1000)),
-        ("grpc.dns_min_time_between_resolutions_ms", 1000),  # else half a minute, with an address that nobody has now
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),  # else half a minute with an outdated address
     )
 
 
@@ -96,38 +97,38 @@ def _common_options(rules: ConnectionRules) -> Options:
 
 
 def open_channel(address: str, tls: TlsFiles | bool | None, rules: ConnectionRules = RULES) -> aio.Channel:
-    """A channel to ``address`` (host:port); connects when it is first used. ``tls`` True: no certificate is shown, and
-    those are trusted that gRPC trusts. Raises ConfigError for unreadable files."""
+    """A channel to ``address`` (host:port); connects when it is first used. ``tls`` True: no client certificate, and
+    gRPC's trusted roots. Raises ConfigError for unreadable files."""
     if not tls:
         return aio.insecure_channel(address, options=client_options(rules))
-    return aio.secure_channel(address, channel_credentials(tls), options=(*client_options(rules), *_name(tls)))
+    return aio.secure_channel(address, channel_credentials(tls), options=(*client_options(rules), *_name_option(tls)))
 
 
 def open_sync_channel(address: str, tls: TlsFiles | bool | None) -> grpc.Channel:
     """The same for programs without asyncio."""
     if not tls:
         return grpc.insecure_channel(address, options=client_options(RULES))
-    return grpc.secure_channel(address, channel_credentials(tls), options=(*client_options(RULES), *_name(tls)))
+    return grpc.secure_channel(address, channel_credentials(tls), options=(*client_options(RULES), *_name_option(tls)))
 
 
 def round_trip_s(address: str, tls: TlsFiles | None) -> float:
-    """Seconds of a small message to a service at ``address`` and back, the median of PINGS or, on a slow way, of as
-    many as PING_S has room for. Raises Unavailable, ConfigError."""
-    from grpc_health.v1 import health_pb2, health_pb2_grpc  # what follows drafts in another engine does without it
+    """Seconds of a small message to a service at ``address`` and back: the median of PINGS or, over a slow network, of
+    as many as PING_S has time for. Raises Unavailable, ConfigError."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # not installed where another engine follows drafts
 
-    times = list[float]()
+    times_s = list[float]()
     with open_sync_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             for _ in range(PINGS + 1):  # the first one connects
                 began_s = time.perf_counter()
                 stub.Check(health_pb2.HealthCheckRequest(), timeout=PING_S)
-                times.append(time.perf_counter() - began_s)
-                if sum(times) > PING_S:
+                times_s.append(time.perf_counter() - began_s)
+                if sum(times_s) > PING_S:
                     break
         except grpc.RpcError as error:
             raise Unavailable(f"nobody answers over gRPC at {address}") from error
-    return statistics.median(times[1:] or times)
+    return statistics.median(times_s[1:] or times_s)
 
 
 def host_of(context: aio.ServicerContext[Any, Any]) -> str:
@@ -135,14 +136,14 @@ def host_of(context: aio.ServicerContext[Any, Any]) -> str:
     return unquote(context.peer().partition(":")[2].rpartition(":")[0]).strip("[]")
 
 
-def _name(tls: TlsFiles | bool) -> Options:
+def _name_option(tls: TlsFiles | bool) -> Options:
     name = tls.server_name if isinstance(tls, TlsFiles) else ""
     return (("grpc.ssl_target_name_override", name),) if name else ()
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A channel in use. ``calls``: those that run on it."""
+    """A channel and the number of its running calls."""
 
     channel: aio.Channel
     calls: int = 0
@@ -156,20 +157,20 @@ class Connection:
         self._tls = tls
         self._stamp = tls.stamp() if tls is not None else None
         self._lane = Lane(open_channel(address, tls))
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         self._replaced: set[Lane] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._log = logger("wire", address=address)
 
     def begin(self) -> Lane:
-        """The lane for a call that begins now; it must be given back with ``end``."""
-        self._follow_files()
+        """The lane for a new call, which must call ``end`` when it is over."""
+        self._check_certificates()
         self._lane.calls += 1
         return self._lane
 
     def is_current(self, lane: Lane) -> bool:
-        """Whether a call that begins now takes ``lane``, too."""
-        self._follow_files()
+        """Whether a new call would use ``lane``, too."""
+        self._check_certificates()
         return lane is self._lane
 
     def end(self, lane: Lane) -> None:
@@ -178,9 +179,9 @@ class Connection:
             self._replaced.discard(lane)
             self._close(lane)
 
-    def fresh(self) -> Lane | None:
-        """A new lane to the server that the name means now, to be taken or closed; None: the address is no name, or
-        certificates are being replaced."""
+    def open_lane(self) -> Lane | None:
+        """A new lane to the server to which the name resolves now; the caller must ``use`` or close it. None: the
+        address is no name, or certificates are being replaced."""
         try:
             ipaddress.ip_address(host_port(self._address)[0])
         except ValueError:
@@ -188,9 +189,9 @@ class Connection:
                 return Lane(open_channel(self._address, self._tls))
         return None
 
-    def take(self, fresh: Lane) -> None:
-        """Calls that begin now go there."""
-        old, self._lane = self._lane, fresh
+    def use(self, lane: Lane) -> None:
+        """New calls go to ``lane``."""
+        old, self._lane = self._lane, lane
         if old.calls == 0:
             self._close(old)
         else:
@@ -201,20 +202,20 @@ class Connection:
             await lane.channel.close()
         await asyncio.gather(*self._closing)
 
-    def _follow_files(self) -> None:
-        if self._tls is None or time.monotonic() - self._looked_s < LOOK_S:
+    def _check_certificates(self) -> None:
+        if self._tls is None or time.monotonic() - self._checked_s < CHECK_INTERVAL_S:
             return
-        self._looked_s = time.monotonic()
-        found = self._tls.stamp()
-        if found is None or found == self._stamp:
+        self._checked_s = time.monotonic()
+        stamp = self._tls.stamp()
+        if stamp is None or stamp == self._stamp:
             return
         try:
-            fresh = Lane(open_channel(self._address, self._tls))
+            lane = Lane(open_channel(self._address, self._tls))
         except ConfigError:
             return  # in the middle of being replaced
-        self._stamp = found
+        self._stamp = stamp
         self._log.info("certificates replaced: new calls take a new connection", running=self._lane.calls)
-        self.take(fresh)
+        self.use(lane)
 
     def _close(self, lane: Lane) -> None:
         task = asyncio.get_running_loop().create_task(lane.channel.close())

@@ -36,7 +36,7 @@ from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Slip
 from slipstream.protocol.chat import MAX_BODY_BYTES, Begun, ChatOptions, Delta, Function, Message, ToolCall
 from slipstream.wire.channel import INFERENCE_SERVICE, RULES, open_channel, open_sync_channel
 from slipstream.wire.inference import decode_delta, decode_models, encode_chat, encode_complete
-from slipstream.wire.status import translated
+from slipstream.wire.status import translated_errors
 from slipstream.wire.tls import TlsFiles
 
 LIST_MODELS_S = 10.0
@@ -151,7 +151,7 @@ class BaseClient(Generic[Deltas]):
         is used."""
         index = self._current
         try:
-            with translated(self._addresses[index]):
+            with translated_errors(self._addresses[index]):
                 yield self._channels[index]
         except (Unavailable, Draining):
             if self._current == index:  # else another call has moved on already

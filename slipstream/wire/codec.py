@@ -5,7 +5,7 @@ Rules:
 2. A bad item affects only its session: decoding a frame gives the good items and one fault for each bad one.
 3. Bytes that are no frame, or a frame of another stream (its incarnation), raise RemoteProtocolError; the field is
    ``incarnation`` for a stale frame.
-4. Encoding never makes a message above ``max_bytes`` or ``FRAME_ITEMS``: frames are split between items and features
+4. Encoding never makes a message above ``max_bytes`` or ``MAX_FRAME_ITEMS``: frames are split between items, features
    between rows.
 5. A frame's length is checked before it is parsed, and the number of its items before they are decoded: against what
    its sender may send now.
@@ -82,7 +82,7 @@ MAX_TAPS = 64  # layers that one drafter reads
 MAX_PROJECTION_BYTES = 512 << 20  # five times that of the largest known head
 CHUNK_OVERHEAD = 64  # bytes of a chunk's message beside its weights
 PROJECTION = "features.projection"
-FRAME_ITEMS = 1024  # most items of a frame: a step of the largest target has fewer
+MAX_FRAME_ITEMS = 1024  # most items of a frame: a step of the largest target has fewer
 ITEM_OVERHEAD = 128  # bytes of a growth beside its nodes, and of a drop with its reason
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 NODE_BYTES = 16  # id, parent, token, score
@@ -107,9 +107,9 @@ class FrameLimits:
 
 
 def decode_draft_frame(data: bytes, incarnation: int, limits: FrameLimits,
-                       max_items: int = FRAME_ITEMS) -> tuple[list[TargetBound], Faults]:
+                       max_items: int = MAX_FRAME_ITEMS) -> tuple[list[TargetBound], Faults]:
     """As ``decode_target_frame``; bytes longer than ``max_items`` items can be are not parsed."""
-    max_items = min(max_items, FRAME_ITEMS)
+    max_items = min(max_items, MAX_FRAME_ITEMS)
     if len(data) > ITEM_OVERHEAD + max_items * (ITEM_OVERHEAD + NODE_BYTES * limits.max_nodes):
         raise RemoteProtocolError("frame", f"{len(data)} bytes are more than {max_items} items take")
     return _decode_frame(draft_pb2.ExchangeResponse, data, incarnation, limits, max_items)
@@ -123,7 +123,7 @@ def _encode_frames(message_type: Callable[[], Any], incarnation: int, items: Seq
     frame = message.frame
     frame.incarnation = incarnation
     # Checked first, because rows that do not fit would be copied for nothing.
-    if len(items) == 1 or (len(items) <= FRAME_ITEMS and _row_bytes(items) <= max_bytes):
+    if len(items) == 1 or (len(items) <= MAX_FRAME_ITEMS and _row_bytes(items) <= max_bytes):
         for item in items:
             _write_item(frame.items.add(), item)
         data = message.SerializeToString()
@@ -193,7 +193,7 @@ def _write_features(wire: draft_pb2.FeaturesItem, item: Features) -> None:
 
 
 def _decode_frame(message_type: Callable[[], Any], data: bytes, incarnation: int, limits: FrameLimits,
-                  max_items: int = FRAME_ITEMS) -> tuple[list[Any], Faults]:
+                  max_items: int = MAX_FRAME_ITEMS) -> tuple[list[Any], Faults]:
     """Good items in order, and faults. Raises RemoteProtocolError for bytes that are no frame of this stream, and for a
     frame of more than ``max_items`` items."""
     message = message_type()

@@ -66,22 +66,23 @@ from slipstream.wire.fields import (
 from slipstream.wire.status import Context, abort
 
 Ts = TypeVarTuple("Ts")
-Likely = tuple[tuple[int, str, float], ...]  # id, text and natural log
-# Repeated, and what of them one request may hold.
-LISTS = {"stop": MAX_STOPS, "allowed_token_ids": MAX_ALLOWED, "bad_words": MAX_WORDS, "stop_token_ids": MAX_STOP_IDS}
-# These, and messages of their own or what is enumerated.
-PARTS = (*LISTS, "logit_bias", "begun", "grammar", "logprobs_mode", "tools")
-SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in PARTS)
+TopTokens = tuple[tuple[int, str, float], ...]  # id, text and natural log
+# Repeated fields of options -> the most items of one request.
+LIST_LIMITS = {"stop": MAX_STOPS, "allowed_token_ids": MAX_ALLOWED, "bad_words": MAX_WORDS,
+               "stop_token_ids": MAX_STOP_IDS}
+# Repeated fields, messages and enumerations.
+NOT_SCALAR = (*LIST_LIMITS, "logit_bias", "begun", "grammar", "logprobs_mode", "tools")
+SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in NOT_SCALAR)
 
 
 def encode_chat(model: str, messages: tuple[Message, ...], options: ChatOptions) -> bytes:
     """Raises InvalidRequest for what its field cannot hold."""
     try:
         turns = [inference_pb2.Message(**field_values(message, "tool_calls"),
-                                       tool_calls=map(_wire_call, message.tool_calls)) for message in messages]
+                                       tool_calls=map(_write_call, message.tool_calls)) for message in messages]
     except (TypeError, ValueError) as error:
         raise InvalidRequest("messages", str(error)) from error
-    request = inference_pb2.ChatRequest(messages=turns, options=_options(options))
+    request = inference_pb2.ChatRequest(messages=turns, options=_write_options(options))
     _set("model", model, partial(setattr, request, "model"))
     return request.SerializeToString(deterministic=True)
 
@@ -95,22 +96,22 @@ def decode_chat(data: bytes) -> tuple[str, tuple[Message, ...], ChatOptions]:
         raise InvalidRequest("messages", f"one has {most} tool_calls; at most {MAX_CALLS} may stand in it")
     if sum(len(turn.tool_calls) for turn in wire.messages) > MAX_ITEMS:
         raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} tool_calls in all")
-    messages = tuple(from_message(Message, turn, tool_calls=tuple(map(_call, turn.tool_calls)))
+    messages = tuple(from_message(Message, turn, tool_calls=tuple(map(_read_call, turn.tool_calls)))
                      for turn in wire.messages)
-    return wire.model, messages, _options_of(wire.options)
+    return wire.model, messages, _read_options(wire.options)
 
 
-def _wire_call(call: ToolCall) -> inference_pb2.ToolCall:
+def _write_call(call: ToolCall) -> inference_pb2.ToolCall:
     return inference_pb2.ToolCall(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
 
 
-def _call(wire: inference_pb2.ToolCall) -> ToolCall:
+def _read_call(wire: inference_pb2.ToolCall) -> ToolCall:
     return ToolCall(wire.name, wire.arguments, wire.id, wire.index)
 
 
 def encode_complete(model: str, prompt: str | Sequence[int], options: ChatOptions) -> bytes:
     """Raises InvalidRequest for what its field cannot hold."""
-    request = inference_pb2.CompleteRequest(options=_options(options))
+    request = inference_pb2.CompleteRequest(options=_write_options(options))
     _set("model", model, partial(setattr, request, "model"))
     try:
         if isinstance(prompt, str):
@@ -123,13 +124,13 @@ def encode_complete(model: str, prompt: str | Sequence[int], options: ChatOption
 
 
 def decode_complete(data: bytes) -> tuple[str, str | Sequence[int], ChatOptions]:
-    """Ids are packed: as objects they take twenty times the bytes that they came in. Raises InvalidRequest."""
+    """Token ids become an array: as Python objects they take twenty times as many bytes. Raises InvalidRequest."""
     wire = inference_pb2.CompleteRequest()
     _parse_request(wire, data)
     if wire.prompt and wire.prompt_tokens:
         raise InvalidRequest("prompt", "is given as a text and as token ids; send one of them")
     _at_most("prompt", wire.prompt_tokens, MAX_PROMPT_IDS)
-    return wire.model, array("i", wire.prompt_tokens) or wire.prompt, _options_of(wire.options)
+    return wire.model, array("i", wire.prompt_tokens) or wire.prompt, _read_options(wire.options)
 
 
 def _parse_request(wire: inference_pb2.ChatRequest | inference_pb2.CompleteRequest, data: bytes) -> None:
@@ -146,7 +147,7 @@ def _at_most(field: str, items: Sized, most: int) -> None:
         raise InvalidRequest(field, f"must have at most {most} items")
 
 
-def _options(options: ChatOptions) -> inference_pb2.Options:
+def _write_options(options: ChatOptions) -> inference_pb2.Options:
     wire = inference_pb2.Options()
     for number, tool in enumerate(options.tools):
         _set(f"tools[{number}]", tool, lambda function: wire.tools.add(**field_values(function)))
@@ -154,9 +155,9 @@ def _options(options: ChatOptions) -> inference_pb2.Options:
         value = getattr(options, name)
         if value is not None:
             _set(name, value, partial(setattr, wire, name))
-    for name in LISTS:
+    for name in LIST_LIMITS:
         given = getattr(options, name)
-        if isinstance(given, str):  # each of its letters would be one
+        if isinstance(given, str):  # else each of its letters would be an item
             raise InvalidRequest(name, "must be a list")
         _set(name, given, getattr(wire, name).extend)
     _set("logit_bias", options.logit_bias, lambda biases: wire.logit_bias.update(dict(biases)))
@@ -171,19 +172,19 @@ def _options(options: ChatOptions) -> inference_pb2.Options:
     return wire
 
 
-def _set(name: str, value: Any, set_: Callable[[Any], object]) -> None:
+def _set(name: str, value: Any, setter: Callable[[Any], object]) -> None:
     try:
-        set_(value)
+        setter(value)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidRequest(name, f"{value!r} is not a value of this option") from error
 
 
-def _options_of(wire: inference_pb2.Options) -> ChatOptions:
-    for name, most in (*LISTS.items(), ("logit_bias", MAX_BIASES), ("tools", MAX_TOOLS)):
+def _read_options(wire: inference_pb2.Options) -> ChatOptions:
+    for name, most in (*LIST_LIMITS.items(), ("logit_bias", MAX_BIASES), ("tools", MAX_TOOLS)):
         _at_most(name, getattr(wire, name), most)
     _at_most("begun.tokens", wire.begun.tokens, MAX_BEGUN)
     values = {field.name: value for field, value in wire.ListFields() if field.name in SCALARS}
-    values |= {name: tuple(getattr(wire, name)) for name in LISTS}
+    values |= {name: tuple(getattr(wire, name)) for name in LIST_LIMITS}
     return ChatOptions(
         **values, logit_bias=tuple(sorted(wire.logit_bias.items())),
         begun=Begun(wire.begun.identity, array("i", wire.begun.tokens)) if wire.HasField("begun") else None,
@@ -194,7 +195,7 @@ def _options_of(wire: inference_pb2.Options) -> ChatOptions:
 
 def encode_delta(delta: Delta) -> bytes:
     """A response of either call: both hold a delta in the same field."""
-    # One comes for every token of every answer: messages filled in place take less than half of what made ones do.
+    # There is a delta for every token of every answer: filling messages in place takes less than half the time.
     message = inference_pb2.ChatResponse()
     wire = message.delta
     wire.text = delta.text
@@ -205,29 +206,29 @@ def encode_delta(delta: Delta) -> bytes:
             item.drafted = True
         if token.logprob is not None:
             item.logprob = token.logprob
-        _add_likely(item, token.top)
+        _write_top(item, token.top)
     if delta.finish:
         wire.finish_reason = delta.finish
     if delta.identity:
         wire.identity = delta.identity
     for part in delta.prompt:
         scored = wire.prompt.add(id=part.id, text=part.text, rank=part.rank, logprob=part.logprob)
-        _add_likely(scored, part.top)
+        _write_top(scored, part.top)
     if delta.reasoning:
         wire.reasoning_content = delta.reasoning
     for call in delta.tool_calls:
-        wire.tool_calls.append(_wire_call(call))
+        wire.tool_calls.append(_write_call(call))
     if delta.usage is not None:
         wire.usage.CopyFrom(inference_pb2.Usage(**field_values(delta.usage)))
     return message.SerializeToString()
 
 
-def _add_likely(wire: inference_pb2.TextToken | inference_pb2.PromptToken, top: Likely) -> None:
+def _write_top(wire: inference_pb2.TextToken | inference_pb2.PromptToken, top: TopTokens) -> None:
     for i, text, logprob in top:
         wire.top.add(id=i, text=text, logprob=logprob)
 
 
-def _likely(wire: inference_pb2.TextToken | inference_pb2.PromptToken) -> Likely:
+def _read_top(wire: inference_pb2.TextToken | inference_pb2.PromptToken) -> TopTokens:
     return tuple([(likely.id, likely.text, likely.logprob) for likely in wire.top])
 
 
@@ -237,12 +238,12 @@ def decode_delta(data: bytes) -> Delta:
     parse(message, data, "delta")
     wire = message.delta
     tokens = tuple(TextToken(token.id, token.text, token.drafted, token.logprob if token.HasField("logprob") else None,
-                             _likely(token)) for token in wire.tokens)
+                             _read_top(token)) for token in wire.tokens)
     usage = from_message(Usage, wire.usage, reached=tuple(wire.usage.reached)) if wire.HasField("usage") else None
     prompt = tuple(PromptToken(token.id, token.text, token.logprob if token.HasField("logprob") else None, token.rank,
-                               _likely(token)) for token in wire.prompt)
+                               _read_top(token)) for token in wire.prompt)
     return Delta(wire.text, tokens, wire.finish_reason, usage, wire.identity, prompt, wire.reasoning_content,
-                 tuple(map(_call, wire.tool_calls)))
+                 tuple(map(_read_call, wire.tool_calls)))
 
 
 def encode_models(ids: list[str]) -> bytes:
@@ -269,21 +270,21 @@ class Front(Protocol):
 
 
 class InferenceServicer:
-    """InferenceService. ``front_of`` says who answers a caller by the key and the traceparent that it shows ("" for
-    none); None: nobody does."""
+    """InferenceService. ``front_of`` gives the front for a caller's key and traceparent ("" for none); None: the key is
+    not valid."""
 
     service = INFERENCE_SERVICE
 
     def __init__(self, front_of: Callable[[str, str], Front | None], stall_s: float = STALL_S,
-                 asked_s: float = BODY_S, bodies: Bodies | None = None,
-                 refused: Callable[[str, Exception], object] = lambda endpoint, error: None) -> None:
-        """refused: is told of what nobody was asked, as it could not be read."""
-        self._refused = refused
-        self._front_of, self._stall_s, self._asked_s = front_of, stall_s, asked_s
+                 body_s: float = BODY_S, bodies: Bodies | None = None,
+                 on_refused: Callable[[str, Exception], object] = lambda endpoint, error: None) -> None:
+        """on_refused: gets (endpoint, error) of a request that could not be read, so that no front was asked."""
+        self._on_refused = on_refused
+        self._front_of, self._stall_s, self._body_s = front_of, stall_s, body_s
         self._bodies = bodies or Bodies()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        # On the wire no other than calls of one request, which gRPC would read before it asks anybody.
+        # Handled as streams, though each has one request: gRPC would read that before it calls a method of ours.
         methods = {"Chat": self._chat, "Complete": self._complete, "ListModels": self._models}
         handlers: Any = {name: grpc.stream_stream_rpc_method_handler(method) for name, method in methods.items()}
         return grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers)
@@ -298,19 +299,19 @@ class InferenceServicer:
         await self._stream("completions", decode_complete, lambda front: front.complete, context)
 
     async def _stream(self, endpoint: str, decode: Callable[[bytes], tuple[*Ts]],
-                      begin: Callable[[Front], Callable[[*Ts], AsyncGenerator[Delta, None]]],
+                      method_of: Callable[[Front], Callable[[*Ts], AsyncGenerator[Delta, None]]],
                       context: Context) -> None:
-        front, read = await self._admit(context), False
+        front, was_read = await self._admit(context), False
         try:
-            async with (self._bodies.held(context.read, self._asked_s, decode) as asked,
-                        aclosing(begin(front)(*asked)) as deltas):
-                read = True
-                del asked  # who answers keeps what he needs
+            async with (self._bodies.held(context.read, self._body_s, decode) as request,
+                        aclosing(method_of(front)(*request)) as deltas):
+                was_read = True
+                del request  # the front keeps what it needs
                 async for delta in deltas:
                     await self._write(encode_delta(delta), context)
         except Exception as error:
-            if not read:
-                self._refused(endpoint, error)
+            if not was_read:
+                self._on_refused(endpoint, error)
             await abort(context, error)
 
     async def _write(self, data: bytes, context: Context) -> None:
@@ -325,13 +326,13 @@ class InferenceServicer:
     async def _models(self, _requests: object, context: Context) -> None:
         front = await self._admit(context)
         try:
-            async with self._bodies.held(context.read, self._asked_s, len):
+            async with self._bodies.held(context.read, self._body_s, len):
                 await self._write(encode_models(await front.models()), context)
         except Exception as error:
             await abort(context, error)
 
     async def _admit(self, context: Context) -> Front:
-        shown, trace = (_shown(context, name) for name in ("authorization", HEADER))
+        shown, trace = (_metadata_value(context, name) for name in ("authorization", HEADER))
         scheme, _, key = shown.partition(" ")
         front = self._front_of(key.strip() if scheme.lower() == "bearer" else shown, trace)
         if front is None:
@@ -340,5 +341,5 @@ class InferenceServicer:
         return front
 
 
-def _shown(context: Context, name: str) -> str:
+def _metadata_value(context: Context, name: str) -> str:
     return next((str(value).strip() for key, value in context.invocation_metadata() or () if key == name), "")

@@ -62,7 +62,7 @@ from slipstream.protocol.messages import (
 from slipstream.protocol.requests import LEFT_ALONE, REFUSED, DraftStatus
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, open_channel
 from slipstream.wire.codec import (
-    FRAME_ITEMS,
+    MAX_FRAME_ITEMS,
     FrameLimits,
     ProjectionReader,
     decode_draft_frame,
@@ -70,7 +70,7 @@ from slipstream.wire.codec import (
     encode_target_frames,
     encode_target_hello,
 )
-from slipstream.wire.status import error_of
+from slipstream.wire.status import from_grpc_error
 from slipstream.wire.tls import TlsFiles
 
 Item = TypeVar("Item")
@@ -228,7 +228,7 @@ class Pumps(Generic[Item, Received]):
                 await asyncio.sleep(POLL_S)
 
     def _receive(self, data: bytes) -> None:
-        allowance, max_items = self.allowance, FRAME_ITEMS
+        allowance, max_items = self.allowance, MAX_FRAME_ITEMS
         self.counts.bytes_in += len(data)
         if allowance is not None:
             max_items = max(0, allowance.left - 1)  # a frame counts as one
@@ -366,7 +366,7 @@ class DraftLink:
             call: Call = method()
             await self._pump(call, target, await self._shake_hands(call, target))
         except aio.AioRpcError as error:
-            raise error_of(error, self.address) from error
+            raise from_grpc_error(error, self.address) from error
         except TimeoutError as error:
             raise Unavailable(f"{self.address}: no handshake within {self._handshake_s:g} s") from error
         finally:

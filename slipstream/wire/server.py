@@ -1,11 +1,11 @@
 """Hosting gRPC services: where a server may listen, its health, its drain.
 
 Rules:
-1. Beyond loopback a server listens with TLS only, unless the configuration says otherwise in so many words.
+1. Beyond loopback a server listens with TLS only, unless the configuration explicitly allows plain text.
 2. Health: "" and "liveness" serve while the process runs; "readiness" and the services' own names while it takes work.
-   Any client may ask for the health, so these calls must be cheap: when others come, a call that does not send its
-   question at once is ended, and so is the oldest watch.
-3. A drain first says so in its health, then lets the services end what they have, then closes what is left. gRPC is
+   Any client may ask for the health, so these calls must be cheap: when there are too many, the one that has not sent
+   its request for longest is ended, and so is the oldest watch.
+3. A drain first changes the health, then lets the services end their work, then closes the rest. gRPC is
    never given a time to stop within: where two stops run, and the time of one ends as the other closes the server, gRPC
    touches what is freed, and the process dies.
 
@@ -30,13 +30,13 @@ from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError
 from slipstream.base.guests import Guests
 from slipstream.wire.channel import RULES, ConnectionRules, host_of, server_options
-from slipstream.wire.tls import Doorman, TlsFiles, server_credentials
+from slipstream.wire.tls import NameGuard, TlsFiles, server_credentials
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-MOST_ASKING, ASKING_S = 64, 5.0  # whose question about the health is on its way, and for how long
-MOST_WATCHING, WATCHING_EACH = 1024, 128  # who watch the health: of all, and of one address
-MAX_NAME = 256  # letters of what they ask about
+MAX_ASKING, ASK_S = 64, 5.0  # calls whose health request has not arrived yet, and how long it may take
+MAX_WATCHING, MAX_WATCHING_EACH = 1024, 128  # watches of the health, in all and from one address
+MAX_NAME = 256  # letters of a service's name in a health request
 NEVER_S = 1e9  # a time that does not end
 
 
@@ -53,14 +53,14 @@ class Servicer(Protocol):
 
 
 def bind_guard(listen: str, wire: WireSection, tls: TlsFiles | None = None, public: str = "") -> None:
-    """Raises ConfigError if ``listen`` (host:port) reaches beyond loopback in plain text without leave, and for files
-    of TLS that cannot be used. public: the setting that it is of, where clients ask and there is no TLS of ours."""
+    """Raises ConfigError for plain text beyond loopback at ``listen`` (host:port) that is not allowed, and for TLS
+    files that cannot be used. public: the setting's name, for an address of clients, where we have no TLS."""
     if tls is not None:
         tls.read()
     elif not wire.insecure_allow_plaintext and not _is_loopback(listen):
-        way = "put a proxy with TLS before it and" if public else "set wire.tls.folder,"
-        raise ConfigError(f"{public or 'listen'}: {listen} reaches beyond this machine in plain text; {way} listen on "
-                          "127.0.0.1, or set wire.insecure_allow_plaintext=true behind a network policy")
+        advice = "put a proxy with TLS before it and" if public else "set wire.tls.folder,"
+        raise ConfigError(f"{public or 'listen'}: {listen} reaches beyond this machine in plain text; {advice} listen "
+                          "on 127.0.0.1, or set wire.insecure_allow_plaintext=true behind a network policy")
 
 
 def _is_loopback(listen: str) -> bool:
@@ -74,12 +74,12 @@ def _is_loopback(listen: str) -> bool:
 
 
 class Health:
-    """grpc.health.v1 around ``health``. gRPC would read a question of any size for any time, before it asks anybody."""
+    """grpc.health.v1 around ``health``. By itself gRPC would wait for a request for ever, and read one of any size."""
 
     def __init__(self, health: HealthServicer) -> None:
         self._health = health
-        self._asking: Guests[asyncio.Timeout] = Guests(MOST_ASKING, MOST_ASKING, self._end)
-        self._watching: Guests[asyncio.Timeout] = Guests(MOST_WATCHING, WATCHING_EACH, self._end)
+        self._reading: Guests[asyncio.Timeout] = Guests(MAX_ASKING, MAX_ASKING, self._end)
+        self._watching: Guests[asyncio.Timeout] = Guests(MAX_WATCHING, MAX_WATCHING_EACH, self._end)
 
     def handler(self) -> grpc.GenericRpcHandler:
         handlers: Any = {name: grpc.stream_stream_rpc_method_handler(
@@ -88,38 +88,38 @@ class Health:
         return grpc.method_handlers_generic_handler("grpc.health.v1.Health", handlers)
 
     async def _check(self, _requests: object, context: Any) -> None:
-        await context.write(await self._health.Check(await self._asked(context), context))
+        await context.write(await self._health.Check(await self._read_request(context), context))
 
     async def _watch(self, _requests: object, context: Any) -> None:
-        asked = await self._asked(context)
+        request = await self._read_request(context)
         try:
-            async with asyncio.timeout(None) as limit:
-                self._watching.enter(limit, host_of(context))
+            async with asyncio.timeout(None) as timeout:
+                self._watching.enter(timeout, host_of(context))
                 try:
-                    await self._health.Watch(asked, context)
+                    await self._health.Watch(request, context)
                 finally:
-                    self._watching.leave(limit)
+                    self._watching.leave(timeout)
         except TimeoutError:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch; ask again later")
 
-    async def _asked(self, context: Any) -> health_pb2.HealthCheckRequest:
-        asked = None
+    async def _read_request(self, context: Any) -> health_pb2.HealthCheckRequest:
+        request = None
         try:
-            async with asyncio.timeout(ASKING_S) as limit:
-                self._asking.enter(limit, "")
+            async with asyncio.timeout(ASK_S) as timeout:
+                self._reading.enter(timeout, "")
                 try:
-                    asked = await context.read()
+                    request = await context.read()
                 finally:
-                    self._asking.leave(limit)
+                    self._reading.leave(timeout)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the question did not come in time")
-        if not isinstance(asked, health_pb2.HealthCheckRequest) or len(asked.service) > MAX_NAME:
+        if not isinstance(request, health_pb2.HealthCheckRequest) or len(request.service) > MAX_NAME:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "ask about one service")
-        return asked
+        return request
 
-    def _end(self, limit: asyncio.Timeout, why: str) -> None:
-        if not limit.expired():
-            limit.reschedule(asyncio.get_running_loop().time())
+    def _end(self, timeout: asyncio.Timeout, why: str) -> None:
+        if not timeout.expired():
+            timeout.reschedule(asyncio.get_running_loop().time())
 
 
 class GrpcServer:
@@ -134,12 +134,12 @@ class GrpcServer:
         self._servicers = servicers
         self._tls = tls
         self._health = HealthServicer()
-        guards = [Doorman(tls.allowed_names)] if tls is not None and tls.allowed_names else []
+        guards = [NameGuard(tls.allowed_names)] if tls is not None and tls.allowed_names else []
         self._server = aio.server(options=server_options(rules), interceptors=guards)
         self._stopping: asyncio.Task[None] | None = None  # ends with the last call
         self._server.add_generic_rpc_handlers([*(servicer.handler() for servicer in servicers),
                                                Health(self._health).handler()])
-        if _is_loopback(listen):  # handy in development; elsewhere it would be an inventory
+        if _is_loopback(listen):  # handy in development; elsewhere it would show all services to anybody
             names = [servicer.service for servicer in servicers]
             reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], self._server)
 

@@ -6,20 +6,20 @@ The target's end, where a Backend answers whoever calls:
 2. All items that wait at one moment leave as one frame.
 3. The pieces of an answer on hold, and of all answers while more than MAX_WAITING bytes wait to be sent, stay in the
    backend.
-4. When a call ends, all its answers are closed. One that is told to ``drain`` refuses new answers and ends by itself
-   after the last one.
+4. When a call ends, all its answers are closed. After ``drain`` a call refuses new answers and ends by itself after the
+   last one.
 
 The caller's end, a Backend that is a target elsewhere:
 1. Errors cross the wire as the class that was raised; no gRPC error leaves the client.
-2. A slow reader delays no others: beyond HOLD_AT pieces its answer's sender is told to wait.
+2. A slow reader delays no others: beyond HOLD_AT unread pieces its answer's sender must wait.
 3. Nothing waits without an end: an answer that the target has not taken within ``connect_s`` is Unavailable (it alone,
-   unless the call has failed), and keepalive ends the calls to one that falls silent.
-4. Leaving an answer frees it there; what still comes for it is dropped.
-5. A call that ended takes its answers with it; the next answer begins a new call.
-6. When the target drains, new answers go to another target that its name means by now, if one is there; running answers
-   stay. While there are some, the other must have the same identity. A target that cannot be reached is replaced by
-   whichever the name means now, on a new channel: a gRPC channel looks up a name without an address ever more rarely,
-   at last every two minutes.
+   unless the call has failed), and keepalive ends the calls to a silent target.
+4. Closing an answer frees it at the target; what still arrives for it is dropped.
+5. When a call ends, so do its answers; the next answer begins a new call.
+6. When the target drains, new answers go to another target to which its name resolves by now, if there is one; running
+   answers stay. While there are some, the other must have the same identity. A target that cannot be reached is
+   replaced by the one to which the name resolves now, on a new channel: a gRPC channel looks up a name without an
+   address ever more rarely, at last every two minutes.
 
 It knows nothing about engines or text. Format: ``GenerateMany`` in ``proto/slipstream/v1/target.proto``.
 """
@@ -41,27 +41,27 @@ from slipstream.observe.log import logger
 from slipstream.protocol.requests import Answer, Backend, Offering, Piece, Request, TargetInfo
 from slipstream.wire.answers import (
     TAKEN,
-    Asked,
     Flow,
-    Told,
-    decode_asked,
+    RequestContent,
+    ResponseContent,
+    decode_answer_requests,
+    decode_answer_responses,
     decode_info,
-    decode_told,
-    encode_asked,
+    encode_answer_request,
+    encode_answer_response,
     encode_info,
-    encode_told,
-    joined,
+    joined_frames,
 )
 from slipstream.wire.channel import RULES, TARGET_SERVICE, Connection, Lane
 from slipstream.wire.link import ByteStream, first_completed
-from slipstream.wire.status import Context, Reported, abort, log_bug, translated
+from slipstream.wire.status import Context, ErrorReport, abort, log_bug, translated_errors
 from slipstream.wire.tls import TlsFiles
 
 MAX_BYTES = 1 << 20  # of a frame, unless a single item is longer
 MAX_WAITING = 1 << 20
-HOLD_AT, RESUME_AT = 256, 64  # pieces of one answer that nobody has read
+HOLD_AT, RESUME_AT = 256, 64  # unread pieces of one answer
 CONNECT_S = 5.0
-LOOK_S = 1.0  # for who may stand behind the name of a target that drains or is gone
+SUCCESSOR_TIMEOUT_S = 1.0  # for GetInfo of a possible successor of a target that drains or is unreachable
 
 
 class TargetServicer:
@@ -96,19 +96,19 @@ class TargetServicer:
     async def _generate_many(self, _requests: object, context: Context) -> None:
         try:
             await context.send_initial_metadata(())
-            call = AnswerCall(self._backend, await self._taking())
+            call = AnswerCall(self._backend, await self._served_info())
             self._calls.add(call)
             try:
                 await call.run(context)
             finally:
                 self._calls.discard(call)
         except asyncio.InvalidStateError:
-            return  # the call ended under our hands
+            return  # the call ended meanwhile
         except Exception as error:
             await abort(context, error)
 
-    async def _taking(self) -> TargetInfo:
-        """What is served. Raises Draining."""
+    async def _served_info(self) -> TargetInfo:
+        """The target's info, asked for once. Raises Draining."""
         if self._info is None:
             self._info = await self._backend.info()
         if self._draining:
@@ -117,30 +117,30 @@ class TargetServicer:
 
 
 class Sender:
-    """One answer on its way."""
+    """One answer that is being sent."""
 
-    __slots__ = ("answer", "behind", "flows", "task")
+    __slots__ = ("answer", "may_send", "piece_waits", "task")
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.behind = False  # a piece of it waits here
-        self.flows = asyncio.Event()
-        self.flows.set()
+        self.piece_waits = False  # its task has a piece that may not be sent yet
+        self.may_send = asyncio.Event()
+        self.may_send.set()
         self.task: asyncio.Task[None] | None = None
 
 
 class AnswerCall:
-    """Make it on the event loop that runs it. ``info`` bounds what may be asked."""
+    """The target's end of one call. Make it on the event loop that runs it. Requests are checked against ``info``."""
 
     def __init__(self, backend: Backend, info: TargetInfo) -> None:
         self._backend = backend
         self._info = info
         self._senders: dict[int, Sender] = {}
-        self._waiting: list[bytes] = []
-        self._size = 0
+        self._outgoing: list[bytes] = []
+        self._outgoing_bytes = 0
         self._filled = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
         self._draining = False
         self._log = logger("wire")
 
@@ -148,112 +148,112 @@ class AnswerCall:
         self._draining = True
         self._filled.set()
 
-    async def run(self, line: ByteStream) -> None:
-        """Until the caller ends the call, or the last answer of a drain has been told. Raises RemoteProtocolError."""
+    async def run(self, stream: ByteStream) -> None:
+        """Run until the caller ends the call or, in a drain, all answers are sent. Raises RemoteProtocolError."""
         try:
-            await first_completed(self._read(line), self._write(line))
+            await first_completed(self._read(stream), self._write(stream))
         finally:
             tasks = [sender.task for sender in self._senders.values() if sender.task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, line: ByteStream) -> None:
-        while isinstance(data := await line.read(), bytes):
-            for number, content in decode_asked(data, self._info.vocab_size, self._info.max_context):
-                self._heed(number, content)
-            await self._room.wait()  # who does not read what he is told is not read either
+    async def _read(self, stream: ByteStream) -> None:
+        while isinstance(data := await stream.read(), bytes):
+            for number, content in decode_answer_requests(data, self._info.vocab_size, self._info.max_context):
+                self._handle(number, content)
+            await self._has_room.wait()  # from a caller that does not read, nothing more is read
 
-    def _heed(self, number: int, content: Asked) -> None:
+    def _handle(self, number: int, content: RequestContent) -> None:
         sender = self._senders.get(number)
         if isinstance(content, Request):
             if sender is not None:
                 raise RemoteProtocolError("answer", f"number {number} is in use")
-            self._begin(number, content)
-        elif sender is None:  # it has ended, and they did not know
+            self._start(number, content)
+        elif sender is None:  # the answer has ended meanwhile
             if isinstance(content, SlipstreamError):
-                self._put(number, Reported.of(content))
+                self._enqueue(number, ErrorReport.of(content))
         elif isinstance(content, SlipstreamError):
             self._log.warning("bad control message; the answer goes on as it is", problem=str(content))
         elif isinstance(content, bool):
             sender.answer.set_speculation(content)
         elif content is Flow.HOLD:
-            sender.flows.clear()
+            sender.may_send.clear()
         elif content is Flow.RESUME:
-            sender.flows.set()
-        else:  # after its first step: one that has not begun would end nothing
-            asyncio.get_running_loop().call_soon(self._leave, number, sender)
+            sender.may_send.set()
+        else:  # later, so that its task has begun: cancelled before, it would not close the answer
+            asyncio.get_running_loop().call_soon(self._cancel, number, sender)
 
-    def _leave(self, number: int, sender: Sender) -> None:
-        """Nobody reads it any more. One that has come to its end meanwhile is being closed, to the end."""
+    def _cancel(self, number: int, sender: Sender) -> None:
+        """Nobody reads the answer any more. If it has ended meanwhile, it closes by itself."""
         if sender.task is not None and self._senders.get(number) is sender:
             sender.task.cancel()
 
-    def _begin(self, number: int, request: Request) -> None:
+    def _start(self, number: int, request: Request) -> None:
         try:
             if self._draining:
                 raise Draining("this target is shutting down")
             sender = Sender(self._backend.submit(request))
-            self._put(number, TAKEN)
+            self._enqueue(number, TAKEN)
         except Exception as error:
             log_bug(error)
-            self._put(number, Reported.of(error))
+            self._enqueue(number, ErrorReport.of(error))
             return
         self._senders[number] = sender
         if isinstance(sender.answer, Offering):
-            sender.answer.offer(partial(self._take, number, sender))
+            sender.answer.offer(partial(self._try_send, number, sender))
         sender.task = asyncio.get_running_loop().create_task(self._send(number, sender))
 
     async def _send(self, number: int, sender: Sender) -> None:
         finished = False
         try:
             async for piece in sender.answer:
-                sender.behind = True
-                await sender.flows.wait()
-                await self._room.wait()
-                sender.behind = False
-                self._put(number, piece)
+                sender.piece_waits = True
+                await sender.may_send.wait()
+                await self._has_room.wait()
+                sender.piece_waits = False
+                self._enqueue(number, piece)
                 finished = piece.finish != ""
             if not finished:
                 raise Unavailable("the target ended the answer before its end")
         except Exception as error:
             log_bug(error)
-            self._put(number, Reported.of(error))
+            self._enqueue(number, ErrorReport.of(error))
         finally:
             del self._senders[number]
             self._filled.set()  # it may have been the last one of a drain
             await sender.answer.aclose()
 
-    def _take(self, number: int, sender: Sender, piece: Piece) -> bool:
-        """Of a step's pieces, one that may leave at once."""
-        if sender.behind or not (sender.flows.is_set() and self._room.is_set()):
+    def _try_send(self, number: int, sender: Sender, piece: Piece) -> bool:
+        """Send a piece at once if nothing waits. Returns whether it was sent."""
+        if sender.piece_waits or not (sender.may_send.is_set() and self._has_room.is_set()):
             return False
         try:
-            self._put(number, piece)
-        except Exception:  # its own task meets it again, and tells: other answers' pieces come behind it
+            self._enqueue(number, piece)
+        except Exception:  # its own task gets the same error and reports it; here other answers' pieces follow
             return False
         return True
 
-    def _put(self, number: int, content: Told) -> None:
-        item = encode_told(number, content)
-        self._waiting.append(item)
-        self._size += len(item)
-        if self._size > MAX_WAITING:
-            self._room.clear()
+    def _enqueue(self, number: int, content: ResponseContent) -> None:
+        item = encode_answer_response(number, content)
+        self._outgoing.append(item)
+        self._outgoing_bytes += len(item)
+        if self._outgoing_bytes > MAX_WAITING:
+            self._has_room.clear()
         self._filled.set()
 
-    async def _write(self, line: ByteStream) -> None:
-        while self._waiting or self._senders or not self._draining:
+    async def _write(self, stream: ByteStream) -> None:
+        while self._outgoing or self._senders or not self._draining:
             await self._filled.wait()
             self._filled.clear()
-            items, self._waiting, self._size = self._waiting, [], 0
-            for frame in joined(items, MAX_BYTES):
-                await line.write(frame)
-            self._room.set()
+            items, self._outgoing, self._outgoing_bytes = self._outgoing, [], 0
+            for frame in joined_frames(items, MAX_BYTES):
+                await stream.write(frame)
+            self._has_room.set()
 
 
 class TargetClient:
-    """A Backend elsewhere. Make it on the event loop that uses it; ``aclose`` when done."""
+    """A Backend in another process. Make it on the event loop that uses it; ``aclose`` when done."""
 
     def __init__(self, address: str, *, tls: TlsFiles | None = None, connect_s: float = CONNECT_S) -> None:
         self.address = address
@@ -262,73 +262,74 @@ class TargetClient:
         self._stream: AnswerStream | None = None
 
     def submit(self, request: Request) -> Answer:
-        """The answer, which begins with its iteration. InvalidRequest there if it is too large to send."""
-        return SharedAnswer(self._join, request, self._connect_s)
+        """The answer. It begins when it is iterated; that raises InvalidRequest if the request is too large to send."""
+        return SharedAnswer(self._open_stream, request, self._connect_s)
 
     async def info(self) -> TargetInfo:
         """Raises Unavailable within ``connect_s`` seconds."""
         lane = self._connection.begin()
         try:
-            found = await self._found(lane)
-            if self._stream is not None and not self._stream.takes:
+            info = await self._info_or_successor(lane)
+            if self._stream is not None and not self._stream.accepts_answers:
                 self._stream = None
-            return found
+            return info
         finally:
             self._connection.end(lane)
 
-    async def _found(self, lane: Lane) -> TargetInfo:
+    async def _info_or_successor(self, lane: Lane) -> TargetInfo:
         try:
-            found = await self._asked(lane, self._connect_s)
+            info = await self._get_info(lane, self._connect_s)
         except Unavailable:
-            if (other := await self._behind(lambda _: True)) is None:
+            if (successor := await self._find_successor(lambda _: True)) is None:
                 raise
-            return other
-        if found.draining:  # who could not go on with what it may have to hand back is no successor
+            return successor
+        if info.draining:  # a successor must be able to continue answers that the target may hand back
             busy = self._stream is not None and self._stream.busy
-            return await self._behind(lambda one: not one.draining and (
-                not busy or one.identity == found.identity)) or found
-        return found
+            return await self._find_successor(lambda candidate: not candidate.draining and (
+                not busy or candidate.identity == info.identity)) or info
+        return info
 
-    async def _asked(self, lane: Lane, within_s: float) -> TargetInfo:
+    async def _get_info(self, lane: Lane, within_s: float) -> TargetInfo:
         method: Any = lane.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
-        with translated(self.address):
+        with translated_errors(self.address):
             return decode_info(await method(b"", timeout=within_s))
 
-    async def _behind(self, fits: Callable[[TargetInfo], bool]) -> TargetInfo | None:
-        """Who stands behind the name by now, if he ``fits``: answers begin there from now on. None: nobody does."""
-        fresh = self._connection.fresh()
-        if fresh is None:
+    async def _find_successor(self, is_successor: Callable[[TargetInfo], bool]) -> TargetInfo | None:
+        """The target to which the name resolves now, if it ``is_successor``: new answers begin there. None: there is
+        none."""
+        lane = self._connection.open_lane()
+        if lane is None:
             return None
-        taken = False
+        adopted = False
         try:
             with suppress(SlipstreamError):
-                found = await self._asked(fresh, LOOK_S)
-                if taken := fits(found):
-                    self._connection.take(fresh)
-                    return found
+                info = await self._get_info(lane, SUCCESSOR_TIMEOUT_S)
+                if adopted := is_successor(info):
+                    self._connection.use(lane)
+                    return info
             return None
         finally:
-            if not taken:
-                await fresh.channel.close()
+            if not adopted:
+                await lane.channel.close()
 
     async def aclose(self) -> None:
         if self._stream is not None:
             await self._stream.aclose()
         await self._connection.aclose()
 
-    def _join(self) -> AnswerStream:
-        if self._stream is None or not self._stream.takes:
+    def _open_stream(self) -> AnswerStream:
+        if self._stream is None or not self._stream.accepts_answers:
             self._stream = AnswerStream(self._connection, self.address)
         return self._stream
 
 
 class AnswerStream:
-    """One call. Make it on the event loop that uses it; it ends by ``retire`` (after its last answer) or
-    ``aclose``."""
+    """The caller's end of one call. Make it on the event loop that uses it; it ends by ``retire`` (after its last
+    answer) or ``aclose``."""
 
     def __init__(self, connection: Connection, address: str) -> None:
         self.address = address
-        self.over = False
+        self.ended = False
         self._connection = connection
         self._lane = connection.begin()
         method: Any = self._lane.channel.stream_stream(f"/{TARGET_SERVICE}/GenerateMany")
@@ -339,47 +340,47 @@ class AnswerStream:
         self._filled = asyncio.Event()
         self._retired = False
         self._task = asyncio.get_running_loop().create_task(self._run())
-        self._task.add_done_callback(self._ended)  # also of one that is cancelled before it begins
+        self._task.add_done_callback(self._on_end)  # also of one that is cancelled before it begins
 
     @property
-    def takes(self) -> bool:
-        """Whether an answer may begin here: the call lives, on the connection that new calls take."""
-        if not self.over and not self._connection.is_current(self._lane):
+    def accepts_answers(self) -> bool:
+        """Whether an answer may begin here: the call runs, on the connection that new calls use."""
+        if not self.ended and not self._connection.is_current(self._lane):
             self.retire()
-        return not self.over and not self._retired
+        return not self.ended and not self._retired
 
     @property
     def busy(self) -> bool:
-        """Whether answers run on it."""
+        """Whether it has running answers."""
         return bool(self._answers)
 
     def begin(self, answer: SharedAnswer, request: Request) -> int:
         """Send ``request``. Returns ``answer``'s number from now on; InvalidRequest if the request is too large."""
         number = next(self._numbers)
-        start = encode_asked(number, request)
-        if len(start) > RULES.message_bytes:
-            raise InvalidRequest("tokens", f"the request takes {len(start)} bytes, more than {RULES.message_bytes}")
+        data = encode_answer_request(number, request)
+        if len(data) > RULES.message_bytes:
+            raise InvalidRequest("tokens", f"the request takes {len(data)} bytes, more than {RULES.message_bytes}")
         self._answers[number] = answer
-        self._put(number, start)
+        self._enqueue(number, data)
         return number
 
-    def say(self, number: int, content: bool | Flow) -> None:
-        self._put(number, encode_asked(number, content))
+    def send_control(self, number: int, content: bool | Flow) -> None:
+        self._enqueue(number, encode_answer_request(number, content))
 
-    def _put(self, number: int, item: bytes) -> None:
+    def _enqueue(self, number: int, item: bytes) -> None:
         self._outgoing.append((number, item))
         self._filled.set()
 
     def forget(self, number: int) -> None:
-        """The answer is over, as both sides know."""
+        """The answer has ended on both sides."""
         self._answers.pop(number, None)
         if self._retired and not self._answers:
             self._task.cancel()
 
-    def leave(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         """Nobody reads the answer any more."""
         self._outgoing = [item for item in self._outgoing if item[0] != number]
-        self.say(number, Flow.CLOSE)
+        self.send_control(number, Flow.CLOSE)
         self.forget(number)
 
     def retire(self) -> None:
@@ -395,30 +396,30 @@ class AnswerStream:
 
     async def _run(self) -> None:
         """Raises SlipstreamError."""
-        with translated(self.address):
+        with translated_errors(self.address):
             await first_completed(self._read(), self._write())
         raise Draining(f"{self.address} is shutting down")  # no other reason ends a call in order
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         error: SlipstreamError = Unavailable(f"{self.address}: the connection was closed")
-        failed = None if task.cancelled() else task.exception()
-        if isinstance(failed, SlipstreamError):
-            error = failed
-        elif isinstance(failed, Exception):
-            log_bug(failed)
-        self.over = True
+        task_error = None if task.cancelled() else task.exception()
+        if isinstance(task_error, SlipstreamError):
+            error = task_error
+        elif isinstance(task_error, Exception):
+            log_bug(task_error)
+        self.ended = True
         self._call.cancel()
         self._connection.end(self._lane)
         for answer in list(self._answers.values()):
-            answer.take(error)
+            answer.receive(error)
 
     async def _read(self) -> None:
         answers = self._answers
         while isinstance(data := await self._call.read(), bytes):
-            for number, content in decode_told(data):
+            for number, content in decode_answer_responses(data):
                 answer = answers.get(number)
                 if answer is not None:
-                    answer.take(content)
+                    answer.receive(content)
 
     async def _write(self) -> None:
         try:
@@ -426,36 +427,36 @@ class AnswerStream:
                 await self._filled.wait()
                 self._filled.clear()
                 outgoing, self._outgoing = self._outgoing, []
-                for frame in joined([item for _, item in outgoing], MAX_BYTES):
+                for frame in joined_frames([item for _, item in outgoing], MAX_BYTES):
                     await self._call.write(frame)
         except asyncio.InvalidStateError:
-            await asyncio.get_running_loop().create_future()  # the call has ended: the reader hears why
+            await asyncio.get_running_loop().create_future()  # the call has ended: the reader gets the reason
 
 
 class SharedAnswer:
-    """An Answer of an AnswerStream. ``join`` gives the stream when the answer begins, with its iteration."""
+    """An Answer of an AnswerStream. ``open_stream`` gives the stream when the answer begins, with its iteration."""
 
-    __slots__ = ("_address", "_arrived", "_begun", "_connect_s", "_held", "_join", "_late", "_loop", "_number",
-                 "_request", "_speculate", "_stream", "_waiter")
+    __slots__ = ("_arrived", "_connect_s", "_loop", "_number", "_on_hold", "_open_stream", "_request", "_speculate",
+                 "_start_timer", "_started", "_stream", "_waiter")
 
-    def __init__(self, join: Callable[[], AnswerStream], request: Request, connect_s: float) -> None:
-        self._join = join
+    def __init__(self, open_stream: Callable[[], AnswerStream], request: Request, connect_s: float) -> None:
+        self._open_stream = open_stream
         self._request = request
         self._connect_s = connect_s
         self._speculate: bool | None = None
         self._stream: AnswerStream | None = None  # while it runs
         self._number = 0
-        self._begun = self._held = False
+        self._started = self._on_hold = False
         self._arrived: deque[Piece | SlipstreamError] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._late: asyncio.TimerHandle | None = None
+        self._start_timer: asyncio.TimerHandle | None = None
 
     def __aiter__(self) -> SharedAnswer:
         return self
 
     async def __anext__(self) -> Piece:
-        if not self._begun:
-            self._begin()
+        if not self._started:
+            self._start()
         while not self._arrived:
             if self._stream is None:
                 raise StopAsyncIteration
@@ -467,9 +468,9 @@ class SharedAnswer:
                 raise
             finally:
                 self._waiter = None
-        if self._held and len(self._arrived) <= RESUME_AT and self._stream is not None:
-            self._held = False
-            self._stream.say(self._number, Flow.RESUME)
+        if self._on_hold and len(self._arrived) <= RESUME_AT and self._stream is not None:
+            self._on_hold = False
+            self._stream.send_control(self._number, Flow.RESUME)
         content = self._arrived.popleft()
         if isinstance(content, Piece):
             return content
@@ -477,22 +478,22 @@ class SharedAnswer:
 
     def set_speculation(self, allowed: bool) -> None:
         if self._stream is not None:
-            self._stream.say(self._number, allowed)
+            self._stream.send_control(self._number, allowed)
         self._speculate = allowed
 
     async def aclose(self) -> None:
-        self._begun = True
+        self._started = True
         self._arrived.clear()
         if self._stream is not None:
-            self._stream.leave(self._number)
+            self._stream.cancel(self._number)
             self._end()
 
-    def take(self, content: Told | SlipstreamError) -> None:
-        """Take what came for this answer; an error ends it, as does a piece with a finish."""
+    def receive(self, content: ResponseContent | SlipstreamError) -> None:
+        """Take an item for this answer; an error ends it, as does a piece with a finish."""
         assert self._stream is not None
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+        if self._start_timer is not None:
+            self._start_timer.cancel()
+            self._start_timer = None
         if content is TAKEN:
             return
         ended = True
@@ -504,33 +505,33 @@ class SharedAnswer:
         if ended:
             self._stream.forget(self._number)
             self._end()
-        elif len(self._arrived) >= HOLD_AT and not self._held:
-            self._held = True
-            self._stream.say(self._number, Flow.HOLD)
+        elif len(self._arrived) >= HOLD_AT and not self._on_hold:
+            self._on_hold = True
+            self._stream.send_control(self._number, Flow.HOLD)
         self._wake()
 
-    def _begin(self) -> None:
-        self._begun = True
+    def _start(self) -> None:
+        self._started = True
         self._loop = asyncio.get_running_loop()
-        stream = self._join()
+        stream = self._open_stream()
         self._number = stream.begin(self, self._request)
         self._stream = stream
         if self._speculate is not None:
-            stream.say(self._number, self._speculate)
-        self._late = self._loop.call_later(self._connect_s, self._not_taken)
+            stream.send_control(self._number, self._speculate)
+        self._start_timer = self._loop.call_later(self._connect_s, self._on_start_timeout)
 
-    def _not_taken(self) -> None:
+    def _on_start_timeout(self) -> None:
         assert self._stream is not None
-        address, self._late = self._stream.address, None
-        self._stream.leave(self._number)
+        address, self._start_timer = self._stream.address, None
+        self._stream.cancel(self._number)
         self._arrived.append(Unavailable(f"{address}: the request was not taken within {self._connect_s:g} s"))
         self._end()
 
     def _end(self) -> None:
         self._stream = None
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+        if self._start_timer is not None:
+            self._start_timer.cancel()
+            self._start_timer = None
         self._wake()
 
     def _wake(self) -> None:
@@ -540,8 +541,8 @@ class SharedAnswer:
     def _error(self, content: object) -> SlipstreamError:
         assert self._stream is not None
         address = self._stream.address
-        if isinstance(content, Reported):
-            return content.error() or Unavailable(f"{address}: INTERNAL {content.message}")
+        if isinstance(content, ErrorReport):
+            return content.to_error() or Unavailable(f"{address}: INTERNAL {content.message}")
         if isinstance(content, RemoteProtocolError):
             return Unavailable(f"{address}: not a service of this release ({content})")
         assert isinstance(content, SlipstreamError)

@@ -1,14 +1,14 @@
-"""Mutual TLS from PEM files: what both ends of a channel show, whom they trust, and when a certificate ends.
+"""Mutual TLS from PEM files: the certificates of both ends of a channel, whom they trust, and when a certificate ends.
 
 Rules:
-1. Both sides show a certificate; a server refuses clients whose certificate its CA did not sign, or (``Doorman``) whose
-   certificate bears none of the allowed names. Alternative names (DNS, URI, IP) are compared as they are, letters of
-   any case being the same; the common name counts only where there is no alternative name.
-2. Replaced files need no restart: a server looks at them at every new connection, a client when it opens a channel,
-   which a draft link does for every stream and a target's client when the files change. Connections that are open stay.
-3. A client checks the server's name: the one dialled, or the service's whose pod it is.
-4. Files that hold no certificate or key, or a key of another certificate, are refused by name before gRPC has them,
-   which would only say that it cannot listen or connect. What was known stays in use.
+1. Both sides present a certificate; a server refuses clients whose certificate its CA did not sign, or (``NameGuard``)
+   whose certificate has none of the allowed names. Alternative names (DNS, URI, IP) are compared without regard to
+   upper and lower case; the common name counts only where there is no alternative name.
+2. Replaced files need no restart: a server checks them at every new connection, a client when it opens a channel, which
+   a draft link does for every stream and a target's client when the files change. Open connections stay.
+3. A client checks the server's name: the one dialled or, for a pod, its service's.
+4. Files without a certificate or key, or with a key of another certificate, are refused by name before gRPC gets them,
+   which would only say that it cannot listen or connect. The files before stay in use.
 5. Of our own certificate only the end date is parsed (RFC 5280, section 4.1: Certificate, tbsCertificate, validity,
    notAfter); TLS checks the rest.
 
@@ -37,18 +37,18 @@ from slipstream.base.errors import ConfigError
 from slipstream.base.stamp import Stamp, stamp
 from slipstream.observe.log import logger
 
-NAMES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes' secrets have them
-LOOK_S = 10.0
+FILE_NAMES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes' secrets have them
+CHECK_INTERVAL_S = 10.0
 MAX_REMEMBERED = 256  # clients that were refused
 SEQUENCE, UTC_TIME, GENERALIZED_TIME, VERSION = 0x30, 0x17, 0x18, 0xA0
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files: the certificate chain shown, its private key, and the authorities trusted; and names.
+    """PEM files: our certificate chain, its private key, and the trusted authorities; and names.
 
-    ``allowed_names``: of which clients must show one, () for anybody whom the authority signed. ``server_name``: what
-    the server that is dialled must show, "" for the name by which that is."""
+    ``allowed_names``: a client's certificate must have one of them; () allows any that the authority signed.
+    ``server_name``: the name in the certificate of a dialled server; "": the name that is dialled."""
 
     certificate: Path
     key: Path
@@ -59,21 +59,21 @@ class TlsFiles:
     def read(self) -> tuple[bytes, bytes, bytes]:
         """(certificate, key, authority). Raises ConfigError naming the file that cannot be read, or used."""
         try:
-            found = self.certificate.read_bytes(), self.key.read_bytes(), self.authority.read_bytes()
+            contents = self.certificate.read_bytes(), self.key.read_bytes(), self.authority.read_bytes()
         except OSError as error:
             raise ConfigError(f"tls: cannot read {error.filename}: {error.strerror}; "
                               "mount the file or correct its path") from error
-        self._try()
-        return found
+        self._check_usable()
+        return contents
 
-    def _try(self) -> None:
-        """Raises ConfigError for what TLS can do nothing with."""
+    def _check_usable(self) -> None:
+        """Raises ConfigError for files that TLS cannot use."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.set_ciphers("ALL:@SECLEVEL=0")  # whether they are strong enough, the handshake says
+        context.set_ciphers("ALL:@SECLEVEL=0")  # the handshake checks whether they are strong enough
         for trusted in (self.authority, self.certificate):
             try:
                 context.load_verify_locations(trusted)
-            except OSError as error:  # of which OpenSSL's are a kind
+            except OSError as error:  # OpenSSL's errors are OSErrors
                 raise ConfigError(f"tls: {trusted} holds no certificate that can be read; it must be PEM") from error
         try:
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")
@@ -87,20 +87,20 @@ class TlsFiles:
 
 
 def tls_files(section: TlsSection) -> TlsFiles | None:
-    """The files that stand where the configuration says; None for plain text."""
+    """The files in the configured folder; None: plain text."""
     if not section.folder:
         return None
-    certificate, key, authority = (Path(section.folder) / name for name in NAMES)
+    certificate, key, authority = (Path(section.folder) / name for name in FILE_NAMES)
     return TlsFiles(certificate, key, authority, section.allowed_names)
 
 
-def dialling(files: TlsFiles | None, name: str) -> TlsFiles | None:
-    """The same for a peer that is dialled by IP address and shows a certificate for ``name``."""
+def with_server_name(files: TlsFiles | None, name: str) -> TlsFiles | None:
+    """``files`` for a peer that is dialled by IP address and has a certificate for ``name``."""
     return None if files is None else replace(files, server_name=name)
 
 
 def channel_credentials(files: TlsFiles | bool) -> grpc.ChannelCredentials:
-    """For a client; without files it trusts whom gRPC trusts (a file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names, or
+    """For a client; without files it uses gRPC's trusted roots (a file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names, or
     its own list). Raises ConfigError for a file that cannot be read."""
     if not isinstance(files, TlsFiles):
         return grpc.ssl_channel_credentials()
@@ -109,7 +109,7 @@ def channel_credentials(files: TlsFiles | bool) -> grpc.ChannelCredentials:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """For a server that insists on client certificates. Raises ConfigError for a file that cannot be read."""
+    """For a server that requires client certificates. Raises ConfigError for a file that cannot be read."""
     seen, known = files.stamp(), _configuration(files.read())
 
     def fetch() -> grpc.ServerCertificateConfiguration:
@@ -122,30 +122,30 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(known, fetch, require_client_authentication=True)
 
 
-async def export_end(files: TlsFiles | None, export: Callable[[float], None], look_s: float = LOOK_S,
-                     clock: Callable[[], float] = time.time) -> None:
-    """Hand the Unix time at which our certificate ends to ``export``, again when it is replaced, until cancelled. What
-    cannot be taken, and that it has ended, are told once. ``clock``: Unix time."""
-    log, ends_s, told = logger("wire"), math.inf, False
-    known: Stamp | None = None
+async def export_expiry(files: TlsFiles | None, export: Callable[[float], None], interval_s: float = CHECK_INTERVAL_S,
+                        clock: Callable[[], float] = time.time) -> None:
+    """Call ``export`` with the Unix time at which our certificate ends, again when it is replaced, until cancelled. A
+    replacement that cannot be used, and the end itself, are logged once. ``clock``: Unix time."""
+    log, expires_s, was_logged = logger("wire"), math.inf, False
+    stamp_seen: Stamp | None = None
     while files is not None:
-        found = files.stamp()
-        if found is not None and found != known:
+        stamp_now = files.stamp()
+        if stamp_now is not None and stamp_now != stamp_seen:
             try:
-                fresh_s = ends_at(files.read()[0])
+                new_expiry_s = expiry_s(files.read()[0])
             except ConfigError as error:
                 log.warning("certificate not replaced; the one before stays in use", problem=str(error))
             else:
-                export(fresh_s)
-                if ends_s != math.inf:
+                export(new_expiry_s)
+                if expires_s != math.inf:
                     log.info("certificate replaced")
-                ends_s, told = fresh_s, False
-            known = found
-        if clock() >= ends_s and not told:
-            told = True
+                expires_s, was_logged = new_expiry_s, False
+            stamp_seen = stamp_now
+        if clock() >= expires_s and not was_logged:
+            was_logged = True
             log.error("certificate has ended: peers refuse it; replace it", certificate=str(files.certificate),
-                      ended=datetime.fromtimestamp(ends_s, UTC).isoformat())
-        await asyncio.sleep(look_s)
+                      ended=datetime.fromtimestamp(expires_s, UTC).isoformat())
+        await asyncio.sleep(interval_s)
 
 
 def _configuration(pem: tuple[bytes, bytes, bytes]) -> grpc.ServerCertificateConfiguration:
@@ -153,7 +153,7 @@ def _configuration(pem: tuple[bytes, bytes, bytes]) -> grpc.ServerCertificateCon
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
 
-def ends_at(pem: bytes) -> float:
+def expiry_s(pem: bytes) -> float:
     """Unix time, in seconds, at which the first certificate of ``pem`` ends. Raises ConfigError."""
     try:
         first = pem.decode("latin-1").split("-----BEGIN CERTIFICATE-----")[1].partition("-----END")[0]
@@ -192,9 +192,9 @@ def _content(der: bytes, tag: int | None = None) -> tuple[bytes, bytes]:
     return der[start : start + length], der[start + length :]
 
 
-class Doorman(aio.ServerInterceptor):
-    """Stands before all services of a server: calls are taken only from clients whose certificate bears an allowed
-    name. A refusal says what was shown, once for each client's names in the log; nothing else is done for the call."""
+class NameGuard(aio.ServerInterceptor):
+    """Before all services of a server: refuses calls of clients whose certificate has no allowed name. A refusal names
+    the certificate's names; each set of names is logged once."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
         self._allowed = frozenset(name.lower() for name in allowed)
@@ -227,7 +227,7 @@ class Doorman(aio.ServerInterceptor):
         return stream if inspect.isasyncgenfunction(behavior) else call
 
     async def _check(self, context: Any) -> None:
-        shown = names(context.auth_context())
+        shown = certificate_names(context.auth_context())
         if any(name.lower() in self._allowed for name in shown):
             return
         if shown not in self._refused and len(self._refused) < MAX_REMEMBERED:
@@ -238,8 +238,8 @@ class Doorman(aio.ServerInterceptor):
                             f"the certificate is for {', '.join(shown) or 'nobody'}; none of its names is allowed here")
 
 
-def names(properties: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
-    """The names that a client's certificate bears, of what gRPC tells about a connection."""
+def certificate_names(properties: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+    """The names in a client's certificate, from gRPC's properties of the connection."""
     for key in ("x509_subject_alternative_name", "x509_common_name"):
         found = tuple(value.decode(errors="replace") for value in properties.get(key, ()))
         if found:

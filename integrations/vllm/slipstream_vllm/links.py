@@ -19,7 +19,7 @@ from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
-from slipstream.wire.tls import dialling, tls_files
+from slipstream.wire.tls import tls_files, with_server_name
 from slipstream_vllm.options import Options
 
 
@@ -74,5 +74,5 @@ class Links:
             begun.set_exception(error)
 
     def _connect(self, address: str, name: str) -> DraftLink:
-        return DraftLink(address, self._hello, self._following, self._check, tls=dialling(self._tls, name),
+        return DraftLink(address, self._hello, self._following, self._check, tls=with_server_name(self._tls, name),
                          counts=self._counts)
