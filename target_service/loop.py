@@ -287,10 +287,10 @@ class TargetWorker:
         if plan.empty:
             if not waiting:
                 return None
-            return max(1e-4, min(sequence.followed.waiting.until_s for sequence in waiting) - now_s)
+            return max(1e-4, min(sequence.followed.wait.deadline_s for sequence in waiting) - now_s)
         if not waiting or plan.prefill or plan.admit or plan.put_back:
             return 0.0
-        due_s, coming_rows = self.following.coming([sequence.followed for sequence in waiting])
+        due_s, coming_rows = self.following.expected_growth([sequence.followed for sequence in waiting])
         left_s, ready_rows = due_s - now_s, sum(rows for _, rows in plan.verify)
         return left_s if left_s > 0.0 and should_hold(ready_rows, coming_rows, left_s, self._costs.cost) else 0.0
 
@@ -371,7 +371,7 @@ class TargetWorker:
         records = self.following.committed(batch, result.step)
         self._kv.send_prompt_rows(sequences)
         if self.following.flush() and self.alive and all(
-                sequence.followed.waits(now_s) for sequence in self._queues.running):
+                sequence.followed.should_wait(now_s) for sequence in self._queues.running):
             # Python runs one thread at a time, and all answers wait anyway: let the thread that writes frames run.
             time.sleep(YIELD_S)
         return list(zip(result.outcomes, batch, records, strict=True))

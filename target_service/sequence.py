@@ -165,7 +165,7 @@ class Sequence:
     def cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
         """The part of ``tokens`` that becomes part of the answer, and the reason if it ends there. Call it once a
         commit, because it advances the rule."""
-        num_left, stops = self.followed.left, self.request.sampling.stop_token_ids
+        num_left, stops = self.followed.num_left, self.request.sampling.stop_token_ids
         finish: Finish = ""
         for count, token in enumerate(tokens[:num_left] if stops else (), start=1):
             if token in stops:
@@ -183,10 +183,10 @@ class Sequence:
 
     def forced(self, finish: Finish) -> abc.Sequence[int]:
         """The tokens that its rule forces next, if prompt lookup may verify them. Call it after ``cut``."""
-        return self.rule.forced() if self.rule is not None and not finish and self.followed.looks_up else ()
+        return self.rule.forced() if self.rule is not None and not finish and self.followed.uses_prompt_lookup else ()
 
     def tree_to_verify(self, rows: int) -> DraftTree:
-        """The tree to verify in ``rows`` rows, at most ``followed.nodes``, without nodes that its rule forbids."""
+        """The tree to verify in ``rows`` rows, at most ``followed.num_rows``, without nodes that its rule forbids."""
         tree = self.followed.tree
         if self.rule is not None:  # a rule checks each node, so only the best are given to it
             tree = tree.best(MAX_NODES)
@@ -244,7 +244,7 @@ class KV:
     def admit(self, sequence: Sequence) -> None:
         """Give it a row of slots, filled as far as the prefix cache has them."""
         # A tree may go beyond the last wanted token, and its slots are taken before the answer is cut.
-        sequence.row = self._runner.table.take(sequence.base + sequence.followed.left + MAX_NODES)
+        sequence.row = self._runner.table.take(sequence.base + sequence.followed.num_left + MAX_NODES)
         if self._cache is not None:
             # A row that is scored has to be computed, also if its KV is cached.
             end = sequence.num_scored if sequence.needs_scoring else -1
@@ -339,7 +339,7 @@ class KV:
         rows: list[bytes | None] = [None] * len(verified)
         slots, places, table = list[NDArray[np.int64]](), list[int](), self._runner.table
         for place, (sequence, count) in enumerate(verified):
-            if sequence.followed.reads is not None and sequence.row is not None:
+            if sequence.followed.feature_spec is not None and sequence.row is not None:
                 end = sequence.row.number * table.width + sequence.num_computed
                 slots.append(table.entries[end - count : end])
                 places.append(place)
@@ -361,7 +361,7 @@ class KV:
         has a gap."""
         for sequence in sequences if self._rows is not None else ():
             end = min(sequence.num_computed, sequence.base - 1)  # the row of a root goes with its commit
-            wanted_from = sequence.followed.wants_rows(end)
+            wanted_from = sequence.followed.missing_rows_from(end)
             if wanted_from is None or self._rows is None:
                 continue
             start = max(wanted_from, self._runner.features_from(sequence.slots[:end]))
@@ -369,10 +369,10 @@ class KV:
                 stop = min(start + FEATURE_CHUNK, end)
                 try:
                     rows = self._runner.feature_bytes(sequence.slots[start:stop], self._rows)
-                    sequence.followed.give_rows(start, stop - start, rows)
+                    sequence.followed.send_rows(start, stop - start, rows)
                 except Exception as error:
                     logger("target").warning("the rows that a drafter reads cannot be made", session=sequence.number,
                                              problem=in_a_line(error))
-                    sequence.followed.give_rows(end, 0, b"")
+                    sequence.followed.send_rows(end, 0, b"")
                     break
                 start = stop

@@ -212,9 +212,9 @@ class Queues:
     def schedule(self, now_s: float, kv: KV, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:
         """The next step, and the answers left out of it because they wait for their drafters."""
         awaiting_drafts = [sequence for sequence in self.running if not sequence.prefilling
-                           and sequence.followed.side.num_output and sequence.followed.waits(now_s)]
+                           and sequence.followed.side.num_output and sequence.followed.should_wait(now_s)]
         for sequence in awaiting_drafts:
-            sequence.followed.stands(now_s)
+            sequence.followed.skip_step(now_s)
         # The usual case between two rounds. Without running answers go on below: ``limits`` has to end shedding.
         if awaiting_drafts and len(awaiting_drafts) == len(self.running) and not self.waiting:
             return Schedule(), awaiting_drafts
@@ -225,12 +225,12 @@ class Queues:
         for sequence in round_robin(self.running, num_by_owner):
             number, freed_slots = sequence.number, kv.freed_by_release(sequence) if scarce else 0
             if sequence.prefilling:
-                infos.append(SequenceInfo(number, freed_slots, sequence.num_prefill, min(1, sequence.followed.left),
+                infos.append(SequenceInfo(number, freed_slots, sequence.num_prefill, min(1, sequence.followed.num_left),
                                           False, sequence.needs_scoring))
             elif number in awaiting_numbers:
                 infos.append(SequenceInfo(number, freed_slots, 0, 1, True))
             else:
-                num_nodes = shedding.limit_nodes(sequence.followed.nodes)
+                num_nodes = shedding.limit_nodes(sequence.followed.num_rows)
                 infos.append(SequenceInfo(number, freed_slots, 0, num_nodes, False))
         limits = shedding.limits()
         num_places = max(0, limits.max_running - len(self.running))

@@ -34,7 +34,7 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.following.chains import PLAIN, SWITCH
 from slipstream.following.followed import LOOKED_UP
-from slipstream.following.rounds import Told, ToldStep, decode
+from slipstream.following.rounds import RequestReport, StepReport, decode
 from slipstream.grammar.trial import Trials
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import Counts, TargetMetrics
@@ -119,7 +119,7 @@ class Rounds:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(str(path))
-        self._of: dict[str, dict[int, tuple[ToldStep, Told]]] = {}
+        self._of: dict[str, dict[int, tuple[StepReport, RequestReport]]] = {}
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -137,7 +137,7 @@ class Rounds:
     def forget(self, request: str) -> None:
         self._of.pop(request, None)
 
-    def take(self, request: str, length: int) -> tuple[ToldStep, Told] | None:
+    def take(self, request: str, length: int) -> tuple[StepReport, RequestReport] | None:
         """The report of the step after which ``request`` had so many tokens; None: it has not come, or was lost."""
         known = self._of.get(request, {})
         taken = known.pop(length, None)

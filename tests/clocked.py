@@ -181,7 +181,7 @@ class Engine:
         """All requests end, and others come after a while."""
         ended = list(self.texts)
         self._next(ended)
-        self.chains.ended(ended)
+        self.chains.close_finished(ended)
         self.world.passes(seconds)
 
     def _next(self, ended: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.following.following import MOST as MOST_EVENTS
+from slipstream.following.following import MAX_PENDING_EVENTS as MOST_EVENTS
 from slipstream.following.following import Following, Inbox
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.conduct import (

@@ -22,7 +22,7 @@ from slipstream.decision.decide import Mode
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.following.followed import Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
-from slipstream.following.pool import no_rows
+from slipstream.following.pool import no_feature_rows
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -106,9 +106,9 @@ def following(gives: Callable[[FeatureSpec], bool] | None = None, lookup: bool =
     section = TargetSection(policy=policy, drafts=(), prompt_lookup=lookup)
     costs, metrics = StepCosts({1: STEP_S, 64: 2 * STEP_S}), TargetMetrics("function")
     if world is not None:
-        return Following(section, costs, metrics, gives or no_rows, clock=lambda: world.now_s,
+        return Following(section, costs, metrics, gives or no_feature_rows, clock=lambda: world.now_s,
                          inbox=Inbox(lambda: world.now_s, world))
-    return Following(section, costs, metrics, gives or no_rows)
+    return Following(section, costs, metrics, gives or no_feature_rows)
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def test_nobody_waits_longer_than_told_and_never_where_nobody_drafts() -> None:
     target.inbox.drain()
     one = target.open(2, PROMPT, len(PROMPT), Sampling(), 100)
     target.begin([one], world.now_s)
-    assert one.waits(world.now_s) and one.waiting.until_s - world.now_s == STUBBORN.deadline_max_s
+    assert one.should_wait(world.now_s) and one.wait.deadline_s - world.now_s == STUBBORN.deadline_max_s
     assert len(target.take([one], within_s=0.0)[0]) == 1
     assert world.now_s == 0.0, "it waited though it was told not to"
     target.take([one], within_s=0.05)
@@ -210,10 +210,10 @@ def test_no_draft_is_wanted_for_a_last_token() -> None:
     target.begin([one, two], 0.0)
     target.flush()
     assert one.link is None and [item.session for item in link.items] == [2], "nobody reads a prompt for nothing"
-    assert two.waits(0.0)
+    assert two.should_wait(0.0)
     target.committed([Verified(2, (5,), 0, 0, 0)], Step(0.0, STEP_S, 1, 1))
     target.flush()
-    assert [type(item) for item in link.items] == [Open, Commit, Close] and not two.waits(STEP_S)
+    assert [type(item) for item in link.items] == [Open, Commit, Close] and not two.should_wait(STEP_S)
 
 
 def test_rows_are_asked_for_and_sent_in_order() -> None:
@@ -227,13 +227,13 @@ def test_rows_are_asked_for_and_sent_in_order() -> None:
     target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 4096, 16, 8))
     target.inbox.drain()
     one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
-    assert asked == [SPEC] and one.wants_rows(8) is None
+    assert asked == [SPEC] and one.missing_rows_from(8) is None
     target.begin([one], 0.0)
-    assert one.wants_rows(8) == 0
+    assert one.missing_rows_from(8) == 0
     states = np.arange(2 * 600, dtype=np.float32).reshape(600, 2)
     count = len(PROMPT) - 1
-    one.give_rows(0, count, states[:count].tobytes())
-    assert one.wants_rows(count) is None and one.wants_rows(count + 1) == count
+    one.send_rows(0, count, states[:count].tobytes())
+    assert one.missing_rows_from(count) is None and one.missing_rows_from(count + 1) == count
     newest = states[count : count + 1].tobytes()
     target.committed([Verified(1, (5,), 0, 0, 0, rows=newest)], Step(0.0, STEP_S, 1, 1))
     target.close(one)
@@ -257,15 +257,15 @@ def test_rows_of_all_texts_at_once_do_not_end_the_stream() -> None:
     target.begin(ones, 0.0)
     count = len(PROMPT) - 1
     for one in ones:
-        if (start := one.wants_rows(count)) is not None:
-            one.give_rows(start, count - start, bytes(count - start << 20))
-        assert one.wants_rows(count) is None, "they are not asked for again"
+        if (start := one.missing_rows_from(count)) is not None:
+            one.send_rows(start, count - start, bytes(count - start << 20))
+        assert one.missing_rows_from(count) is None, "they are not asked for again"
     target.flush()
     told = [(item.start + item.num_rows, len(item.rows)) for item in link.items if isinstance(item, Features)]
     assert {end for end, _ in told} == {count}
     assert MAX_BYTES / 4 < sum(size for _, size in told) <= MAX_BYTES / 2
     assert sum(isinstance(item, Open) for item in link.items) == len(ones)
-    assert ones[0].wants_rows(count + 5) == count, "the next frame has room again"
+    assert ones[0].missing_rows_from(count + 5) == count, "the next frame has room again"
 
 
 def test_of_a_long_text_the_newest_rows_are_told() -> None:
@@ -274,7 +274,7 @@ def test_of_a_long_text_the_newest_rows_are_told() -> None:
     target.inbox.drain()
     one = target.open(1, [5] * 1000, 1000, Sampling(), 1100)
     target.begin([one], 0.0)
-    wanted = one.wants_rows(1000)
+    wanted = one.missing_rows_from(1000)
     assert wanted is not None and 1000 - (MAX_BYTES >> 20) / 2 <= wanted < 1000 - (MAX_BYTES >> 20) / 4
 
 
@@ -309,17 +309,17 @@ def test_a_draft_that_comes_and_goes_while_nobody_looks_is_taken_once_and_holds_
     assert world.qsize() == 1
     target.link_up(link, hello)
     target.inbox.drain()
-    assert asked == [SPEC] and target.pool.follows(link)
+    assert asked == [SPEC] and target.pool.is_usable(link)
     one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
     target.begin([one], 0.0)
     assert one.link is link
     target.link_down(link, "unavailable")
     target.link_up(link, hello)  # before anybody looks: its sessions are lost all the same
     target.inbox.drain()
-    assert one.link is None and target.pool.follows(link)
+    assert one.link is None and target.pool.is_usable(link)
     target.link_down(link, "unavailable")
     target.inbox.drain()
-    assert not target.pool.follows(link)
+    assert not target.pool.is_usable(link)
 
 
 def test_nonsense_parts_the_drafter_and_a_lost_one_costs_nothing() -> None:
@@ -339,7 +339,7 @@ def test_nonsense_parts_the_drafter_and_a_lost_one_costs_nothing() -> None:
     assert again.link is link
     target.link_down(link, "cut")
     target.inbox.drain()
-    assert again.link is None and not again.waits(0.0) and len(again.take(again.nodes)) == 1
+    assert again.link is None and not again.should_wait(0.0) and len(again.take(again.num_rows)) == 1
 
 
 @pytest.mark.parametrize("gone", ["put back", "to be moved"])
@@ -436,7 +436,7 @@ def test_the_time_that_an_answer_was_put_back_is_no_latency_of_its_drafter() -> 
         world.now_s = at_s
         target.received(link, [Growth.empty(1, base)], [])
         target.inbox.drain()
-        return one.waiting.latency()
+        return one.wait.take_latency_s()
 
     target.begin([one], 0.0)
     for number in range(3):

@@ -16,7 +16,7 @@ from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import Round, Seen
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
-from slipstream.following.following import HELD
+from slipstream.following.following import MAX_HELD_COMMITS
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Commit, DraftBound, Faults, Peer, PeerEvents
 from slipstream.protocol.requests import Piece, Request, Sampling
@@ -230,7 +230,7 @@ async def test_a_drafter_is_not_woken_for_commits_that_ask_for_nothing(folder: P
     assert sum(map(len, commits)) > sum(map(bool, commits)), "each commit came alone"
     for frame, told in zip(heard.frames, commits, strict=True):
         asks = any(commit.wanted for commit in told) or len(told) < len(frame)  # or it brings something else
-        assert asks or len(told) >= HELD, told
+        assert asks or len(told) >= MAX_HELD_COMMITS, told
 
 
 async def test_beside_a_drafter_it_is_counted_apart_and_asks_nobody(folder: Path) -> None:

@@ -89,7 +89,7 @@ def test_drafts_that_read_no_rows_have_no_vote_and_stay() -> None:
     engine = Engine()
     plain = [engine.join(name, None) for name in ("x", "y", "z")]
     engine.join("a", USUAL)
-    assert engine.asked == [USUAL] and all(engine.target.pool.follows(link) for link in plain)
+    assert engine.asked == [USUAL] and all(engine.target.pool.is_usable(link) for link in plain)
 
 
 def test_whoever_stood_aside_takes_over_when_the_others_go() -> None:
@@ -98,9 +98,9 @@ def test_whoever_stood_aside_takes_over_when_the_others_go() -> None:
     old = [engine.join(name, USUAL) for name in ("a", "b")]
     new = engine.join("c", ODD)
     engine.leave(old[0])
-    assert not engine.target.pool.follows(new), "of two with as many the one in use stays"
+    assert not engine.target.pool.is_usable(new), "of two with as many the one in use stays"
     engine.leave(old[1])
-    assert engine.target.pool.follows(new) and not engine.problem(new) and engine.asked == [USUAL, ODD]
+    assert engine.target.pool.is_usable(new) and not engine.problem(new) and engine.asked == [USUAL, ODD]
 
 
 def test_a_draft_that_leaves_while_it_stands_aside_or_before_gets_no_session_when_it_is_back() -> None:
@@ -108,17 +108,17 @@ def test_a_draft_that_leaves_while_it_stands_aside_or_before_gets_no_session_whe
     odd = engine.join("odd", ODD)
     engine.target.link_leaving(odd, True)
     usual = [engine.join(name, USUAL) for name in ("a", "b")]
-    assert not engine.target.pool.follows(odd)
+    assert not engine.target.pool.is_usable(odd)
     for link in usual:
         engine.leave(link)
-    assert engine.target.pool.follows(odd) and not engine.target.pool.has_room, "it leaves all the same"
+    assert engine.target.pool.is_usable(odd) and not engine.target.pool.has_room, "it leaves all the same"
     engine.target.link_leaving(odd, False)
     engine.target.inbox.drain()
     assert engine.target.pool.has_room
     aside = engine.join("aside", USUAL)
     engine.target.link_leaving(aside, True)
     engine.leave(odd)
-    assert engine.target.pool.follows(aside) and not engine.target.pool.has_room
+    assert engine.target.pool.is_usable(aside) and not engine.target.pool.has_room
     engine.leave(aside)
     assert engine.join("aside", USUAL) and engine.target.pool.has_room, "another stream is another draft"
 
@@ -128,13 +128,13 @@ def test_a_head_whose_projection_is_gone_comes_back_with_it() -> None:
     engine = Engine()
     odd = engine.join("odd", projected)
     usual = [engine.join(name, USUAL) for name in ("a", "b")]
-    assert not engine.target.pool.follows(odd)
+    assert not engine.target.pool.is_usable(odd)
     for link in usual:
         engine.leave(link)
-    assert odd.refused and not engine.target.pool.follows(odd), "its stream ends, and begins again"
+    assert odd.refused and not engine.target.pool.is_usable(odd), "its stream ends, and begins again"
     engine.leave(odd)
     again = engine.join("odd", projected)
-    assert engine.target.pool.follows(again) and engine.asked == [projected, USUAL, projected]
+    assert engine.target.pool.is_usable(again) and engine.asked == [projected, USUAL, projected]
     assert engine.asked[-1].projection is not None and engine.asked[-1].projection.weights
 
 
@@ -142,7 +142,7 @@ def test_rows_that_the_engine_has_not_are_refused_by_name() -> None:
     engine = Engine()
     wrong = [engine.join(name, FeatureSpec((9,), 2)) for name in ("x", "y", "z")]
     right = engine.join("a", USUAL)
-    assert engine.target.pool.follows(right)
+    assert engine.target.pool.is_usable(right)
     assert {engine.problem(link) for link in wrong} == {
         "features.layers: this engine has no rows of layers (9,), or no memory for them"}
 

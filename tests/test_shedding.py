@@ -162,7 +162,7 @@ async def test_a_draft_that_wants_more_rows_than_memory_holds_is_refused_by_name
         assert await rig.answer(request())
         async with local_link(rig, peers) as first, local_link(rig, others) as link, local_link(rig, others):
             assert await rig.answer(request())
-            assert pool.follows(first) and not pool.follows(link) and rig.runner.taps == (1,)
+            assert pool.is_usable(first) and not pool.is_usable(link) and rig.runner.taps == (1,)
         await rig.check()
 
 

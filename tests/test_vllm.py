@@ -30,8 +30,8 @@ from bench.vllm.host import SleepingRunner
 from draft_service.worker import DraftWorker
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
-from slipstream.following.chains import OVER, PLAIN, SWITCH, Chains, Row
-from slipstream.following.rounds import ToldStep
+from slipstream.following.chains import MAX_REMEMBERED, PLAIN, SWITCH, Chains, Row
+from slipstream.following.rounds import StepReport
 from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Open, TargetHello
@@ -121,13 +121,13 @@ def test_the_runner_that_is_measured_has_all_that_the_adapter_reads() -> None:
     runner = SleepingRunner(3, Timing(step_s=0.0))
     output, sampled = runner.step([[]] * 3)
     rows = rows_of(runner, output, sampled)
-    assert [row.tokens()[2:] for row in rows] == sampled and all(row.drafts for row in rows)
+    assert [row.tokens()[2:] for row in rows] == sampled and all(row.can_verify for row in rows)
 
 
 def test_an_engine_may_count_with_numpy() -> None:
     chains = fresh()
     assert chains.step([], (), np.int64(1)) == []
-    assert chains.after(lambda: [][0], np.int64(2), (), np.int64(1)) == [[], []]
+    assert chains.step_lazily(lambda: [][0], np.int64(2), (), np.int64(1)) == [[], []]
 
 
 def test_answers_are_the_engines_own_and_drafts_are_used() -> None:
@@ -222,7 +222,7 @@ def test_nothing_that_goes_wrong_reaches_the_engine(capsys: pytest.CaptureFixtur
     runner, chains = Runner(["a"], 400), fresh()
     output, sampled = runner.step([[]])
     (row,) = rows_of(runner, output, sampled)
-    broken = Row(row.request, row.length, row.new, 0, row.prompt, row.limit, lambda: [][0])
+    broken = Row(row.request, row.length, row.new_tokens, 0, row.prompt_len, row.limit, lambda: [][0])
     for _ in range(2):
         assert chains.step([broken], (), 1) == [[]]
     with drafted(chains):
@@ -257,7 +257,7 @@ def test_sampled_requests_are_not_drafted_where_vllm_verifies_them_wrongly() -> 
         runner = Runner(["a"], 400, temperature, device)
         output, sampled = runner.step([[]])
         (row,) = rows_of(runner, output, sampled)
-        assert row.drafts is drafts
+        assert row.can_verify is drafts
         chains = fresh()
         chains.step([row], (), 1)
         assert len(chains.following.sessions) == drafts
@@ -380,14 +380,14 @@ def test_what_many_users_say_of_drafts_is_told_once_and_silences_nothing() -> No
     with capture_logs() as lines:
         chains = fresh(0.01)
         play(runner, chains, 2)
-        chains.after(lambda: [][0], 100, (), 100)
+        chains.step_lazily(lambda: [][0], 100, (), 100)
     assert [line["log_level"] for line in lines if line["log_level"] != "debug"] == ["warning", "error"]
 
 
 def test_what_ended_in_a_step_that_computes_nothing_is_closed() -> None:
     runner, chains = Runner(["a", "b"], 400), fresh()
     play(runner, chains, 3)
-    chains.ended(["a", "b", "never seen"])
+    chains.close_finished(["a", "b", "never seen"])
     assert not chains.following.sessions
     page = chains._metrics.registry.page("")[1].decode()
     assert re.search(r'^slipstream_sessions\{.*state="running"\} 0\.0$', page, re.M), "an idle engine tells of answers"
@@ -396,9 +396,9 @@ def test_what_ended_in_a_step_that_computes_nothing_is_closed() -> None:
 @pytest.mark.parametrize("known", [False, True])
 def test_a_request_without_drafts_is_looked_up_for_and_says_so(known: bool) -> None:
     """Whether the router's switch comes before its first step or behind some."""
-    told, runner = list[ToldStep](), Runner(["a"], 400)
+    told, runner = list[StepReport](), Runner(["a"], 400)
     section, ticks = replace(OPTIONS, prompt_lookup=True, always=False).section(4), count()
-    chains = Chains(section, TargetMetrics("function"), lambda: 1e-3 * next(ticks), tell=told.append)
+    chains = Chains(section, TargetMetrics("function"), lambda: 1e-3 * next(ticks), on_step=told.append)
     if known:
         play(runner, chains, 3)
     chains.allow("a", False)
@@ -409,10 +409,10 @@ def test_a_request_without_drafts_is_looked_up_for_and_says_so(known: bool) -> N
 
 
 def test_plain_decoding_is_not_looked_up_for_and_teaches_what_steps_cost() -> None:
-    runner, told = Runner(["a"], 400), list[ToldStep]()
+    runner, told = Runner(["a"], 400), list[StepReport]()
     runner.requests["a"].sampling_params.extra_args = {SWITCH: PLAIN}
     chains = Chains(replace(OPTIONS, prompt_lookup=True, always=False).section(4), TargetMetrics("function"),
-                    tell=told.append)
+                    on_step=told.append)
     with drafted(chains):
         assert play(runner, chains, 40) == 0
         assert {one.state for step in told for one in step.requests} == {"plain"} and len(told) > 30
@@ -430,14 +430,14 @@ def test_a_request_that_began_without_drafts_is_drafted_for_once_it_may_be(known
         if known:
             runner.step([[]])  # a step that nobody tells us of, as while it was put back
         assert play(runner, chains, 30) > 20
-        chains.ended(["a"])
+        chains.close_finished(["a"])
         assert play(runner, chains, 30) == 0, "it is held for another of its name"
 
 
 def test_what_is_said_of_a_request_behind_its_end_is_not_kept() -> None:
     runner, chains = Runner(["a"], 400), fresh()
     play(runner, chains, 2)
-    chains.ended(["a"])
+    chains.close_finished(["a"])
     chains.allow("a", False)
     with drafted(chains):
         assert play(runner, chains, 30) > 20, "it is held against another of its name"
@@ -446,9 +446,9 @@ def test_what_is_said_of_a_request_behind_its_end_is_not_kept() -> None:
 def test_what_is_said_of_requests_that_another_engine_runs_is_not_kept_for_ever() -> None:
     """With ``data_parallel_size`` each engine hears of all requests, and of the end of its own alone."""
     chains = fresh()
-    for number in range(3 * OVER):
+    for number in range(3 * MAX_REMEMBERED):
         chains.allow(f"another's {number}", False)
-    assert len(chains._allowed) <= OVER
+    assert len(chains._allowed) <= MAX_REMEMBERED
     runner = Runner(["a"], 400)
     chains.allow("a", False)
     with drafted(chains):
@@ -460,5 +460,5 @@ def test_a_batch_that_an_adapter_cannot_read_costs_its_drafts_alone() -> None:
     with drafted(chains):
         play(runner, chains, 3)
         runner.step([[], []])
-        assert chains.after(lambda: [][0], 2, (), 2) == [[], []]
+        assert chains.step_lazily(lambda: [][0], 2, (), 2) == [[], []]
         assert play(runner, chains, 30) > 40

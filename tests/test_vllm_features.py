@@ -160,7 +160,7 @@ class Engine:
     def step(self, scheduled: Mapping[str, int], chains: Mapping[str, Sequence[int]] | None = None) -> None:
         output, sampled, inner, last = self.runner.step(scheduled, chains or {})
         last = -last if self.late else last
-        self.states.keep(lambda: batch_of(self.runner, output, sampled), inner, last, self.chains.reads)
+        self.states.keep(lambda: batch_of(self.runner, output, sampled), inner, last, self.chains.reads_features)
         self.chains.step(rows_of(self.runner, output, sampled), (), output.total_num_scheduled_tokens)
 
     def told(self, request: str) -> list[int]:
@@ -266,7 +266,7 @@ def test_rows_that_are_gone_are_a_gap_at_the_beginning_and_never_somebody_elses(
     # KV of another text that was not computed here, as where another process fills it.
     runner.texts["b"][:14] = [wrong(token) for token in PROMPT[:14]]
     engine.step({"b": 1})
-    assert engine.states.since("b", 0)[0] == 14
+    assert engine.states.rows_since("b", 0)[0] == 14
 
 
 def test_what_cannot_be_given_is_refused_by_name_and_nothing_raises() -> None:
@@ -280,8 +280,8 @@ def test_what_cannot_be_given_is_refused_by_name_and_nothing_raises() -> None:
     engine.chains.following.link_up(engine.link, hello(FeatureSpec((1,), 2)))
     engine.step({"a": len(PROMPT)})
     assert not engine.link.items, "it was opened for a drafter whose rows nobody has"
-    engine.states.keep(lambda: SimpleNamespace(), None, torch.zeros(1, HIDDEN), engine.chains.reads)  # type: ignore[arg-type,return-value]
-    assert engine.states.newest("a") is None and engine.states.since("a", 0)[1] == 0
+    engine.states.keep(lambda: SimpleNamespace(), None, torch.zeros(1, HIDDEN), engine.chains.reads_features)  # type: ignore[arg-type,return-value]
+    assert engine.states.newest_rows("a") is None and engine.states.rows_since("a", 0)[1] == 0
     engine.comes()
     engine.step({"a": 1})
     assert engine.told("a") == everything(engine, "a")

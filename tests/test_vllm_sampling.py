@@ -300,7 +300,7 @@ def test_drafts_rank_with_what_is_known_of_the_request_and_only_where_they_help(
         batch.token_ids_cpu = np.zeros((1, 8), np.int32)
         (row,) = rows_of(runner, SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=CHAIN),
                          [[1]])
-        assert row.drafts is keyed
+        assert row.can_verify is keyed
         assert row.sampling == (sampling_of(Params(temperature=0.8), "request-0", 0, VOCAB) if keyed else Sampling())
 
 

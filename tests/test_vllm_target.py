@@ -26,7 +26,7 @@ from slipstream.base.errors import CapacityError, ConfigError, Draining, Invalid
 from slipstream.base.offload import Child
 from slipstream.following.chains import Chains
 from slipstream.following.following import Inbox
-from slipstream.following.rounds import SOCKET, Told, ToldStep, decode
+from slipstream.following.rounds import SOCKET, RequestReport, StepReport, decode
 from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans, Value
@@ -129,8 +129,8 @@ class FakeEngine:
                 kept.append(count - 1)
             over = stopped or left == 0
             if self.tells and self.rounds is not None:
-                told = Told(collected.request_id, len(text), 4 * (count > 1), 0.01, "shadow", self.looked_up)
-                Teller(str(self.rounds.path)).tell(ToldStep(0.03, 0.02, (told,)))
+                told = RequestReport(collected.request_id, len(text), 4 * (count > 1), 0.01, "shadow", self.looked_up)
+                Teller(str(self.rounds.path)).tell(StepReport(0.03, 0.02, (told,)))
                 await asyncio.sleep(0)
             collected.put(output(new, "stop" if stopped else "length" if over else None, params["logprobs"],
                                  SimpleNamespace(num_draft_tokens=sum(drafted), per_step_drafted=drafted,
@@ -383,10 +383,10 @@ def test_workers_tell_of_each_step_and_need_nobody_who_listens(tmp_path: Path, m
         ear.setblocking(False)
         runner = Runner(["a", "b"], 400)
         monkeypatch.setenv(SOCKET, str(path))  # by the target that has it
-        chains = Chains(OPTIONS.section(4), TargetMetrics("function"), tell=listener())
+        chains = Chains(OPTIONS.section(4), TargetMetrics("function"), on_step=listener())
         with following(chains):
             accepted = play(runner, chains, 10)  # the system keeps ten until somebody reads
-            steps = list[ToldStep]()
+            steps = list[StepReport]()
             with suppress(BlockingIOError):
                 while (step := decode(ear.recv(1 << 16))) is not None:
                     steps.append(step)

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     rows_of = adapter_0_32.rows_of
 
     def drafted(*batch: Any) -> Any:
-        return [replace(row, drafts=True) for row in rows_of(*batch)]
+        return [replace(row, can_verify=True) for row in rows_of(*batch)]
 
     upstream.expand_batch_to_tokens = spread
     adapter_0_32.rows_of = drafted

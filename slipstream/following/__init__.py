@@ -4,15 +4,15 @@ An engine calls it on its own thread. Links (``messages.Link``: gRPC, in process
 
     following = Following(TargetSection(), StepCosts({1: 0.02, 64: 0.03}), TargetMetrics("model"))
     link = LocalLink("draft", hello, following, peers, check_pair)   # or wire.link.DraftLink
-    one = following.open(1, tokens, prompt_len, Sampling(), limit=len(tokens) + 100)
-    following.begin([one], now_s)
+    followed = following.open(1, tokens, prompt_len, Sampling(), limit=len(tokens) + 100)
+    following.begin([followed], now_s)
     while not over:
-        (tree,) = following.take([one], within_s=0.05)       # never longer; root only: decode plain
-        chain = one.chain(4)                                 # for an engine that verifies one path
+        (tree,) = following.take([followed], within_s=0.05)  # never longer; root only: decode plain
+        chain = followed.chain(4)                            # for an engine that verifies one path
         ...                                                  # one forward of the engine, choose, walk
-        following.committed([Verified(one.session, new_tokens, len(tree) - 1, accepted, depth)], step)
+        following.committed([Verified(followed.session, new_tokens, len(tree) - 1, accepted, depth)], step)
         following.flush()
-    following.close(one)
+    following.close(followed)
 
 ``Chains`` does this for an engine that asks once a step and verifies every chain it gets.
 

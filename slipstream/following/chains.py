@@ -25,10 +25,10 @@ from slipstream.base.config import TargetSection
 from slipstream.base.value import value
 from slipstream.decision.beliefs import StepCosts
 from slipstream.decision.decide import SPECULATE, Transition, Why
-from slipstream.following.followed import LOOKED_UP, Followed, Step, Verified, logged
+from slipstream.following.followed import LOOKED_UP, Followed, Step, Verified, log_mode_change
 from slipstream.following.following import Following, Inbox
-from slipstream.following.pool import no_rows
-from slipstream.following.rounds import Told, ToldStep
+from slipstream.following.pool import no_feature_rows
+from slipstream.following.rounds import RequestReport, StepReport
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import well_formed
@@ -39,12 +39,13 @@ from slipstream.protocol.tree import DraftTree
 # Seconds of a step by its rows, until steps were seen: their growth is a guess, their height does not matter. Plain
 # steps and those with a chain stand at row counts of their own, so that their difference can be learned.
 GUESSED_COSTS = {1: 0.0200, 2: 0.0201, 4: 0.0202, 8: 0.0205, 16: 0.021, 32: 0.022, 64: 0.024, 128: 0.028, 256: 0.040}
-GLANCE_S = 0.002  # for what drafts sent while the engine computed, before they hear of what it gave
+MAX_DRAIN_S = 0.002  # for what drafts sent while the engine computed, before the commits of this step are sent
 GREEDY = Sampling()
-SWITCH = "slipstream"  # what a request says of drafts stands under it
-PLAIN = "plain"  # there: plain decoding, which tells what steps cost and earns time for probes
-TOLD = 64  # problems that are told, so that one with a number in it does not fill the log
-OVER = 4096  # requests whose end is remembered, as what is said of one may come behind it; and what was said of others
+SWITCH = "slipstream"  # the extra argument of a request that allows or forbids drafts
+PLAIN = "plain"  # its value for plain decoding, which tells what steps cost and earns time for probes
+MAX_LOGGED = 64  # problems, so that one with a number in it does not fill the log
+# Ended requests that are remembered, as ``allow`` may come behind the end; and requests that ``allow`` was called for.
+MAX_REMEMBERED = 4096
 
 
 @value
@@ -53,142 +54,145 @@ class Row:
 
     request: str
     length: int
-    new: tuple[int, ...]  # committed by this step; none while its prompt is computed
+    new_tokens: tuple[int, ...]  # committed by this step; none while its prompt is computed
     drafted: int  # draft tokens that this step verified
-    prompt: int  # tokens of the prompt
+    prompt_len: int  # tokens of the prompt
     limit: int  # tokens that it has at most, the prompt included
     tokens: Callable[[], list[int]]  # all ``length`` of them; asked for when it is opened
-    drafts: bool = True  # whether the engine can verify drafts for it
+    can_verify: bool = True  # whether the engine can verify drafts for it
     sampling: Sampling = GREEDY  # how drafts rank for it
-    asked: Any = None  # what its user says of drafts: see ``allowed``; mypyc cannot take ``object`` here
+    user_setting: Any = None  # its user's value of ``SWITCH``, see ``allows_drafts``; mypyc cannot take ``object`` here
     depth: int | None = None  # of the deepest that this step verified; None: they were a chain
     trace: Any = None  # the traceparent that its drafts continue, if its user gave one
-    most: int | None = None  # draft tokens that its next step can verify rightly; None: any
-    over: bool = False  # what was committed ends it: it has no next step, and nobody is asked for one
+    max_drafted: int | None = None  # draft tokens that its next step can verify rightly; None: any
+    finished: bool = False  # what was committed ends it, so it has no next step and needs no drafts
 
 
-class States(Protocol):
+class FeatureSource(Protocol):
     """Where the engine's states are, for drafters that read them."""
 
-    def gives(self, spec: FeatureSpec) -> bool:
+    def set_feature_spec(self, spec: FeatureSpec) -> bool:
         """Rows are as ``spec`` says from now on. False: they cannot be."""
         ...
 
-    def newest(self, request: str) -> bytes | None:
+    def newest_rows(self, request: str) -> bytes | None:
         """The rows before each token that the last step committed to it."""
         ...
 
-    def since(self, request: str, start: int) -> tuple[int, int, bytes]:
+    def rows_since(self, request: str, start: int) -> tuple[int, int, bytes]:
         """What is known from ``start`` on: the first position, how many, and the rows."""
         ...
 
 
-class Changes:
+class UsageLog:
     """Log lines about the drafts of one engine: one when a draft begins to be used and one when it is used no more, not
     one for each request. The reason is that of the last request that left the draft; a request that merely ended gives
     none. Links log their own connects and losses."""
 
     def __init__(self, log: Any) -> None:
         self._log = log
-        self._used: set[str] = set()  # addresses of drafts
-        self._left: dict[str, str] = {}  # why requests left them, since the last look
+        self._in_use: set[str] = set()  # addresses of drafts
+        self._leave_reasons: dict[str, str] = {}  # why requests left them, since the last look
 
-    def changed(self, session: int, change: Transition, why: Why, link: Link | None) -> None:
+    def mode_changed(self, session: int, change: Transition, why: Why, link: Link | None) -> None:
         """See ``Following``."""
-        logged(self._log.debug, session, change, why, link)
+        log_mode_change(self._log.debug, session, change, why, link)
         if change.before is SPECULATE and link is not None:
-            self._left[link.address] = change.reason
+            self._leave_reasons[link.address] = change.reason
 
-    def look(self, sessions: Iterable[Followed]) -> None:
+    def update(self, sessions: Iterable[Followed]) -> None:
         """After a step: who drafts now."""
-        links = {one.link for one in sessions if one.decision.verify and one.policy.mode is SPECULATE}
+        links = {followed.link for followed in sessions
+                 if followed.decision.verify and followed.policy.mode is SPECULATE}
         used = {link.address for link in links if link is not None}
-        for address in sorted(used - self._used):
+        for address in sorted(used - self._in_use):
             self._log.info("speculation begins", draft=address)
-        for address in sorted(set(self._left) & self._used - used):
-            self._log.info("speculation ends", draft=address, reason=self._left[address])
-        self._used = used | self._used - set(self._left)
-        self._left.clear()
+        for address in sorted(set(self._leave_reasons) & self._in_use - used):
+            self._log.info("speculation ends", draft=address, reason=self._leave_reasons[address])
+        self._in_use = used | self._in_use - set(self._leave_reasons)
+        self._leave_reasons.clear()
 
 
 class Chains:
     """The sessions of one engine: rows in, chains of draft tokens out."""
 
     def __init__(self, config: TargetSection, metrics: TargetMetrics, clock: Callable[[], float] = time.monotonic,
-                 states: States | None = None, inbox: Inbox | None = None,
-                 tell: Callable[[ToldStep], None] | None = None) -> None:
-        """``config``: its policy says how long a chain is and how long a step may wait. ``tell`` hears of each step."""
+                 states: FeatureSource | None = None, inbox: Inbox | None = None,
+                 on_step: Callable[[StepReport], None] | None = None) -> None:
+        """``config``: its policy says how long a chain is and how long a step may wait. ``on_step`` is called with
+        each step's report."""
         self._log = logger("following")
-        self._changes = Changes(self._log)
+        self._usage_log = UsageLog(self._log)
         costs = StepCosts(GUESSED_COSTS, guessed=True)
-        self.following = Following(config, costs, metrics, states.gives if states is not None else no_rows, clock,
-                                   inbox=inbox, changed=self._changes.changed, together=True)
+        set_feature_spec = states.set_feature_spec if states is not None else no_feature_rows
+        self.following = Following(config, costs, metrics, set_feature_spec, clock, inbox=inbox,
+                                   on_mode_change=self._usage_log.mode_changed, together=True)
         self._states = states
         self._costs = costs
-        self._tell_step = tell
-        self._told = list[Told]()  # of this step
-        self._most, self._deadline_s = config.policy.max_nodes, config.policy.deadline_max_s
+        self._on_step = on_step
+        self._reports = list[RequestReport]()  # of this step
+        self._max_nodes, self._deadline_s = config.policy.max_nodes, config.policy.deadline_max_s
         self._clock, self._metrics = clock, metrics
         self._sessions: dict[str, Followed] = {}
-        self._allowed = dict[str, bool]()  # what was said last of requests that are not over
-        self._over: dict[str, None] = {}  # the newest that ended, in order
-        self._opened = 0
-        self._before: set[str] = set()  # requests of the step before
+        self._allowed = dict[str, bool]()  # the newest ``allow`` of requests that have not ended
+        self._ended: dict[str, None] = {}  # the newest that ended, in order
+        self._num_opened = 0
+        self._previous: set[str] = set()  # requests of the step before
         self._ended_s = 0.0  # that step, with what was done after it
-        self._problems: set[str] = set()  # that were told
+        self._logged: set[str] = set()  # problems
 
-    def ended(self, requests: Iterable[str]) -> None:
+    def close_finished(self, requests: Iterable[str]) -> None:
         """Close finished requests at once, so that their drafts need not wait for the next step. Never raises."""
         try:
             self._end(requests)
             self.following.flush()
             self._metrics.sessions(len(self._sessions), 0)
         except Exception as error:
-            self._tell("requests are not closed", error)
+            self._log_once("requests are not closed", error)
 
-    def look(self) -> None:
-        """Handle what has come between two steps; for an engine without work, which makes no steps. Never raises."""
+    def poll(self) -> None:
+        """Handle events between two steps, for an engine without work, which makes no steps. Never raises."""
         try:
-            self.following.inbox.drain(until_s=self._clock() + GLANCE_S)
+            self.following.inbox.drain(until_s=self._clock() + MAX_DRAIN_S)
         except Exception as error:
-            self._tell("what drafts said is lost", error)
+            self._log_once("what drafts said is lost", error)
 
     def allow(self, request: str, allowed: bool) -> None:
         """Set whether ``request`` may be drafted for, from the next step on. May be called before the request is known;
         has no effect after its end."""
-        if request not in self._over:
+        if request not in self._ended:
             self._allowed[request] = allowed
-            if len(self._allowed) > OVER:  # one that another engine of the same target runs never ends here
+            if len(self._allowed) > MAX_REMEMBERED:  # one that another engine of the same target runs never ends here
                 del self._allowed[next(iter(self._allowed))]
-        if (one := self._sessions.get(request)) is not None:
-            one.allow(allowed, self._clock())
+        if (followed := self._sessions.get(request)) is not None:
+            followed.allow(allowed, self._clock())
 
-    def reads(self, request: str) -> bool:
+    def reads_features(self, request: str) -> bool:
         """Whether its drafter reads states."""
-        one = self._sessions.get(request)
-        return one is not None and one.reads is not None
+        followed = self._sessions.get(request)
+        return followed is not None and followed.feature_spec is not None
 
-    def after(self, rows: Callable[[], Sequence[Row]], count: SupportsInt, finished: Iterable[str],
-              scheduled: SupportsInt) -> list[list[int]]:
+    def step_lazily(self, rows: Callable[[], Sequence[Row]], count: SupportsInt, finished: Iterable[str],
+                    scheduled: SupportsInt) -> list[list[int]]:
         """``step`` for an adapter that may not know what it meets in ``rows`` of ``count`` requests."""
         try:
             known = rows()
         except Exception as error:  # rule 1
-            self._tell("no drafts for this step", error)
+            self._log_once("no drafts for this step", error)
             return [[] for _ in range(int(count))]
         return self.step(known, finished, scheduled)
 
-    def tree(self, request: str, nodes: SupportsInt, branches: object = True) -> DraftTree | None:
+    def tree(self, request: str, num_nodes: SupportsInt, branches: object = True) -> DraftTree | None:
         """For an engine that verifies trees: after a step, the best of what ``request`` has, in at most so many nodes,
         root included. branches: False for one path. Never raises."""
-        if (one := self._sessions.get(request)) is None:
+        if (followed := self._sessions.get(request)) is None:
             return None
         try:
-            tree = one.take(int(nodes))
+            tree = followed.take(int(num_nodes))
             return tree if branches else tree.select(tree.best_path())
         except Exception as error:  # rule 2
-            self._tell("no drafts for a request", error)
-            self._lose(request)
+            self._log_once("no drafts for a request", error)
+            self._drop(request)
             return None
 
     def step(self, rows: Sequence[Row], finished: Iterable[str], scheduled: SupportsInt) -> list[list[int]]:
@@ -197,29 +201,32 @@ class Chains:
         try:
             return self._step(rows, finished, int(scheduled), now_s)  # an engine may count with numpy
         except Exception as error:  # rule 1
-            self._tell("no drafts for this step", error)
+            self._log_once("no drafts for this step", error)
             for request in list(self._sessions):
-                self._lose(request)
+                self._drop(request)
             return [[] for _ in rows]
         finally:
-            self._before = {row.request for row in rows}
+            self._previous = {row.request for row in rows}
             self._ended_s = self._clock()
 
     def _step(self, rows: Sequence[Row], finished: Iterable[str], scheduled: int, now_s: float) -> list[list[int]]:
         self._end(finished)
-        self._told.clear()
-        self.following.inbox.drain(until_s=now_s + GLANCE_S)
+        self._reports.clear()
+        self.following.inbox.drain(until_s=now_s + MAX_DRAIN_S)
         step = self._measured(rows, scheduled, now_s)
-        asked = self._heard([row if row.new and row.drafts and (row.asked is None or self._wanted(row)) else None
-                             for row in rows], step)
+        sessions = self._commit([row if row.new_tokens and row.can_verify
+                                 and (row.user_setting is None or self._wants_drafts(row)) else None
+                                 for row in rows], step)
         self.following.flush()
-        self._say(step)
+        self._send_report(step)
         waits_s = self._clock()
-        drafted = [one for row, one in zip(rows, asked, strict=True) if one is not None and row.most != 0]
-        self.following.wait(drafted, max(0.0, now_s + self._deadline_s - waits_s))
+        awaited = [followed for row, followed in zip(rows, sessions, strict=True)
+                   if followed is not None and row.max_drafted != 0]
+        self.following.wait(awaited, max(0.0, now_s + self._deadline_s - waits_s))
         taken_s = self._clock()
-        chains = [self._chain(row, one) if one is not None else [] for row, one in zip(rows, asked, strict=True)]
-        self._changes.look(self._sessions.values())
+        chains = [self._chain(row, followed) if followed is not None else []
+                  for row, followed in zip(rows, sessions, strict=True)]
+        self._usage_log.update(self._sessions.values())
         self._metrics.sessions(len(self._sessions), 0)
         if step.began_s < now_s:
             self._metrics.step(scheduled, taken_s - waits_s, step.seconds, self._clock() - now_s - (taken_s - waits_s))
@@ -228,128 +235,131 @@ class Chains:
     def _measured(self, rows: Sequence[Row], scheduled: int, now_s: float) -> Step:
         """The step that ended now, as rule 4 has it."""
         drafted = sum([row.drafted for row in rows])
-        began_s = now_s if self._before.isdisjoint([row.request for row in rows]) else self._ended_s
-        prompts = began_s == now_s or scheduled > len(rows) + drafted or not all(row.new for row in rows)
+        began_s = now_s if self._previous.isdisjoint([row.request for row in rows]) else self._ended_s
+        prompts = began_s == now_s or scheduled > len(rows) + drafted or not all(row.new_tokens for row in rows)
         return Step(began_s, max(1e-6, now_s - began_s), scheduled, len(rows), drafted, prompts)
 
-    def _heard(self, rows: Sequence[Row | None], step: Step) -> list[Followed | None]:
-        """The session of each, which knows of what the step gave. None: it has none any more, or none is wanted."""
-        goes_on = dict[int, tuple[Row, Followed]]()
-        opens = set[str]()
+    def _commit(self, rows: Sequence[Row | None], step: Step) -> list[Followed | None]:
+        """Commit what the step gave. Returns each row's session; None: it has none any more, or none is wanted."""
+        continued = dict[int, tuple[Row, Followed]]()
+        opened = set[str]()
         for row in rows:
             if row is None:
                 continue
-            one = self._sessions.get(row.request)
-            if one is not None and one.side.base + len(row.new) == row.length:
-                goes_on[one.session] = row, one
-            elif not row.over:
-                opens.add(row.request)
+            followed = self._sessions.get(row.request)
+            if followed is not None and followed.side.base + len(row.new_tokens) == row.length:
+                continued[followed.session] = row, followed
+            elif not row.finished:
+                opened.add(row.request)
 
         def failed(session: int, error: Exception) -> None:  # rule 2
-            self._tell("no drafts for a request", error)
-            self._lose(goes_on.pop(session)[0].request)
+            self._log_once("no drafts for a request", error)
+            self._drop(continued.pop(session)[0].request)
 
-        records = self.following.committed([self._verified(row, one) for row, one in goes_on.values()], step, failed)
-        for (row, one), record in zip(goes_on.values(), records, strict=True) if self._tell_step is not None else ():
-            self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value,
-                                   record.outcome == LOOKED_UP, record.late))
-        if opens or self._states is not None:
-            return [self._ready(row, row.request in opens, step) if row is not None and not row.over else None
+        verified = [self._verified(row, followed) for row, followed in continued.values()]
+        records = self.following.committed(verified, step, failed)
+        pairs = zip(continued.values(), records, strict=True) if self._on_step is not None else ()
+        for (row, followed), record in pairs:
+            self._reports.append(RequestReport(row.request, row.length, row.drafted, record.waited_s,
+                                               followed.policy.mode.value, record.outcome == LOOKED_UP, record.late))
+        if opened or self._states is not None:
+            return [self._with_rows(row, row.request in opened, step) if row is not None and not row.finished else None
                     for row in rows]
-        return [self._sessions.get(row.request) if row is not None and not row.over else None for row in rows]
+        return [self._sessions.get(row.request) if row is not None and not row.finished else None for row in rows]
 
-    def _verified(self, row: Row, one: Followed) -> Verified:
-        newest = self._states.newest(row.request) if self._states is not None and one.reads else None
-        drafted, accepted = row.drafted, len(row.new) - 1
-        return Verified(one.session, row.new, drafted, accepted if accepted < drafted else drafted,
-                        drafted if row.depth is None else row.depth, "stop" if row.over else "", newest)
+    def _verified(self, row: Row, followed: Followed) -> Verified:
+        rows = self._states.newest_rows(row.request) if self._states is not None and followed.feature_spec else None
+        drafted, accepted = row.drafted, len(row.new_tokens) - 1
+        return Verified(followed.session, row.new_tokens, drafted, accepted if accepted < drafted else drafted,
+                        drafted if row.depth is None else row.depth, "stop" if row.finished else "", rows)
 
-    def _ready(self, row: Row, opens: bool, step: Step) -> Followed | None:
-        """Its session, with the states that it lacks."""
+    def _with_rows(self, row: Row, opens: bool, step: Step) -> Followed | None:
+        """Its session, after its drafter got the states that it lacks."""
         try:
             if opens:
                 self.following.begin([self._open(row)], step.ended_s)
-            one = self._sessions.get(row.request)
-            if one is not None and one.reads is not None:
-                self._give_rows(row, one)
-            return one
+            followed = self._sessions.get(row.request)
+            if followed is not None and followed.feature_spec is not None:
+                self._send_rows(row, followed)
+            return followed
         except Exception as error:  # rule 2
-            self._tell("no drafts for a request", error)
-            self._lose(row.request)
+            self._log_once("no drafts for a request", error)
+            self._drop(row.request)
             return None
 
-    def _say(self, step: Step) -> None:
-        """What became of it, to the target that serves the answers, if one does."""
-        told, self._told = self._told, []
-        if self._tell_step is not None and told:
-            plain_s = step.plain_s(self._costs, sum(one.drafted for one in told if one.looked_up))
-            self._tell_step(ToldStep(step.seconds, plain_s, tuple(told)))
+    def _send_report(self, step: Step) -> None:
+        """Report the step to the target that serves the answers, if one does."""
+        reports, self._reports = self._reports, []
+        if self._on_step is not None and reports:
+            plain_s = step.plain_s(self._costs, sum(report.drafted for report in reports if report.looked_up))
+            self._on_step(StepReport(step.seconds, plain_s, tuple(reports)))
 
-    def _give_rows(self, row: Row, one: Followed) -> None:
-        """Hand its drafter what it reads and has not had."""
-        wanted = one.wants_rows(one.side.base - 1)
+    def _send_rows(self, row: Row, followed: Followed) -> None:
+        """Send its drafter the states that it reads and has not got."""
+        wanted = followed.missing_rows_from(followed.side.base - 1)
         if wanted is None or self._states is None:
             return
-        start, count, rows = self._states.since(row.request, wanted)
+        start, count, rows = self._states.rows_since(row.request, wanted)
         if count:
-            one.give_rows(start, count, rows)
+            followed.send_rows(start, count, rows)
 
-    def _chain(self, row: Row, one: Followed) -> list[int]:
+    def _chain(self, row: Row, followed: Followed) -> list[int]:
         try:
-            return one.chain(self._most if row.most is None else min(self._most, row.most))
+            return followed.chain(self._max_nodes if row.max_drafted is None else min(self._max_nodes, row.max_drafted))
         except Exception as error:  # rule 2
-            self._tell("no drafts for a request", error)
-            self._lose(row.request)
+            self._log_once("no drafts for a request", error)
+            self._drop(row.request)
             return []
 
-    def _wanted(self, row: Row) -> bool:
+    def _wants_drafts(self, row: Row) -> bool:
         """Whether its user wants drafts."""
-        if row.asked is None or row.asked == PLAIN:
+        if row.user_setting is None or row.user_setting == PLAIN:
             return True
-        wanted = allowed(row.asked)
-        if wanted is None and (kind := type(row.asked).__name__) not in self._problems:  # users may say much
-            self._problems.add(kind)
+        wanted = allows_drafts(row.user_setting)
+        if wanted is None and (kind := type(row.user_setting).__name__) not in self._logged:  # users may say much
+            self._logged.add(kind)
             self._log.warning("not known and ignored: write true or false", name=SWITCH,
-                              found=reprlib.repr(row.asked)[:80])
+                              found=reprlib.repr(row.user_setting)[:80])
         return wanted is not False
 
     def _open(self, row: Row) -> Followed:
         self._close(row.request)
-        self._opened += 1
-        said = self._allowed.get(row.request)
-        one = self._sessions[row.request] = self.following.open(
-            self._opened, row.tokens(), row.prompt, row.sampling, row.limit, said is True or row.asked != PLAIN,
+        self._num_opened += 1
+        allowed = self._allowed.get(row.request)
+        followed = self._sessions[row.request] = self.following.open(
+            self._num_opened, row.tokens(), row.prompt_len, row.sampling, row.limit,
+            allowed is True or row.user_setting != PLAIN,
             trace=well_formed(row.trace) if isinstance(row.trace, str) else "")
-        if said is False:
-            one.allow(False, self._clock())
-        return one
+        if allowed is False:
+            followed.allow(False, self._clock())
+        return followed
 
     def _end(self, requests: Iterable[str]) -> None:
         for request in requests:
             self._close(request)
             self._allowed.pop(request, None)
-            self._over[request] = None
-        while len(self._over) > OVER:
-            del self._over[next(iter(self._over))]
+            self._ended[request] = None
+        while len(self._ended) > MAX_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
 
     def _close(self, request: str) -> None:
-        one = self._sessions.pop(request, None)
-        if one is not None:
-            self.following.close(one)
+        followed = self._sessions.pop(request, None)
+        if followed is not None:
+            self.following.close(followed)
 
-    def _lose(self, request: str) -> None:
+    def _drop(self, request: str) -> None:
         with suppress(Exception):  # what went wrong may go wrong again
             self._close(request)
 
-    def _tell(self, what: str, error: Exception) -> None:
-        if (problem := repr(error)) not in self._problems and len(self._problems) < TOLD:
-            self._problems.add(problem)
+    def _log_once(self, what: str, error: Exception) -> None:
+        if (problem := repr(error)) not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(problem)
             self._log.error(what, exc_info=error)
 
 
-def allowed(asked: object) -> bool | None:
+def allows_drafts(user_setting: object) -> bool | None:
     """Whether a request's value of ``SWITCH`` allows drafts: false (or 0) forbids them, true or no value allows them.
     None: any other value."""
-    if asked is None:
+    if user_setting is None:
         return True
-    return bool(asked) if isinstance(asked, int) and asked in (0, 1) else None
+    return bool(user_setting) if isinstance(user_setting, int) and user_setting in (0, 1) else None

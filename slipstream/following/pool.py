@@ -34,13 +34,13 @@ SUSPECT_BELOW = 0.10
 SUSPECT_ROUNDS = 32  # before any judgement
 FORGET_ROUNDS = 1024  # at so many, all counts are halved: a draft model may be exchanged behind its address
 ONE_SIDED_95 = 1.645  # standard deviations
-SLOW = 2.0
+SLOW_FACTOR = 2.0
 FORGET_S = 10.0
-NEWEST = 0.2  # weight of the newest exchange
-GiveRows = Callable[[FeatureSpec], bool]
+LATENCY_WEIGHT = 0.2  # weight of the newest exchange
+SetFeatureSpec = Callable[[FeatureSpec], bool]
 
 
-def no_rows(_: FeatureSpec) -> bool:
+def no_feature_rows(_: FeatureSpec) -> bool:
     """Of an engine that has no feature rows to give."""
     return False
 
@@ -90,7 +90,7 @@ class Member:
     """A drafter that is there. ``leaving``: it gets no new session."""
 
     hello: DraftHello
-    aside: bool  # it reads other rows than are kept
+    sidelined: bool  # it reads other rows than are kept
     leaving: bool = False
     sessions: int = 0
     agreement: Agreement | None = None  # None: it is not judged
@@ -98,86 +98,87 @@ class Member:
     latency_s: float = 0.0  # from a commit to its growth, as a moving mean
     measured_at_s: float = -inf  # when it was last measured
 
-    def known_s(self, now_s: float) -> float:
-        """What it takes, as far as that is known; else 0."""
+    def recent_latency_s(self, now_s: float) -> float:
+        """Its latency, if it was measured lately; else 0."""
         return self.latency_s if now_s - self.measured_at_s < FORGET_S else 0.0
 
 
 class DraftPool:
-    """The ready drafts of one target. ``gives``: told of the rows that drafters read; whether the engine has them from
-    now on."""
+    """The ready drafts of one target. ``set_feature_spec``: called with the rows that drafters read; whether the
+    engine makes them from now on."""
 
-    def __init__(self, metrics: TargetMetrics, gives: GiveRows = no_rows) -> None:
-        self._gives = gives
-        self._chance = Random()
+    def __init__(self, metrics: TargetMetrics, set_feature_spec: SetFeatureSpec = no_feature_rows) -> None:
+        self._set_feature_spec = set_feature_spec
+        self._random = Random()
         self._metrics = metrics
         self._log = logger("target")
         self._members: dict[Link, Member] = {}
-        self._least_s = inf  # no drafter is known to take less
+        self._best_latency_s = inf  # no drafter is known to take less
         self._spec: FeatureSpec | None = None
         self._problems: dict[str, str] = {}  # by address; read by other threads
 
     def link_up(self, link: Link, hello: DraftHello) -> None:
         """A drafter is there. Rows that it reads are kept from now on; older tokens have none for it. It may make
-        others stand aside (see ``follows``)."""
-        member = self._members[link] = Member(self._known(hello), aside=True)
+        others stand aside (see ``is_usable``)."""
+        member = self._members[link] = Member(self._with_known_weights(hello), sidelined=True)
         if hello.features is None:
-            self._take(link, member)
+            self._activate(link, member)
         else:
             self._choose_spec()
 
-    def _known(self, hello: DraftHello) -> DraftHello:
+    def _with_known_weights(self, hello: DraftHello) -> DraftHello:
         """The same with the weights of a projection that another drafter has brought: they are kept once."""
         spec = hello.features
-        whole = (one.hello for one in self._members.values() if one.hello.features == spec and _is_whole(one.hello))
-        return replace(hello, features=next(whole, hello).features)
+        complete = (member.hello for member in self._members.values()
+                    if member.hello.features == spec and _has_weights(member.hello))
+        return replace(hello, features=next(complete, hello).features)
 
-    def follows(self, link: Link) -> bool:
+    def is_usable(self, link: Link) -> bool:
         """Whether sessions may have it: it is there, and does not stand aside."""
-        return self._ready(link) is not None
+        return self._usable_member(link) is not None
 
-    def _ready(self, link: Link | None) -> Member | None:
+    def _usable_member(self, link: Link | None) -> Member | None:
         member = self._members.get(link) if link is not None else None
-        return None if member is None or member.aside else member
+        return None if member is None or member.sidelined else member
 
-    def _take(self, link: Link, member: Member) -> None:
+    def _activate(self, link: Link, member: Member) -> None:
         hello, spec = member.hello, member.hello.features
         member.hello = hello if spec is None else replace(hello, features=spec.light())
-        member.aside, member.sessions, member.warned = False, 0, False
+        member.sidelined, member.sessions, member.warned = False, 0, False
         self._problems.pop(link.address, None)
         if hello.vocab_size:
             member.agreement = Agreement()
             self._metrics.pairing_suspect(link.address, False)
-        self._count()
+        self._update_gauge()
 
     def _choose_spec(self) -> None:
-        """Keep rows for those that are most, and let them in."""
+        """Keep rows for those that are most, and activate them."""
         votes = Counter(spec for member in self._members.values() if (spec := member.hello.features) is not None)
         for spec in sorted(votes, key=lambda spec: (-votes[spec], spec != self._spec)):
-            if spec == self._spec or self._give(spec):
+            if spec == self._spec or self._apply_spec(spec):
                 self._spec = spec.light()
                 break
         for link, member in self._members.items():
             spec = member.hello.features
             if spec is None:
                 continue
-            if spec == self._spec and member.aside:
-                self._take(link, member)
+            if spec == self._spec and member.sidelined:
+                self._activate(link, member)
             elif spec != self._spec:
-                if not member.aside:
-                    member.aside = True
+                if not member.sidelined:
+                    member.sidelined = True
                     self._problems.pop(link.address, None)
-                    self._gone(link)
-                self._stand_aside(link, spec)
+                    self._deactivated(link)
+                self._report_sidelined(link, spec)
 
-    def _give(self, spec: FeatureSpec) -> bool:
+    def _apply_spec(self, spec: FeatureSpec) -> bool:
         """Have rows for ``spec`` kept. False: not now, or never."""
         links = [link for link, member in self._members.items() if member.hello.features == spec]
-        whole = [hello.features for link in links if _is_whole(hello := self._members[link].hello)]
-        if not whole:
+        complete = [hello.features for link in links if _has_weights(hello := self._members[link].hello)]
+        if not complete:
             links[0].refuse("features")  # it stood aside once, and its projection is gone: it comes back with it
             return False
-        if whole[0] is not None and self._gives(whole[0]):
+        if complete[0] is not None and self._set_feature_spec(complete[0]):
             return True
         for link in links:
             del self._members[link]
@@ -186,7 +187,7 @@ class DraftPool:
                                             "no memory for them")
         return False
 
-    def _stand_aside(self, link: Link, found: FeatureSpec) -> None:
+    def _report_sidelined(self, link: Link, found: FeatureSpec) -> None:
         kept = self._spec
         if kept is None or link.address in self._problems:
             return
@@ -200,19 +201,19 @@ class DraftPool:
     def link_down(self, link: Link, reason: str) -> None:
         """A drafter is gone, and others may take part."""
         member = self._members.pop(link, None)
-        if member is not None and not member.aside:
-            self._gone(link)
+        if member is not None and not member.sidelined:
+            self._deactivated(link)
             self._metrics.drafter_lost(reason)
         self._problems.pop(link.address, None)  # what was found out is about this connection
         self._choose_spec()
 
-    def _gone(self, link: Link) -> None:
-        """It has no part any more."""
+    def _deactivated(self, link: Link) -> None:
+        """It gets no sessions any more."""
         self._metrics.draft_gone(link.address)
-        self._count()
+        self._update_gauge()
 
-    def _count(self) -> None:
-        self._metrics.drafts_connected(sum(not member.aside for member in self._members.values()))
+    def _update_gauge(self) -> None:
+        self._metrics.drafts_connected(sum(not member.sidelined for member in self._members.values()))
 
     def set_leaving(self, link: Link, leaving: bool) -> None:
         """Give a drafter no new session any more, or again: also where it stands aside meanwhile."""
@@ -222,63 +223,66 @@ class DraftPool:
     @property
     def has_room(self) -> bool:
         """Whether some drafter would take one more session."""
-        return any(map(_is_open, self._members.values()))
+        return any(map(_has_room, self._members.values()))
 
-    def join(self, now_s: float) -> Link | None:
+    def assign(self, now_s: float) -> Link | None:
         """A drafter for one more session: of two drawn at random the one that is less busy for its size. Targets that
         do not know of each other spread their sessions so."""
         members = self._members
-        links = [link for link, member in members.items() if _is_open(member)]
+        links = [link for link, member in members.items() if _has_room(member)]
         if not links:
             return None
-        most_s = SLOW * min(members[link].known_s(now_s) or inf for link in links)
-        links = [link for link in links if members[link].known_s(now_s) <= most_s]
-        chosen = min(self._chance.sample(links, min(2, len(links))),
+        max_latency_s = SLOW_FACTOR * min(members[link].recent_latency_s(now_s) or inf for link in links)
+        links = [link for link in links if members[link].recent_latency_s(now_s) <= max_latency_s]
+        chosen = min(self._random.sample(links, min(2, len(links))),
                      key=lambda link: members[link].sessions / members[link].hello.max_sessions)
         members[chosen].sessions += 1
         return chosen
 
-    def took(self, link: Link, seconds: float, now_s: float) -> None:
+    def observe_latency(self, link: Link, seconds: float, now_s: float) -> None:
         """A drafter answered a commit after so many ``seconds``, or had not by then."""
         if (member := self._members.get(link)) is not None:
-            before_s = member.known_s(now_s) or seconds
-            member.latency_s, member.measured_at_s = before_s + NEWEST * (seconds - before_s), now_s
-            self._least_s = min(self._least_s, member.latency_s)
+            before_s = member.recent_latency_s(now_s) or seconds
+            member.latency_s, member.measured_at_s = before_s + LATENCY_WEIGHT * (seconds - before_s), now_s
+            self._best_latency_s = min(self._best_latency_s, member.latency_s)
 
     def is_slow(self, link: Link, gave_up: bool, now_s: float) -> bool:
-        """Whether another with room takes so much less, or, for who ``gave_up`` its drafts, may take less."""
-        own_s = self._members[link].known_s(now_s) if link in self._members else 0.0
-        if not gave_up and SLOW * self._least_s >= own_s:  # who has waited asks at each step, and there may be many
+        """Whether another with room takes so much less or, for a session that ``gave_up`` drafting, may take less."""
+        members = self._members
+        own_s = members[link].recent_latency_s(now_s) if link in members else 0.0
+        # Sessions that waited ask this after each step, and there may be many.
+        if not gave_up and SLOW_FACTOR * self._best_latency_s >= own_s:
             return False
-        self._least_s = min([one.known_s(now_s) or inf for one in self._members.values()], default=inf)
-        others = [one.known_s(now_s) for other, one in self._members.items() if other != link and _is_open(one)]
-        return any(0.0 < SLOW * other_s < own_s or (gave_up and not (other_s and own_s)) for other_s in others)
+        self._best_latency_s = min([member.recent_latency_s(now_s) or inf for member in members.values()], default=inf)
+        others = [member.recent_latency_s(now_s) for other, member in members.items()
+                  if other != link and _has_room(member)]
+        return any(0.0 < SLOW_FACTOR * other_s < own_s or (gave_up and not (other_s and own_s)) for other_s in others)
 
-    def part(self, link: Link | None) -> None:
-        """One of its sessions is not its any more."""
-        if (member := self._ready(link)) is not None:
+    def release(self, link: Link | None) -> None:
+        """A session leaves the drafter."""
+        if (member := self._usable_member(link)) is not None:
             member.sessions -= 1
 
     def hello(self, link: Link | None) -> DraftHello | None:
-        """What the drafter said of itself; None: it is not there."""
-        member = self._ready(link)
+        """The drafter's half of the handshake; None: it is not there."""
+        member = self._usable_member(link)
         return member.hello if member is not None else None
 
     def judge(self, verified: Sequence[tuple[Link, int, int]]) -> None:
         """Trees that drafters proposed were verified in one step: whose, draft tokens, accepted ones."""
-        of = dict[Link, list[int]]()
+        sums_by_link = dict[Link, list[int]]()
         for link, drafted, accepted in verified:
-            sums = of.setdefault(link, [0, 0, 0, 0])
+            sums = sums_by_link.setdefault(link, [0, 0, 0, 0])
             sums[0] += 1
             sums[1] += accepted > 0
             sums[2] += drafted
             sums[3] += accepted
-        for link, (rounds, agreed, drafted, accepted) in of.items():
-            if (member := self._ready(link)) is not None:
+        for link, (rounds, agreed, drafted, accepted) in sums_by_link.items():
+            if (member := self._usable_member(link)) is not None:
                 self._metrics.judged(member.hello.drafter, drafted, accepted)
-                self._agrees(link, member, rounds, agreed)
+                self._update_agreement(link, member, rounds, agreed)
 
-    def _agrees(self, link: Link, member: Member, rounds: int, agreed: int) -> None:
+    def _update_agreement(self, link: Link, member: Member, rounds: int, agreed: int) -> None:
         agreement = member.agreement
         if agreement is None:
             return
@@ -301,11 +305,11 @@ class DraftPool:
         return replace(status, problem=self._problems.get(status.address, status.problem))
 
 
-def _is_whole(hello: DraftHello) -> bool:
+def _has_weights(hello: DraftHello) -> bool:
     """Whether its projection, if it has one, came with its weights."""
     spec = hello.features
     return spec is not None and (spec.projection is None or bool(spec.projection.weights))
 
 
-def _is_open(member: Member) -> bool:
-    return not member.aside and not member.leaving and member.sessions < member.hello.max_sessions
+def _has_room(member: Member) -> bool:
+    return not member.sidelined and not member.leaving and member.sessions < member.hello.max_sessions

@@ -17,11 +17,11 @@ from slipstream.protocol.requests import State
 
 STATES = get_args(State)
 SOCKET = "SLIPSTREAM_ROUNDS"  # of the environment: the datagram socket of this machine that is told, if one is
-LONGEST_S = 3600.0  # that a step may have taken
+MAX_STEP_S = 3600.0  # that a step may have taken
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RequestReport:
     """One request in a step. ``length``: its tokens behind the step, the prompt included."""
 
     request: str
@@ -34,27 +34,27 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldStep:
+class StepReport:
     seconds: float
     plain_s: float  # what it would have taken without anybody's drafter
-    requests: tuple[Told, ...]
+    requests: tuple[RequestReport, ...]
 
 
-def encode(step: ToldStep) -> bytes:
-    return json.dumps([step.seconds, step.plain_s, [astuple(one) for one in step.requests]]).encode()
+def encode(step: StepReport) -> bytes:
+    return json.dumps([step.seconds, step.plain_s, [astuple(request) for request in step.requests]]).encode()
 
 
-def decode(data: bytes) -> ToldStep | None:
+def decode(data: bytes) -> StepReport | None:
     """None: it is no step."""
     try:
         seconds, plain_s, requests = json.loads(data)
-        told = tuple(Told(str(request), int(length), int(drafted), float(waited_s), state, bool(looked_up),
-                          bool(late))
-                     for request, length, drafted, waited_s, state, looked_up, late in requests)
-        step = ToldStep(float(seconds), float(plain_s), told)
+        reports = tuple(RequestReport(str(request), int(length), int(drafted), float(waited_s), state, bool(looked_up),
+                                      bool(late))
+                        for request, length, drafted, waited_s, state, looked_up, late in requests)
+        step = StepReport(float(seconds), float(plain_s), reports)
     except (ValueError, TypeError, ArithmeticError, RecursionError):
         return None
-    times = (step.seconds, step.plain_s, *(one.waited_s for one in told))
-    good = all(0.0 <= time_s < LONGEST_S for time_s in times) and all(
-        one.drafted >= 0 and one.state in STATES for one in told)
-    return step if good else None
+    times = (step.seconds, step.plain_s, *(report.waited_s for report in reports))
+    is_valid = all(0.0 <= time_s < MAX_STEP_S for time_s in times) and all(
+        report.drafted >= 0 and report.state in STATES for report in reports)
+    return step if is_valid else None

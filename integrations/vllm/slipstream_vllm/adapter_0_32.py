@@ -66,10 +66,10 @@ def patch() -> None:
             return [[] for _ in self.input_batch.req_ids]
         if (states := self.drafter.states) is not None:
             states.keep(lambda: batch_of(self, scheduler_output, sampled_token_ids), aux_hidden_states, hidden_states,
-                        self.drafter.chains.reads)
-        return self.drafter.chains.after(lambda: rows_of(self, scheduler_output, sampled_token_ids),
-                                         len(self.input_batch.req_ids), scheduler_output.finished_req_ids,
-                                         scheduler_output.total_num_scheduled_tokens)
+                        self.drafter.chains.reads_features)
+        return self.drafter.chains.step_lazily(lambda: rows_of(self, scheduler_output, sampled_token_ids),
+                                               len(self.input_batch.req_ids), scheduler_output.finished_req_ids,
+                                               scheduler_output.total_num_scheduled_tokens)
 
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
     _patch_taps(GPUModelRunner)
@@ -212,7 +212,7 @@ def _patch_ends(runner: Any) -> None:
     def _update_states(self: Any, scheduler_output: Any) -> Any:
         drafter = getattr(self, "drafter", None)
         if scheduler_output.finished_req_ids and isinstance(drafter, RemoteDrafter):
-            drafter.chains.ended(scheduler_output.finished_req_ids)
+            drafter.chains.close_finished(scheduler_output.finished_req_ids)
         return inner(self, scheduler_output)
 
     runner._update_states = _update_states
@@ -234,7 +234,8 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
         tokens = partial(text_of, texts, place, length, batch.vocab_size)
         drafted = len(verified[request]) if request in verified else 0
         if asked is None:
-            rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right, most=scheduled))
+            rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right,
+                            max_drafted=scheduled))
             continue
         most, extra, least = asked.max_tokens, asked.extra_args, prompt + asked.min_tokens - length
         rows.append(Row(request, length, tuple(new), drafted, prompt,

@@ -115,7 +115,7 @@ class States:
         self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._owners, self._tokens = np.full(places, -1, np.int64), np.zeros(places, np.int32)
 
-    def gives(self, spec: FeatureSpec) -> bool:
+    def set_feature_spec(self, spec: FeatureSpec) -> bool:
         """Send rows as ``spec`` says from now on. False: its layers differ, or there is no memory for its projection;
         then the former spec stays in force."""
         if spec.layers != self.taps.layers:
@@ -157,14 +157,14 @@ class States:
         if len(at):
             self._pool.index_copy_(0, self._near(at), self._side_by_side(taps, rows).to(self._pool.dtype))
 
-    def newest(self, request: str) -> bytes | None:
+    def newest_rows(self, request: str) -> bytes | None:
         """The rows for the tokens that the last step committed: of the position before each; None: there are none."""
         found = self._newest.get(request)
         if found is None or self._sent is None:
             return None
         return self._sent.rows(*found)
 
-    def since(self, request: str, start: int) -> tuple[int, int, bytes]:
+    def rows_since(self, request: str, start: int) -> tuple[int, int, bytes]:
         """The kept rows of a request of the last step, from position ``start`` on and after the last gap. Returns the
         first position, the number of rows, and the rows."""
         place, batch = self._places.get(request), self._batch

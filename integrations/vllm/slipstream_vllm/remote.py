@@ -21,7 +21,7 @@ from typing import Any
 
 from slipstream.base.errors import ConfigError
 from slipstream.following.chains import Chains
-from slipstream.following.rounds import SOCKET, ToldStep, encode
+from slipstream.following.rounds import SOCKET, StepReport, encode
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
@@ -55,7 +55,7 @@ class RemoteDrafter:
         taps = Taps(options.layers, text.num_hidden_layers)
         self.states = States(taps, int(options.features_gb * (1 << 30))) if options.layers else None
         self.chains = Chains(options.section(speculative.num_speculative_tokens), metrics, states=self.states,
-                             tell=listener())
+                             on_step=listener())
         self._links = Links(options, hello, self.chains.following, metrics, taps.check, self.speaks)
 
     @property
@@ -86,7 +86,7 @@ def speaks(parallel: Any) -> bool:
     return bool(parallel.rank == parallel.world_size - last)
 
 
-def listener() -> Callable[[ToldStep], None] | None:
+def listener() -> Callable[[StepReport], None] | None:
     """The function that reports each step to the target; None: no target listens. The socket's path is in the
     environment and not in vLLM's arguments: it differs at each start, and vLLM caches compiled code by arguments."""
     path = os.environ.get(SOCKET)
@@ -103,6 +103,6 @@ class Teller:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
 
-    def tell(self, step: ToldStep) -> None:
+    def tell(self, step: StepReport) -> None:
         with suppress(OSError):
             self._socket.sendto(encode(step), self._path)

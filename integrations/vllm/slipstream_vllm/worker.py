@@ -25,7 +25,7 @@ class Drafted:
         drafter = getattr(self.model_runner, "drafter", None)
         if not isinstance(drafter, RemoteDrafter) or not drafter.speaks:
             return None
-        drafter.chains.look()
+        drafter.chains.poll()
         return drafter.expected, [astuple(status) for status in drafter.statuses()], drafter.metrics.tell()
 
     def slipstream_allow(self, request: str, allowed: bool) -> None:
