@@ -32,6 +32,7 @@ Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events. It knows nothing about r
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import secrets
 import weakref
@@ -215,15 +216,23 @@ class Connection(HttpToolsProtocol):
 
     def evict(self) -> None:
         """Close the connection at once to make room; a client in the middle of a request gets an error answer."""
-        self._refused = True
+        told, self._refused = self._refused, True
         self._stop_timer()
-        if self._in_head or (self._in_body and not self.cycle.response_started):
+        arrived = self._discard_arrived()
+        if not told and (self._in_head or (not self.cycle.response_started if self._in_body else arrived)):
             self.transport.write(_error_answer(problem_of(Unavailable(
-                "others needed this connection's place before the whole request was here; send it again"))))
+                "others needed this connection's place before the whole request was read; send it again"))))
         if self.transport.get_write_buffer_size():
             self.transport.abort()  # closed, it would wait for the client to read
         else:
             self.transport.close()
+
+    def _discard_arrived(self) -> bool:
+        """Whether bytes have arrived that nobody has read. Closed on top of them, the connection would be reset."""
+        try:
+            return os.read(self.transport.get_extra_info("socket").fileno(), MAX_HEADER_BYTES) != b""
+        except OSError:
+            return False
 
     def data_received(self, data: bytes) -> None:
         """Replaces uvicorn's method, which does not say what was wrong and cuts off running answers."""

@@ -236,6 +236,41 @@ async def test_half_a_request_makes_room_and_is_told(monkeypatch: pytest.MonkeyP
         assert await half.read() == b""
 
 
+async def test_who_asked_at_once_is_told_and_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy takes a router that resets its connections for broken, and sends it nothing for a while."""
+    app = Slow()
+    app.go.set()
+    async with door(monkeypatch, app) as found:
+        sockets = [socket.create_connection(("127.0.0.1", found.listener.port)) for _ in range(14)]
+        for one in sockets:  # all is sent before the server accepts the first
+            one.sendall(GET)
+        answers = list[int]()
+        for one in sockets:
+            reader, writer = await asyncio.open_connection(sock=one)
+            found.open.append(writer)
+            answers.append(await answer(reader))
+        assert answers.count(503) == found.counted("connections_refused_total", "address") == 3
+        assert answers.count(200) >= 7 and set(answers) <= {200, 429, 503}
+
+
+async def test_who_was_refused_makes_room_and_is_not_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+    app = Slow()
+    async with door(monkeypatch, app) as found:
+        for _ in range(7):
+            await found.knock(GET)
+            await app.asked.acquire()
+        refused, _ = await found.knock(GET)
+        assert await answer(refused) == 429
+        for _ in range(4):
+            reader, _ = await found.knock(PROBE)
+            assert await answer(reader) == 200
+        assert await refused.read() == b"" and found.counted("connections_refused_total", "address") == 1
+        app.go.set()
+    assert not wrong
+
+
 async def test_bodies_have_so_many_bytes_together_and_the_oldest_that_is_not_whole_goes(
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "MOST_BODIES", 2500)
