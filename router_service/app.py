@@ -42,27 +42,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
 from router_service.dialects import messages, responses
-from router_service.dialects.blocks import Told
+from router_service.dialects.blocks import AnswerHead
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody, TextReply
 from router_service.dialects.openai import (
-    DECENT_ID,
-    Asked,
+    VALID_ID,
     Body,
     Chunks,
     Generation,
+    Plan,
     Reply,
-    Unknown,
-    known,
+    UnknownFields,
+    known_fields,
     parse,
     read_body,
 )
 from router_service.dialects.problems import Problem, http_problem, problem_of, written_as
 from router_service.event_id import HEADER as LAST_EVENT_ID
-from router_service.event_id import EventIds, Origin, Reached, check_of, read
+from router_service.event_id import EventIds, Origin, ResumePoint, initial_check, parse_event_id
 from router_service.gateway import Gateway, Run
 from router_service.tenants import ANYONE, ApiKeys, Tenant
-from router_service.text.deltas import Gathered, TextDelta
+from router_service.text.deltas import CollectedAnswer, TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
@@ -75,38 +75,39 @@ ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions", MESSAGES: "chat", RESPONS
 POSTED = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
 PAGES = (*POSTED, "/v1/models", "/health", "/ready", "/live", "/ping", "/load", "/version", "/openapi.json")
 MODEL = "/v1/models/"  # and the name of one
-NO_PAGE = f"no such page; here are POST {CHAT}, {COMPLETIONS}, {RESPONSES} and {MESSAGES}, GET /v1/models and /health"
-OTHER_METHOD = "this page does not take that method; what makes answers or counts takes POST, all others GET"
-MAX_TOLD = 256  # unknown fields that the log names once
+NO_SUCH_PAGE = (f"no such page; here are POST {CHAT}, {COMPLETIONS}, {RESPONSES} and {MESSAGES}, GET /v1/models and "
+                "/health")
+WRONG_METHOD = "this page does not take that method; what makes answers or counts takes POST, all others GET"
+MAX_LOGGED_NAMES = 256  # of unknown fields, each logged once
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/"})  # the last is what load balancers ask for
-PAGE = re.compile(rb"null|https?://.*")  # origins of pages, not of programs that show pages of their own
-HERE = re.compile(rb"https?://(([A-Za-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")  # origins of this machine
+WEB_ORIGIN = re.compile(rb"null|https?://.*")  # of web pages, not of programs that show pages of their own
+LOCAL_ORIGIN = re.compile(rb"https?://(([A-Za-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
 EXPOSED = b"x-request-id, x-slipstream-mode, x-slipstream-ignored, retry-after"
-ASKED_HEADERS = b"access-control-request-headers"
-DECENT_HEADERS = re.compile(rb"[A-Za-z0-9, _-]{1,2048}")
+REQUESTED_HEADERS = b"access-control-request-headers"
+VALID_HEADERS = re.compile(rb"[A-Za-z0-9, _-]{1,2048}")
 REQUEST_ID = "slipstream.request_id"  # in the scope, for whoever logs
-TENANT = "slipstream.tenant"  # in the scope: who asks
+TENANT = "slipstream.tenant"  # in the scope
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
-Measured = Callable[[str], tuple[str, bytes]]  # what a scraper takes -> content type, page
-Narrative = messages.MessagesReply | responses.ResponsesReply  # what is told of its deltas is its events
+MetricsPage = Callable[[str], tuple[str, bytes]]  # a scraper's accept header -> content type, page
+EventReply = messages.MessagesReply | responses.ResponsesReply
 
 
-def create_app(gateway: Gateway, keys: ApiKeys | None, measured: Measured | None = None) -> ASGIApp:
-    """The ASGI application around ``gateway``. measured: its page of metrics, where it is one of these."""
-    return Gate(Surface(gateway, measured), keys, gateway)
+def create_app(gateway: Gateway, keys: ApiKeys | None, metrics_page: MetricsPage | None = None) -> ASGIApp:
+    """The ASGI application around ``gateway``. metrics_page: if it is served on this port, too."""
+    return Gate(Surface(gateway, metrics_page), keys, gateway)
 
 
 class Surface:
     """All pages. An unknown path or method gets an error that lists the known ones."""
 
-    def __init__(self, gateway: Gateway, measured: Measured | None = None) -> None:
+    def __init__(self, gateway: Gateway, metrics_page: MetricsPage | None = None) -> None:
         self._gateway = gateway
-        self._measured = measured
+        self._metrics_page = metrics_page
         self._started_at = int(time.time())
         self._log = logger("http")
-        self._left_out_told: set[str] = set()
+        self._logged_names: set[str] = set()
         self._posts: dict[str, Handler] = {
             CHAT: self.chat, COMPLETIONS: self.complete, MESSAGES: self.messages, RESPONSES: self.responses,
             f"{MESSAGES}/count_tokens": self.count_tokens, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
@@ -114,7 +115,7 @@ class Surface:
             "/v1/models": self.models, MODEL: self.model, "/load": self.load, "/live": self.live,
             "/health": self.health, "/ready": self.health, "/ping": self.health, "/version": self.version,
             "/": self.health, "/openapi.json": self.openapi}
-        if measured is not None:
+        if metrics_page is not None:
             self._gets["/metrics"] = self.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,7 +137,7 @@ class Surface:
         path = MODEL if path.startswith(MODEL) else path
         if (page := pages.get(path)) is not None:
             return page
-        return self.other_method if path in self._posts or path in self._gets else self.no_page
+        return self.wrong_method if path in self._posts or path in self._gets else self.no_page
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, ChatReply, *await self._read(request, ChatBody, self._gateway.plan_chat))
@@ -146,42 +147,42 @@ class Surface:
         return await self._answer(request, TextReply, *read)
 
     async def messages(self, request: Request) -> Response:
-        return await self._translated(request, messages.chat_of, messages.NAMES, messages.MessagesReply)
+        return await self._answer_translated(request, messages.chat_of, messages.NAMES, messages.MessagesReply)
 
     async def responses(self, request: Request) -> Response:
-        return await self._translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply,
-                                      responses.told_again, "input")
+        return await self._answer_translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply,
+                                      responses.repeated_fields, "input")
 
     async def count_tokens(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
         with written_as(messages.NAMES):
-            asked = self._gateway.plan_chat(parse(ChatBody, messages.chat_of(raw), unknown))
-            tokens = await _present(request, partial(self._gateway.tokens, asked))
-        return json_response({"input_tokens": len(tokens)}, headers=self._left_out(unknown))
+            plan = self._gateway.plan_chat(parse(ChatBody, messages.chat_of(raw), unknown))
+            tokens = await _while_connected(request, partial(self._gateway.tokens, plan))
+        return json_response({"input_tokens": len(tokens)}, headers=self._ignored_header(unknown))
 
     async def tokenize(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
-        if not isinstance(spelt := raw.pop("return_token_strs", None), bool | None):
+        if not isinstance(with_strings := raw.pop("return_token_strs", None), bool | None):
             raise InvalidRequest("return_token_strs", "must be true or false")
         if "messages" in raw:
-            asked = self._gateway.plan_chat(parse(ChatBody, raw, unknown))
+            plan = self._gateway.plan_chat(parse(ChatBody, raw, unknown))
         else:
-            asked = self._gateway.plan_completion(parse(CompletionBody, raw, unknown))
-        if len(asked.prompts) > 1:
+            plan = self._gateway.plan_completion(parse(CompletionBody, raw, unknown))
+        if len(plan.prompts) > 1:
             raise InvalidRequest("prompt", "must be one")
-        tokens = await _present(request, partial(self._gateway.tokens, asked))
-        told = {"count": len(tokens), "max_model_len": self._gateway.info.max_context, "tokens": tokens}
+        tokens = await _while_connected(request, partial(self._gateway.tokens, plan))
+        counted = {"count": len(tokens), "max_model_len": self._gateway.info.max_context, "tokens": tokens}
         pieces = self._gateway.codec.pieces
-        written = await self._gateway.lanes.beside(  # there may be more than any answer has
-            len(tokens), lambda: orjson.dumps(told | ({"token_strs": pieces(tokens)} if spelt else {})),
+        body = await self._gateway.lanes.beside(  # there may be more than any answer has
+            len(tokens), lambda: orjson.dumps(counted | ({"token_strs": pieces(tokens)} if with_strings else {})),
             request.scope[TENANT].id)
-        return Response(written, headers=self._left_out(unknown), media_type="application/json")
+        return Response(body, headers=self._ignored_header(unknown), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
-        asked = known(raw, ("model", "tokens"), {}, unknown)
-        text = await _present(request, partial(self._gateway.text, asked.get("model"), asked.get("tokens")))
-        return json_response({"prompt": text}, headers=self._left_out(unknown))
+        fields = known_fields(raw, ("model", "tokens"), {}, unknown)
+        text = await _while_connected(request, partial(self._gateway.text, fields.get("model"), fields.get("tokens")))
+        return json_response({"prompt": text}, headers=self._ignored_header(unknown))
 
     async def load(self, _: Request) -> Response:
         return json_response({"server_load": self._gateway.admission.in_flight})
@@ -193,7 +194,7 @@ class Surface:
         name = request.scope["path"].removeprefix(MODEL)
         if not name:
             return await self.models(request)
-        self._gateway.named(name)
+        self._gateway.resolve_model(name)
         return json_response(self._model())
 
     async def health(self, _: Request) -> Response:
@@ -207,22 +208,23 @@ class Surface:
         return json_response({"version": __version__})
 
     async def openapi(self, _: Request) -> Response:
-        told = described(self._posts, self._gets.keys() - {"/openapi.json"})
-        return Response(json.dumps(told), media_type="application/json")  # bounds are longer than orjson's numbers
+        document = openapi_document(self._posts, self._gets.keys() - {"/openapi.json"})
+        return Response(json.dumps(document), media_type="application/json")  # bounds are longer than orjson's numbers
 
     async def metrics(self, request: Request) -> Response:
-        assert self._measured is not None
-        content_type, page = self._measured(request.headers.get("accept", ""))
+        assert self._metrics_page is not None
+        content_type, page = self._metrics_page(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
 
     async def no_page(self, request: Request) -> Response:
         path = request.scope["path"]
-        near = _near(path[:100])
-        return problem_response(http_problem(404, f"no such page; did you mean {near}?" if near else NO_PAGE), path)
+        closest = _closest_page(path[:100])
+        message = f"no such page; did you mean {closest}?" if closest else NO_SUCH_PAGE
+        return problem_response(http_problem(404, message), path)
 
-    async def other_method(self, request: Request) -> Response:
+    async def wrong_method(self, request: Request) -> Response:
         path = request.scope["path"]
-        response = problem_response(http_problem(405, OTHER_METHOD), path)
+        response = problem_response(http_problem(405, WRONG_METHOD), path)
         response.headers["allow"] = _methods(path)["allow"]
         return response
 
@@ -233,18 +235,19 @@ class Surface:
         problem = problem_of(error)
         if problem.status == 500:
             self._log.error("request failed", request_id=request.scope[REQUEST_ID], error=type(error).__name__,
-                            at=_places(error))
+                            at=_stack(error))
         return problem_response(problem, path)
 
     async def _read(self, request: Request, kind: type[Body],
-                    plan: Callable[[Body], Asked]) -> tuple[Asked, Generation, Unknown]:
-        """What is asked, and what of its body is looked at later: the rest of that may be large, and may wait."""
+                    make_plan: Callable[[Body], Plan]) -> tuple[Plan, Generation, UnknownFields]:
+        """The plan, and the fields of its body that are needed later: the whole may be large, and may wait."""
         raw, unknown = await self._json(request)
         body = parse(kind, raw, unknown)
-        return plan(body), Generation(stream=body.stream, stream_options=body.stream_options, seed=body.seed), unknown
+        later = Generation(stream=body.stream, stream_options=body.stream_options, seed=body.seed)
+        return make_plan(body), later, unknown
 
-    async def _json(self, request: Request) -> tuple[dict[str, Any], Unknown]:
-        """A body, and what takes those of its fields that nobody knows."""
+    async def _json(self, request: Request) -> tuple[dict[str, Any], UnknownFields]:
+        """A body, and the collector of its unknown fields."""
         if (coding := request.headers.get("content-encoding", "identity")) != "identity":
             raise InvalidRequest("body", f"is encoded as {coding[:20]!r}; send it as it is", "invalid_encoding")
         data = bytearray()
@@ -257,155 +260,159 @@ class Surface:
         except TimeoutError:
             raise InvalidRequest("body", f"did not arrive within {BODY_S:g} s") from None
         await self._gateway.lanes.pause(len(data))
-        return read_body(data), Unknown(self._gateway.strict)
+        return read_body(data), UnknownFields(self._gateway.strict)
 
-    async def _answer(self, request: Request, reply_to: type[ChatReply | TextReply], asked: Asked, body: Generation,
-                      unknown: Unknown) -> Response:
-        reached = self._reached(request, asked, body)
+    async def _answer(self, request: Request, reply_type: type[ChatReply | TextReply], plan: Plan, body: Generation,
+                      unknown: UnknownFields) -> Response:
+        reached = self._resume_point(request, plan, body)
         if reached is not None:
-            asked = asked.again(reached.origin.seed, reached.origin.identity)
-        client, run = await self._begun(request, asked)
-        asks_for_ids = "text/event-stream" in request.headers.get("accept", "")
+            plan = plan.repeated(reached.origin.seed, reached.origin.identity)
+        client, run = await self._start(request, plan)
+        wants_ids = "text/event-stream" in request.headers.get("accept", "")
         origin = reached.origin if reached is not None else Origin(
-            run.id, run.created, asked.options.sampling.seed, run.identity if asks_for_ids else "")
-        reply = reply_to(run.job.options.answer_id or origin.name, origin.created, run.job, self._gateway.codec,
+            run.id, run.created, plan.options.sampling.seed, run.identity if wants_ids else "")
+        reply = reply_type(run.job.options.answer_id or origin.name, origin.created, run.job, self._gateway.codec,
                          run.identity)
-        headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
+        headers = {"x-slipstream-mode": run.mode, **self._ignored_header(unknown)}
         if body.stream:
-            events = self._events(run, reply, self._ids(request, run, origin, reached), body, request.scope[REQUEST_ID])
+            ids = self._event_ids(request, run, origin, reached)
+            events = self._events(run, reply, ids, body, request.scope[REQUEST_ID])
             return EventStream(events, client, run.aclose, headers)
-        answers = [Gathered(reply.detailed) for _ in range(run.job.num_answers)]
-        await _taken(run, client, lambda number, delta: answers[number].add(delta))
+        answers = [CollectedAnswer(reply.detailed) for _ in range(run.job.num_answers)]
+        await _consume(run, client, lambda number, delta: answers[number].add(delta))
         deltas = [answer.deltas for answer in answers]
-        written = await self._gateway.lanes.beside(
-            run.num_told, lambda: orjson.dumps(reply.whole(deltas, run.usage())), run.place.tenant.id)
-        return Response(written, headers=headers, media_type="application/json")
+        content = await self._gateway.lanes.beside(
+            run.num_returned, lambda: orjson.dumps(reply.whole(deltas, run.usage())), run.place.tenant.id)
+        return Response(content, headers=headers, media_type="application/json")
 
-    async def _begun(self, request: Request, asked: Asked) -> tuple[Presence, Run]:
+    async def _start(self, request: Request, plan: Plan) -> tuple[Presence, Run]:
         client = Presence(connection_of(request.scope))
         try:
             with client:
-                return client, await self._gateway.start(asked, request.scope[TENANT], request.headers.get(HEADER, ""))
+                return client, await self._gateway.start(plan, request.scope[TENANT], request.headers.get(HEADER, ""))
         except BaseException:
             client.close()
             raise
 
-    async def _translated(self, request: Request, chat_of: Callable[[dict[str, Any]], dict[str, Any]],
-                          names: Mapping[str, str], reply_to: Callable[[Told], Narrative],
-                          told_again: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {},
-                          conversation: str = "messages") -> Response:
-        """An answer of a dialect that is a translation onto chat. ``conversation``: the field that has it."""
+    async def _answer_translated(self, request: Request, chat_of: Callable[[dict[str, Any]], dict[str, Any]],
+                          names: Mapping[str, str], reply_type: Callable[[AnswerHead], EventReply],
+                                 repeated_fields: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {},
+                                 conversation: str = "messages") -> Response:
+        """An answer of a dialect that is translated to chat. ``conversation``: the dialect's field of it."""
         raw, unknown = await self._json(request)
         with written_as(names):
             body = parse(ChatBody, chat_of(raw), unknown)
-            raw = told_again(raw)
-            asked, streamed = self._gateway.plan_chat(body), bool(body.stream)
+            raw = repeated_fields(raw)
+            plan, streamed = self._gateway.plan_chat(body), bool(body.stream)
             del body
-        if asked.num_answers > 1:
+        if plan.num_answers > 1:
             raise InvalidRequest("n", "must be 1")
-        options = asked.options
-        for name, wanted in (("prompt_logprobs", options.tells_prompt), ("return_token_ids", options.token_ids),
-                             ("return_tokens_as_token_ids", options.by_ids),
+        options = plan.options
+        for name, requested in (("prompt_logprobs", options.returns_prompt),
+                                ("return_token_ids", options.return_token_ids),
+                                ("return_tokens_as_token_ids", options.tokens_as_ids),
                              ("logprobs", options.top_logprobs is not None)):
-            if wanted:
+            if requested:
                 raise InvalidRequest(name, f"is told by {CHAT} and {COMPLETIONS} alone", "unsupported_parameter")
         if request.headers.get(LAST_EVENT_ID):
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
         with written_as({**names, "messages": conversation}):
-            client, run = await self._begun(request, asked)
+            client, run = await self._start(request, plan)
         markups = run.job.markups(self._gateway.codec)
-        reply = reply_to(Told(options.answer_id or run.id, run.created, asked.model, markups[0] if markups else None,
-                              raw, options.tell_reasoning))
-        headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
+        reply = reply_type(AnswerHead(options.answer_id or run.id, run.created, plan.model,
+                                      markups[0] if markups else None,
+                              raw, options.return_reasoning))
+        headers = {"x-slipstream-mode": run.mode, **self._ignored_header(unknown)}
         if streamed:
-            return EventStream(self._narrated(run, reply, request.scope[REQUEST_ID]), client, run.aclose, headers)
-        await _taken(run, client, lambda _, delta: reply.told(delta))
+            return EventStream(self._reply_events(run, reply, request.scope[REQUEST_ID]), client, run.aclose, headers)
+        await _consume(run, client, lambda _, delta: reply.events(delta))
         return json_response(reply.whole(run.usage(), run.completions[0].stopped_by), headers=headers)
 
-    async def _narrated(self, run: Run, reply: Narrative, request_id: str) -> AsyncGenerator[bytes, None]:
-        beginning = reply.opening(run.usage())
+    async def _reply_events(self, run: Run, reply: EventReply, request_id: str) -> AsyncGenerator[bytes, None]:
+        pending = reply.opening(run.usage())
         try:
             async for _, delta in run:
-                data = beginning + reply.told(delta)
-                beginning = b""
+                data = pending + reply.events(delta)
+                pending = b""
                 if data:
                     yield data
             yield reply.closing(run.usage(), run.completions[0].stopped_by)
         except Exception as error:
-            self._broken_off(run, request_id, error)
-            yield beginning + reply.broken(problem_of(error))
+            self._stream_failed(run, request_id, error)
+            yield pending + reply.error_events(problem_of(error))
 
-    def _broken_off(self, run: Run, request_id: str, error: Exception) -> None:
+    def _stream_failed(self, run: Run, request_id: str, error: Exception) -> None:
         self._log.warning("stream broken", request_id=request_id, answer_id=run.id, error=type(error).__name__)
         run.fail()
         self._gateway.failed(run.job.endpoint, error)
 
-    def _reached(self, request: Request, asked: Asked, body: Generation) -> Reached | None:
-        """What the client shows that it has of the answer. Raises InvalidRequest where it cannot be this request's."""
-        shown, options = request.headers.get(LAST_EVENT_ID), asked.options
-        if not shown:
+    def _resume_point(self, request: Request, plan: Plan, body: Generation) -> ResumePoint | None:
+        """What the client has of the answer. Raises InvalidRequest if that cannot be of this request."""
+        event_id, options = request.headers.get(LAST_EVENT_ID), plan.options
+        if not event_id:
             return None
-        reached = read(shown)
-        if not (body.stream and asked.num_answers == 1 and self._gateway.repeats(options)) or options.tells_prompt:
+        reached = parse_event_id(event_id)
+        reproducible = plan.num_answers == 1 and self._gateway.is_reproducible(options)
+        if not (body.stream and reproducible) or options.returns_prompt:
             raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
         if ((options.max_tokens is not None and reached.tokens > options.max_tokens)
                 or (options.seeded and options.sampling.seed != reached.origin.seed)):
             raise InvalidRequest(LAST_EVENT_ID, "is of another request; send the one that it belongs to")
         return reached
 
-    def _ids(self, request: Request, run: Run, origin: Origin, reached: Reached | None) -> EventIds | None:
-        """None: nobody asks for them, or the answer could not be computed again."""
-        again = origin.identity and run.job.num_answers == 1 and self._gateway.repeats(run.job.options)
-        if run.job.options.tells_prompt or (reached is None and not again):
+    def _event_ids(self, request: Request, run: Run, origin: Origin, reached: ResumePoint | None) -> EventIds | None:
+        """None: the client wants none, or the answer could not be computed again."""
+        resumable = origin.identity and run.job.num_answers == 1 and self._gateway.is_reproducible(run.job.options)
+        if run.job.options.returns_prompt or (reached is None and not resumable):
             return None
-        return EventIds(origin, check_of(request.scope[TENANT].namespace, run.job.prompts[0]), reached)
+        return EventIds(origin, initial_check(request.scope[TENANT].namespace, run.job.prompts[0]), reached)
 
-    def _left_out(self, unknown: Unknown) -> dict[str, str]:
+    def _ignored_header(self, unknown: UnknownFields) -> dict[str, str]:
         if not unknown:
             return {}
-        new = [name for name in unknown if name not in self._left_out_told]
-        if new and len(self._left_out_told) < MAX_TOLD:
-            self._left_out_told.update(new)
+        new = [name for name in unknown if name not in self._logged_names]
+        if new and len(self._logged_names) < MAX_LOGGED_NAMES:
+            self._logged_names.update(new)
             self._log.info("fields left out that nobody knows", names=new)
         return {"x-slipstream-ignored": ", ".join(unknown)}
 
     async def _events(self, run: Run, reply: Reply, ids: EventIds | None, body: Generation,
                       request_id: str) -> AsyncGenerator[bytes, None]:
         chunks = Chunks(reply, run.usage if body.continuous_usage else None)
-        number = "" if ids is None else ids.after(TextDelta())
-        beginning = b"" if ids is not None and ids.behind else b"".join(
-            [event(opening, number) for choice in range(run.job.num_answers)
+        event_id = "" if ids is None else ids.after(TextDelta())
+        pending = b"" if ids is not None and ids.catching_up else b"".join(
+            [event(opening, event_id) for choice in range(run.job.num_answers)
              if (opening := chunks.opening(choice, len(run.job.prompts[choice // run.job.options.n])))])
         try:
             async for choice, delta in run:
                 if ids is not None:
-                    if ids.behind:
-                        had, delta = ids.split(delta)
-                        chunks.written(choice, had)  # what comes then counts from there
+                    if ids.catching_up:
+                        old, delta = ids.split(delta)
+                        chunks.chunk(choice, old)  # what follows counts from there
                         yield COMMENT  # computing all of it again takes time
-                    number = ids.after(delta)
-                data = (chunks.written(choice, delta) if not delta.prompt else await self._gateway.lanes.beside(
-                    run.job.num_scores, partial(chunks.written, choice, delta), run.place.tenant.id))
-                if data or beginning:
-                    yield beginning + framed(data, number) if data else beginning
-                    beginning = b""
+                    event_id = ids.after(delta)
+                data = (chunks.chunk(choice, delta) if not delta.prompt else await self._gateway.lanes.beside(
+                    run.job.num_scores, partial(chunks.chunk, choice, delta), run.place.tenant.id))
+                if data or pending:
+                    yield pending + framed(data, event_id) if data else pending
+                    pending = b""
             if body.include_usage:
                 yield event(reply.usage_chunk(run.usage()))
         except Exception as error:
-            self._broken_off(run, request_id, error)
+            self._stream_failed(run, request_id, error)
             yield event(problem_of(error).body())
         yield DONE
 
     def _model(self) -> dict[str, Any]:
         """As OpenAI's clients read it, then as Anthropic's do."""
-        name, since = self._gateway.model, datetime.fromtimestamp(self._started_at, UTC)
+        name, created = self._gateway.model, datetime.fromtimestamp(self._started_at, UTC)
         return {"id": name, "object": "model", "created": self._started_at, "owned_by": "slipstream",
-                "type": "model", "display_name": name, "created_at": since.isoformat(),
+                "type": "model", "display_name": name, "created_at": created.isoformat(),
                 "max_model_len": self._gateway.info.max_context, "slipstream": {"lossy": self._gateway.info.lossy}}
 
 
-async def _present(request: Request, work: Callable[[Tenant], Awaitable[Made]]) -> Made:
-    """What ``work`` gives to whoever asks, as long as he is there."""
+async def _while_connected(request: Request, work: Callable[[Tenant], Awaitable[Result]]) -> Result:
+    """The result of ``work`` for the request's tenant, cancelled if the client leaves."""
     client = Presence(connection_of(request.scope))
     try:
         with client:
@@ -414,8 +421,8 @@ async def _present(request: Request, work: Callable[[Tenant], Awaitable[Made]]) 
         client.close()
 
 
-async def _taken(run: Run, client: Presence, take: Callable[[int, TextDelta], object]) -> None:
-    """All of ``run``, as long as its client is there."""
+async def _consume(run: Run, client: Presence, take: Callable[[int, TextDelta], object]) -> None:
+    """Call ``take`` with all of ``run``'s deltas, and close it. Cancelled if the client leaves."""
     try:
         with client:
             async for number, delta in run:
@@ -429,10 +436,10 @@ async def _taken(run: Run, client: Presence, take: Callable[[int, TextDelta], ob
         await run.aclose()
 
 
-def _near(path: str) -> str:
-    """The page that was meant, "" for none known: one that ``path`` begins, or nearly is."""
-    begun = (page for page in PAGES if len(path) > 3 and f"{page}/".startswith(f"{path.rstrip('/')}/"))
-    return next(begun, "") or next(iter(difflib.get_close_matches(path, PAGES, n=1, cutoff=0.7)), "")
+def _closest_page(path: str) -> str:
+    """The page that ``path`` is the beginning of, or nearly is; "" for none."""
+    longer = (page for page in PAGES if len(path) > 3 and f"{page}/".startswith(f"{path.rstrip('/')}/"))
+    return next(longer, "") or next(iter(difflib.get_close_matches(path, PAGES, n=1, cutoff=0.7)), "")
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -441,24 +448,24 @@ def json_response(content: dict[str, Any], status: int = 200, headers: dict[str,
 
 def problem_response(problem: Problem, path: str) -> Response:
     """As the dialect of ``path`` writes it."""
-    theirs = path == MESSAGES or path.startswith(f"{MESSAGES}/")
-    return json_response(messages.error_of(problem) if theirs else problem.body(), problem.status,
+    anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return json_response(messages.error_of(problem) if anthropic else problem.body(), problem.status,
                          dict(problem.headers))
 
 
-def described(posts: Iterable[str], gets: Iterable[str]) -> dict[str, Any]:
+def openapi_document(posts: Iterable[str], gets: Iterable[str]) -> dict[str, Any]:
     """The pages as OpenAPI has them, and what those of OpenAI's API take."""
-    told: dict[str, Any] = {"responses": {"200": {"description": "what was asked for"}}}
-    paths = {path: {"post": dict(told)} for path in posts} | {path: {"get": dict(told)} for path in gets}
-    kinds = dict[str, Any]()
+    operation: dict[str, Any] = {"responses": {"200": {"description": "what was asked for"}}}
+    paths = {path: {"post": dict(operation)} for path in posts} | {path: {"get": dict(operation)} for path in gets}
+    schemas = dict[str, Any]()
     for path, kind in ((CHAT, ChatBody), (COMPLETIONS, CompletionBody)):
         schema = dict(_schema(kind))
-        kinds |= schema.pop("$defs", {})
+        schemas |= schema.pop("$defs", {})
         paths[path]["post"]["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     paths[f"{MODEL}{{model_id}}"] = model = paths.pop(MODEL)
     model["get"]["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return {"openapi": "3.1.0", "info": {"title": "Slipstream", "version": __version__}, "paths": paths,
-            "components": {"schemas": kinds}}
+            "components": {"schemas": schemas}}
 
 
 @cache
@@ -467,8 +474,8 @@ def _schema(kind: type[ChatBody | CompletionBody]) -> Mapping[str, Any]:
 
 
 class Gate:
-    """Wraps ``app``; ``keys`` say who may pass, None: whoever comes. Once ``gateway`` is leaving, each answer ends its
-    connection."""
+    """Wraps ``app``. ``keys``: the valid ones; None: no key is needed. Once ``gateway`` is leaving, each answer ends
+    its connection."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None, gateway: Gateway) -> None:
         self._app = app
@@ -486,9 +493,9 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                ours = [(b"x-request-id", request_id), (b"request-id", request_id), *self._readers(headers),
+                added = [(b"x-request-id", request_id), (b"request-id", request_id), *self._cors_headers(headers),
                         *([(b"connection", b"close")] if self._gateway.leaving else [])]
-                message = {**message, "headers": [*message.get("headers", ()), *ours]}
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         if scope["method"] == "OPTIONS":
@@ -503,7 +510,7 @@ class Gate:
         if tenant is not None and (connection := connection_of(scope)) is not None:
             connection.set_tenant(tenant.id)
         origin = headers.get(b"origin", b"")
-        if scope["method"] == "POST" and not self._reads(origin):
+        if scope["method"] == "POST" and not self._origin_allowed(origin):
             refusal = http_problem(403, "a router without API keys takes posts of its own machine's pages alone; set "
                                         "router.api_keys_file to serve this one")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
@@ -512,21 +519,21 @@ class Gate:
             await self._app(scope, receive, answer)
         except Exception as error:
             self._log.error("request failed", request_id=request_id.decode(), error=type(error).__name__,
-                            at=_places(error))
+                            at=_stack(error))
             if not started:
                 await problem_response(problem_of(error), scope["path"])(scope, receive, answer)
 
-    def _reads(self, origin: bytes) -> bool:
-        """Whether a page of it may."""
-        return self._keys is not None or HERE.fullmatch(origin) is not None or not PAGE.fullmatch(origin)
+    def _origin_allowed(self, origin: bytes) -> bool:
+        """Whether pages of this origin may call."""
+        return self._keys is not None or LOCAL_ORIGIN.fullmatch(origin) is not None or not WEB_ORIGIN.fullmatch(origin)
 
-    def _readers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """What says to a browser that the page which asks may read the answer."""
+    def _cors_headers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """The headers that let the calling page read the answer."""
         origin = headers.get(b"origin")
-        if origin is None or not self._reads(origin):
+        if origin is None or not self._origin_allowed(origin):
             return []
-        asked = headers.get(ASKED_HEADERS, b"")
-        allowed = [(b"access-control-allow-headers", asked)] if DECENT_HEADERS.fullmatch(asked) else []
+        requested = headers.get(REQUESTED_HEADERS, b"")
+        allowed = [(b"access-control-allow-headers", requested)] if VALID_HEADERS.fullmatch(requested) else []
         return [(b"access-control-allow-origin", origin), (b"vary", b"origin"),
                 (b"access-control-expose-headers", EXPOSED), *allowed]
 
@@ -536,19 +543,19 @@ def _methods(path: str) -> dict[str, str]:
     return {"allow": methods, "access-control-allow-methods": methods, "access-control-max-age": "600"}
 
 
-def _request_id(shown: bytes) -> bytes:
-    return shown if DECENT_ID.fullmatch(shown.decode("latin-1")) else secrets.token_hex(16).encode()
+def _request_id(given: bytes) -> bytes:
+    return given if VALID_ID.fullmatch(given.decode("latin-1")) else secrets.token_hex(16).encode()
 
 
 def _key(headers: dict[Any, Any]) -> str:
-    shown, other = (bytes(headers.get(name, b"")).decode("utf-8", "surrogateescape")
+    authorization, api_key = (bytes(headers.get(name, b"")).decode("utf-8", "surrogateescape")
                     for name in (b"authorization", b"x-api-key"))
-    scheme, _, key = shown.partition(" ")
+    scheme, _, key = authorization.partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
-    return other.strip()  # the first may be for a proxy on the way
+    return api_key.strip()  # the other may be for a proxy on the way
 
 
-def _places(error: BaseException) -> list[str]:
+def _stack(error: BaseException) -> list[str]:
     return [f"{basename(frame.filename)}:{frame.lineno} {frame.name}"
             for frame in traceback.extract_tb(error.__traceback__)[-6:]]

@@ -27,7 +27,7 @@ from slipstream.base.errors import InvalidRequest
 
 HEADER = "Last-Event-ID"
 ORIGIN = struct.Struct(">16sQQ16s")  # name of the answer, created, seed, tag of who computes it
-REACHED = struct.Struct(">IBI")  # tokens, whether all is told, check
+RESUME_POINT = struct.Struct(">IBI")  # tokens, whether the answer is finished, check
 ID = re.compile(r"[A-Za-z0-9_-]{76}")  # both
 
 
@@ -41,7 +41,7 @@ class Origin(NamedTuple):
     identity: str
 
 
-class Reached(NamedTuple):
+class ResumePoint(NamedTuple):
     """The content of an id: how many ``tokens`` went out, and (``finished``) whether the finish reason did too."""
 
     origin: Origin
@@ -50,58 +50,58 @@ class Reached(NamedTuple):
     check: int
 
 
-def read(text: str) -> Reached:
+def parse_event_id(text: str) -> ResumePoint:
     """Raises InvalidRequest."""
     if not ID.fullmatch(text):
         raise InvalidRequest(HEADER, "is no id of an event of this server")
     data = urlsafe_b64decode(text)
     name, created, seed, identity = ORIGIN.unpack(data[: ORIGIN.size])
-    tokens, finished, check = REACHED.unpack(data[ORIGIN.size :])
-    return Reached(Origin(name.hex(), created, seed, identity.hex()), tokens, bool(finished), check)
+    tokens, finished, check = RESUME_POINT.unpack(data[ORIGIN.size :])
+    return ResumePoint(Origin(name.hex(), created, seed, identity.hex()), tokens, bool(finished), check)
 
 
-def check_of(secret: str, prompt: Sequence[int]) -> int:
-    """The check of an answer without a token."""
+def initial_check(secret: str, prompt: Sequence[int]) -> int:
+    """The check of an answer that has no token yet."""
     return zlib.crc32(array("I", prompt).tobytes(), zlib.crc32(secret.encode()))
 
 
 class EventIds:
-    """The ids of one answer. ``reached``: what its client has, if it goes on; as long as it is ``behind`` that, each
-    delta has to be ``split``."""
+    """The ids of one answer. ``reached``: what the client of a resumed answer has. While the answer is ``catching_up``
+    with that, each delta must be ``split``."""
 
-    __slots__ = ("_check", "_finished", "_head", "_tokens", "behind", "reached")
+    __slots__ = ("_check", "_finished", "_head", "_tokens", "catching_up", "reached")
 
-    def __init__(self, origin: Origin, check: int, reached: Reached | None = None) -> None:
-        """check: of no token yet."""
-        begun = ORIGIN.pack(bytes.fromhex(origin.name), origin.created, origin.seed, bytes.fromhex(origin.identity))
-        self._head = urlsafe_b64encode(begun).decode()
+    def __init__(self, origin: Origin, check: int, reached: ResumePoint | None = None) -> None:
+        name, identity = bytes.fromhex(origin.name), bytes.fromhex(origin.identity)
+        self._head = urlsafe_b64encode(ORIGIN.pack(name, origin.created, origin.seed, identity)).decode()
         self._tokens, self._finished, self._check = 0, False, check
         self.reached = reached
-        self.behind = reached is not None
+        self.catching_up = reached is not None
 
     def after(self, delta: TextDelta) -> str:
         """The id of an event that brings ``delta``, and of all deltas before that made no event."""
         self._count(delta.tokens)
         self._finished = self._finished or delta.finish != ""
-        return self._head + urlsafe_b64encode(REACHED.pack(self._tokens, self._finished, self._check)).decode()
+        return self._head + urlsafe_b64encode(RESUME_POINT.pack(self._tokens, self._finished, self._check)).decode()
 
     def split(self, delta: TextDelta) -> tuple[TextDelta, TextDelta]:
         """The part of ``delta`` that the client has, and the new part. Raises InvalidRequest if the answer differs from
         the client's."""
         reached = self.reached
         assert reached is not None
-        ahead = reached.tokens - self._tokens
-        had, new = delta.tokens[:ahead], delta.tokens[ahead:]
-        self._count(had)
-        there = self._tokens == reached.tokens
-        if (there and self._check != reached.check) or (new and reached.finished) or (delta.finish and not there):
+        num_missing = reached.tokens - self._tokens
+        old, new = delta.tokens[:num_missing], delta.tokens[num_missing:]
+        self._count(old)
+        caught_up = self._tokens == reached.tokens
+        if ((caught_up and self._check != reached.check) or (new and reached.finished)
+                or (delta.finish and not caught_up)):
             raise InvalidRequest(HEADER, "is of another answer than this request's; ask again without it")
         if reached.finished:
-            self.behind = not delta.finish
+            self.catching_up = not delta.finish
             return delta, TextDelta()
-        self.behind = not there
-        told = sum(len(token.text) for token in had)
-        return TextDelta(delta.text[:told], had), delta._replace(text=delta.text[told:], tokens=new)
+        self.catching_up = not caught_up
+        length = sum(len(token.text) for token in old)
+        return TextDelta(delta.text[:length], old), delta._replace(text=delta.text[length:], tokens=new)
 
     def _count(self, tokens: Sequence[AnswerToken]) -> None:
         for token in tokens:

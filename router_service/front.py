@@ -19,7 +19,7 @@ from typing import Any
 
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
-from router_service.dialects.openai import MAX_CONTAINERS, Asked, num_containers, parse, read_json
+from router_service.dialects.openai import MAX_CONTAINERS, Plan, num_containers, parse, read_json
 from router_service.gateway import Gateway, Run
 from router_service.tenants import Tenant
 from router_service.text.calls import call_id
@@ -29,9 +29,9 @@ from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import ChatOptions, Delta, Function, Message, TextToken, ToolCall
 from slipstream.protocol.grammar import Grammar
 
-# Options that a body has in another form.
-OTHERWISE = ("logit_bias", "begun", "grammar", "logprobs_mode", "chat_template_kwargs", "tools", "function")
-NAMES = {"structured_outputs": "grammar", "logprobs": "top_logprobs"}  # of a body's fields -> of options
+# Options that a body has in another form: ``_raw`` converts them.
+CONVERTED_OPTIONS = ("logit_bias", "begun", "grammar", "logprobs_mode", "chat_template_kwargs", "tools", "function")
+OPTION_NAMES = {"structured_outputs": "grammar", "logprobs": "top_logprobs"}  # of a body's fields -> of options
 
 
 class GatewayFront:
@@ -44,30 +44,31 @@ class GatewayFront:
 
     def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]:
         """Its iteration raises errors of slipstream.base.errors, like all here."""
-        def plan() -> Asked:
+        def make_plan() -> Plan:
             raw = self._raw(model, options)
             raw["messages"] = list(map(_message, messages))
             if options.top_logprobs is not None:
                 raw["logprobs"] = True
             return self._gateway.plan_chat(parse(ChatBody, raw), options.begun)
 
-        return self._run("chat", plan, NAMES | {"tool_choice": "function"} if options.function is not None else NAMES)
+        names = OPTION_NAMES | {"tool_choice": "function"} if options.function is not None else OPTION_NAMES
+        return self._run("chat", make_plan, names)
 
     def complete(self, model: str, prompt: str | Sequence[int],
                  options: ChatOptions) -> AsyncGenerator[Delta, None]:
-        def plan() -> Asked:
+        def make_plan() -> Plan:
             raw = self._raw(model, options)
             raw["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
             raw["logprobs"] = raw.pop("top_logprobs", None)
             return self._gateway.plan_completion(parse(CompletionBody, raw), options.begun)
 
-        return self._run("completions", plan)
+        return self._run("completions", make_plan)
 
     async def models(self) -> list[str]:
         return [self._gateway.model]
 
     def _raw(self, model: str, options: ChatOptions) -> dict[str, Any]:
-        given = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in OTHERWISE}
+        given = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in CONVERTED_OPTIONS}
         raw = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()
                if value not in (None, ())}
         raw |= {"model": model or self._gateway.model, "return_token_ids": True, **_read(options)}
@@ -79,24 +80,25 @@ class GatewayFront:
             raw |= fields_of(options.grammar)
         return raw
 
-    async def _run(self, endpoint: str, plan: Callable[[], Asked],
-                   names: Mapping[str, str] = NAMES) -> AsyncGenerator[Delta, None]:
+    async def _run(self, endpoint: str, make_plan: Callable[[], Plan],
+                   names: Mapping[str, str] = OPTION_NAMES) -> AsyncGenerator[Delta, None]:
         try:
-            asked = plan()
-            del plan  # and what it was made of, which may be large, and may wait
-            run = await self._gateway.start(asked, self._tenant, self._trace)
+            plan = make_plan()
+            del make_plan  # and what it refers to, which may be large, and may wait
+            run = await self._gateway.start(plan, self._tenant, self._trace)
             try:
-                identity, told, markup = run.identity, run.job.told(self._gateway.codec), await self._markup(run)
+                identity, markup = run.identity, await self._markup(run)
+                prompts = run.job.returned_prompts(self._gateway.codec)
                 async for _, delta in run:
-                    if told is not None:
-                        parts, delta = told.scored(delta.prompt), delta._replace(text=told.text(0) + delta.text)
-                        told = None
+                    if prompts is not None:
+                        parts, delta = prompts.scored(delta.prompt), delta._replace(text=prompts.text(0) + delta.text)
+                        prompts = None
                         for part in parts:
                             yield Delta(prompt=part)
                     if delta.text or delta.tokens or delta.finish or identity:
-                        yield _told(Delta(delta.text, tuple(map(self._token, delta.tokens)), delta.finish,
+                        yield _separated(Delta(delta.text, tuple(map(self._token, delta.tokens)), delta.finish,
                                           run.usage() if delta.finish else None, identity),
-                                    markup, run.job.options.tell_reasoning)
+                                    markup, run.job.options.return_reasoning)
                         identity = ""
             except Exception:
                 run.fail()
@@ -118,14 +120,14 @@ class GatewayFront:
 
     async def _markup(self, run: Run) -> Markup | Named | None:
         job = run.job
-        found = job.markups(self._gateway.codec)
-        if not found:
+        markups = job.markups(self._gateway.codec)
+        if not markups:
             return None
         if job.begun:
-            # Piece by piece, as it came: what looks for marks goes over a long text again and again.
+            # Piece by piece, as it came: the search for marks goes over a long text again and again.
             await self._gateway.lanes.beside(
-                len(job.begun), lambda: deque(map(found[0].push, self._gateway.begun(job)), 0), self._tenant.id)
-        return found[0]
+                len(job.begun), lambda: deque(map(markups[0].push, self._gateway.begun(job)), 0), self._tenant.id)
+        return markups[0]
 
 
 def fields_of(grammar: Grammar) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _read(options: ChatOptions) -> dict[str, Any]:
-    """What is written in JSON within ``options``, read, and bounded over all of it before. Raises InvalidRequest."""
+    """The options that are written in JSON, parsed; all of them are bounded together before. Raises InvalidRequest."""
     written = [*(function.parameters for function in options.tools), options.chat_template_kwargs or ""]
     if num_containers(",".join(written).encode()) > MAX_CONTAINERS:
         raise InvalidRequest("tools", f"and chat_template_kwargs hold more than {MAX_CONTAINERS} lists and objects")
@@ -168,11 +170,11 @@ def _tool(at: str, function: Function) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function.name, **described, **schema}}
 
 
-def _told(delta: Delta, markup: Markup | Named | None, reasoning: bool) -> Delta:
-    """``delta``, calls and reasoning told apart; ``reasoning``: whether it is told at all."""
+def _separated(delta: Delta, markup: Markup | Named | None, return_reasoning: bool) -> Delta:
+    """``delta`` with calls and reasoning separated from its text."""
     if markup is None:
         return delta
     parts = markup.push(delta.text, bool(delta.finish), delta.finish == "length")
     calls = [ToolCall(call.name, call.arguments, call_id() if call.name else "", call.index) for call in parts.calls]
     return delta._replace(text=parts.content, finish=finish_of(delta.finish, markup),
-                          reasoning=parts.reasoning if reasoning else "", tool_calls=tuple(calls))
+                          reasoning=parts.reasoning if return_reasoning else "", tool_calls=tuple(calls))

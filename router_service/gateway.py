@@ -7,7 +7,7 @@ Rules:
 3. No run outlives ``request_timeout_s``, which counts from its arrival; nor does what comes before it.
 4. An answer that another router began goes on at a target of the same identity, from the tokens that the client sends;
    without tokens it is computed again from its start.
-5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for. If the client gives
+5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were plan for. If the client gives
    no seed, each prompt gets its own, so that a repeated prompt gets different answers.
 
 It knows nothing about HTTP or gRPC, nor how answers are written.
@@ -32,11 +32,11 @@ from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
-from router_service.dialects.openai import MAX_ANSWER_SCORES, SEEDS, Asked, Body, Job, Options
+from router_service.dialects.openai import MAX_ANSWER_SCORES, SEEDS, Body, Job, Options, Plan
 from router_service.dialects.problems import written_as
-from router_service.dialects.tools import numbered, told
+from router_service.dialects.tools import with_kimi_call_ids, without_tool_roles
 from router_service.tenants import Tenant
-from router_service.text.deltas import Numbered, merged
+from router_service.text.deltas import NumberedDelta, merged
 from router_service.text.tokens import Completion, Detokenizer, Lanes, TextCodec, Turn, too_long
 from slipstream.base.config import RouterSection
 from slipstream.base.errors import (
@@ -57,7 +57,7 @@ from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, WITHIN, Reque
 
 MAX_N = 128  # answers that one request may ask for to each of its prompts
 MAX_ANSWERS = 1024  # to all of its prompts
-MAX_SENT = 1 << 21  # tokens of prompts that are sent to targets for one request: as many as its body can hold
+MAX_SENT_TOKENS = 1 << 21  # tokens of prompts that are sent to targets for one request: as many as its body can hold
 
 
 class Gateway:
@@ -65,7 +65,7 @@ class Gateway:
 
     def __init__(self, codec: TextCodec, balancer: Balancer, fallback: PoolFallback, metrics: RouterMetrics,
                  section: RouterSection, spans: Spans | None, trials: Trials) -> None:
-        """trials: of what answers are to be bound to."""
+        """trials: compile grammars to check them."""
         self.codec = codec
         self.metrics = metrics
         self.spans = spans
@@ -75,7 +75,7 @@ class Gateway:
         self._fallback = fallback
         self._section = section
         self.lanes = Lanes()
-        self._trials = trials  # in a thread of its own: a grammar that takes long holds up no text
+        self._trials = trials  # in a thread of its own: a slow grammar delays no text
 
     @property
     def ready(self) -> bool:
@@ -83,11 +83,11 @@ class Gateway:
 
     @property
     def model(self) -> str:
-        """The name that clients use. Raises Unavailable while no target has told its own."""
+        """The name that clients use. Raises Unavailable while no target has reported its own."""
         return self._section.model_name or self.info.model_id
 
-    def named(self, name: str | None) -> str:
-        """The model that ``name`` means; None: the one here. Raises NotFound for another one, or Unavailable."""
+    def resolve_model(self, name: str | None) -> str:
+        """The name of the model here, which ``name`` must be unless it is None. Raises NotFound or Unavailable."""
         model = self.model
         if name not in (None, model):
             raise NotFound("model", f"no model {str(name)[:100]!r} here; it is {model!r}, or leave the field out",
@@ -96,7 +96,7 @@ class Gateway:
 
     @property
     def info(self) -> TargetInfo:
-        """What a target says of itself. Raises Unavailable while none has."""
+        """What a target reports. Raises Unavailable while none has."""
         info = self.balancer.info
         if info is None:
             raise Unavailable("no target has answered yet; try again soon")
@@ -104,10 +104,10 @@ class Gateway:
 
     @property
     def strict(self) -> bool:
-        """Whether a field that nobody knows is refused."""
+        """Whether unknown fields are refused."""
         return self._section.strict
 
-    def repeats(self, options: Options) -> bool:
+    def is_reproducible(self, options: Options) -> bool:
         """Whether a seed fixes the answer here."""
         return options.sampling.temperature == 0 or not (self.info.lossy or "keyed_sampling" in self.info.without)
 
@@ -117,7 +117,7 @@ class Gateway:
         self.leaving = True
 
     async def warm(self) -> None:
-        """Have ready what the first grammar would have to wait for."""
+        """Prepare what the first grammar would have to wait for."""
         await self._trials.warm()
 
     def drain(self) -> None:
@@ -125,50 +125,52 @@ class Gateway:
         self.admission.close()
 
     def close(self) -> None:
-        """Nothing runs any more."""
+        """Call it when nothing runs any more."""
         self.lanes.close()
         self._trials.close()
         self.codec.close()
 
-    def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Asked:
+    def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Plan:
         """Raises InvalidRequest, NotFound or Unavailable."""
-        options, names = self._filled(body).options(), body.names()
+        options, names = self._with_defaults(body).options(), body.names()
         messages = [message.given() for message in body.messages]
-        called = any(message.role == "tool" or message.tool_calls for message in body.messages)
+        has_calls = any(message.role == "tool" or message.tool_calls for message in body.messages)
         if not self.codec.style.takes_tools:
-            messages = told(messages, options.use) if called or options.use is not None else messages
-        elif options.use is not None:
-            names["tools"] = options.use.whole
-        if called and self.codec.style.calls_by_id:
-            messages = numbered(messages)
+            if has_calls or options.tool_use is not None:
+                messages = without_tool_roles(messages, options.tool_use)
+        elif options.tool_use is not None:
+            names["tools"] = options.tool_use.for_template
+        if has_calls and self.codec.style.calls_by_id:
+            messages = with_kimi_call_ids(messages)
         turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message), names)
-        return self._checked(Asked("chat", self.named(body.model), options, messages=messages, begun=begun, turn=turn))
+        return self._checked(Plan("chat", self.resolve_model(body.model), options, messages=messages, begun=begun,
+                                  turn=turn))
 
-    def plan_completion(self, body: CompletionBody, begun: Begun | None = None) -> Asked:
+    def plan_completion(self, body: CompletionBody, begun: Begun | None = None) -> Plan:
         """Raises InvalidRequest, NotFound or Unavailable."""
-        return self._checked(Asked("completions", self.named(body.model), self._filled(body).options(),
+        return self._checked(Plan("completions", self.resolve_model(body.model), self._with_defaults(body).options(),
                                    prompts=body.prompt, begun=begun,
                                    add_special_tokens=body.add_special_tokens is not False))
 
-    def _filled(self, body: Body) -> Body:
-        """With the model's own words for how tokens are chosen where the request has none."""
-        left = {name: value for name, value in self.codec.defaults.items() if getattr(body, name) is None}
-        return body.model_copy(update=left) if left else body
+    def _with_defaults(self, body: Body) -> Body:
+        """With the model's own sampling defaults where the request has none."""
+        missing = {name: value for name, value in self.codec.defaults.items() if getattr(body, name) is None}
+        return body.model_copy(update=missing) if missing else body
 
-    async def start(self, asked: Asked, tenant: Tenant, trace: str = "") -> Run:
+    async def start(self, plan: Plan, tenant: Tenant, trace: str = "") -> Run:
         """Wait for room, start all answers and wait for the first delta, so that errors before it are raised here.
         ``trace``: the client's traceparent. Raises CapacityError, Draining, InvalidRequest, or what answers raise."""
         try:
-            run = await self._made(asked, tenant, trace)
-        except asyncio.CancelledError as error:  # its client left, and no run is there to count it
-            self.failed(asked.endpoint, error)
+            run = await self._admitted(plan, tenant, trace)
+        except asyncio.CancelledError as error:  # the client left, and there is no run to count it
+            self.failed(plan.endpoint, error)
             raise
         try:
             await run.begin()
         except SlipstreamError as error:
             await run.aclose()
-            if not isinstance(error, DeadlineExceeded):  # no target took it, so it took nothing
-                run.place.account.spend(-run.job.num_asked)
+            if not isinstance(error, DeadlineExceeded):  # no target took the request, so it costs nothing
+                run.place.account.spend(-run.job.num_prompt_tokens_charged)
             if isinstance(error, CapacityError):
                 raise self.admission.overloaded(run.place, error) from error
             raise
@@ -177,21 +179,21 @@ class Gateway:
             raise
         return run
 
-    async def _made(self, asked: Asked, tenant: Tenant, trace: str) -> Run:
-        """Once there is room for it."""
+    async def _admitted(self, plan: Plan, tenant: Tenant, trace: str) -> Run:
+        """Wait for room, then make a run."""
         arrived_s = time.monotonic()
         span = None if self.spans is None else self.spans.begin(
-            "router.request", well_formed(trace), endpoint=asked.endpoint, answers=asked.num_answers)
-        limit = Limit(_too_long, self._section.request_timeout_s)
+            "router.request", well_formed(trace), endpoint=plan.endpoint, answers=plan.num_answers)
+        limit = Limit(_timed_out, self._section.request_timeout_s)
         try:
             with limit:
-                place = await self.admission.enter(tenant, asked.num_answers)
+                place = await self.admission.enter(tenant, plan.num_answers)
                 try:
                     waited_s = time.monotonic() - arrived_s
-                    asked = replace(asked, options=await self._try(asked.options, tenant))
-                    # A conversation may have to wait for the process of its template.
-                    job = await self.lanes.run(asked.size, partial(self._job, asked), tenant.id, not asked.messages)
-                    place.account.spend(job.num_asked)
+                    plan = replace(plan, options=await self._with_grammar(plan.options, tenant))
+                    # A conversation may have to wait for its template's process.
+                    job = await self.lanes.run(plan.size, partial(self._job, plan), tenant.id, not plan.messages)
+                    place.account.spend(job.num_prompt_tokens_charged)
                     self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
                     return Run(self, job, place, arrived_s, limit, span)
                 except BaseException:
@@ -203,19 +205,19 @@ class Gateway:
                 span.end(failed=int(isinstance(error, Exception)))
             raise
 
-    async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
-        """The tokens of the prompt of ``asked``, even if they exceed the context: a client may count them in order to
+    async def tokens(self, plan: Plan, tenant: Tenant) -> list[int]:
+        """The tokens of the prompt of ``plan``, even if they exceed the context: a client may count them in order to
         cut the prompt. Waits for room as an answer does. Raises as ``start``."""
         place = await self.admission.enter(tenant, 1)
         try:
-            return await self.lanes.run(asked.size, partial(self._counted, asked), tenant.id, not asked.messages)
+            return await self.lanes.run(plan.size, partial(self._prompt_tokens, plan), tenant.id, not plan.messages)
         finally:
             self.admission.leave(place)
 
     async def text(self, model: Any, tokens: Any, tenant: Tenant) -> str:
         """What ``tokens`` spell, special ones included. It waits for room as an answer would. Raises as ``start``."""
         info = self.info
-        self.named(model)
+        self.resolve_model(model)
         if not isinstance(tokens, list) or len(tokens) > info.max_context or not set(map(type, tokens)) <= {int}:
             raise InvalidRequest("tokens", f"must be a list of at most {info.max_context} token ids")
         _check_ids("tokens", tokens, info.vocab_size)
@@ -226,25 +228,28 @@ class Gateway:
             self.admission.leave(place)
 
     def completion(self, job: Job, tenant: Tenant, request_id: str, number: int, trace: str) -> Completion:
-        """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
+        """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: the parent's traceparent."""
         prompt, choice = divmod(number, job.options.n)
         options = job.options
         seed = options.sampling.seed + choice + (0 if options.seeded else prompt * MAX_N)
         sampling = replace(options.sampling, seed=seed % SEEDS,
-                           stop_token_ids=options.ends(self.codec.stop_token_ids, job.vocab_size))
+                           stop_token_ids=options.stop_tokens(self.codec.stop_token_ids, job.vocab_size))
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
                           options.top_logprobs, options.speculate, trace=trace,
-                          namespace=_salted(tenant.namespace, options.salt), identity=job.identity,
-                          grammar=options.grammar, prompt_logprobs=options.scored, logprobs_mode=options.logprobs_mode,
-                          allowed_token_ids=options.allowed_token_ids, bad_words=job.bad_words).after(job.begun)
+                          namespace=_salted(tenant.namespace, options.cache_salt), identity=job.identity,
+                          grammar=options.grammar, prompt_logprobs=options.prompt_top_logprobs,
+                          logprobs_mode=options.logprobs_mode, allowed_token_ids=options.allowed_token_ids,
+                          bad_words=job.bad_words).after(job.begun)
         routed = self.balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
-                          options.keep_stop, self._shown(options), self._within(job, prompt), options.tells_all)
+                          options.keep_stop, self._shown_specials(options), self._continues_text(job, prompt),
+                          options.returns_all_tokens)
 
     def begun(self, job: Job) -> Iterator[str]:
         """The text of the begun tokens that a client sends, token by token, up to the last whole character."""
-        return map(Detokenizer(self.codec, self._shown(job.options), self._within(job, 0)).push, job.begun)
+        detokenizer = Detokenizer(self.codec, self._shown_specials(job.options), self._continues_text(job, 0))
+        return map(detokenizer.push, job.begun)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
@@ -254,151 +259,152 @@ class Gateway:
         self.metrics.failed(kind)
         self.metrics.request(endpoint, code, "none")
 
-    def _shown(self, options: Options) -> Collection[int]:
+    def _shown_specials(self, options: Options) -> Collection[int]:
         if options.show_specials:
             return self.codec.specials
-        return self.codec.marks if options.told_apart(self.codec.style) else ()
+        return self.codec.marks if options.separates_markup(self.codec.style) else ()
 
-    def _within(self, job: Job, prompt: int) -> bool:
-        """Whether the answers to a prompt go on from a text."""
+    def _continues_text(self, job: Job, prompt: int) -> bool:
+        """Whether the answers to a prompt continue a text."""
         return job.continues and any(token not in self.codec.specials for token in job.prompts[prompt])
 
-    def _checked(self, asked: Asked) -> Asked:
+    def _checked(self, plan: Plan) -> Plan:
         info = self.info
-        if asked.options.n > MAX_N:
+        if plan.options.n > MAX_N:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
-        if asked.num_answers > MAX_ANSWERS:
-            raise InvalidRequest("prompt" if asked.options.n == 1 else "n", f"asks for {asked.num_answers} answers, "
-                                 f"{asked.options.n} a prompt; one request may ask for {MAX_ANSWERS}: send several")
-        most = asked.most_tokens
-        if most is not None and (asked.options.max_tokens or 0) > most:
-            raise InvalidRequest(asked.options.limited_by, f"must be at most {most} with these log probabilities, so "
-                                 f"that no more than {MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or "
-                                 "alternatives")
-        asked_by = asked.options.asked_by
-        if asked_by and (unmet := self.balancer.unmet(asked_by)) is not None:
-            raise InvalidRequest(asked_by[unmet], "the engine that serves this model does not honour it; leave it out",
+        if plan.num_answers > MAX_ANSWERS:
+            raise InvalidRequest("prompt" if plan.options.n == 1 else "n", f"asks for {plan.num_answers} answers, "
+                                 f"{plan.options.n} a prompt; one request may ask for {MAX_ANSWERS}: send several")
+        limit = plan.max_scored_tokens
+        if limit is not None and (plan.options.max_tokens or 0) > limit:
+            raise InvalidRequest(plan.options.max_tokens_field,
+                                 f"must be at most {limit} with these log probabilities, so that no more than "
+                                 f"{MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or alternatives")
+        fields = plan.options.fields_by_need
+        if fields and (unmet := self.balancer.unmet(fields)) is not None:
+            raise InvalidRequest(fields[unmet], "the engine that serves this model does not honour it; leave it out",
                                  "unsupported_parameter")
-        for need, name in asked_by.items():
-            if need in ("allowed_token_ids", "bad_words") and asked.options.grammar is not None:
-                raise InvalidRequest(name, f"cannot stand beside {asked.options.bound_by}")
-        if asked.options.grammar is not None and asked.options.ignore_eos:
-            raise InvalidRequest("ignore_eos", f"cannot stand beside {asked.options.bound_by}: a grammar says where an "
-                                 "answer ends")
-        sampling = asked.options.sampling
+        for need, name in fields.items():
+            if need in ("allowed_token_ids", "bad_words") and plan.options.grammar is not None:
+                raise InvalidRequest(name, f"cannot stand beside {plan.options.grammar_field}")
+        if plan.options.grammar is not None and plan.options.ignore_eos:
+            raise InvalidRequest("ignore_eos", f"cannot stand beside {plan.options.grammar_field}: a grammar says "
+                                 "where an answer ends")
+        sampling = plan.options.sampling
         for param, tokens in (("logit_bias", [token for token, _ in sampling.logit_bias]),
                               ("stop_token_ids", sampling.stop_token_ids),
-                              ("allowed_token_ids", asked.options.allowed_token_ids)):
+                              ("allowed_token_ids", plan.options.allowed_token_ids)):
             _check_ids(param, tokens, info.vocab_size)
-        if asked.begun is not None and asked.options.tells_prompt:
+        if plan.begun is not None and plan.options.returns_prompt:
             raise InvalidRequest("begun", "is for answers without their prompt")
-        return _packed(asked)
+        return _packed(plan)
 
-    async def _try(self, options: Options, tenant: Tenant) -> Options:
-        """With the grammar that can be kept to. Raises InvalidRequest where none can, and CapacityError."""
+    async def _with_grammar(self, options: Options, tenant: Tenant) -> Options:
+        """With the first grammar that can be compiled. Raises InvalidRequest if none can, and CapacityError."""
         if options.grammar is not None:
             try:
                 await self._trials.check(options.grammar, tenant.namespace)
             except InvalidRequest as error:
-                if options.looser is not None:
-                    return await self._try(replace(options, grammar=options.looser, looser=None), tenant)
-                raise InvalidRequest(options.bound_by, error.message) from None
+                if options.fallback_grammar is not None:
+                    options = replace(options, grammar=options.fallback_grammar, fallback_grammar=None)
+                    return await self._with_grammar(options, tenant)
+                raise InvalidRequest(options.grammar_field, error.message) from None
         return options
 
-    def _job(self, asked: Asked) -> Job:
-        """With the tokens of what is asked: seconds of work for a long text."""
-        info, asked = self.info, _unpacked(asked)
-        prompts = self._prompts(asked, info.max_context)
-        limits = tuple(_room(_param(asked, i), prompt, asked.options, info) for i, prompt in enumerate(prompts))
-        if (sent := sum(map(len, prompts)) * asked.options.n) > MAX_SENT:
-            raise InvalidRequest("n", f"makes {sent} tokens of prompts, each answer's counted; at most {MAX_SENT} go "
-                                 "in one request: ask for fewer answers")
-        if (most := asked.most_tokens) is not None:
+    def _job(self, plan: Plan) -> Job:
+        """With the prompts as tokens: seconds of work for a long text."""
+        info, plan = self.info, _unpacked(plan)
+        prompts = self._prompts(plan, info.max_context)
+        limits = tuple(_max_tokens(_field_of(plan, i), prompt, plan.options, info) for i, prompt in enumerate(prompts))
+        if (num_sent := sum(map(len, prompts)) * plan.options.n) > MAX_SENT_TOKENS:
+            raise InvalidRequest("n", f"makes {num_sent} tokens of prompts, each answer's counted; at most "
+                                 f"{MAX_SENT_TOKENS} go in one request: ask for fewer answers")
+        if (most := plan.max_scored_tokens) is not None:
             limits = tuple(min(limit, most) for limit in limits)
-        shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
-        words = [run for i, word in enumerate(asked.options.bad_words) for run in self._spelt(i, word)]
-        job = Job(asked.endpoint, asked.model, tuple(array("i", prompt) for prompt in prompts), limits, asked.options,
-                  info.vocab_size, not asked.messages or asked.turn.continued, shown=shown,
-                  bad_words=tuple(dict.fromkeys(words)))
+        echoed = tuple(map(self._echoed_text, plan.prompts, prompts)) if plan.options.echo else ()
+        bad_words = [tokens for i, word in enumerate(plan.options.bad_words)
+                     for tokens in self._bad_word_tokens(i, word)]
+        job = Job(plan.endpoint, plan.model, tuple(array("i", prompt) for prompt in prompts), limits, plan.options,
+                  info.vocab_size, not plan.messages or plan.turn.continued, echoed_texts=echoed,
+                  bad_words=tuple(dict.fromkeys(bad_words)))
         if job.num_scores > MAX_SCORES:
-            raise InvalidRequest(asked.options.asked_by["prompt_logprobs"], f"asks for {job.num_scores} log "
+            raise InvalidRequest(plan.options.fields_by_need["prompt_logprobs"], f"asks for {job.num_scores} log "
                                  f"probabilities; at most {MAX_SCORES} are told: send fewer prompts or alternatives")
-        return job if asked.begun is None else self._going_on(job, asked.begun)
+        return job if plan.begun is None else self._resumed_job(job, plan.begun)
 
-    def _counted(self, asked: Asked) -> list[int]:
-        (tokens,) = self._prompts(_unpacked(asked), None)
+    def _prompt_tokens(self, plan: Plan) -> list[int]:
+        (tokens,) = self._prompts(_unpacked(plan), None)
         _check_ids("prompt", tokens, self.info.vocab_size)
         return list(tokens)
 
-    def _prompts(self, asked: Asked, most: int | None) -> list[Sequence[int]]:
-        """``most``: tokens of each; None: as many as there are."""
-        info, last = self.info, asked.options.truncate
-        room = most if last is None else None  # what is cut is read as a whole
-        prompts: list[Sequence[int]] = [self.codec.chat(asked.messages, asked.turn, room)] if asked.messages else []
-        for i, prompt in enumerate(asked.prompts):
-            with written_as({"prompt": _param(asked, i)}):
-                prompts.append(self.codec.encode(prompt, room, asked.add_special_tokens) if isinstance(prompt, str)
+    def _prompts(self, plan: Plan, max_tokens: int | None) -> list[Sequence[int]]:
+        """``max_tokens``: of each prompt; None: no limit."""
+        info, last = self.info, plan.options.truncate
+        room = max_tokens if last is None else None  # a prompt that is truncated may be longer
+        prompts: list[Sequence[int]] = [self.codec.chat(plan.messages, plan.turn, room)] if plan.messages else []
+        for i, prompt in enumerate(plan.prompts):
+            with written_as({"prompt": _field_of(plan, i)}):
+                prompts.append(self.codec.encode(prompt, room, plan.add_special_tokens) if isinstance(prompt, str)
                                else prompt)
         if last is not None:
-            keep = last if last >= 0 else max(info.max_context - (asked.options.max_tokens or 1), 1)
+            keep = last if last >= 0 else max(info.max_context - (plan.options.max_tokens or 1), 1)
             prompts = [prompt[max(len(prompt) - keep, 0):] for prompt in prompts]
         return prompts
 
-    def _text_of(self, asked: str | Sequence[int], prompt: Sequence[int]) -> str:
-        """What an echo shows."""
-        whole = self.codec.text(prompt)
-        return asked if isinstance(asked, str) and whole.endswith(asked) else whole
+    def _echoed_text(self, given: str | Sequence[int], prompt: Sequence[int]) -> str:
+        text = self.codec.text(prompt)
+        return given if isinstance(given, str) and text.endswith(given) else text
 
-    def _spelt(self, number: int, word: str) -> list[tuple[int, ...]]:
-        runs = [tuple(self.codec.encode(text, None, False)) for text in (word, f" {word.lstrip()}")]
-        if max(map(len, runs)) > MAX_BAD_WORD:
+    def _bad_word_tokens(self, number: int, word: str) -> list[tuple[int, ...]]:
+        spellings = [tuple(self.codec.encode(text, None, False)) for text in (word, f" {word.lstrip()}")]
+        if max(map(len, spellings)) > MAX_BAD_WORD:
             raise InvalidRequest(f"bad_words[{number}]", f"has more than {MAX_BAD_WORD} tokens")
-        return [run for run in runs if run]
+        return [tokens for tokens in spellings if tokens]
 
-    def _going_on(self, job: Job, begun: Begun) -> Job:
+    def _resumed_job(self, job: Job, begun: Begun) -> Job:
         tokens = begun.tokens
         if len(tokens) >= job.max_tokens[0]:
             raise InvalidRequest("begun.tokens", f"must be fewer than the answer's {job.max_tokens[0]}")
         _check_ids("begun.tokens", tokens, job.vocab_size)
-        if not set(tokens).isdisjoint(job.options.ends(self.codec.stop_token_ids, job.vocab_size)):
+        if not set(tokens).isdisjoint(job.options.stop_tokens(self.codec.stop_token_ids, job.vocab_size)):
             raise InvalidRequest("begun.tokens", "one of them ends an answer")
         return replace(job, begun=tokens, identity=self.balancer.identity(begun.identity))
 
 
 @lru_cache(maxsize=64)
 def _tag(identity: Identity) -> str:
-    """Digested once, not once an answer."""
+    """Computed once, not for each answer."""
     return identity.tag
 
 
-def _packed(asked: Asked) -> Asked:
-    """What may wait for long, as it came: one character beyond 16 bits makes four bytes of each other of its text, and
-    objects of JSON take ten times what they are written in."""
-    written = orjson.dumps(asked.messages) if asked.messages else b""  # in sixteen times the room
-    prompts = [prompt.encode() if isinstance(prompt, str) else prompt for prompt in asked.prompts]
-    return replace(asked, messages=bytes(memoryview(written)), prompts=prompts, num_chars=asked.size)
+def _packed(plan: Plan) -> Plan:
+    """In little memory, as it may wait for long: one character beyond 16 bits makes all of its text four bytes wide,
+    and JSON takes ten times as much as objects as it does as text."""
+    written = orjson.dumps(plan.messages) if plan.messages else b""  # in a buffer of sixteen times its size
+    prompts = [prompt.encode() if isinstance(prompt, str) else prompt for prompt in plan.prompts]
+    return replace(plan, messages=bytes(memoryview(written)), prompts=prompts, num_chars=plan.size)
 
 
-def _unpacked(asked: Asked) -> Asked:
+def _unpacked(plan: Plan) -> Plan:
     """With its prompts as texts."""
-    return replace(asked, prompts=[prompt.decode() if isinstance(prompt, bytes) else prompt
-                                   for prompt in asked.prompts])
+    return replace(plan, prompts=[prompt.decode() if isinstance(prompt, bytes) else prompt
+                                   for prompt in plan.prompts])
 
 
-def _param(asked: Asked, number: int) -> str:
-    """What a refusal of one prompt names: of many, which one."""
-    return "messages" if asked.messages else "prompt" if len(asked.prompts) == 1 else f"prompt[{number}]"
+def _field_of(plan: Plan, number: int) -> str:
+    """The field that a refusal of one prompt names."""
+    return "messages" if plan.messages else "prompt" if len(plan.prompts) == 1 else f"prompt[{number}]"
 
 
 def _salted(namespace: str, salt: str) -> str:
-    """A namespace within ``namespace`` for those who name the same ``salt``."""
+    """A namespace within ``namespace`` for requests with the same ``salt``."""
     if not salt:
         return namespace
     salted = blake2b(salt.encode("utf-8", "surrogatepass"), key=namespace.encode()[:64], digest_size=15).hexdigest()
     return f"{namespace}{WITHIN}{salted}"
 
 
-def _too_long() -> DeadlineExceeded:
+def _timed_out() -> DeadlineExceeded:
     return DeadlineExceeded("the request took longer than this server allows; ask for fewer tokens")
 
 
@@ -407,21 +413,22 @@ def _check_ids(param: str, tokens: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(param, f"a token id is outside the vocabulary of {vocab_size}")
 
 
-def _room(param: str, prompt: Sequence[int], options: Options, info: TargetInfo) -> int:
-    """The tokens that the answer to ``prompt`` may have. Many ask for a fixed number behind every prompt, so that is
-    the most; more than the whole context is refused."""
+def _max_tokens(param: str, prompt: Sequence[int], options: Options, info: TargetInfo) -> int:
+    """How many tokens the answer to ``prompt`` may have. Many clients ask for a fixed number whatever the prompt's
+    length, so what the context leaves is the limit; only more than the whole context is refused."""
     if not prompt:
         raise InvalidRequest(param, "is empty")
-    left, most = info.max_context - len(prompt), options.max_tokens
-    if left < 1:
+    remaining, requested = info.max_context - len(prompt), options.max_tokens
+    if remaining < 1:
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
     _check_ids(param, prompt, info.vocab_size)
-    if most is not None and most > info.max_context:  # in the words by which agents know it, and ask for less
+    if requested is not None and requested > info.max_context:  # agents know these words, and ask for less
         raise InvalidRequest(
-            options.limited_by, f"input length and `max_tokens` exceed context limit: {len(prompt)} + {most} > "
-            f"{info.max_context}; this model's maximum context length is {info.max_context} tokens",
+            options.max_tokens_field,
+            f"input length and `max_tokens` exceed context limit: {len(prompt)} + {requested} > {info.max_context}; "
+            f"this model's maximum context length is {info.max_context} tokens",
             "context_length_exceeded")
-    return left if most is None else min(most, left)
+    return remaining if requested is None else min(requested, remaining)
 
 
 class Run:
@@ -430,31 +437,31 @@ class Run:
 
     def __init__(self, gateway: Gateway, job: Job, place: Place, arrived_s: float, limit: Limit,
                  span: Span | None) -> None:
-        """limit: on all of it; who closes the run closes it, and ends the span."""
+        """limit: on all of the run, which closes it and ends the span."""
         self.id = secrets.token_hex(16)
         self.created = int(time.time())
         self.job = job
-        self.mode = "plain"  # how the first answer began: speculative when its target meant to and a draft is there
+        self.mode = "plain"  # how the first answer began: speculative if its target did so and a draft is connected
         self._gateway = gateway
         self.place = place
         self._arrived_s = arrived_s
-        self._first: Numbered | None = None  # which ``begin`` has waited for
-        self._came: tuple[float, int, int] | None = None  # the latest delta: when, of which answer, how many tokens
-        self._commits_s: dict[int, float] = {}
+        self._first: NumberedDelta | None = None  # from ``begin``, not yet returned
+        self._latest: tuple[float, int, int] | None = None  # delta: when, of which answer, how many tokens
+        self._committed_s: dict[int, float] = {}  # when each answer's latest delta came
         self._closing: asyncio.Future[None] | None = None
         self._failed = False
         self._limit = limit
         self._span = span
         self.completions: list[Completion] = []  # those that have begun, in their order
-        begun = self._begun("" if self._span is None else self._span.parent)
-        self._many = None
+        answers = self._start_answers("" if self._span is None else self._span.parent)
+        self._merged = None
         if job.num_answers > 1:
-            self._many = merged(begun, min(place.num_answers, job.num_answers))
+            self._merged = merged(answers, min(place.num_answers, job.num_answers))
         else:  # no queue between a single answer and its reader
-            next(begun)
+            next(answers)
 
-    def _begun(self, parent: str) -> Iterator[Completion]:
-        """Each answer as it begins: one whose turn has not come is nothing that others share steps with."""
+    def _start_answers(self, parent: str) -> Iterator[Completion]:
+        """Each answer when it is its turn: before that, no target knows of it."""
         for number in range(self.job.num_answers):
             completion = self._gateway.completion(self.job, self.place.tenant, self.id, number, parent)
             self.completions.append(completion)
@@ -473,35 +480,35 @@ class Run:
     def __aiter__(self) -> Run:
         return self
 
-    async def __anext__(self) -> Numbered:
+    async def __anext__(self) -> NumberedDelta:
         if self._first is not None:
             first, self._first = self._first, None
             return first
-        self._time()  # the delta before is on its way by now
+        self._record_latest()  # by now that delta is on its way
         try:
             with self._limit:
-                found = (0, await anext(self.completions[0])) if self._many is None else await anext(self._many)
+                latest = (0, await anext(self.completions[0])) if self._merged is None else await anext(self._merged)
         except StopAsyncIteration:
             raise
         except Exception as error:
             self.fail()
-            bound_by = self.job.options.bound_by
-            if isinstance(error, InvalidRequest) and error.field == "grammar" and bound_by:  # that is a target's word
-                raise InvalidRequest(bound_by, error.message, error.code) from error
+            grammar_field = self.job.options.grammar_field
+            if isinstance(error, InvalidRequest) and error.field == "grammar" and grammar_field:  # as a target calls it
+                raise InvalidRequest(grammar_field, error.message, error.code) from error
             raise
-        if not self._commits_s:
-            meant = self.completions[found[0]].tally.first_state == "speculate"
-            self.mode = "speculative" if meant and self._gateway.balancer.has_draft else "plain"
-        self._came = time.monotonic(), found[0], found[1].num_tokens
-        return found
+        if not self._committed_s:
+            speculates = self.completions[latest[0]].tally.first_state == "speculate"
+            self.mode = "speculative" if speculates and self._gateway.balancer.has_draft else "plain"
+        self._latest = time.monotonic(), latest[0], latest[1].num_tokens
+        return latest
 
     def fail(self) -> None:
         """Mark the run as failed; the caller counts the error."""
         self._failed = True
 
     @property
-    def num_told(self) -> int:
-        """Tokens of the answers so far, and log probabilities: how much there is to write."""
+    def num_returned(self) -> int:
+        """Tokens of the answers so far, and log probabilities: how much there is to serialize."""
         return self.job.num_scores + self._generated() * (1 + (self.job.options.top_logprobs or 0))
 
     def usage(self, number: int | None = None) -> Usage:
@@ -523,42 +530,42 @@ class Run:
         )
 
     async def aclose(self) -> None:
-        """Free everything; idempotent. Who is cancelled meanwhile leaves nothing behind: it goes on without him."""
+        """Free everything; idempotent. It goes on if the caller is cancelled meanwhile."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         self._limit.close()
-        self._time()
+        self._record_latest()
         try:
-            if self._many is not None:
-                await self._many.aclose()
+            if self._merged is not None:
+                await self._merged.aclose()
             await asyncio.gather(*(completion.aclose() for completion in self.completions))
         finally:
-            used = self.usage()
+            usage = self.usage()
             self.place.account.spend(self._generated())
             self._gateway.admission.leave(self.place)
-            self._count()
+            self._count_metrics()
             if self._span is not None:
-                self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens,
-                               failed=int(self._failed))
+                self._span.end(mode=self.mode, tokens=usage.completion_tokens,
+                               accepted=usage.accepted_prediction_tokens, failed=int(self._failed))
 
     def _generated(self) -> int:
         return sum(completion.tally.tokens for completion in self.completions)
 
-    def _time(self) -> None:
-        if self._came is None:
+    def _record_latest(self) -> None:
+        if self._latest is None:
             return
-        (now_s, number, num_tokens), self._came = self._came, None
-        before_s = self._commits_s.get(number)
-        if not self._commits_s:  # its others may wait for their turn
+        (now_s, number, num_tokens), self._latest = self._latest, None
+        before_s = self._committed_s.get(number)
+        if not self._committed_s:  # of the first answer alone: others may wait for their turn
             self._gateway.metrics.first_token(now_s - self._arrived_s, self.mode)
         elif before_s is not None:
             self._gateway.metrics.commit(now_s - before_s, num_tokens, self.mode)
-        self._commits_s[number] = now_s
+        self._committed_s[number] = now_s
 
-    def _count(self) -> None:
+    def _count_metrics(self) -> None:
         metrics = self._gateway.metrics
         for tally in (completion.tally for completion in self.completions):
             metrics.answered(tally.tokens, tally.drafted, tally.accepted, self.mode)
@@ -566,10 +573,10 @@ class Run:
                 metrics.for_vllm.answered(tally.drafts, tally.drafted, tally.accepted, tally.reached)
         if self._failed:
             return
-        done = (len(self.completions) == self.job.num_answers
+        complete = (len(self.completions) == self.job.num_answers
                 and all(completion.finished for completion in self.completions))
-        metrics.request(self.job.endpoint, 200 if done else 499, self.mode)
-        if done:
+        metrics.request(self.job.endpoint, 200 if complete else 499, self.mode)
+        if complete:
             metrics.finished(time.monotonic() - self._arrived_s, self.mode)
         else:
             metrics.failed("cancelled")

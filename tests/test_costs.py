@@ -24,10 +24,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody, TextReply
-from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, MESSAGE, Asked, Job, Options, parse
+from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, MESSAGE_CHARS, Job, Options, Plan, parse
 from router_service.dialects.tools import ToolUse
 from router_service.tenants import Tenant
-from router_service.text.deltas import AnswerToken, Gathered, TextDelta
+from router_service.text.deltas import AnswerToken, CollectedAnswer, TextDelta
 from router_service.text.files import longest_token
 from router_service.text.marks import Style
 from router_service.text.tokens import (
@@ -205,20 +205,20 @@ async def test_the_loop_turns_while_a_text_is_encoded(tiny_folder: Path) -> None
 
 def test_all_that_a_conversation_says_makes_it_long() -> None:
     def size(*messages: dict[str, Any]) -> int:
-        return Asked("chat", "tiny", Options(Sampling()), messages=messages).size
+        return Plan("chat", "tiny", Options(Sampling()), messages=messages).size
 
     turn = {"role": "assistant", "content": ""}
     call = {"type": "function", "function": {"name": "f", "arguments": "x" * LONG_TEXT}}
     for more in ({"reasoning_content": LONG}, {"name": LONG}, {"tool_call_id": LONG}, {"tool_calls": [call]}):
         assert size(turn | more) > LONG_TEXT, more.keys()
-    assert size(*[turn] * (LONG_TEXT // MESSAGE)) > LONG_TEXT, "marks are work, too"
-    assert size(turn) < 2 * MESSAGE
+    assert size(*[turn] * (LONG_TEXT // MESSAGE_CHARS)) > LONG_TEXT, "marks are work, too"
+    assert size(turn) < 2 * MESSAGE_CHARS
 
 
 def test_words_that_are_to_be_spelt_make_a_brief_prompt_long() -> None:
     """128 of them beside a prompt of one character held the event loop for five milliseconds."""
     for words, brief in (((), True), (("bad",) * 4, True), (("x" * MAX_WORD,) * MAX_WORDS, False)):
-        asked = Asked("completions", "tiny", Options(Sampling(), bad_words=words), prompts=["x"])
+        asked = Plan("completions", "tiny", Options(Sampling(), bad_words=words), prompts=["x"])
         assert (asked.size <= BRIEF_TEXT) == brief and asked.size <= LONG_TEXT
 
 
@@ -239,7 +239,7 @@ def test_a_whole_answer_costs_as_much_for_each_of_its_deltas(use: ToolUse | None
             return Counted(str(self) + str(other))
 
     codec: Any = SimpleNamespace(style=Style(), token_text=str)
-    options = Options(Sampling(), parsed=True, use=use)
+    options = Options(Sampling(), parse_markup=True, tool_use=use)
     reply = ChatReply("a", 0, Job("chat", "tiny", ((1,),), (1000,), options, 260), codec, "")
     deltas = [TextDelta(Counted("word ")) for _ in range(1000)]
     message = reply.whole([deltas], Usage(1, 1000))["choices"][0]["message"]
@@ -485,7 +485,7 @@ def test_scores_of_a_long_answer_are_written_in_parts(kind: type[ChatReply | Tex
 def test_a_whole_answer_takes_little_until_it_is_told(detailed: bool, count: int, most: int) -> None:
     """As objects a million scores, or tokens, took 140 MB and more, and several requests may have as many."""
     tracemalloc.start()
-    kept = Gathered(detailed)
+    kept = CollectedAnswer(detailed)
     for i in range(count):
         scored = TokenLogprob(-i / 7, tuple((300 + k, -k / 7) for k in range(20))) if detailed else None
         last = i == count - 1

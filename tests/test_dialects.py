@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from router_service.dialects import messages, responses
-from router_service.dialects.blocks import Blocks, Told
+from router_service.dialects.blocks import AnswerHead, Blocks
 from router_service.dialects.messages import MessagesReply
 from router_service.dialects.responses import ResponsesReply
 from router_service.text.deltas import TextDelta
@@ -135,8 +135,8 @@ async def test_the_assistants_last_words_are_continued(tiny_folder: Path) -> Non
 
 
 def test_tokens_that_were_cached_count_apart_in_messages() -> None:
-    told = MessagesReply(Told("a", 0, "tiny", None))
-    told.told(TextDelta("So.", finish="stop"))
+    told = MessagesReply(AnswerHead("a", 0, "tiny", None))
+    told.events(TextDelta("So.", finish="stop"))
     usage = told.whole(Usage(10, 2, cached_tokens=4), None)["usage"]
     assert usage == {"input_tokens": 6, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0,
                      "output_tokens": 2}, "whose sum is the prompt, none of them null"
@@ -404,8 +404,8 @@ async def test_messages_are_answered_without_thinking_unless_it_is_asked_for(thi
 
 def test_a_thought_bears_a_signature_whole_and_in_events() -> None:
     """Clients send no other again as a thought: Vercel's AI SDK drops it, and Pydantic AI makes it words."""
-    reply = MessagesReply(Told("a", 0, "tiny", Markup(Style(thoughts=THOUGHTS[0]), {})))
-    begun, *events = named_events(reply.told(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
+    reply = MessagesReply(AnswerHead("a", 0, "tiny", Markup(Style(thoughts=THOUGHTS[0]), {})))
+    begun, *events = named_events(reply.events(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
     assert begun["content_block"]["signature"] == "" and [event.get("delta", {}).get("type") for event in events] == [
         "thinking_delta", "signature_delta", None, None, "text_delta", None]
     told = reply.whole(Usage(1, 1), None)["content"][0]
@@ -415,8 +415,8 @@ def test_a_thought_bears_a_signature_whole_and_in_events() -> None:
 @pytest.mark.parametrize("kept", ["content", "encrypted_content"])
 def test_a_thought_comes_back_by_either_of_its_contents(kept: str) -> None:
     """Codex sends the encrypted one alone; without it Vercel's AI SDK sends no thought where nothing is stored."""
-    reply = ResponsesReply(Told("a", 0, "tiny", Markup(Style(thoughts=THOUGHTS[0]), {})))
-    events = named_events(reply.told(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
+    reply = ResponsesReply(AnswerHead("a", 0, "tiny", Markup(Style(thoughts=THOUGHTS[0]), {})))
+    events = named_events(reply.events(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
     done = next(event["item"] for event in events if event["type"] == "response.output_item.done")
     assert "encrypted_content" not in events[0]["item"] and done == reply.whole(Usage(1, 1), None)["output"][0]
     thought = {name: done[name] for name in ("type", "id", "summary", kept)}

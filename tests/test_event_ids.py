@@ -13,7 +13,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from bench.fleet import free_port
-from router_service.event_id import HEADER, EventIds, Origin, Reached, read
+from router_service.event_id import HEADER, EventIds, Origin, ResumePoint, parse_event_id
 from router_service.text.deltas import AnswerToken, TextDelta
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.identity import Identity
@@ -197,12 +197,12 @@ def test_what_was_told_is_left_out_in_the_middle_of_characters_and_commits() -> 
         before = EventIds(ORIGIN, 9)
         id_ = before.after(TextDelta("", tuple(tokens[:cut])))
         for size in (1, 2, 3, len(tokens)):
-            after, news, finish = EventIds(ORIGIN, 9, read(id_)), "", ""
+            after, news, finish = EventIds(ORIGIN, 9, parse_event_id(id_)), "", ""
             for start in range(0, len(tokens), size):
                 part = tuple(tokens[start : start + size])
                 over = start + size >= len(tokens)
                 delta = TextDelta("".join(t.text for t in part) + "\ufffd" * over, part, "length" if over else "")
-                if after.behind:
+                if after.catching_up:
                     _, delta = after.split(delta)
                 final = after.after(delta)
                 news, finish = news + delta.text, finish + delta.finish
@@ -215,8 +215,8 @@ def test_what_was_told_is_left_out_in_the_middle_of_characters_and_commits() -> 
 def test_whatever_does_not_agree_is_an_error(wrong: dict[str, Any]) -> None:
     tokens = tuple(AnswerToken(token, "x") for token in range(4))
     ids = EventIds(ORIGIN, 9)
-    reached = read(ids.after(TextDelta("xx", tokens[:2])))
-    assert reached == Reached(ORIGIN, 2, False, reached.check)
+    reached = parse_event_id(ids.after(TextDelta("xx", tokens[:2])))
+    assert reached == ResumePoint(ORIGIN, 2, False, reached.check)
     again = EventIds(ORIGIN, 9, reached._replace(**wrong))
     with pytest.raises(InvalidRequest, match=r"^Last-Event-ID: "):
         again.split(TextDelta("xxxx", tokens, "stop"))

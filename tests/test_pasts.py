@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router_service.dialects import messages, responses
-from router_service.dialects.blocks import Told
+from router_service.dialects.blocks import AnswerHead
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.messages import MessagesReply
 from router_service.dialects.openai import parse
@@ -149,8 +149,8 @@ def test_reasoning_that_is_no_text_is_a_field_that_nobody_knows() -> None:
 def test_ids_of_calls_come_back_as_templates_take_them() -> None:
     """Those of Mistral take nine characters and no others."""
     def told(kind: type[MessagesReply | ResponsesReply]) -> Any:
-        reply = kind(Told("a" * 32, 0, "tiny", Markup(Style(("<tool_call>",)), {"weather": SCHEMA})))
-        reply.told(TextDelta(CALL + CALL, finish="stop"))
+        reply = kind(AnswerHead("a" * 32, 0, "tiny", Markup(Style(("<tool_call>",)), {"weather": SCHEMA})))
+        reply.events(TextDelta(CALL + CALL, finish="stop"))
         return reply.whole(Usage(10, 2), None)
 
     uses = [block for block in told(MessagesReply)["content"] if block["type"] == "tool_use"]

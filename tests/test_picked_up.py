@@ -22,7 +22,7 @@ import pytest
 
 from bench.fleet import free_port
 from router_service.admission import FollowedAnswer
-from router_service.dialects.openai import Asked, Options
+from router_service.dialects.openai import Options, Plan
 from router_service.text.deltas import TextDelta
 from router_service.text.tokens import BRIEF_TEXT, Completion, TextCodec
 from slipstream.base.config import WireSection
@@ -196,7 +196,7 @@ async def test_what_is_refused_leaves_nothing_behind(tiny_folder: Path) -> None:
 
 def test_tokens_that_were_begun_count_as_a_text() -> None:
     """So many are looked at beside the event loop."""
-    asked = Asked("completions", "tiny", Options(Sampling()), prompts=["abc"], begun=Begun("", (5,) * BRIEF_TEXT))
+    asked = Plan("completions", "tiny", Options(Sampling()), prompts=["abc"], begun=Begun("", (5,) * BRIEF_TEXT))
     assert asked.size == BRIEF_TEXT + 3
 
 

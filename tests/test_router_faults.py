@@ -19,7 +19,7 @@ from router_service.app import PAGES, create_app
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.messages import MessagesReply
-from router_service.dialects.openai import Asked
+from router_service.dialects.openai import Plan
 from router_service.front import GatewayFront
 from router_service.tenants import ANYONE, ApiKeys
 from router_service.text.tokens import LONG_TEXT
@@ -75,7 +75,7 @@ async def test_what_nobody_foresaw_is_counted_once(tiny_folder: Path, monkeypatc
 
     async with routing(tiny_folder, EchoTarget()) as r:
         front, hello = GatewayFront(r.service.gateway, ANYONE), (Message("user", "hello"),)
-        for kind, name in ((GatewayFront, "_markup"), (ChatReply, "_told"), (MessagesReply, "told")):
+        for kind, name in ((GatewayFront, "_markup"), (ChatReply, "_told"), (MessagesReply, "events")):
             monkeypatch.setattr(kind, name, broken)
         assert (await r.post("/v1/messages", messages=HELLO, max_tokens=4)).status_code == 500
         streamed = events((await r.post(CHAT, messages=HELLO, stream=True)).text)
@@ -406,7 +406,7 @@ class BrokenGateway:
     async def pause(self, size: int) -> None:
         """Nobody else reads."""
 
-    def plan_chat(self, body: ChatBody) -> Asked:
+    def plan_chat(self, body: ChatBody) -> Plan:
         raise RuntimeError("a secret")
 
     def failed(self, endpoint: str, error: BaseException) -> None:

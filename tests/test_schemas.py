@@ -13,7 +13,7 @@ import pytest
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.fields import HONOURED, INERT, REFUSED
-from router_service.dialects.openai import MAX_UNKNOWN, NAME_CHARS, TOLD_NAMES, Unknown, parse
+from router_service.dialects.openai import MAX_UNKNOWN, NAME_CHARS, SHOWN_NAMES, UnknownFields, parse
 from slipstream.base.errors import InvalidRequest
 from tests.field_names import SNAPSHOT, of_openai
 
@@ -125,11 +125,11 @@ def test_what_asks_for_nothing_is_taken_whatever_its_verdict() -> None:
 
 def test_unknown_fields_are_left_out_and_named_within_bounds() -> None:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "x", "mood": 1}] * 3, "stream_options": {"x": 1}}
-    unknown = Unknown(strict=False)
+    unknown = UnknownFields(strict=False)
     parse(ChatBody, {**asked, "naïve\nname": 1, "y" * 500: 2}, unknown)
     assert list(unknown) == ["messages[].mood", "na?ve?name", "stream_options.x", "y" * NAME_CHARS]
-    many = Unknown(strict=False)
+    many = UnknownFields(strict=False)
     parse(ChatBody, {"messages": asked["messages"][:1], **{f"n{i}": 1 for i in range(MAX_UNKNOWN - 1)}}, many)
-    assert len(list(many)) == TOLD_NAMES
+    assert len(list(many)) == SHOWN_NAMES
     with pytest.raises(InvalidRequest, match="more than 64 unknown fields"):
-        parse(ChatBody, {**asked, **{f"n{i}": 1 for i in range(MAX_UNKNOWN + 1)}}, Unknown(strict=False))
+        parse(ChatBody, {**asked, **{f"n{i}": 1 for i in range(MAX_UNKNOWN + 1)}}, UnknownFields(strict=False))

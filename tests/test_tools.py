@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router_service.dialects.openai import Options
-from router_service.dialects.tools import told, use_of
+from router_service.dialects.tools import use_of, without_tool_roles
 from router_service.text.marks import THOUGHTS, Style
 from router_service.text.tokens import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest
@@ -202,9 +202,9 @@ def test_what_one_tool_refers_to_is_its_own(where: str, own: dict[str, str], ref
 def test_a_schema_beside_tools_may_refer_by_name_and_hold_another(referring: dict[str, Any]) -> None:
     use = use_of([WEATHER], "auto", None)
     assert use is not None
-    bound, loose = use.beside("response_format", referring)
+    bound, loose = use.beside_schema("response_format", referring)
     large = use_of([parameters({"const": "x" * MAX_SOURCE})], "auto", None)
-    assert large is not None and large.beside("response_format", referring) == (loose, loose)
+    assert large is not None and large.beside_schema("response_format", referring) == (loose, loose)
     for grammar, calls in ((bound, False), (loose, True)):
         for text, fits in ((b'"Mon"', True), (b'{"name":"weather","arguments":{"any":[1]}}', calls)):
             matcher = Vocabulary(tiny_tokenizer(), 256).compile(grammar, Ends((0,)))
@@ -269,7 +269,7 @@ def test_a_tool_may_be_called_as_a_choice_is(name: str) -> None:
     function = {"type": "function", "function": {"name": name}}
     use = use_of([function, NOW], function, None)
     assert use is not None and use.forced and use.named
-    assert Options(Sampling(), parsed=True, use=use).told_apart(Style())
+    assert Options(Sampling(), parse_markup=True, tool_use=use).separates_markup(Style())
 
 
 async def test_a_call_that_a_stop_string_cuts_is_not_called(tiny_folder: Path) -> None:
@@ -307,9 +307,9 @@ def test_a_template_that_takes_tools_is_given_them() -> None:
 
 def test_what_a_template_without_tools_is_told() -> None:
     use = use_of([NOW], None, None)
-    assert told(HELLO, None) == HELLO and told(HELLO, use_of([NOW], "none", None)) == HELLO
-    assert [m["role"] for m in told(HELLO, use)] == ["system", "user"]
-    first = told([{"role": "system", "content": "Be brief."}, *HELLO], use)[0]
+    assert without_tool_roles(HELLO, None) == HELLO and without_tool_roles(HELLO, use_of([NOW], "none", None)) == HELLO
+    assert [m["role"] for m in without_tool_roles(HELLO, use)] == ["system", "user"]
+    first = without_tool_roles([{"role": "system", "content": "Be brief."}, *HELLO], use)[0]
     assert first["content"].startswith("Be brief.\n\n") and '{"type":"function","function":{"name":"now"}}' in (
         first["content"])
 
@@ -512,13 +512,16 @@ def test_marks_show_only_where_calls_or_reasoning_are_told_apart() -> None:
     offered, forced, none = (use_of([NOW], choice, None) for choice in ("auto", "required", "none"))
     bound, schema = Grammar("regex", "a"), Grammar("json_schema", "{}")
     cases: list[tuple[Style, dict[str, Any], bool]] = [
-        (plain, {}, False), (thinks, {}, True), (plain, {"use": offered}, True), (plain, {"use": none}, False),
-        (thinks, {"mixed": True}, False), (thinks, {"use": offered, "mixed": True}, True),
-        (thinks, {"use": offered, "parsed": False}, False), (thinks, {"use": offered, "grammar": bound}, False),
-        (plain, {"use": forced, "grammar": schema}, True), (plain, {"use": offered, "grammar": schema}, True),
-        (plain, {"use": none, "grammar": schema}, False)]
+        (plain, {}, False), (thinks, {}, True),
+        (plain, {"tool_use": offered}, True), (plain, {"tool_use": none}, False),
+        (thinks, {"reasoning_in_content": True}, False),
+        (thinks, {"tool_use": offered, "reasoning_in_content": True}, True),
+        (thinks, {"tool_use": offered, "parse_markup": False}, False),
+        (thinks, {"tool_use": offered, "grammar": bound}, False),
+        (plain, {"tool_use": forced, "grammar": schema}, True), (plain, {"tool_use": offered, "grammar": schema}, True),
+        (plain, {"tool_use": none, "grammar": schema}, False)]
     for style, options, apart in cases:
-        assert Options(Sampling(), **{"parsed": True, **options}).told_apart(style) == apart, options
+        assert Options(Sampling(), **{"parse_markup": True, **options}).separates_markup(style) == apart, options
 
 
 async def test_what_is_bound_to_a_grammar_is_content(thinking_folder: Path) -> None:

@@ -39,16 +39,16 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The head of an answer. ``markup`` separates calls and reasoning; None: all is text. ``asked``: the checked body
-    of its request. ``tell_reasoning``: whether reasoning is returned."""
+class AnswerHead:
+    """What all events of an answer share. ``markup`` separates calls and reasoning; None: all is text.
+    ``request_fields``: those of its request that the answer repeats."""
 
     answer_id: str
     created: int
     model: str
     markup: Markup | Named | None
-    asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    tell_reasoning: bool = True
+    request_fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    return_reasoning: bool = True
 
 
 def as_written(given: Any, prefix: str) -> Any:
@@ -63,14 +63,14 @@ def event_of(name: str, fields: Mapping[str, Any]) -> bytes:
 
 
 class Blocks:
-    """The blocks of one answer. ``finish``: why it ended. ``tell_reasoning``: whether reasoning is returned."""
+    """The blocks of one answer. ``finish``: why it ended."""
 
-    def __init__(self, answer_id: str, markup: Markup | Named | None, tell_reasoning: bool = True) -> None:
+    def __init__(self, answer_id: str, markup: Markup | Named | None, return_reasoning: bool = True) -> None:
         self.finish = ""
         self.all: list[Block] = []
         self._answer_id = answer_id
         self._markup = markup
-        self._tell_reasoning = tell_reasoning
+        self._tell_reasoning = return_reasoning
         self._open = False
 
     def take(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:

@@ -24,18 +24,18 @@ from router_service.dialects.openai import (
     Generation,
     Job,
     Options,
-    Strict,
-    Unknown,
-    Whole,
+    StrictModel,
+    UnknownFields,
+    WholeNumber,
     at_most,
-    known,
+    known_fields,
     num_containers,
     read_json,
     unknown_of,
 )
 from router_service.dialects.prompts import AT_ONCE, LOWEST, parts_of, written
 from router_service.dialects.tools import Json, ToolUse, use_of
-from router_service.dialects.usage import usage_told
+from router_service.dialects.usage import usage_fields
 from router_service.text.calls import Call, call_id
 from router_service.text.deltas import AnswerToken, PackedLogprob, TextDelta
 from router_service.text.markup import finish_of
@@ -51,7 +51,7 @@ RESERVED = frozenset({*NAMED_TOKENS, "messages", "tools", "documents", "add_gene
                       "continue_final_message", "chat_template", "tokenize"})  # names that a template has from us
 
 
-class Message(Strict):
+class Message(StrictModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str
     name: str | None = None
@@ -68,10 +68,10 @@ class Message(Strict):
 
 class ChatBody(Generation):
     messages: list[Message] = Field(min_length=1, max_length=MAX_ITEMS)
-    max_completion_tokens: Whole | None = Field(None, ge=0)
+    max_completion_tokens: WholeNumber | None = Field(None, ge=0)
     echo: Literal[False] | None = None
     logprobs: bool | None = None
-    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: WholeNumber | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: Literal[False] | None = None  # the template writes them
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -122,13 +122,14 @@ class ChatBody(Generation):
             raise InvalidRequest("top_logprobs", "needs logprobs to be true")
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest("add_generation_prompt", "must be false where the final message is continued")
-        use = None
+        tool_use = None
         if self.tools is not None or self.tool_choice is not None:
-            use = use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+            tool_use = use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        wanted = self.wanted(getattr(self, name), (self.top_logprobs or 0) if self.logprobs else None)
-        return replace(wanted, limited_by=name, parsed=True, mixed=self.separate_reasoning is False, use=use,
-                       tell_reasoning=self.include_reasoning is not False, **_bound(wanted, use))
+        options = self._options(getattr(self, name), (self.top_logprobs or 0) if self.logprobs else None)
+        return replace(options, max_tokens_field=name, parse_markup=True, tool_use=tool_use,
+                       reasoning_in_content=self.separate_reasoning is False,
+                       return_reasoning=self.include_reasoning is not False, **_tool_grammar(options, tool_use))
 
     def names(self) -> dict[str, Any]:
         """What the template is given besides messages and tools."""
@@ -137,16 +138,17 @@ class ChatBody(Generation):
         return {**asked, **(self.chat_template_kwargs or {})}
 
 
-def _bound(wanted: Options, use: ToolUse | None) -> dict[str, Any]:
-    """What of ``wanted`` the tools change: what the answer is bound to. Raises InvalidRequest."""
-    grammar = wanted.grammar
+def _tool_grammar(options: Options, use: ToolUse | None) -> dict[str, Any]:
+    """The grammar fields of ``options`` as the tools change them. Raises InvalidRequest."""
+    grammar = options.grammar
     if use is not None and use.forced:
         if grammar is not None and grammar.kind != "json_schema":  # that is of the text, and there will be none
-            raise InvalidRequest("tool_choice", f"cannot force a call beside {wanted.bound_by}; leave out one of them")
-        return {"bound_by": "tool_choice", "grammar": use.grammar()}
+            raise InvalidRequest("tool_choice",
+                                 f"cannot force a call beside {options.grammar_field}; leave out one of them")
+        return {"grammar_field": "tool_choice", "grammar": use.grammar()}
     if use is not None and grammar is not None and grammar.kind == "json_schema":
-        schema = read_json(wanted.bound_by, grammar.source.encode())
-        return dict(zip(("grammar", "looser"), use.beside(wanted.bound_by, schema), strict=True))
+        schema = read_json(options.grammar_field, grammar.source.encode())
+        return dict(zip(("grammar", "fallback_grammar"), use.beside_schema(options.grammar_field, schema), strict=True))
     return {}
 
 
@@ -155,7 +157,7 @@ def _num_parts(message: Any) -> int:
     return len(content) if isinstance(content, list) else 0
 
 
-def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
+def _plain_message(at: str, message: Any, unknown: UnknownFields) -> Any:
     """One message with text parts joined and the name that newer clients use for the system role replaced."""
     if not isinstance(message, dict):
         return message
@@ -164,7 +166,7 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
         del message["reasoning"]
     if isinstance(message.get("refusal"), str) and not message.get("content"):  # what a model said instead
         message = {**message, "content": message["refusal"], "refusal": None}
-    plain = known(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
+    plain = known_fields(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
     if plain.get("role") == "function":
         raise InvalidRequest(f"{at}.role", "is not served here; use tools and the role 'tool'", "unsupported_parameter")
     if plain.get("tool_calls") is not None:
@@ -179,14 +181,14 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
     return plain
 
 
-def _part(at: str, part: Any, gave: bool, unknown: Unknown) -> str:
+def _part(at: str, part: Any, gave: bool, unknown: UnknownFields) -> str:
     """The text of a part. ``gave``: of what a tool gave, where others do not end the conversation."""
     part = legible(part)
     kind = kind_of(part)
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if gave and kind in UNSEEN:
-        unknown.met(kind, f"{at}.", ())
+        unknown.add(kind, f"{at}.", ())
         return UNSEEN[kind]
     raise InvalidRequest(at, "only parts of type 'text' are supported by this server", "unsupported_parameter")
 
@@ -243,13 +245,13 @@ class ChatReply:
         self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": job.model,
                             "system_fingerprint": identity or None}
         self._markups = job.markups(codec)  # one a choice; [] leaves all to the content
-        self._tell_reasoning = options.tell_reasoning
-        self._codec, self._name = codec, options.names(codec)
+        self._tell_reasoning = options.return_reasoning
+        self._codec, self._name = codec, options.token_namer(codec)
         self._logprobs = options.top_logprobs is not None
         self._stop_ids = options.sampling.stop_token_ids
-        self._prompt: Json = {"prompt_token_ids": list(job.prompts[0])} if options.token_ids else {}
-        self._scored = job.told(codec)
-        self.detailed = self._logprobs or options.token_ids or bool(self._markups) or self._scored is not None
+        self._prompt: Json = {"prompt_token_ids": list(job.prompts[0])} if options.return_token_ids else {}
+        self._scored = job.returned_prompts(codec)
+        self.detailed = self._logprobs or options.return_token_ids or bool(self._markups) or self._scored is not None
 
     def opening(self, number: int) -> Json | None:
         return self._chunk([_choice(number, {"role": "assistant", "content": ""})]) | self._prompt
@@ -264,7 +266,7 @@ class ChatReply:
         return self._chunk([choice | self._ids_of(delta.tokens)]) | first
 
     def usage_chunk(self, usage: Usage) -> Json:
-        return self._chunk([]) | usage_told(usage, self._reasoning_tokens)
+        return self._chunk([]) | usage_fields(usage, self._reasoning_tokens)
 
     def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices = []
@@ -275,7 +277,7 @@ class ChatReply:
                             "stop_reason": deltas[-1].ended_by(self._stop_ids), "logprobs": self._logprobs_of(tokens),
                             **self._ids_of(tokens)})
         return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt,
-                **self._scores_of(0, answers[0][0]), **usage_told(usage, self._reasoning_tokens)}
+                **self._scores_of(0, answers[0][0]), **usage_fields(usage, self._reasoning_tokens)}
 
     @property
     def _reasoning_tokens(self) -> int:

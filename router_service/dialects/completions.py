@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import Field, SkipValidation, field_validator
 
-from router_service.dialects.openai import Generation, Job, Options, Whole, at_most
+from router_service.dialects.openai import Generation, Job, Options, WholeNumber, at_most
 from router_service.dialects.prompts import AT_ONCE, LOWEST, alternatives, parts_of, written
 from router_service.dialects.tools import Json
-from router_service.dialects.usage import usage_told
+from router_service.dialects.usage import usage_fields
 from router_service.text.deltas import AnswerToken, PackedLogprob, TextDelta
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest
@@ -27,7 +27,7 @@ COMPLETION_MAX_TOKENS = 16  # what the OpenAI API gives to a completion that nam
 
 class CompletionBody(Generation):
     prompt: SkipValidation[list[str | list[int]]]  # a million ids are looked at once
-    logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: WholeNumber | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -51,7 +51,7 @@ class CompletionBody(Generation):
 
     def options(self) -> Options:
         most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return replace(self.wanted(most, self.logprobs), echo=bool(self.echo))
+        return replace(self._options(most, self.logprobs), echo=bool(self.echo))
 
 
 def _packed(prompt: Sequence[int]) -> Sequence[int]:
@@ -69,10 +69,10 @@ class TextReply:
     def __init__(self, answer_id: str, created: int, job: Job, codec: TextCodec, identity: str) -> None:
         self._head: Json = {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created,
                             "model": job.model, "system_fingerprint": identity or None}
-        self._job, self._name = job, job.options.names(codec)
+        self._job, self._name = job, job.options.token_namer(codec)
         self._logprobs = job.options.top_logprobs is not None
-        self._scored = job.told(codec)
-        self.detailed = self._logprobs or job.options.token_ids or self._scored is not None
+        self._scored = job.returned_prompts(codec)
+        self.detailed = self._logprobs or job.options.return_token_ids or self._scored is not None
         self._lengths: dict[int, int] = {}  # of each answer's text so far: offsets of logprobs count from its start
 
     def opening(self, number: int) -> Json | None:
@@ -84,11 +84,11 @@ class TextReply:
         return {**self._head, "choices": [self._choice(number, [delta])]}
 
     def usage_chunk(self, usage: Usage) -> Json:
-        return {**self._head, "choices": [], **usage_told(usage)}
+        return {**self._head, "choices": [], **usage_fields(usage)}
 
     def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices = [self._choice(number, deltas) for number, deltas in enumerate(answers)]
-        return {**self._head, "choices": choices, **usage_told(usage)}
+        return {**self._head, "choices": choices, **usage_fields(usage)}
 
     def _choice(self, number: int, deltas: Sequence[TextDelta]) -> Json:
         tokens = [token for delta in deltas for token in delta.tokens]
@@ -110,7 +110,7 @@ class TextReply:
             choice["stop_reason"] = deltas[-1].ended_by(self._job.options.sampling.stop_token_ids)
         if scored is not None and scored.told is not None:
             choice["prompt_logprobs"] = scored.entries(number, deltas[0].prompt)
-        if self._job.options.token_ids:
+        if self._job.options.return_token_ids:
             choice["token_ids"] = [token.id for token in tokens]
             if not began:
                 choice["prompt_token_ids"] = list(self._job.prompts[number // self._job.options.n])

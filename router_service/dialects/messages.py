@@ -25,7 +25,7 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
+from router_service.dialects.blocks import AnswerHead, Block, Blocks, What, as_written, event_of
 from router_service.dialects.fields import (
     THINKING,
     kind_of,
@@ -179,16 +179,16 @@ def _tools(tools: Any, choice: Any) -> Json:
 class MessagesReply:
     """A message and its events."""
 
-    def __init__(self, told: Told) -> None:
-        self._head: Json = {"id": f"msg_{told.answer_id}", "type": "message", "role": "assistant", "model": told.model}
-        self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
+    def __init__(self, head: AnswerHead) -> None:
+        self._head: Json = {"id": f"msg_{head.answer_id}", "type": "message", "role": "assistant", "model": head.model}
+        self._blocks = Blocks(head.answer_id, head.markup, head.return_reasoning)
 
     def opening(self, usage: Usage) -> bytes:
         """The events before any token. ``usage``: what is known by then."""
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
         return event_of("message_start", {"message": message})
 
-    def told(self, delta: TextDelta) -> bytes:
+    def events(self, delta: TextDelta) -> bytes:
         """The events of ``delta``; b"" for none."""
         return b"".join(event_of(f"content_block_{name}", {"index": block.index, **fields})
                         for what, block, text in self._blocks.take(delta)
@@ -199,7 +199,7 @@ class MessagesReply:
         ended = {"delta": self._ended(stop), "usage": _usage(usage)}
         return event_of("message_delta", ended) + event_of("message_stop", {})
 
-    def broken(self, problem: Problem) -> bytes:
+    def error_events(self, problem: Problem) -> bytes:
         """The event of an answer that ends with an error."""
         return event_of("error", error_of(problem))
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from router_service.dialects.blocks import Block, Blocks, Told, What, as_written, event_of
+from router_service.dialects.blocks import AnswerHead, Block, Blocks, What, as_written, event_of
 from router_service.dialects.fields import Refused, legible, object_of, others, parts_left, result_of, text_of
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
@@ -169,7 +169,7 @@ def _told(tool: Json) -> Json:
     return {name: tool[name] for name in TOOL if name in tool} | ({"tools": within} if within else {})
 
 
-def told_again(asked: Mapping[str, Any]) -> Json:
+def repeated_fields(asked: Mapping[str, Any]) -> Json:
     """The fields of a request that its response repeats, and nothing else, because a whole body takes much memory while
     it waits. Applied to its own result it changes nothing."""
     choice, tools = asked.get("tool_choice") or "auto", asked.get("tools") or []
@@ -191,12 +191,12 @@ def told_again(asked: Mapping[str, Any]) -> Json:
 class ResponsesReply:
     """A response and its events."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, head: AnswerHead) -> None:
         self._head: Json = {
-            "id": f"resp_{told.answer_id}", "object": "response", "created_at": told.created, "model": told.model,
+            "id": f"resp_{head.answer_id}", "object": "response", "created_at": head.created, "model": head.model,
             "error": None, "incomplete_details": None, "store": False,
-            **told_again(told.asked)}
-        self._blocks = Blocks(told.answer_id, told.markup, told.tell_reasoning)
+            **repeated_fields(head.request_fields)}
+        self._blocks = Blocks(head.answer_id, head.markup, head.return_reasoning)
         self._sent = 0
         self._spaces = {_whole_name(space, tool): (space, tool["name"])
                         for space, tool in _functions(self._head["tools"]) if space is not None}
@@ -207,13 +207,13 @@ class ResponsesReply:
         return self._event("response.created", {"response": begun}) + self._event(
             "response.in_progress", {"response": begun})
 
-    def told(self, delta: TextDelta) -> bytes:
+    def events(self, delta: TextDelta) -> bytes:
         """The events of ``delta``; b"" for none."""
         return b"".join(self._event(f"response.{name}", {"output_index": block.index, **fields})
-                        for what, block, text in self._taken(delta)
+                        for what, block, text in self._with_client_names(delta)
                         for name, fields in _steps(what, block, text))
 
-    def _taken(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
+    def _with_client_names(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
         """With calls as clients name them."""
         for what, block, text in self._blocks.take(delta):
             if what == "begin":
@@ -225,7 +225,7 @@ class ResponsesReply:
         whole = self.whole(usage, stop)
         return self._event(f"response.{whole['status']}", {"response": whole})
 
-    def broken(self, problem: Problem) -> bytes:
+    def error_events(self, problem: Problem) -> bytes:
         """The events of an answer that ends with an error: clients wait for one that says how the response ended."""
         self._blocks.break_off()
         error = {"code": problem.code or problem.kind, "message": problem.message}

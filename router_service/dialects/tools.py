@@ -29,12 +29,13 @@ from slipstream.protocol.chat import MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
 
 MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
-# Where else a schema has properties.
-ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "dependencies"})
+# The other keywords by which a schema gets properties.
+OTHER_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas",
+                            "dependencies"})
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
-LEFT_OUT: Json = {"description": "", "parameters": {"type": "object", "properties": {}}}  # of a function without
-TOLD = """You may call functions to help with the user's request. They are, in JSON:
+FUNCTION_DEFAULTS: Json = {"description": "", "parameters": {"type": "object", "properties": {}}}
+INSTRUCTIONS = """You may call functions to help with the user's request. They are, in JSON:
 <tools>
 {tools}
 </tools>
@@ -59,10 +60,10 @@ class ToolUse:
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
     @property
-    def whole(self) -> list[Json]:
+    def for_template(self) -> list[Json]:
         """``tools`` with defaults for optional fields, because some templates read them."""
         return [{**tool, "function": {**tool["function"], **{
-            name: nothing for name, nothing in LEFT_OUT.items() if tool["function"].get(name) is None}}}
+            name: nothing for name, nothing in FUNCTION_DEFAULTS.items() if tool["function"].get(name) is None}}}
                 for tool in self.tools]
 
     @property
@@ -72,38 +73,38 @@ class ToolUse:
     def grammar(self) -> Grammar:
         """What a forced call binds the answer to. Raises InvalidRequest."""
         if self.named:
-            return _forcing(_closed(self.schemas[self.choice]))
-        calls, defs = self._calls()
+            return _forced_grammar(_closed_schema(self.schemas[self.choice]))
+        calls, defs = self._call_schemas()
         most = {} if self.parallel else {"maxItems": 1}
-        return _forcing({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs})
+        return _forced_grammar({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs})
 
-    def beside(self, field: str, schema: Any) -> tuple[Grammar, Grammar]:
+    def beside_schema(self, field: str, schema: Any) -> tuple[Grammar, Grammar]:
         """A grammar for JSON of ``schema`` (of ``field``) or one call of a tool; and the same with any arguments, for
         tools whose schema makes no grammar: as no call is forced, that is no reason to refuse. Raises
         InvalidRequest."""
         anything = {"additionalProperties": True}
         loose = replace(self, tools=tuple({"function": {"name": name, "parameters": anything}} for name in self.schemas)
-                        )._either(field, schema)
+                        )._call_or_schema(field, schema)
         try:
-            return self._either(field, schema), loose
+            return self._call_or_schema(field, schema), loose
         except InvalidRequest:  # they are too large together
             return loose, loose
 
-    def _either(self, field: str, schema: Any) -> Grammar:
-        calls, defs = self._calls()
+    def _call_or_schema(self, field: str, schema: Any) -> Grammar:
+        calls, defs = self._call_schemas()
         defs["answer"] = _moved(schema, "#/$defs/answer")
         return made(field, "json_schema", _written({"anyOf": [{"$ref": "#/$defs/answer"}, *calls], "$defs": defs}))
 
-    def _calls(self) -> tuple[list[Json], Json]:
+    def _call_schemas(self) -> tuple[list[Json], Json]:
         """Schemas of one call of each function, and of what they refer to."""
         schemas = self.schemas
-        defs = {str(i): _moved(_closed(given), f"#/$defs/{i}") for i, given in enumerate(schemas.values())}
+        defs = {str(i): _moved(_closed_schema(given), f"#/$defs/{i}") for i, given in enumerate(schemas.values())}
         calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
                   "required": ["name", "arguments"], "additionalProperties": False} for i, name in enumerate(schemas)]
         return calls, defs
 
 
-def _forcing(schema: Json) -> Grammar:
+def _forced_grammar(schema: Json) -> Grammar:
     """Raises InvalidRequest, which speaks of the tools: a ``tool_choice`` of one word is not too large itself."""
     try:
         return Grammar("json_schema", _written(schema))
@@ -117,19 +118,20 @@ def _moved(schema: Any, to: str) -> Any:
     it loses: two may bear the same."""
     own = schema.get("$id") if isinstance(schema, dict) else None
     if not isinstance(own, str):
-        return _referring(schema, "", to)
-    return _referring({key: value for key, value in schema.items() if key != "$id"}, own, to)
+        return _with_moved_refs(schema, "", to)
+    return _with_moved_refs({key: value for key, value in schema.items() if key != "$id"}, own, to)
 
 
-def _referring(part: Any, own: str, to: str, names: bool = False) -> Any:
+def _with_moved_refs(part: Any, own: str, to: str, names: bool = False) -> Any:
     """A part of the schema ``own``, whose paths begin at ``to``. One with an ``$id`` is a document of its own wherever
     it stands; and another schema may have the same name for a part, so each name ends by where it stands. ``NOTES`` are
     left out. ``names``: its keys are a client's names for schemas."""
     if isinstance(part, list):
-        return [_referring(item, own, to) for item in part]
+        return [_with_moved_refs(item, own, to) for item in part]
     if not isinstance(part, dict) or isinstance(part.get("$id"), str):
         return part
-    referring = {key: value if key in VALUES and not names else _referring(value, own, to, key in NAMES and not names)
+    referring = {key: value if key in VALUES and not names
+                 else _with_moved_refs(value, own, to, key in NAMES and not names)
                  for key, value in part.items() if names or key not in NOTES}
     end = "." + to.rpartition("/")[2]
     if isinstance(name := part.get("$anchor"), str):
@@ -141,7 +143,7 @@ def _referring(part: Any, own: str, to: str, names: bool = False) -> Any:
     return referring
 
 
-def _closed(schema: Mapping[str, Any]) -> Json:
+def _closed_schema(schema: Mapping[str, Any]) -> Json:
     """A schema of arguments, of no others than it names unless it says so: else a small model never ends them. One that
     names them elsewhere, or requires others, stays open: what closes it sees only the names beside it. Arguments are an
     object, whatever else it lets through. Raises InvalidRequest where it lets none through."""
@@ -151,7 +153,7 @@ def _closed(schema: Mapping[str, Any]) -> Json:
     required, names = schema.get("required"), schema.get("properties")
     known = names if isinstance(names, dict) else {}
     others = isinstance(required, list) and any(isinstance(name, str) and name not in known for name in required)
-    closed = {} if others or ELSEWHERE & schema.keys() else {"additionalProperties": False}
+    closed = {} if others or OTHER_KEYWORDS & schema.keys() else {"additionalProperties": False}
     return {**closed, **{key: value for key, value in schema.items() if key != "nullable"}, "type": "object"}
 
 
@@ -175,11 +177,11 @@ def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
     if choice in (None, "auto", "required"):
         return replace(use, choice=choice or "auto")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return _among(use, choice.get("allowed_tools"))
-    return replace(use, choice=_named(use, choice), named=True)
+        return _allowed_tools(use, choice.get("allowed_tools"))
+    return replace(use, choice=_named_function(use, choice), named=True)
 
 
-def _named(use: ToolUse, choice: Any) -> str:
+def _named_function(use: ToolUse, choice: Any) -> str:
     """The function that ``choice`` names. Raises InvalidRequest."""
     name = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = name.get("name") if isinstance(name, dict) else None
@@ -191,13 +193,13 @@ def _named(use: ToolUse, choice: Any) -> str:
     return name
 
 
-def _among(use: ToolUse, allowed: Any) -> ToolUse:
+def _allowed_tools(use: ToolUse, allowed: Any) -> ToolUse:
     """Of the ``allowed`` tools, as the model is told of no others. Raises InvalidRequest."""
     mode, named = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
     if mode not in ("auto", "required") or not isinstance(named, list) or not named:
         raise InvalidRequest("tool_choice.allowed_tools", "must have a mode, 'auto' or 'required', and functions among "
                              "tools")
-    names = {_named(use, choice) for choice in named}
+    names = {_named_function(use, choice) for choice in named}
     return replace(use, tools=tuple(tool for tool in use.tools if tool["function"]["name"] in names), choice=mode)
 
 
@@ -216,11 +218,11 @@ def _check_tool(at: str, tool: Any) -> None:
         raise InvalidRequest(f"{at}.function.description", "must be a string")
 
 
-def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Json]:
+def without_tool_roles(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Json]:
     """``messages`` for a template that knows neither tools nor calls."""
-    plain = turns_of(map(_plain, messages))
+    plain = turns_of(map(_without_tools, messages))
     if use is not None:
-        words = TOLD.format(tools="\n".join(_written(tool) for tool in use.tools))
+        words = INSTRUCTIONS.format(tools="\n".join(_written(tool) for tool in use.tools))
         if plain and plain[0]["role"] == "system":
             plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{words}"}
         else:
@@ -228,7 +230,7 @@ def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Jso
     return plain
 
 
-def numbered(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
+def with_kimi_call_ids(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
     """``messages`` with call ids as Kimi's models write them. Other ids do not name the function, after which these
     models write calls that cannot be read."""
     ids, count, found = dict[Any, str](), 0, list[Json]()
@@ -244,7 +246,7 @@ def numbered(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
     return found
 
 
-def _plain(message: Mapping[str, Any]) -> Json:
+def _without_tools(message: Mapping[str, Any]) -> Json:
     content = message["content"]
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}

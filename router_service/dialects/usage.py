@@ -12,7 +12,7 @@ from router_service.dialects.tools import Json
 from slipstream.protocol.chat import Usage
 
 
-def usage_told(usage: Usage, reasoning: int | None = None) -> Json:
+def usage_fields(usage: Usage, reasoning: int | None = None) -> Json:
     """The usage object of answers and of the usage chunk. ``reasoning``: reasoning tokens, if counted."""
     drafted = usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
     return {

@@ -65,10 +65,10 @@ class TextDelta(NamedTuple):
         return f"TextDelta(num_tokens={self.num_tokens}, finish={self.finish!r})"
 
 
-Numbered = tuple[int, TextDelta]
+NumberedDelta = tuple[int, TextDelta]
 
 
-class Gathered:
+class CollectedAnswer:
     """What is kept of an answer that is told as a whole: it may have a million tokens or scores. ``detailed``: more
     than its text is told."""
 
@@ -92,10 +92,10 @@ class Gathered:
             self._loose = 0
 
 
-async def merged(answers: Iterable[AsyncIterator[TextDelta]], at_once: int) -> AsyncGenerator[Numbered, None]:
+async def merged(answers: Iterable[AsyncIterator[TextDelta]], at_once: int) -> AsyncGenerator[NumberedDelta, None]:
     """(number, delta) of all ``answers``, of which so many run at once. The first error of any ends the stream with
     it."""
-    queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(PENDING * at_once)
+    queue: asyncio.Queue[NumberedDelta | BaseException | None] = asyncio.Queue(PENDING * at_once)
     numbered = enumerate(answers)
     tasks = [asyncio.create_task(_pump(numbered, queue)) for _ in range(at_once)]
     try:
@@ -115,7 +115,7 @@ async def merged(answers: Iterable[AsyncIterator[TextDelta]], at_once: int) -> A
 
 
 async def _pump(answers: Iterator[tuple[int, AsyncIterator[TextDelta]]],
-                queue: asyncio.Queue[Numbered | BaseException | None]) -> None:
+                queue: asyncio.Queue[NumberedDelta | BaseException | None]) -> None:
     """One answer after the other, of those that nobody else has taken."""
     try:
         for number, answer in answers:
