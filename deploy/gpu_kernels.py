@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.engine.flashinfer import prebuild, specified
+from slipstream.engine.flashinfer import kernel_spec, prebuild
 
 FLASHINFER, TVM = "flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2"
 NVML = "nvidia-ml-py==13.615.71"  # asked for at import, and no part of torch
@@ -91,7 +91,7 @@ def _compile(head_dim: int, into: Path, gpus: str) -> None:
 def _load(head_dim: int, runtime: Path) -> None:
     """One kernel, as a torch for CUDA would have it. ``runtime``: its libcudart."""
     ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-    kernel = specified(torch.bfloat16, head_dim)
+    kernel = kernel_spec(torch.bfloat16, head_dim)
     found = kernel.build_and_load()
     functions = [name for name in ("plan", "paged_run") if getattr(found, name)]
     print(f"{kernel.name}: loads without a compiler ({', '.join(functions)})")

@@ -205,7 +205,7 @@ class Sequence:
         """Append ``slots``, which hold the KV of the next committed tokens."""
         assert self.row is not None
         appended = np.asarray(slots, np.int64)
-        self.row.put(self.num_computed, appended)
+        self.row.write(self.num_computed, appended)
         self.num_computed += len(appended)
 
     def append_path(self, tree_slots: list[int], path: tuple[int, ...]) -> None:
@@ -244,7 +244,7 @@ class KV:
     def admit(self, sequence: Sequence) -> None:
         """Give it a row of slots, filled as far as the prefix cache has them."""
         # A tree may go beyond the last wanted token, and its slots are taken before the answer is cut.
-        sequence.row = self._runner.table.take(sequence.base + sequence.followed.num_left + MAX_NODES)
+        sequence.row = self._runner.table.add_row(sequence.base + sequence.followed.num_left + MAX_NODES)
         if self._cache is not None:
             # A row that is scored has to be computed, also if its KV is cached.
             end = sequence.num_scored if sequence.needs_scoring else -1
@@ -265,14 +265,14 @@ class KV:
         slot."""
         if self._cache is None or sequence.needs_scoring:
             return 0, 0
-        return self._cache.known(sequence.tokens_as_array()[:-1], sequence.request.namespace)
+        return self._cache.peek(sequence.tokens_as_array()[:-1], sequence.request.namespace)
 
     def freed_by_release(self, sequence: Sequence) -> int:
         """How many slots become free if it is put back."""
         num_own = sequence.num_computed - sequence.num_borrowed
         if self._cache is None or sequence.match is None:
             return num_own
-        return num_own + self._cache.kept_by(sequence.match)
+        return num_own + self._cache.num_kept_only_by(sequence.match)
 
     def share_prompts(self, sequences: Iterable[Sequence]) -> None:
         """Give the newly computed KV of their prompts to the prefix cache."""
@@ -289,7 +289,7 @@ class KV:
             # Another answer may have computed some of them, too: use its slots.
             if len(duplicates := np.flatnonzero(match.slots != own_slots)):
                 self._runner.copy_features(own_slots[duplicates], match.slots[duplicates])
-                sequence.row.put(sequence.num_borrowed + int(duplicates[0]), match.slots[duplicates[0] :])
+                sequence.row.write(sequence.num_borrowed + int(duplicates[0]), match.slots[duplicates[0] :])
             sequence.match, sequence.num_borrowed = match, sequence.num_computed
             sequence.drop_array()
 
@@ -308,7 +308,7 @@ class KV:
                                sequence.request.namespace)
             if sequence.match is not None:
                 self._cache.unlock(sequence.match)
-        self._runner.table.give(sequence.row)
+        self._runner.table.free_row(sequence.row)
         sequence.row, sequence.match, sequence.num_computed, sequence.num_borrowed = None, None, 0, 0
 
     def make_room(self, rows: int) -> None:

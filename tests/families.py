@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from slipstream.base.errors import ModelError, in_a_line
-from slipstream.engine.hf import tried
+from slipstream.engine.hf import check_tiny_copy
 
 # Configuration classes whose own defaults are no model: what they leave open, as published models have it.
 OPEN: Mapping[str, Mapping[str, Any]] = MappingProxyType({
@@ -89,7 +89,7 @@ def verdicts(kind: str) -> Iterator[Tried]:
 
 def objection(config: Any) -> str:
     try:
-        tried(config)
+        check_tiny_copy(config)
     except ModelError as error:
         return str(error)
     return ""

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.engine.fp8 import LEAST, MOST
+from slipstream.engine.fp8 import LARGEST, SMALLEST_SCALE
 from slipstream.engine.ops import fused_kernels
 from slipstream.engine.ops.fused import HEAD_BLOCK, PART_BLOCK, block, warps
 
@@ -28,10 +28,10 @@ def wanted() -> Iterator[tuple[str, dict[str, Any], int]]:
     for width in (4096, 14_336):
         yield "add_norm", {"WIDTH": width, "EPS": 1e-5, "BLOCK": block(width)}, warps(width)
         yield "silu_mul", {"WIDTH": width, "BLOCK": PART_BLOCK}, 4
-        yield "rounded", {"WIDTH": width, "MOST": MOST, "LEAST": LEAST, "BLOCK": block(width)}, warps(width)
+        yield "rounded", {"WIDTH": width, "MOST": LARGEST, "LEAST": SMALLEST_SCALE, "BLOCK": block(width)}, warps(width)
     for size in (64, 128):
-        yield "place", {"HEADS": 32, "KV_HEADS": 8, "SIZE": size, "NORMED": True, "EPS": 1e-5,
-                        "HEAD_BLOCK": HEAD_BLOCK, "SIZE_BLOCK": block(size)}, 4
+        yield "rotate_and_store", {"HEADS": 32, "KV_HEADS": 8, "SIZE": size, "NORMED": True, "EPS": 1e-5,
+                                   "HEAD_BLOCK": HEAD_BLOCK, "SIZE_BLOCK": block(size)}, 4
 
 
 def spilled(name: str, constants: dict[str, Any], num_warps: int) -> int:

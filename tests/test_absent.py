@@ -11,9 +11,9 @@ from transformers import AutoConfig
 
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.mtp_checkpoint import LAYOUTS
-from slipstream.engine.model import FAMILY, ModelConfig, parse_config
+from slipstream.engine.model import FAMILIES, ModelConfig, parse_config
 
-KINDS = [kind for kind in FAMILY if kind != "mimo"]  # which transformers lacks
+KINDS = [kind for kind in FAMILIES if kind != "mimo"]  # which transformers lacks
 REQUIRED = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 # Every field that is read, as no family has it by default.
 SAID: dict[str, Any] = {

@@ -22,7 +22,7 @@ from slipstream.base.errors import CapacityError, ModelError
 from slipstream.drafting.heads.lender import Lender
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder, rows_batch
-from slipstream.engine.decoder import Decoder, Placing
+from slipstream.engine.decoder import Decoder, WeightPlacement
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig, dtype_of, load_tensors, parse_config
@@ -112,12 +112,13 @@ class Watched:
     def __init__(self) -> None:
         self.given, self.most = list[weakref.ref[torch.Tensor]](), 0
 
-    def before(self, layer: LayerWeights[Linear], read: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        return TORCH.before(layer, read, step, kv)
+    def before_attention(self, layer: LayerWeights[Linear], read: torch.Tensor, step: Step,
+                         kv: torch.Tensor) -> torch.Tensor:
+        return TORCH.before_attention(layer, read, step, kv)
 
-    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
-              norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        out, normed = TORCH.after(layer, x, attended, norm)
+    def after_attention(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
+                        norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out, normed = TORCH.after_attention(layer, x, attended, norm)
         self.given.append(weakref.ref(out))
         self.most = max(self.most, sum(state() is not None for state in self.given))
         return out, normed
@@ -164,10 +165,10 @@ def test_a_layer_may_read_a_wider_input(tiny_folder: Path) -> None:
     step = Step.of(batch, Rope(config, torch.float64, torch.device("cpu")), TorchAttention(config, torch.float64))
     pool = KVPool(2, 64, 2, 12, torch.float64)
     x = torch.randn(len(TEXT), 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    narrow = LayerWeights.read(config, tensors, "model.layers.0", linear)
-    wide_layer = DecoderLayer(LayerWeights.read(config, wide, "model.layers.0", linear, 96, False), TORCH)
+    narrow = LayerWeights.from_tensors(config, tensors, "model.layers.0", linear)
+    wide_layer = DecoderLayer(LayerWeights.from_tensors(config, wide, "model.layers.0", linear, 96, False), TORCH)
     narrow_layer = DecoderLayer(narrow, TORCH)
-    normed = narrow_layer.read(x)
+    normed = narrow_layer.norm_input(x)
     expected, _ = narrow_layer(x, normed, step, pool.kv[0])
     assert narrow.norm is not None and torch.equal(normed, rms_norm(x, narrow.norm, config.norm_eps))
     halves = torch.cat((normed * 0.25, normed * 0.75), -1)
@@ -522,7 +523,7 @@ def test_what_a_layer_is_merged_of_is_gone_before_the_next(tiny_folder: Path) ->
         placed.append((name, weakref.ref(copy)))
         return copy
 
-    Decoder(ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), placing=Placing(place))
+    Decoder(ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), placement=WeightPlacement(place))
     assert sum("q_proj" in name for name, _ in placed) > 1 and not beside
 
 
@@ -537,5 +538,5 @@ def test_a_device_is_given_nothing_that_a_decoder_does_not_read(tmp_path: Path) 
         placed.add(name)
         return tensor.double()
 
-    Decoder(ModelConfig.from_folder(tmp_path), tensors | more, placing=Placing(place))
+    Decoder(ModelConfig.from_folder(tmp_path), tensors | more, placement=WeightPlacement(place))
     assert placed == set(tensors)

@@ -23,7 +23,7 @@ from slipstream.choosing.sampling import choose
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.fp8 import multiplied, rounded, specified, with_fp8
+from slipstream.engine.fp8 import gpu_product, reference_product, rounded, with_fp8
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.model import CausalModel
@@ -232,8 +232,8 @@ def test_products_in_8_bits_are_their_specification(device: torch.device, name: 
     weight = numbers(rows)
     for count in (1, 64):
         x = numbers(count)
-        right = specified(*(part.cpu() for part in (*x, *weight))).float()
-        off = (multiplied(*x, *weight).cpu().float() - right).abs() / right.square().mean(1, keepdim=True).sqrt()
+        right = reference_product(*(part.cpu() for part in (*x, *weight))).float()
+        off = (gpu_product(*x, *weight).cpu().float() - right).abs() / right.square().mean(1, keepdim=True).sqrt()
         worst = float(off.nan_to_num_(nan=torch.inf).max())
         told(f"fp8, {name}, {count} rows: largest error", worst, "rms")
         assert worst <= FP8_LIMIT

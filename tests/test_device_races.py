@@ -15,9 +15,9 @@ import torch
 from bench.gpu.shapes import TINY, config_of
 from slipstream.base.offload import command
 from slipstream.choosing.sampling import ChoiceRows, Winners, choose, rank, ranked
-from slipstream.engine.ops.fused import unfit
+from slipstream.engine.ops.fused import triton_unsupported_reason
 from slipstream.engine.ops.races import difference, plain_rows, race_for, takes
-from slipstream.engine.proof import asked
+from slipstream.engine.proof import question_for
 from slipstream.protocol.requests import Sampling
 from tests.test_fused import needs_triton, own_python
 
@@ -56,7 +56,7 @@ class Specified:
 def test_a_cpu_keeps_what_it_had() -> None:
     for choice in ("auto", "native", "torch"):
         assert race_for(choice, CONFIG, CPU) is None
-    assert "this one is 'cpu'" in unfit(CPU)
+    assert "this one is 'cpu'" in triton_unsupported_reason(CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines where a GPU's kernels must fail")
@@ -70,7 +70,7 @@ def test_what_fails_in_its_trial_is_a_reason_in_the_log(capsys: pytest.CaptureFi
 @needs_triton
 def test_what_another_process_objects_to_is_not_used(capsys: pytest.CaptureFixture[str],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.engine.ops.races.unfit", lambda device: "")
+    monkeypatch.setattr("slipstream.engine.ops.races.triton_unsupported_reason", lambda device: "")
     seen = []
 
     def objects(what: str, config: object, dtype: torch.dtype, device: torch.device) -> str:
@@ -107,7 +107,7 @@ def test_rows_that_a_race_does_not_take_are_chosen_all_the_same() -> None:
 
 
 def test_a_witness_says_why_there_is_nothing_to_see() -> None:
-    question = json.dumps(asked("choosing", CONFIG, torch.float32))
+    question = json.dumps(question_for("choosing", CONFIG, torch.float32))
     done = subprocess.run([*command("slipstream.engine.witness"), question, "cpu"], capture_output=True,
                           text=True, check=False)
     assert done.returncode == 1 and done.stderr.strip()

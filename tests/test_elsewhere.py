@@ -28,13 +28,13 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.mtp import DecoderLayers, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import MIMO, MtpHead, MtpLayer
 from slipstream.drafting.network import Network
-from slipstream.engine.attention import Attend, PagePlan, PageTensors, TorchAttention, placed, plan_pages
+from slipstream.engine.attention import Attend, PagePlan, PageTensors, TorchAttention, page_tensors, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import CapturedStep, Replay, Size, capture_eager
 from slipstream.engine.kv import KVPool, SlotTable
 from slipstream.engine.mirror import Mirror
-from slipstream.engine.model import ModelConfig, Noted
+from slipstream.engine.model import ModelConfig, TrackedTensors
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.protocol.messages import Features
 from slipstream.protocol.requests import Sampling
@@ -80,9 +80,9 @@ class Listed:
     """A paged attention that reads what kernels read."""
 
     def plan(self, batch: ForwardBatch) -> Attend:
-        return ListedRows(placed(plan_pages(batch), batch.device))
+        return ListedRows(page_tensors(plan_pages(batch), batch.device))
 
-    def fixed(self, pages: PageTensors, apart: bool = False) -> ListedRows:
+    def fixed(self, pages: PageTensors, own_plan: bool = False) -> ListedRows:
         return ListedRows(pages)
 
 
@@ -90,7 +90,7 @@ class ListedRows:
     def __init__(self, pages: PageTensors) -> None:
         self._pages = pages
 
-    def take(self, plan: PagePlan) -> bool:
+    def replan(self, plan: PagePlan) -> bool:
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -139,8 +139,8 @@ def test_steps_of_a_model() -> None:
 def test_captured_steps_over_a_table() -> None:
     attention, pool, table = Listed(), pool_of(CONFIG), SlotTable(range(SLOTS, SLOTS + SPARE))
     model = Decoder(CONFIG, empty(decoder_shapes(CONFIG)), attention=attention)
-    row, builder = table.take(100), BatchBuilder()
-    row.put(0, np.arange(30))
+    row, builder = table.add_row(100), BatchBuilder()
+    row.write(0, np.arange(30))
     builder.add_row([1, 2, 3], [30, 31, 31], [40, 41, 42], row, 30, [1, 3, 5], 3)
     indices = torch.zeros(2 * pool.num_slots, dtype=torch.int32, device=THERE)
     step = CapturedStep(model, attention, indices, Size(8, 2), pool, range(SLOTS, SLOTS + 8), (1,), captured)
@@ -172,7 +172,7 @@ def mtp(vocabulary: torch.Tensor | None) -> MtpNetwork:
     own = empty(layer_shapes(CONFIG, "model.mtp_layers.0"))
     vector, matrix = torch.empty(HIDDEN, device=THERE), torch.empty(VOCAB, HIDDEN, device=THERE)
     layer = MtpLayer("model.mtp_layers.0", vector, vector, torch.empty(HIDDEN, 2 * HIDDEN, device=THERE), vector)
-    head = MtpHead(Path(), MIMO, VOCAB, HIDDEN, 4, 1e-6, (layer,), Noted(own), matrix, matrix)
+    head = MtpHead(Path(), MIMO, VOCAB, HIDDEN, 4, 1e-6, (layer,), TrackedTensors(own), matrix, matrix)
     return MtpNetwork(head, DecoderLayers(CONFIG, head, KIND, THERE), "bfloat16", SLOTS, vocabulary)
 
 

@@ -26,7 +26,7 @@ from slipstream.engine.attention import (
     write_indices,
 )
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
-from slipstream.engine.flashinfer import VARIANT, FlashInferAttention, attention_for, missing, variant
+from slipstream.engine.flashinfer import VARIANT, FlashInferAttention, attention_for, unsupported_reason, variant
 from slipstream.engine.model import ModelConfig, parse_config
 from tests.test_attention import random_batch
 from tests.tiny import tiny_config
@@ -142,14 +142,14 @@ def test_a_fixed_attention_takes_one_batch_after_the_other(library: ModuleType) 
         plan = plan_pages(batch)
         numbers.copy_(torch.from_numpy(packed(plan)))
         write_indices(pages, plan)
-        assert fixed.take(plan)
+        assert fixed.replan(plan)
         right = TorchAttention(config(), torch.bfloat16).plan(batch)(q, kv)
         assert float((fixed(q, kv).float() - right.float()).abs().max()) < 0.02, context
 
 
 def test_a_plan_that_needs_another_launch_is_not_replayed(library: ModuleType) -> None:
     fixed = FlashInferAttention(config(), torch.bfloat16, CPU).fixed(room()[1])
-    assert [fixed.take(plan_pages(batch_of(3, context))) for context in (20, 100, 20)] == [True, False, True]
+    assert [fixed.replan(plan_pages(batch_of(3, context))) for context in (20, 100, 20)] == [True, False, True]
 
 
 @pytest.mark.parametrize(("device", "dtype", "head_dim", "reason"), [
@@ -157,7 +157,7 @@ def test_a_plan_that_needs_another_launch_is_not_replayed(library: ModuleType) -
     ("cuda", torch.bfloat16, 80, "this model's 80")])
 def test_why_it_cannot_be_used_is_said(device: str, dtype: torch.dtype, head_dim: int, reason: str) -> None:
     shape = parse_config(tiny_config(head_dim=head_dim), "test")
-    assert reason in missing(shape, dtype, torch.device(device))
+    assert reason in unsupported_reason(shape, dtype, torch.device(device))
 
 
 def test_bfloat16_is_not_tried_on_a_gpu_that_multiplies_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +165,8 @@ def test_bfloat16_is_not_tried_on_a_gpu_that_multiplies_none(monkeypatch: pytest
     gpu = torch.device("cuda")
     for capability, is_told in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
-        assert ("take dtype float16" in missing(config(), torch.bfloat16, gpu)) is is_told
-        assert "float16" not in missing(config(), torch.float16, gpu)
+        assert ("take dtype float16" in unsupported_reason(config(), torch.bfloat16, gpu)) is is_told
+        assert "float16" not in unsupported_reason(config(), torch.float16, gpu)
 
 
 def test_torch_serves_where_it_cannot_be() -> None:

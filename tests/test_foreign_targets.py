@@ -19,7 +19,7 @@ from slipstream.drafting import create
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.lender import Lender
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import SEEING, ModelConfig, load_tensors
+from slipstream.engine.model import VISION_TYPES, ModelConfig, load_tensors
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import read_json
 from slipstream.protocol.requests import Sampling
@@ -108,7 +108,7 @@ async def test_answers_equal_plain_decoding(tmp_path: Path, folder: Path, kind: 
 def test_logits_are_those_of_its_own_class(folder: Path) -> None:
     """Also where that sees more than text, as Mistral Small 3.1's does, whose text is a decoder of ours."""
     text, engines = [(7 * i) % 253 for i in range(90)], ["hf"]
-    if read_json(folder / "config.json")["model_type"] in SEEING:
+    if read_json(folder / "config.json")["model_type"] in VISION_TYPES:
         engines.append("decoder")
     plain = own_class(folder).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     for engine in engines:

@@ -16,7 +16,7 @@ from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.loading import load
 from slipstream.engine.batch import rows_batch
-from slipstream.engine.fp8 import MOST, Fp8Weights, into_fp8, multiplied, rounded, specified
+from slipstream.engine.fp8 import LARGEST, Fp8Weights, gpu_product, into_fp8, reference_product, rounded
 from slipstream.engine.loading import load_model
 from slipstream.engine.ops.layer import Linear
 from slipstream.engine.runner import ModelRunner
@@ -45,7 +45,7 @@ def test_numbers_keep_four_bits_and_a_row_its_largest() -> None:
     error = (found.double() * scale.double() - x.double()).abs()
     finest = scale.double() * 2.0**-10  # half of the least number of e4m3
     assert bool((error <= torch.maximum(x.double().abs() * 2**-4 * 1.001, finest)).all())
-    assert float(found.float().abs().amax(-1)[0]) == MOST and not bool(found[3].float().any())
+    assert float(found.float().abs().amax(-1)[0]) == LARGEST and not bool(found[3].float().any())
     assert not bool(found.float().isnan().any())
 
 
@@ -60,8 +60,8 @@ def test_the_rule_is_the_product_of_what_was_rounded(device: torch.device) -> No
     x, weight = rounded(random(5, 64)), rounded(random(48, 64, seed=1))
     (a, a_scale), (b, b_scale) = ((part.double() * scale.double(), scale) for part, scale in (x, weight))
     right = a @ b.t()
-    assert float((specified(*x, *weight).double() - right).abs().max()) < 2**-8 * float(right.abs().max())
-    found = multiplied(*(part.to(device) for part in (*x, *weight))).cpu()
+    assert float((reference_product(*x, *weight).double() - right).abs().max()) < 2**-8 * float(right.abs().max())
+    found = gpu_product(*(part.to(device) for part in (*x, *weight))).cpu()
     assert found.dtype == torch.bfloat16
     assert float((found.double() - right).abs().max()) < 2**-7 * float(right.abs().max())
     assert a_scale.shape == (5, 1) and b_scale.shape == (48, 1)
@@ -72,7 +72,7 @@ def test_a_linear_in_fp8_gives_its_weights_up(bias: torch.Tensor | None) -> None
     weight, x = random(48, 64, seed=1), random(200, 64)
     linear = Linear(weight, bias)
     usual = linear(x)
-    linear.only(Fp8Weights(weight))
+    linear.replace_product(Fp8Weights(weight))
     assert linear.weight().numel() == 0
     for rows in (1, 200):
         assert alike(linear(x[:rows]), usual[:rows]) > 0.998

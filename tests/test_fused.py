@@ -19,17 +19,17 @@ import torch
 from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.fp8 import MOST, Rounding, rounded
+from slipstream.engine.fp8 import LARGEST, Rounding, rounded
 from slipstream.engine.fp8_blocks import E4M3
 from slipstream.engine.ops.compiled import CompiledOps, before_attention
 from slipstream.engine.ops.fused import (
     MOST_WIDTH,
     block,
     difference,
-    missing,
     operations_for,
     rounding_difference,
     rounding_for,
+    unsupported_reason,
     warps,
 )
 from slipstream.engine.ops.layer import TORCH, Heads, Operations, Step
@@ -49,9 +49,10 @@ def test_a_cpu_keeps_what_it_had() -> None:
 
 
 def test_what_cannot_have_them_says_why() -> None:
-    assert "this one is 'cpu'" in missing(CONFIG, torch.bfloat16, CPU)
-    assert "this model is float32" in missing(CONFIG, torch.float32, CUDA)
-    assert f"at most {MOST_WIDTH}" in missing(replace(CONFIG, hidden_size=MOST_WIDTH + 1), torch.bfloat16, CUDA)
+    assert "this one is 'cpu'" in unsupported_reason(CONFIG, torch.bfloat16, CPU)
+    assert "this model is float32" in unsupported_reason(CONFIG, torch.float32, CUDA)
+    assert f"at most {MOST_WIDTH}" in unsupported_reason(replace(CONFIG, hidden_size=MOST_WIDTH + 1), torch.bfloat16,
+                                                         CUDA)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines where a GPU's kernels must fail")
@@ -83,22 +84,23 @@ def last_row_forgotten(gate_up: torch.Tensor) -> torch.Tensor:
 def other_slot(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
     other = copy(step)
     other.slots = (step.slots + 1) % len(kv)
-    return TORCH.place(rows, heads, other, kv)
+    return TORCH.rotate_and_store(rows, heads, other, kv)
 
 
 def turned_back(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
     other = copy(step)
     other.sin = -step.sin
-    return TORCH.place(rows, heads, other, kv)
+    return TORCH.rotate_and_store(rows, heads, other, kv)
 
 
 def norms_exchanged(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
-    return TORCH.place(rows, replace(heads, q_norm=heads.k_norm, k_norm=heads.q_norm), step, kv)
+    return TORCH.rotate_and_store(rows, replace(heads, q_norm=heads.k_norm, k_norm=heads.q_norm), step, kv)
 
 
 @pytest.mark.parametrize(("field", "wrong", "named"), [
     ("add_norm", wrong_sum, "sums"), ("add_norm", wrong_norm, "norms"), ("silu_mul", last_row_forgotten, "activations"),
-    ("place", other_slot, "KV"), ("place", turned_back, "queries"), ("place", norms_exchanged, "queries"),
+    ("rotate_and_store", other_slot, "KV"), ("rotate_and_store", turned_back, "queries"),
+    ("rotate_and_store", norms_exchanged, "queries"),
 ])
 def test_a_trial_sees_what_is_wrong(field: str, wrong: Callable[..., object], named: str) -> None:
     config = replace(CONFIG, qk_norm=True)
@@ -114,7 +116,7 @@ def a_bit_more(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def away_from_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = rounded(x)[1]
-    return (x.float() / scales * (1 + 2**-20)).clamp(-MOST, MOST).to(E4M3), scales
+    return (x.float() / scales * (1 + 2**-20)).clamp(-LARGEST, LARGEST).to(E4M3), scales
 
 
 @pytest.mark.parametrize(("wrong", "named"), [(a_bit_more, "scales"), (away_from_zero, "numbers")])
@@ -129,7 +131,7 @@ def test_halves_that_can_be_compiled_are_those_of_the_specification(model_type: 
     config = config_of(TINY | {"model_type": model_type})
     tensors = random_tensors(decoder_shapes(config), dtype, CPU)
     words, logits = random_words(np.random.default_rng(0), 5), []
-    for ops in (TORCH, CompiledOps(before_attention, TORCH.after)):
+    for ops in (TORCH, CompiledOps(before_attention, TORCH.after_attention)):
         subject = Subject.of(Decoder(config, tensors, ops), 40)
         prompt, tree = BatchBuilder(), BatchBuilder()
         prompt.add(list(range(9)), range(9), list(range(20, 29)), np.zeros(0, np.int64), logits="all")

@@ -14,7 +14,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import (
     MANY_ROWS,
-    MISSED,
+    RETRY_STEPS,
     SEGMENTS,
     GraphedDecoder,
     Replay,
@@ -123,13 +123,13 @@ def test_a_size_takes_what_leaves_a_row_for_each_dummy() -> None:
     every = sizes()
     assert (min(every), max(every)) == (Size(1, 1), Size(max(MANY_ROWS), max(SEGMENTS)))
     for rows in range(1, 129):  # of plain steps, as many segments as rows: small tiles
-        taken = next(size for size in every if size.takes(rows, rows))
+        taken = next(size for size in every if size.fits(rows, rows))
         assert taken.rows == taken.segments < 1.5 * rows + 1
     for rows in range(1, 65):
         for count in range(1, rows + 1):
-            assert any(size.takes(rows, count) for size in every), (rows, count)
-    assert Size(4, 1).takes(4, 1) and Size(8, 5).takes(4, 1) and not Size(8, 5).takes(5, 1)
-    assert not Size(4, 2).takes(4, 1) and not Size(4, 1).takes(3, 1)
+            assert any(size.fits(rows, count) for size in every), (rows, count)
+    assert Size(4, 1).fits(4, 1) and Size(8, 5).fits(4, 1) and not Size(8, 5).fits(5, 1)
+    assert not Size(4, 2).fits(4, 1) and not Size(4, 1).fits(3, 1)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 6, 12, 24, 48, 64, 100])
@@ -138,7 +138,7 @@ def test_what_steps_of_few_segments_may_need_is_known(most: int) -> None:
     known = needed(every, most)
     for count in range(1, most + 1):
         for rows in range(count, max(MANY_ROWS), 7):
-            assert next((size for size in every if size.takes(rows, count)), None) in {None, *known}
+            assert next((size for size in every if size.fits(rows, count)), None) in {None, *known}
 
 
 def test_all_sizes_that_may_come_are_captured_at_once_and_later_ones_are_not_again(decoder: Decoder) -> None:
@@ -171,9 +171,9 @@ def test_a_size_that_fails_is_given_up_alone_and_tried_again_later(decoder: Deco
     rows: list[int] = []  # of each size that was to be captured
 
     class Watched(TorchAttention):
-        def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
+        def fixed(self, pages: PageTensors, own_plan: bool = False) -> FixedAttention:
             rows.append(len(pages.firsts))
-            return super().fixed(pages, apart)
+            return super().fixed(pages, own_plan)
 
     model = GraphedDecoder(decoder, Watched(decoder.config, torch.float64), capture, SMALL)
     with_graphs, without = runners(decoder, model)
@@ -181,11 +181,11 @@ def test_a_size_that_fails_is_given_up_alone_and_tried_again_later(decoder: Deco
     few, many = (segments(np.random.default_rng(3), 1, count).build() for count in (4, 8))
     for batch in (few, many, few, many):
         assert torch.equal(with_graphs.forward(batch), without.forward(batch))
-    assert (missed, model.num_serving) == (1, 1)
+    assert (missed, model.num_graphs) == (1, 1)
     full = False
-    for _ in range(MISSED):
+    for _ in range(RETRY_STEPS):
         model.forward(many, with_graphs.pool)
-    assert (missed, model.num_serving) == (1, 2)
+    assert (missed, model.num_graphs) == (1, 2)
     assert torch.equal(with_graphs.forward(many), without.forward(many))
 
 
@@ -197,7 +197,7 @@ def test_graphs_of_taps_that_nobody_reads_any_more_are_given_up(decoder: Decoder
     for taps in ((), (0,), (0, 1), (2,), (2,)):
         runner.set_taps(taps)
         runner.forward(batch)
-        assert model.num_serving == 1
+        assert model.num_graphs == 1
 
 
 def test_a_graph_that_comes_late_is_tried_on_slots_that_nobody_has(decoder: Decoder) -> None:
@@ -214,7 +214,7 @@ def test_a_graph_that_comes_late_is_tried_on_slots_that_nobody_has(decoder: Deco
         assert torch.allclose(with_graphs.forward(batch), without.forward(batch), atol=1e-9)
         before.index_copy_(1, batch.slots, with_graphs.pool.kv.index_select(1, batch.slots))
         assert torch.equal(before.nan_to_num(7.0), with_graphs.pool.kv[:, :SLOTS].nan_to_num(7.0))
-        assert model.num_serving == serving
+        assert model.num_graphs == serving
 
 
 def test_what_cannot_be_captured_runs_without_graphs(decoder: Decoder) -> None:

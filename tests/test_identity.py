@@ -24,7 +24,7 @@ from slipstream.engine.attention import TorchAttention
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, capture_eager
 from slipstream.engine.hf import HFModel
-from slipstream.engine.loading import CHOOSING, ROOT, identity_of, load_model
+from slipstream.engine.loading import CHOICE_PACKAGES, ROOT, identity_of, load_model
 from slipstream.engine.model import CausalModel, ModelConfig, load_tensors
 from slipstream.engine.ops.layer import TORCH, LayerOps
 from slipstream.models.folder import code_digest, weights_hash
@@ -299,14 +299,14 @@ def test_kernels_that_round_otherwise_are_told_apart(tiny_folder: Path) -> None:
 def test_commits_that_compute_otherwise_are_told_apart(tiny_folder: Path, tmp_path: Path) -> None:
     """Two of one release round and choose as each does: an answer went on at the other's target in an upgrade."""
     model, section = load_model(tiny_folder, ModelSection(kernels="torch")), ModelSection()
-    assert f" {code_digest(ROOT, CHOOSING)}, torch" in identity_of(model, section, "w").kernels
+    assert f" {code_digest(ROOT, CHOICE_PACKAGES)}, torch" in identity_of(model, section, "w").kernels
     file = tmp_path / "engine" / "native" / "products.h"
     file.parent.mkdir(parents=True)
     found = set[str]()
     for content in ("", "// sums", "// sums", "// sums of other order"):
         file.write_text(content)
         code_digest.cache_clear()
-        found.add(code_digest(tmp_path, CHOOSING))
+        found.add(code_digest(tmp_path, CHOICE_PACKAGES))
     assert len(found) == 3
     code_digest.cache_clear()
 

@@ -22,7 +22,7 @@ from slipstream.drafting.heads.lender import Lender
 from slipstream.drafting.loading import load
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.fp8_blocks import FIELD
-from slipstream.engine.int8 import MOST, NOTE, Whole, joined, rounded
+from slipstream.engine.int8 import LARGEST, NOTE, Int8Matrix, concatenated, rounded
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.compiled_kernels import X86, kernels, processor
 from slipstream.engine.native.program import BatchFrame, Frame, NativeHead, Packed, Program, Team
@@ -63,14 +63,14 @@ def test_a_row_has_a_scale_and_keeps_its_largest() -> None:
     weight[3] = 0
     found = rounded(weight)
     assert found.numbers.shape == weight.shape and found.scales.shape == (9,)
-    assert bool(((found.wide() - weight).abs() <= 0.5001 * found.scales[:, None]).all())
-    assert found.numbers.abs().amax(1).tolist() == [MOST, MOST, MOST, 0, *[MOST] * 5]
+    assert bool(((found.dequantized() - weight).abs() <= 0.5001 * found.scales[:, None]).all())
+    assert found.numbers.abs().amax(1).tolist() == [LARGEST, LARGEST, LARGEST, 0, *[LARGEST] * 5]
 
 
 def test_matrices_below_one_another_are_rounded_as_each_alone() -> None:
     parts = random(8, 70), random(4, 70, seed=1)
-    whole, below = rounded(torch.cat(parts)), joined([rounded(part) for part in parts])
-    assert isinstance(below, Whole)
+    whole, below = rounded(torch.cat(parts)), concatenated([rounded(part) for part in parts])
+    assert isinstance(below, Int8Matrix)
     assert torch.equal(whole.numbers, below.numbers) and torch.equal(whole.scales, below.scales)
 
 
@@ -80,7 +80,7 @@ def test_a_product_is_that_of_the_numbers(needed: set[str], flags: tuple[str, ..
         pytest.skip("this processor does not know these instructions")
     found = kernels(flags)
     weight, rows = rounded(random(75, 146, seed=7)), random(19, 146).to(torch.bfloat16)
-    exact = rows.double() @ weight.wide().double().T
+    exact = rows.double() @ weight.dequantized().double().T
     whole = NativeHead(Team(found, 1), weight)(rows)
     # By instructions that multiply four bytes at once a row's inputs are whole numbers of 15 bits, too.
     assert error(whole, exact) < (1e-4 if "-mavx512vnni" in flags else 1e-6)
@@ -106,13 +106,13 @@ def test_rows_that_are_odd_keep_to_themselves(flags: tuple[str, ...]) -> None:
 
 
 def test_every_number_and_place_of_a_line_counts() -> None:
-    numbers = torch.arange(-MOST, MOST + 1).to(torch.int8)
+    numbers = torch.arange(-LARGEST, LARGEST + 1).to(torch.int8)
     team = Team(kernels(), 1)
     for half in range(2):
         weight = torch.zeros(len(numbers), 2, dtype=torch.int8)
         weight[:, half] = numbers
         rows = torch.tensor([[3.0, 3.0]]).to(torch.bfloat16)
-        out = NativeHead(team, Whole(weight, torch.full((len(numbers),), 0.5)))(rows)[0]
+        out = NativeHead(team, Int8Matrix(weight, torch.full((len(numbers),), 0.5)))(rows)[0]
         assert torch.equal(out, 1.5 * numbers.float())
 
 
@@ -120,7 +120,7 @@ def test_gates_and_biases_are_where_they_are_without_rounding() -> None:
     team, x = Team(kernels(), 2), random(5, 64).to(torch.bfloat16)
     weight, bias = random(64, 64, seed=1), random(64, seed=2)
     found = []
-    for matrix in (rounded(weight), rounded(weight).wide()):
+    for matrix in (rounded(weight), rounded(weight).dequantized()):
         out, program = torch.empty(5, 32, dtype=torch.bfloat16), Program(team)
         program.product(x, Packed(team, matrix, bias, silu=True), out)
         program.run(BatchFrame(Frame(5)))

@@ -100,7 +100,8 @@ def test_a_model_or_draft_that_does_not_fit_is_refused_in_a_sentence(tiny_folder
     with pytest.raises(ModelError, match=told):
         create(section, model, 600)
     with pytest.raises(ModelError, match=told):
-        ranks.load_part(ranks.Part(0, 0, str(tiny_folder), model), cast(Group, SimpleNamespace(ranks=1, agreed=bool)))
+        ranks.load_part(ranks.RankPart(0, 0, str(tiny_folder), model), cast(Group, SimpleNamespace(ranks=1,
+                                                                                                   all_agree=bool)))
 
 
 def test_the_report_adds_up() -> None:

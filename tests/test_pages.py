@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.attention import Attend, PagePlan, TorchAttention, placed, plan_pages
+from slipstream.engine.attention import Attend, PagePlan, TorchAttention, page_tensors, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.model import ModelConfig, parse_config
 from tests.test_attention import HEADS, SIZE, poisoned, random_batch
@@ -21,7 +21,7 @@ def config(group: int, window: int = 0) -> ModelConfig:
 
 
 def as_a_kernel(batch: ForwardBatch, shape: ModelConfig) -> Attend:
-    return TorchAttention(shape, torch.float64).fixed(placed(plan_pages(batch, shape.sliding_window), CPU))
+    return TorchAttention(shape, torch.float64).fixed(page_tensors(plan_pages(batch, shape.sliding_window), CPU))
 
 
 def by_gathering(q: torch.Tensor, kv: torch.Tensor, plan: PagePlan, scale: float) -> torch.Tensor:

@@ -132,7 +132,7 @@ def _share(rng: np.random.Generator, cache: RadixCache, oracle: Oracle,
     place = int(rng.integers(len(running)))
     tokens, held, match = running[place]
     end = int(rng.integers(match.length, len(tokens) + 1))
-    longer = cache.insert(tokens[match.length : end], held[match.length : end], behind=match)
+    longer = cache.insert(tokens[match.length : end], held[match.length : end], prefix=match)
     cache.lock(longer, match)
     oracle.insert(tokens[:end], held[:end])
     assert longer.length == end and [*held[: match.length], *longer.slots] == oracle.match(tokens[:end])

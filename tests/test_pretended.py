@@ -66,8 +66,8 @@ class LaunchedPages:
     def plan(self, batch: ForwardBatch) -> Attend:
         raise AssertionError("fixed ones only")
 
-    def fixed(self, pages: PageTensors, apart: bool = False) -> FixedLaunchedPages:
-        assert apart, "several are planned before one runs"
+    def fixed(self, pages: PageTensors, own_plan: bool = False) -> FixedLaunchedPages:
+        assert own_plan, "several are planned before one runs"
         return FixedLaunchedPages(pages, self._scale, self._gpu)
 
 
@@ -75,7 +75,7 @@ class FixedLaunchedPages:
     def __init__(self, pages: PageTensors, scale: float, gpu: Gpu) -> None:
         self._pages, self._scale, self._gpu = pages, scale, gpu
 
-    def take(self, plan: PagePlan) -> bool:
+    def replan(self, plan: PagePlan) -> bool:
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -159,9 +159,9 @@ def test_captured_steps_over_a_table_wait_for_nothing_on_a_gpu_in_name(monkeypat
     with captured(monkeypatch) as c:
         gpu, model, far, right, pool = c.gpu, c.model, c.far, c.right, c.pool
         table, order = SlotTable(range(SLOTS, SLOTS + model.spare_slots)), dice.permutation(SLOTS - 24)
-        rows = [table.take(200) for _ in range(3)]
+        rows = [table.add_row(200) for _ in range(3)]
         for row, own in zip(rows, np.split(order[:240], 3), strict=True):
-            row.put(0, own)
+            row.write(0, own)
         for turn in range(5):
             listed, by_row = BatchBuilder(), BatchBuilder()
             for row in rows[: 1 + turn % 3]:
@@ -174,4 +174,4 @@ def test_captured_steps_over_a_table_wait_for_nothing_on_a_gpu_in_name(monkeypat
             assert not gpu.waits, gpu.waits
             expected = right.logits(right.forward(listed.build(), pool)[0])
             assert float((model.logits(found).cpu() - expected).abs().max()) < 0.05 * float(expected.abs().max()), turn
-        assert len(gpu.graphs) == model.num_serving == len(SIZES)
+        assert len(gpu.graphs) == model.num_graphs == len(SIZES)

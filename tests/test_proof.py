@@ -13,7 +13,7 @@ from bench.gpu.shapes import TINY, config_of
 from slipstream.base.errors import in_a_line
 from slipstream.base.offload import command
 from slipstream.engine import witness
-from slipstream.engine.proof import SAID, asked, remembered, witnessed
+from slipstream.engine.proof import VERDICT_PREFIX, cached_verdict, question_for, run_trial
 
 
 def told(script: str) -> list[str]:
@@ -21,50 +21,52 @@ def told(script: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("script", "words", "lasting"), [
-    (f"echo '{SAID}\"\"'", "", True),
-    (f"echo noise; echo '{SAID}\"a row is off\"'", "a row is off", True),
+    (f"echo '{VERDICT_PREFIX}\"\"'", "", True),
+    (f"echo noise; echo '{VERDICT_PREFIX}\"a row is off\"'", "a row is off", True),
     ("kill -ABRT $$", "signal 6 (SIGABRT)", True),
     ("kill -SEGV $$", "signal 11 (SIGSEGV)", True),
     ("kill -KILL $$", "signal 9 (SIGKILL)", False),  # of a machine without memory
     ("echo first >&2; echo no compiler >&2; exit 1", "exit code 1: no compiler", False),  # who installs one asks again
-    (f"echo '{SAID}\"CUDA error: an illegal memory access\"'", "illegal memory access", True),
-    (f"echo '{SAID}\"OutOfMemoryError: CUDA out of memory\"'", "out of memory", False),
+    (f"echo '{VERDICT_PREFIX}\"CUDA error: an illegal memory access\"'", "illegal memory access", True),
+    (f"echo '{VERDICT_PREFIX}\"OutOfMemoryError: CUDA out of memory\"'", "out of memory", False),
     ("exec sleep 60", "longer than 0.2 s", False),
 ])
 def test_whatever_becomes_of_it_is_a_verdict(script: str, words: str, lasting: bool) -> None:
-    found, kept = witnessed(told(script), 0.2 if "sleep" in script else 60.0)
+    found, kept = run_trial(told(script), 0.2 if "sleep" in script else 60.0)
     assert (words in found if words else found == "") and kept == lasting
 
 
 def test_one_that_cannot_start_says_nothing_about_the_next_time(tmp_path: Path) -> None:
-    found, kept = witnessed([str(tmp_path / "nothing")])
+    found, kept = run_trial([str(tmp_path / "nothing")])
     assert "could not start" in found and not kept
 
 
 def test_a_verdict_is_kept_by_what_it_is_about(tmp_path: Path) -> None:
-    counted = told(f"echo x >> {tmp_path}/asked; echo '{SAID}\"\"'")
-    times = [remembered(tmp_path / "kept", {"gpu": gpu}, counted) for gpu in ("one", "one", "other", "one")]
+    counted = told(f"echo x >> {tmp_path}/asked; echo '{VERDICT_PREFIX}\"\"'")
+    times = [cached_verdict(tmp_path / "kept", {"gpu": gpu}, counted) for gpu in ("one", "one", "other", "one")]
     assert times == [""] * 4 and (tmp_path / "asked").read_text() == "x\n" * 2
     (verdict, _) = (tmp_path / "kept").iterdir()
     verdict.write_text("{")
-    remembered(tmp_path / "kept", {"gpu": "one"}, counted), remembered(tmp_path / "kept", {"gpu": "other"}, counted)
+    cached_verdict(tmp_path / "kept", {"gpu": "one"}, counted), cached_verdict(tmp_path / "kept", {"gpu": "other"},
+                                                                               counted)
     assert (tmp_path / "asked").read_text() == "x\n" * 3, "one that cannot be read is asked for again"
-    assert remembered(tmp_path / "kept", {"gpu": "dead"}, told("kill -ABRT $$")).endswith("(SIGABRT)")
-    assert remembered(tmp_path / "kept", {"gpu": "dead"}, counted).endswith("(SIGABRT)"), "it is not asked to die twice"
+    assert cached_verdict(tmp_path / "kept", {"gpu": "dead"}, told("kill -ABRT $$")).endswith("(SIGABRT)")
+    assert cached_verdict(tmp_path / "kept", {"gpu": "dead"},
+                          counted).endswith("(SIGABRT)"), "it is not asked to die twice"
 
 
 def test_where_nothing_can_be_kept_it_is_asked_each_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert remembered(tmp_path / "file", {}, told(f"echo '{SAID}\"no\"'")) == "no"
+    assert cached_verdict(tmp_path / "file", {}, told(f"echo '{VERDICT_PREFIX}\"no\"'")) == "no"
 
 
 def test_a_witness_says_why_there_is_nothing_to_see(tmp_path: Path) -> None:
     """It is ours, whatever has a name of ours in the folder that one stands in."""
     (tmp_path / "numpy.py").write_text("raise SystemExit('not the one you think')")
-    question = json.dumps(asked("attention", config_of(TINY), torch.bfloat16))
+    question = json.dumps(question_for("attention", config_of(TINY), torch.bfloat16))
     done = subprocess.run([*command("slipstream.engine.witness"), question, "cpu"], capture_output=True, text=True,
                           check=False, cwd=tmp_path)
-    assert done.returncode == 1 and "flashinfer" in done.stderr.splitlines()[-1] and SAID not in done.stdout
+    assert done.returncode == 1 and "flashinfer" in done.stderr.splitlines()[-1] and VERDICT_PREFIX not in done.stdout
 
 
 @pytest.mark.parametrize(("error", "kept"), [
@@ -78,9 +80,9 @@ def test_a_witness_keeps_to_itself_what_is_not_the_devices(monkeypatch: pytest.M
         raise error
 
     monkeypatch.setattr(witness, "triton_operations", fails)
-    question = asked("operations", config_of(TINY), torch.bfloat16)
+    question = question_for("operations", config_of(TINY), torch.bfloat16)
     if kept:
-        assert witness.seen(question, torch.device("cpu")) == in_a_line(error)
+        assert witness.examine(question, torch.device("cpu")) == in_a_line(error)
     else:
         with pytest.raises(type(error)):
-            witness.seen(question, torch.device("cpu"))
+            witness.examine(question, torch.device("cpu"))

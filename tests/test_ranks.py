@@ -29,7 +29,7 @@ from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.graphs import GraphedDecoder, Replay, Size, capture_eager
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import load_tensors
-from slipstream.engine.orders import ForwardOrder, LogitsOrder, Meeting, Pipe, WarmOrder, read, written
+from slipstream.engine.orders import ForwardOrder, LogitsOrder, Pipe, Rendezvous, WarmOrder, decode_order, encode_order
 from slipstream.engine.ranks import RankedModel, part_config, part_of, ranked_model, sharded_decoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.vitals import Vitals, until
@@ -93,14 +93,14 @@ class Threads:
     def __init__(self, rank: int, ranks: int, table: list[torch.Tensor], barrier: threading.Barrier) -> None:
         self.rank, self.ranks, self._table, self._barrier = rank, ranks, table, barrier
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(sum(self._all(x)))
 
-    def beside(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._all(x), -1)
 
-    def agreed(self, well: bool) -> bool:
-        return not float(self.sum(torch.tensor([float(not well)])))
+    def all_agree(self, ok: bool) -> bool:
+        return not float(self.all_reduce(torch.tensor([float(not ok)])))
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._table[self.rank] = x.clone()
@@ -126,7 +126,7 @@ def test_every_family_cut_in_parts_is_whole(tmp_path: Path, kind: str, ranks: in
         group = Threads(rank, ranks, table, barrier)
         runner = ModelRunner(sharded_decoder(whole.config, load_tensors(written_to), group, torch.float64, CPU), 80)
         assert runner.pool.kv.shape[3] == 1
-        return torch.cat([group.beside(runner.forward(batch)) for batch in (prompt(), tree())])
+        return torch.cat([group.all_gather(runner.forward(batch)) for batch in (prompt(), tree())])
 
     runner = ModelRunner(whole, 80)
     right = torch.cat([runner.forward(batch) for batch in (prompt(), tree())])
@@ -273,7 +273,7 @@ async def test_a_service_that_loses_a_rank_in_mid_answer_says_so_and_ends(folder
                 with suppress(psutil.NoSuchProcess):  # its parent sees to it that nothing of it is left
                     rank.kill()
         assert await served.ended() == 1
-    assert "rank 1 of 2 has ended (signal 9): a model that is cut" in (tmp_path / "log").read_text()
+    assert "rank 1 of 2 has ended (signal 9): a model that is split" in (tmp_path / "log").read_text()
 
 
 async def test_a_service_of_two_ranks_stops_as_any_other(folder: Path, tmp_path: Path) -> None:
@@ -308,11 +308,11 @@ def test_captured_steps_of_ranks_are_those_of_one(folder: Path, fails: bool) -> 
                 raise RuntimeError("out of memory")
             return replay
 
-        model = GraphedDecoder(decoder, paged, capture, [Size(8, 3), Size(48, 1)], group.agreed)
+        model = GraphedDecoder(decoder, paged, capture, [Size(8, 3), Size(48, 1)], group.all_agree)
         runner = ModelRunner(model, 80, model.spare_slots)
         runner.pool.kv.zero_()
         assert model.warm(runner.pool, 2) == 2 - fails
-        return torch.cat([group.beside(runner.forward(batch)) for batch in (prompt(), tree())])[:, :263]
+        return torch.cat([group.all_gather(runner.forward(batch)) for batch in (prompt(), tree())])[:, :263]
 
     runner = ModelRunner(whole, 80)
     right = torch.cat([runner.forward(batch) for batch in (prompt(), tree())])
@@ -322,11 +322,11 @@ def test_captured_steps_of_ranks_are_those_of_one(folder: Path, fails: bool) -> 
 
 
 def test_a_group_agrees_on_what_went_well_on_all_of_its_ranks() -> None:
-    group = Meeting(1).join(0, 1, CPU)
+    group = Rendezvous(1).join(0, 1, CPU)
     try:
-        assert [group.agreed(well) for well in (True, False, True)] == [True, False, True]
+        assert [group.all_agree(well) for well in (True, False, True)] == [True, False, True]
     finally:
-        group.leave()
+        group.close()
 
 
 @pytest.mark.parametrize(("settings", "problem"), [
@@ -355,7 +355,7 @@ def test_orders_arrive_as_they_were_given() -> None:
     builder.add([5], [4], [9], np.array([1, 2, 3, 8]))
     builder.add([6, 7], [3, 4], [10, 11], np.arange(100, 164), [1, (1 << 63) | 2], 64, "last")
     batch = builder.build()
-    found = read(written(ForwardOrder(3, 4096, (2, 5), batch)), CPU)
+    found = decode_order(encode_order(ForwardOrder(3, 4096, (2, 5), batch)), CPU)
     assert isinstance(found, ForwardOrder) and (found.pool, found.num_slots, found.taps) == (3, 4096, (2, 5))
     got = found.batch
     assert (got.q_indptr, got.kv_indptr, got.mask_lens) == (batch.q_indptr, batch.kv_indptr, batch.mask_lens)
@@ -363,7 +363,7 @@ def test_orders_arrive_as_they_were_given() -> None:
         assert torch.equal(getattr(got, name), getattr(batch, name)), name
         assert np.array_equal(getattr(got.host, name), getattr(batch.host, name)), name
     for order in (LogitsOrder(7), WarmOrder(1, 64, 9)):
-        assert read(written(order), CPU) == order
+        assert decode_order(encode_order(order), CPU) == order
 
 
 def test_messages_are_whole_and_the_end_of_a_pipe_is_an_error() -> None:

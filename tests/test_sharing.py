@@ -96,13 +96,13 @@ def test_a_prompt_that_is_computed_in_chunks_is_shared_chunk_by_chunk(tiny_folde
 
 def test_what_is_known_of_a_prompt_is_looked_up_once_for_all_its_samples(
         tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, known = list[str](), RadixCache.known
+    looked, known = list[str](), RadixCache.peek
 
     def watched(cache: RadixCache, tokens: ArrayLike, namespace: str) -> tuple[int, int]:
         looked.append(namespace)
         return known(cache, tokens, namespace)
 
-    monkeypatch.setattr(RadixCache, "known", watched)
+    monkeypatch.setattr(RadixCache, "peek", watched)
     worker, told = target(tiny_folder, limits=Limits(8, 16, 8)), [Told() for _ in range(6)]
     for number, pieces in enumerate(told):
         worker.add_request(number, Request(str(number), LONG, Sampling(), 4), pieces.append)

@@ -18,7 +18,7 @@ from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager, padded
 from slipstream.engine.kv import FIRST_ROWS, FIRST_WIDTH, Row, SlotTable
 from slipstream.engine.loading import load_model
 from slipstream.engine.mirror import Mirror
-from slipstream.engine.orders import ForwardOrder, read, written
+from slipstream.engine.orders import ForwardOrder, decode_order, encode_order
 from slipstream.engine.runner import ModelRunner
 from tests.tiny import VOCAB, write_tiny_model
 from tests.trees import random_tree
@@ -47,15 +47,15 @@ class Population:
         self.prefix = self.open(0)
 
     def open(self, shared: int) -> Session:
-        row = self.runner.table.take(int(self.dice.integers(200, 1500)))
+        row = self.runner.table.add_row(int(self.dice.integers(200, 1500)))
         slots = self.prefix.slots[:shared] if shared else []
-        row.put(0, slots)
+        row.write(0, slots)
         self.sessions.append(Session(row, list(slots), len(slots)))
         return self.sessions[-1]
 
     def close(self, session: Session) -> None:
         self.runner.slots.free(np.array(session.slots[session.borrowed :], np.int64))
-        self.runner.table.give(session.row)
+        self.runner.table.free_row(session.row)
         self.sessions.remove(session)
 
     def change(self) -> None:
@@ -86,18 +86,19 @@ class Population:
         for session, own, kept in self.accept:
             start = len(session.slots)
             session.slots += [own[node] for node in kept]
-            session.row.put(start, session.slots[start:])
+            session.row.write(start, session.slots[start:])
             self.runner.slots.free([slot for node, slot in enumerate(own) if node not in kept])
 
 
 def test_trees_of_a_step_are_segments_added_one_by_one() -> None:
     dice, table = np.random.default_rng(3), SlotTable()
     for counts in ([1], [1, 1], [64], [2, 1, 9, 64, 1, 33]):
-        trees = [(random_tree(dice, size, vocab=VOCAB), table.take(200), int(dice.integers(1, 90))) for size in counts]
+        trees = [(random_tree(dice, size, vocab=VOCAB), table.add_row(200), int(dice.integers(1, 90)))
+                 for size in counts]
         slots = dice.permutation(1000)[: sum(counts) + 2].tolist()
         found, right = BatchBuilder(), BatchBuilder()
         for builder in (found, right):  # behind a prompt's rows
-            builder.add_row([1, 2], [5, 6], slots[:2], table.take(9), 5, logits="none")
+            builder.add_row([1, 2], [5, 6], slots[:2], table.add_row(9), 5, logits="none")
         levels, first = found.add_trees(trees, slots[2:]), 2
         for (tree, row, length), depths in zip(trees, levels, strict=True):
             plain, own = len(tree) == 1, slots[first : first + len(tree)]
@@ -125,7 +126,7 @@ def test_a_population_over_a_table_is_the_one_that_lists(tmp_path: Path, kind: s
     for session in list(population.sessions):
         assert session.row.slots[: len(session.slots)].tolist() == session.slots
         population.close(session)
-    assert runner.table.num_taken == 0 and runner.slots.num_free == SLOTS
+    assert runner.table.num_used_rows == 0 and runner.slots.num_free == SLOTS
 
 
 def test_captured_steps_over_a_table_are_steps_that_list(tmp_path: Path) -> None:
@@ -145,15 +146,15 @@ def test_captured_steps_over_a_table_are_steps_that_list(tmp_path: Path) -> None
         hidden, _ = graphed.forward(found, runner.pool)
         assert torch.allclose(hidden, decoder.forward(right, runner.pool)[0], atol=1e-9)
         population.commit()
-    assert graphed.num_serving > 2
+    assert graphed.num_graphs > 2
 
 
 def test_a_mirror_is_sent_what_is_new_and_lists_what_the_host_would() -> None:
     table = SlotTable(range(900, 940))
     mirror, dice = Mirror(table, CPU), np.random.default_rng(3)
-    rows = [(table.take(3000), 2000), (table.take(3000), 500)]
+    rows = [(table.add_row(3000), 2000), (table.add_row(3000), 500)]
     for row, length in rows:
-        row.put(0, dice.integers(900, size=length))
+        row.write(0, dice.integers(900, size=length))
     unknown = []
     for turn in range(6):
         builder = BatchBuilder()
@@ -161,30 +162,30 @@ def test_a_mirror_is_sent_what_is_new_and_lists_what_the_host_would() -> None:
             builder.add_row([1], [length + turn], [int(dice.integers(900))], row, length + turn)
         plan, indices = plan_pages(builder.build()), torch.full((4000,), -1, dtype=torch.int32)
         if turn == 3:
-            rows[0][0].put(1900, dice.integers(900, size=7))  # as another's prefix
-        unknown.append(sum(length + turn + 1 - int(table.known[row.number]) for row, length in rows))
-        mirror.bring(np.zeros(3, np.int64), plan, indices)
+            rows[0][0].write(1900, dice.integers(900, size=7))  # as another's prefix
+        unknown.append(sum(length + turn + 1 - int(table.synced[row.number]) for row, length in rows))
+        mirror.send(np.zeros(3, np.int64), plan, indices)
         total = len(plan.indices)
         assert indices[:total].tolist() == plan.indices.tolist() and bool((indices[total:] == plan.indices[-1]).all())
         if turn == 4:
-            table.take(9000)  # it grows
+            table.add_row(9000)  # it grows
     assert unknown == [2502, 2, 2, 1 + 104, 2, 2512]
 
 
 def test_a_mirror_that_failed_half_way_begins_anew() -> None:
     table = SlotTable(range(900, 940))
-    mirror, dice, row = Mirror(table, CPU), np.random.default_rng(4), table.take(3000)
-    row.put(0, dice.integers(900, size=500))
+    mirror, dice, row = Mirror(table, CPU), np.random.default_rng(4), table.add_row(3000)
+    row.write(0, dice.integers(900, size=500))
     for length in (500, 520, 530):
-        row.put(length - 20, dice.integers(900, size=20))
+        row.write(length - 20, dice.integers(900, size=20))
         builder = BatchBuilder()
         builder.add_row([1], [length], [int(dice.integers(900))], row, length)
         plan, indices = plan_pages(builder.build()), torch.full((600,), -1, dtype=torch.int32)
         if length == 520:
             with pytest.raises(ValueError):  # before anything was copied, as where a device is full
-                mirror.bring(np.zeros((3, 1), np.int64), plan, indices)
+                mirror.send(np.zeros((3, 1), np.int64), plan, indices)
         else:
-            mirror.bring(np.zeros(3, np.int64), plan, indices)
+            mirror.send(np.zeros(3, np.int64), plan, indices)
             assert indices[: length + 1].tolist() == plan.indices.tolist()
 
 
@@ -192,7 +193,7 @@ def same(right: ForwardBatch, found: ForwardBatch, window: int) -> None:
     """The numbers of both, as they are, padded, and as they reach another rank."""
     spare = range(SLOTS, SLOTS + SPARE)
     size = Size(right.num_rows + 30, len(right.mask_lens) + 9)
-    sent = read(written(ForwardOrder(0, SLOTS, (), found)), CPU)
+    sent = decode_order(encode_order(ForwardOrder(0, SLOTS, (), found)), CPU)
     assert isinstance(sent, ForwardOrder)
     for one, other in ((right, found), (padded(right, size, spare), padded(found, size, spare)), (right, sent.batch)):
         assert (one.q_indptr, one.kv_indptr, one.mask_lens) == (other.q_indptr, other.kv_indptr, other.mask_lens)
@@ -205,21 +206,21 @@ def same(right: ForwardBatch, found: ForwardBatch, window: int) -> None:
 
 def test_rows_keep_what_they_hold_when_the_table_grows() -> None:
     table = SlotTable(range(900, 940))
-    rows = [table.take(10) for _ in range(FIRST_ROWS - 1)]
+    rows = [table.add_row(10) for _ in range(FIRST_ROWS - 1)]
     for row in rows:
         row.slots[:3] = row.number
-    wide, last = table.take(5 * FIRST_WIDTH), table.take(2)
-    assert len({row.number for row in (*rows, wide, last)}) == FIRST_ROWS + 1 == table.num_taken
+    wide, last = table.add_row(5 * FIRST_WIDTH), table.add_row(2)
+    assert len({row.number for row in (*rows, wide, last)}) == FIRST_ROWS + 1 == table.num_used_rows
     assert len(wide.slots) == table.width == 5 * FIRST_WIDTH
     assert [row.slots[:3].tolist() for row in rows] == [[row.number] * 3 for row in rows]
     assert Row(table, 0).slots[:40].tolist() == list(range(900, 940))
-    table.give(wide)
+    table.free_row(wide)
     with pytest.raises(AssertionError, match="twice"):
-        table.give(wide)
+        table.free_row(wide)
 
 
 def test_a_batch_is_of_one_table_or_of_none() -> None:
-    row, other = SlotTable().take(5), SlotTable().take(5)
+    row, other = SlotTable().add_row(5), SlotTable().add_row(5)
     builder = BatchBuilder()
     builder.add_row([1], [0], [3], row, 0)
     with pytest.raises(AssertionError):

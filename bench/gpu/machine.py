@@ -21,7 +21,7 @@ from bench.gpu.pace import decoder_of
 from bench.gpu.shapes import LLAMA_8B, config_of
 from bench.gpu.stage import Finding, Given, capture_of, copy_rate, paged, pool_for, seconds
 from bench.inputs import chains
-from slipstream.engine.attention import disagreement, farthest
+from slipstream.engine.attention import disagreement, largest_row_error
 from slipstream.engine.graphs import TRIAL_LIMIT, GraphedDecoder
 
 DEVICE_TESTS = ("tests/test_device.py", "tests/test_device_drafters.py", "tests/test_attention.py",
@@ -77,9 +77,9 @@ def equal_stage(given: Given) -> Iterator[Finding]:
         batch = chains(places, each).build(plain.device)
         right, _ = plain.forward(batch, pool)
         found, _ = graphed.forward(batch, pool)
-        off = farthest(found, right)
+        off = largest_row_error(found, right)
         yield Finding(f"{rows} rows of {sessions} sessions: off by", off, "of a row's length", f"< {TRIAL_LIMIT}")
-    yield Finding("graphs that serve", graphed.num_serving, f"of {len(steps)}")
+    yield Finding("graphs that serve", graphed.num_graphs, f"of {len(steps)}")
 
 
 def suite_stage(given: Given) -> Iterator[Finding]:

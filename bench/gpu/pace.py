@@ -237,7 +237,7 @@ def layers_in_graph(ops: LayerOps, given: Given, rows: int) -> Part:
     single = replace(config, num_layers=1)
     tensors = random_tensors({name: shape for name, shape in decoder_shapes(single).items() if ".layers." in name},
                              torch.bfloat16, given.device)
-    layer = DecoderLayer(LayerWeights.read(single, tensors, "model.layers.0", linear), ops)
+    layer = DecoderLayer(LayerWeights.from_tensors(single, tensors, "model.layers.0", linear), ops)
     kv = torch.zeros(rows, 2, config.num_kv_heads, config.head_dim, dtype=torch.bfloat16, device=given.device)
     states = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16, device=given.device)
     places = torch.arange(rows, device=given.device)
@@ -245,7 +245,7 @@ def layers_in_graph(ops: LayerOps, given: Given, rows: int) -> Part:
 
     @torch.inference_mode()
     def run() -> None:
-        x, read = states, layer.read(states)
+        x, read = states, layer.norm_input(states)
         for _ in range(LAYERS):
             x, read = layer(x, read, step, kv, layer.weights.norm)
 

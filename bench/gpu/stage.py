@@ -21,12 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 from bench.clock import timed
 from bench.gpu.shapes import LLAMA_8B, TINY, config_of
 from slipstream.engine.attention import PagedAttention, TorchAttention
-from slipstream.engine.flashinfer import FlashInferAttention, missing
+from slipstream.engine.flashinfer import FlashInferAttention, unsupported_reason
 from slipstream.engine.graphs import Capture, CudaCapture, capture_eager
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
-from slipstream.engine.ops.fused import missing as no_triton
-from slipstream.engine.ops.fused import triton_operations, unfit
+from slipstream.engine.ops.fused import triton_operations, triton_unsupported_reason
+from slipstream.engine.ops.fused import unsupported_reason as no_triton
 from slipstream.engine.ops.layer import TORCH, Operations
 from slipstream.engine.ops.races import DeviceRace, race_kernels
 from slipstream.engine.proof import What
@@ -84,7 +84,7 @@ def paged(given: Given, config: ModelConfig) -> PagedAttention:
     """FlashInfer on a GPU, torch's pages elsewhere. Raises RuntimeError where a GPU has no FlashInfer."""
     if given.device.type != "cuda":
         return TorchAttention(config, torch.bfloat16)
-    if reason := missing(config, torch.bfloat16, given.device):
+    if reason := unsupported_reason(config, torch.bfloat16, given.device):
         raise RuntimeError(f"FlashInfer: {reason}")
     return FlashInferAttention(config, torch.bfloat16, given.device)
 
@@ -103,7 +103,7 @@ def raced(device: torch.device, width: int, vocabulary: torch.Tensor | None = No
     Triton."""
     if device.type != "cuda":
         return None
-    if reason := unfit(device):
+    if reason := triton_unsupported_reason(device):
         raise RuntimeError(f"kernels that choose: {reason}")
     return DeviceRace(race_kernels(), width, vocabulary)
 

@@ -63,9 +63,9 @@ def planning() -> Iterator[Row]:
     for sessions, context in STEPS:
         table, slots = SlotTable(), np.random.default_rng(0).permutation(sessions * (context + 1))
         held = slots.reshape(sessions, context + 1)
-        rows = [table.take(context + 1) for _ in range(sessions)]
+        rows = [table.add_row(context + 1) for _ in range(sessions)]
         for row, own in zip(rows, held, strict=True):
-            row.put(0, own[:-1])
+            row.write(0, own[:-1])
         trees = [(DraftTree.root_only(context + 1, 0), row, context) for row in rows]
         (times,) = timed({"plan": partial(planned, trees, held[:, -1].tolist())}, REPEATS).values()
         yield {"part": "batch and plan", "sessions": sessions, "tokens": context, "us": 1e6 * median(times),

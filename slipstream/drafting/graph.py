@@ -270,7 +270,7 @@ class TreeLoop:
         *self._parts, pending, level = self._start.split_with_sizes(sizes)
         self._pages = [PageTensors.within(part, torch.zeros(network.pool_slots, dtype=torch.int32, device=device), rows)
                        for part, rows in ((pending, shape.pending), (level, shape.rows))]
-        self._attends = [attention.fixed(pages, apart=True) for pages in self._pages]
+        self._attends = [attention.fixed(pages, own_plan=True) for pages in self._pages]
         self._read = torch.zeros(shape.pending, width, dtype=dtype, device=device)
         # Tokens and scores (float64, stored as int64 bits) of all rows' children; and which rows were picked.
         self._found = torch.zeros(2, b, 1 + levels * k, k, dtype=torch.int64, device=device)
@@ -322,7 +322,7 @@ class TreeLoop:
         self._read[len(self._read) - left :].zero_()
         for pages, plan in zip(self._pages, plans, strict=True):
             write_indices(pages, plan)
-        return all(attend.take(plan) for attend, plan in zip(self._attends, plans, strict=True))
+        return all(attend.replan(plan) for attend, plan in zip(self._attends, plans, strict=True))
 
     def _places(self, seeds: Sequence[Seed]) -> Places:
         shape, first = self._shape, self._network.pool_slots - self._shape.spare

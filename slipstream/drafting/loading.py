@@ -32,7 +32,7 @@ from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.int8 import check_int8
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, fitting, tell_unread
+from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, explain_out_of_memory, warn_unread
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
@@ -46,7 +46,7 @@ REPEATED = (OWN_EMBEDDING, OWN_LM_HEAD)
 QUANTIZED = {"fp8": ("block", "eagle2", "eagle3", "standalone"), "int8": ("eagle3", "standalone")}  # drafters that can
 
 
-@fitting("the draft model or head")
+@explain_out_of_memory("the draft model or head")
 def load(section: DraftSection, target: ModelSection, num_slots: int = 0) -> Drafter:
     """The drafter with weights that ``section.drafter`` names; see ``drafting.create``. Raises ModelError, and
     ConfigError for trees that are too deep for its context."""
@@ -163,13 +163,13 @@ def mtp_layers(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) ->
         # Imported here because transformers takes seconds to import, and other heads do not need it.
         from slipstream.engine.hf import HFLayers
 
-        layers, taken = HFLayers(head.folder, head.tensors, prefixes, kind, place), head.tensors.taken
+        layers, taken = HFLayers(head.folder, head.tensors, prefixes, kind, place), head.tensors.read_names
     else:
         config = ModelConfig.from_folder(head.folder)
         layers = DecoderLayers(config, head, kind, place, ops)
-        taken = head.tensors.taken.union(*(layer_shapes(config, prefix) for prefix in prefixes))
+        taken = head.tensors.read_names.union(*(layer_shapes(config, prefix) for prefix in prefixes))
     # Each further layer repeats the target's embedding and head.
-    tell_unread(head.folder, (name for name in head.tensors.keys() - taken if not name.endswith(REPEATED)))
+    warn_unread(head.folder, (name for name in head.tensors.keys() - taken if not name.endswith(REPEATED)))
     return layers
 
 

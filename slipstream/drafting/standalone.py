@@ -92,7 +92,7 @@ class Masks:
 
     def behind(self, batch: ForwardBatch, segments: range) -> ForwardBatch:
         """A batch of some ``segments`` of ``batch`` with masks after each; logits of its last row and of its masks."""
-        builder, host, entries = BatchBuilder(), batch.host, batch.listed
+        builder, host, entries = BatchBuilder(), batch.host, batch.flat_kv_slots
         for place, segment in enumerate(segments):
             rows = slice(batch.q_indptr[segment], batch.q_indptr[segment + 1])
             before = batch.kv_indptr[segment + 1] - (rows.stop - rows.start)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from slipstream.choosing.transfer import to_device
-from slipstream.engine.batch import BatchBuilder, ForwardBatch, listed
+from slipstream.engine.batch import BatchBuilder, ForwardBatch, joined_runs
 from slipstream.engine.model import ModelConfig
 from slipstream.protocol.tree import MAX_NODES
 
@@ -56,7 +56,7 @@ class PagePlan:
     @property
     def indices(self) -> NDArray[np.int32]:
         """int32 [kv_indptr[-1]], the slots of all segments, one segment after the other."""
-        found = self.entries if self.begins is None else listed(self.entries, self.begins, self.kv_indptr)
+        found = self.entries if self.begins is None else joined_runs(self.entries, self.begins, self.kv_indptr)
         return found.astype(np.int32, copy=False)
 
     def slots(self, segment: int) -> NDArray[np.int32] | NDArray[np.int64]:
@@ -115,7 +115,7 @@ def plan_pages(batch: ForwardBatch, window: int = 0) -> PagePlan:
                     limits.astype(np.int32), words, begins)
 
 
-def placed(plan: PagePlan, device: torch.device) -> PageTensors:
+def page_tensors(plan: PagePlan, device: torch.device) -> PageTensors:
     """The tensors of a plan on ``device``, newly made, for one forward."""
     numbers, indices = (torch.from_numpy(part).to(device, non_blocking=True) for part in (packed(plan), plan.indices))
     return PageTensors.within(numbers, indices, plan.num_rows)
@@ -153,7 +153,7 @@ PADDED_ENTRIES, PADDED_ENTRIES_CUDA = 8192, 131_072
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AttentionCall:
     """Segments that share one call: b of them, padded to q rows and n KV entries."""
 
     size: tuple[int, int, int]  # b, q, n
@@ -163,20 +163,20 @@ class Part:
     mask: torch.Tensor | None  # [b, 1, q * Q/G, n] added to the scores; None: every row sees everything
 
 
-def plan_attention(pages: PagePlan, group: int, dtype: torch.dtype, device: torch.device) -> tuple[Part, ...]:
+def plan_attention(pages: PagePlan, group: int, dtype: torch.dtype, device: torch.device) -> tuple[AttentionCall, ...]:
     """The calls that compute the attention of each layer of one forward. group: query heads of one KV head; dtype: that
     of the queries."""
-    host = _Host(pages, group, dtype, device)
-    return tuple(host.single(s[0]) if len(s) == 1 else host.padded(s) for s in host.likes())
+    planner = _CallPlanner(pages, group, dtype, device)
+    return tuple(planner.single(s[0]) if len(s) == 1 else planner.padded(s) for s in planner.groups())
 
 
-def attend(q: torch.Tensor, kv: torch.Tensor, plan: tuple[Part, ...], scale: float) -> torch.Tensor:
+def attend(q: torch.Tensor, kv: torch.Tensor, plan: tuple[AttentionCall, ...], scale: float) -> torch.Tensor:
     """q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]. The rows' own KV must be written already."""
     if len(plan) == 1 and isinstance(plan[0].targets, slice):
-        return _part(_rows(q, plan[0].rows), kv, plan[0], scale)
+        return _run_call(_rows(q, plan[0].rows), kv, plan[0], scale)
     out = q.new_empty(q.shape[0] + 1, q.shape[1] * q.shape[2])
     for part in plan:
-        out[part.targets] = _part(_rows(q, part.rows), kv, part, scale)
+        out[part.targets] = _run_call(_rows(q, part.rows), kv, part, scale)
     return out[:-1]
 
 
@@ -187,7 +187,7 @@ def attend_pages(q: torch.Tensor, kv: torch.Tensor, pages: PageTensors, scale: f
     return attend(q, kv, plan, scale)
 
 
-def _part(q: torch.Tensor, kv: torch.Tensor, part: Part, scale: float) -> torch.Tensor:
+def _run_call(q: torch.Tensor, kv: torch.Tensor, part: AttentionCall, scale: float) -> torch.Tensor:
     # q [b * q, Q, D] -> [b * q, Q * D]
     b, rows, n = part.size
     heads, size, group = kv.shape[2], kv.shape[3], q.shape[1] // kv.shape[2]
@@ -205,7 +205,7 @@ def _rows(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
     return x[index] if isinstance(index, slice) else x.index_select(0, index)
 
 
-class _Host:
+class _CallPlanner:
     """The bookkeeping on the host while a plan is made."""
 
     __slots__ = ("device", "dtype", "group", "pages")
@@ -222,7 +222,7 @@ class _Host:
     def rows(self, segment: int) -> slice:
         return slice(int(self.pages.q_indptr[segment]), int(self.pages.q_indptr[segment + 1]))
 
-    def likes(self) -> Iterator[list[int]]:
+    def groups(self) -> Iterator[list[int]]:
         """Groups of segments that share one call (rule 4)."""
         open_groups: dict[tuple[int, int], list[int]] = {}
         most = PADDED_ENTRIES_CUDA if self.device.type == "cuda" else PADDED_ENTRIES
@@ -234,16 +234,17 @@ class _Host:
                 yield open_groups.pop((self.q_len(segment).bit_length(), n))
         yield from open_groups.values()
 
-    def single(self, segment: int) -> Part:
+    def single(self, segment: int) -> AttentionCall:
         """One segment, as it is."""
         slots, rows = self.pages.slots(segment), self.rows(segment)
         q, n = rows.stop - rows.start, len(slots)
         run = int(slots[-1] - slots[0]) == n - 1 and bool((np.diff(slots) == 1).all())
         seen = visible(self.pages, rows, n)
         mask = None if seen.all() else self.additive(seen[None])
-        return Part((1, q, n), rows, rows, slice(int(slots[0]), int(slots[0]) + n) if run else self.tensor(slots), mask)
+        own_slots = slice(int(slots[0]), int(slots[0]) + n) if run else self.tensor(slots)
+        return AttentionCall((1, q, n), rows, rows, own_slots, mask)
 
-    def padded(self, segments: Sequence[int]) -> Part:
+    def padded(self, segments: Sequence[int]) -> AttentionCall:
         """Several segments, each padded to the most rows and the most KV entries among them."""
         q, n = max(map(self.q_len, segments)), max(map(self.kv_len, segments))
         count = self.pages.num_rows
@@ -263,9 +264,9 @@ class _Host:
         mask = None if seen.all() else self.additive(seen)
         if np.array_equal(targets.ravel(), np.arange(count)):
             whole = slice(0, count)
-            return Part((len(segments), q, n), whole, whole, self.tensor(slots.ravel()), mask)
-        return Part((len(segments), q, n), self.tensor(rows.ravel()), self.tensor(targets.ravel()),
-                    self.tensor(slots.ravel()), mask)
+            return AttentionCall((len(segments), q, n), whole, whole, self.tensor(slots.ravel()), mask)
+        return AttentionCall((len(segments), q, n), self.tensor(rows.ravel()), self.tensor(targets.ravel()),
+                             self.tensor(slots.ravel()), mask)
 
     def additive(self, seen: NDArray[np.bool_]) -> torch.Tensor:
         # [b, q, n] -> [b, 1, q * group, n]: one row per folded query head
@@ -288,7 +289,7 @@ class Attention(Protocol):
 class FixedAttention(Protocol):
     """An attention for one number of rows and segments."""
 
-    def take(self, plan: PagePlan) -> bool:
+    def replan(self, plan: PagePlan) -> bool:
         """Plan another batch of this size; its pages are written already. False: it cannot run as it was captured."""
         ...
 
@@ -298,9 +299,9 @@ class FixedAttention(Protocol):
 
 
 class PagedAttention(Attention, Protocol):
-    def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
+    def fixed(self, pages: PageTensors, own_plan: bool = False) -> FixedAttention:
         """A fixed attention for batches with as many rows and segments as ``pages``, and at most as many KV entries.
-        apart: it keeps a plan of its own, as other batches may be planned before it runs."""
+        own_plan: it keeps a plan of its own, as other batches may be planned before it runs."""
         ...
 
 
@@ -317,7 +318,7 @@ class TorchAttention:
         plan = plan_attention(plan_pages(batch, config.sliding_window), config.group, self._dtype, batch.device)
         return partial(attend, plan=plan, scale=config.head_dim**-0.5)
 
-    def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
+    def fixed(self, pages: PageTensors, own_plan: bool = False) -> FixedAttention:
         return FixedTorch(pages, self._config.head_dim**-0.5)
 
 
@@ -327,7 +328,7 @@ class FixedTorch:
     def __init__(self, pages: PageTensors, scale: float) -> None:
         self._pages, self._scale = pages, scale
 
-    def take(self, plan: PagePlan) -> bool:
+    def replan(self, plan: PagePlan) -> bool:
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -345,20 +346,20 @@ def disagreement(attention: PagedAttention, config: ModelConfig, dtype: torch.dt
     """How ``attention`` differs from torch's in a trial, in words; empty: it does not. Raises what ``attention``
     raises."""
     batch = trial_batch().build(device)
-    dice = torch.Generator().manual_seed(0)
-    q, known = (torch.randn(count, heads, config.head_dim, generator=dice).to(device, dtype)
+    rng = torch.Generator().manual_seed(0)
+    q, known = (torch.randn(count, heads, config.head_dim, generator=rng).to(device, dtype)
                 for count, heads in ((batch.num_rows, config.num_heads), (2 * TRIAL_SLOTS, config.num_kv_heads)))
     kv = torch.full_like(known, torch.nan).view(TRIAL_SLOTS, 2, config.num_kv_heads, config.head_dim)
     kv.index_copy_(0, batch.kv_slots, known.view_as(kv).index_select(0, batch.kv_slots))
     right = TorchAttention(config, torch.float32).plan(batch)(q.float(), kv.float())
     for way, found in (("planned", attention.plan(batch)(q, kv)), ("fixed", _fixed(attention, config, batch, q, kv))):
-        worst = farthest(found, right)
+        worst = largest_row_error(found, right)
         if worst > ROUNDING:
             return f"in a trial ({way}) a row is off by {worst:.2g} of its length, and rounding explains {ROUNDING:g}"
     return ""
 
 
-def farthest(found: torch.Tensor, right: torch.Tensor) -> float:
+def largest_row_error(found: torch.Tensor, right: torch.Tensor) -> float:
     """The greatest distance between a row of ``found`` [T, W] and the same row of ``right``, relative to the norm of
     the latter; infinite if a number is NaN."""
     off = (found.float() - right.float()).norm(dim=1) / right.float().norm(dim=1)
@@ -367,13 +368,13 @@ def farthest(found: torch.Tensor, right: torch.Tensor) -> float:
 
 def trial_batch() -> BatchBuilder:
     """The segments of TRIAL, with random trees, always the same."""
-    dice, builder, taken = np.random.default_rng(0), BatchBuilder(), 0
-    order = dice.permutation(TRIAL_SLOTS).astype(np.int64)
+    rng, builder, taken = np.random.default_rng(0), BatchBuilder(), 0
+    order = rng.permutation(TRIAL_SLOTS).astype(np.int64)
     for kind, context, rows in TRIAL:
         own = order[taken + context : taken + context + rows].tolist()
         words = [1]
         for node in range(1, rows):
-            words.append(words[int(dice.integers(node))] | 1 << node)
+            words.append(words[int(rng.integers(node))] | 1 << node)
         is_tree = kind == "tree"
         builder.add([0] * rows, [0] * rows, own, order[taken : taken + context], words if is_tree else None,
                     rows if is_tree else 0)
@@ -389,5 +390,5 @@ def _fixed(attention: PagedAttention, config: ModelConfig, batch: ForwardBatch, 
     write_indices(pages, plan)
     fixed = attention.fixed(pages)
     for _ in "ab":  # the second ``take`` goes a shorter way, which must be right too
-        fixed.take(plan)
+        fixed.replan(plan)
     return fixed(q, kv)

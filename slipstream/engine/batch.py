@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from slipstream.engine.kv import Row, SlotTable
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
-SENT = ("tokens", "positions", "slots", "words", "logit_rows")  # the fields of ``HostRows`` that go to the device
+# The fields of ``HostRows`` that go to the device.
+DEVICE_FIELDS = ("tokens", "positions", "slots", "words", "logit_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ class HostRows:
     logit_rows: NDArray[np.int64]  # [R]
     kv_slots: NDArray[np.int64]  # of all segments, one after the other, or a whole table: see ``kv_begins``
 
-    def placed(self, device: torch.device) -> Sequence[torch.Tensor]:
-        """The fields SENT as tensors on ``device``, in that order. ``kv_slots`` stay on the host, where attention is
-        planned."""
+    def tensors(self, device: torch.device) -> Sequence[torch.Tensor]:
+        """The fields DEVICE_FIELDS as tensors on ``device``, in that order. ``kv_slots`` stay on the host, where
+        attention is planned."""
         arrays = (self.tokens, self.positions, self.slots, self.words, self.logit_rows)
         if device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
@@ -67,41 +68,41 @@ class ForwardBatch:
     features: torch.Tensor | None = None  # [T, F] further input of draft heads
     kv_begins: tuple[int, ...] | None = None  # [B] where segments begin in the table; None: ``kv_slots`` is no table
     table: SlotTable | None = None  # whose entries ``kv_slots`` are
-    _there: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    _tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def tokens(self) -> torch.Tensor:
         """int64 [T]."""
-        return self._at("tokens")
+        return self._tensor("tokens")
 
     @property
     def positions(self) -> torch.Tensor:
         """int64 [T]."""
-        return self._at("positions")
+        return self._tensor("positions")
 
     @property
     def slots(self) -> torch.Tensor:
         """int64 [T], where each row's K and V are written."""
-        return self._at("slots")
+        return self._tensor("slots")
 
     @property
     def words(self) -> torch.Tensor:
         """int64 [T], the bits of the uint64 ancestor word; unused where mask_len is 0."""
-        return self._at("words")
+        return self._tensor("words")
 
     @property
     def logit_rows(self) -> torch.Tensor:
         """int64 [R], the rows whose logits are wanted, ascending."""
-        return self._at("logit_rows")
+        return self._tensor("logit_rows")
 
-    def _at(self, name: str) -> torch.Tensor:
-        if name not in self._there:
-            self._there.update(zip(SENT, self.host.placed(self.device), strict=True))
-        return self._there[name]
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            self._tensors.update(zip(DEVICE_FIELDS, self.host.tensors(self.device), strict=True))
+        return self._tensors[name]
 
-    def there(self, name: str, tensor: torch.Tensor) -> None:
-        """Use ``tensor`` for the field ``name``: it came to the device in another copy."""
-        self._there[name] = tensor
+    def set_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Use ``tensor`` for the field ``name``: another copy brought it to the device."""
+        self._tensors[name] = tensor
 
     @property
     def num_rows(self) -> int:
@@ -113,19 +114,20 @@ class ForwardBatch:
         return self.kv_indptr[:-1] if self.kv_begins is None else self.kv_begins
 
     @property
-    def listed(self) -> NDArray[np.int64]:
+    def flat_kv_slots(self) -> NDArray[np.int64]:
         """int64 [kv_indptr[-1]], the slots of all segments, one segment after the other, on the host."""
         if self.kv_begins is None:
             return self.host.kv_slots
-        return listed(self.host.kv_slots, np.array(self.kv_begins), np.array(self.kv_indptr))
+        return joined_runs(self.host.kv_slots, np.array(self.kv_begins), np.array(self.kv_indptr))
 
     @property
     def kv_slots(self) -> torch.Tensor:
-        """``listed`` on the batch's device. Without a table, on a CPU, it shares the memory of ``host.kv_slots``."""
-        return torch.from_numpy(self.listed).to(self.device)
+        """``flat_kv_slots`` on the batch's device. On a CPU, without a table, it shares memory with
+        ``host.kv_slots``."""
+        return torch.from_numpy(self.flat_kv_slots).to(self.device)
 
 
-def listed(entries: NDArray[Any], begins: NDArray[Any], indptr: NDArray[Any]) -> NDArray[Any]:
+def joined_runs(entries: NDArray[Any], begins: NDArray[Any], indptr: NDArray[Any]) -> NDArray[Any]:
     """Runs of ``entries``, joined: run b begins at ``begins[b]`` and has ``indptr[b + 1] - indptr[b]`` entries."""
     sizes = np.diff(indptr).tolist()
     runs = [entries[begin : begin + size] for begin, size in zip(begins.tolist(), sizes, strict=True)]
@@ -179,34 +181,34 @@ class BatchBuilder:
 
         The loop is written out here: a step has a tree for each answer, and a function call a tree costs more."""
         tokens, positions, words, rows, entries = self.tokens, self.positions, self.words, self.q_indptr, self.kv_indptr
-        first, begin, seen, found = rows[-1], rows[-1], entries[-1], list[list[int]]()
+        first, begin, num_entries, depths = rows[-1], rows[-1], entries[-1], list[list[int]]()
         for tree, row, length in trees:
-            root, levels, own = tree.base - 1, [0], [1]
+            root, levels, tree_words = tree.base - 1, [0], [1]
             tokens += tree.tokens
             count = len(tree.tokens)
             if count > 1:
                 for node, parent in enumerate(tree.parents):
                     if node:
                         levels.append(levels[parent] + 1)
-                        own.append(1 << node | own[parent])
+                        tree_words.append(1 << node | tree_words[parent])
                 positions += [root + level for level in levels]
-                words += own if count < MAX_NODES else _signed(own)
+                words += tree_words if count < MAX_NODES else _signed(tree_words)
                 self.mask_lens.append(count)
             else:
                 positions.append(root)
                 words.append(0)
                 self.mask_lens.append(0)
-            assert count <= MAX_NODES and (self.table is row.table or not seen)
+            assert count <= MAX_NODES and (self.table is row.table or not num_entries)
             self.table = row.table
             self.kv_begins.append(row.begin)
-            first, seen = first + count, seen + length + count
+            first, num_entries = first + count, num_entries + length + count
             rows.append(first)
-            entries.append(seen)
-            found.append(levels)
+            entries.append(num_entries)
+            depths.append(levels)
         assert len(slots) == first - begin
         self.slots += slots
         self.logit_rows += range(begin, first)
-        return found
+        return depths
 
     def _add(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int], length: int,
              words: Sequence[int] | None, mask_len: int, logits: str) -> range:
@@ -233,18 +235,18 @@ class BatchBuilder:
         whole = np.asarray(array("q", [*self.tokens, *self.positions, *self.slots, *self.words, *self.logit_rows]))
         rows = len(self.tokens)
         tokens, positions, slots, words = whole[: 4 * rows].reshape(4, rows)
-        entries = self._placed(slots) if self.table is not None else np.concatenate(self.kv_slots)
+        entries = self._write_to_table(slots) if self.table is not None else np.concatenate(self.kv_slots)
         host = HostRows(tokens, positions, slots, words, whole[4 * rows :], entries)
         return ForwardBatch(host, tuple(self.q_indptr), tuple(self.kv_indptr), tuple(self.mask_lens),
                             torch.device(device), features, None if self.table is None else tuple(self.kv_begins),
                             self.table)
 
-    def _placed(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _write_to_table(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """The table's entries, after the rows' slots were written behind their contexts."""
         assert self.table is not None
         ends, rows = np.array(self.kv_indptr), np.array(self.q_indptr)
         counts = rows[1:] - rows[:-1]
-        self.table.place(np.array(self.kv_begins), ends[1:] - ends[:-1] - counts, counts, slots)
+        self.table.write(np.array(self.kv_begins), ends[1:] - ends[:-1] - counts, counts, slots)
         return self.table.entries
 
 

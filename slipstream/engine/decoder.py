@@ -22,7 +22,7 @@ from slipstream.engine.attention import Attention, TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import EMBEDDING, HEAD, SCALE, Matrix
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig, Tensors, take
+from slipstream.engine.model import ModelConfig, Tensors, require_tensor
 from slipstream.engine.ops.layer import (
     TORCH,
     DecoderLayer,
@@ -33,7 +33,7 @@ from slipstream.engine.ops.layer import (
     Step,
     layer_shapes,
     linear,
-    norms_behind,
+    next_norms,
 )
 
 LAYERS, NORM = "model.layers.", "model.norm.weight"
@@ -41,7 +41,7 @@ MTP_LAYERS = "model.mtp_layers."  # MiMo's multi-token prediction layers, which 
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
+class WeightPlacement:
     """How a checkpoint's tensors become a decoder's. place: moves a tensor to its dtype and device; product: makes the
     linear map of a matrix, by its name in ``LayerWeights``; head: lm_head rows to use instead of the checkpoint's (a
     rank's part of the vocabulary)."""
@@ -51,7 +51,7 @@ class Placing:
     head: torch.Tensor | None = None
 
 
-AS_IT_IS = Placing(lambda _name, tensor: tensor)
+UNCHANGED = WeightPlacement(lambda _name, tensor: tensor)
 
 
 class Decoder:
@@ -60,19 +60,19 @@ class Decoder:
     __slots__ = ("_embedding", "_head", "_layers", "_norms", "_ops", "attention", "config", "device", "dtype", "rope")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, ops: LayerOps = TORCH,
-                 attention: Attention | None = None, placing: Placing = AS_IT_IS) -> None:
+                 attention: Attention | None = None, placement: WeightPlacement = UNCHANGED) -> None:
         """tensors: by name; ops: the operations of a layer; attention: None is torch's. Raises ModelError naming a
         tensor."""
         self.config, self._ops = config, ops
-        own_head = placing.head is None and not config.tied_embeddings
-        around = {name: placing.place(name, tensors[name]) for name in (EMBEDDING, NORM, *([HEAD] if own_head else []))
-                  if name in tensors}
-        self._embedding = take(around, EMBEDDING, config.vocab_size, config.hidden_size)
+        own_head = placement.head is None and not config.tied_embeddings
+        outer = {name: placement.place(name, tensors[name]) for name in (EMBEDDING, NORM, *([HEAD] if own_head else []))
+                 if name in tensors}
+        self._embedding = require_tensor(outer, EMBEDDING, config.vocab_size, config.hidden_size)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
-        self._layers = [_layer(config, tensors, f"{LAYERS}{i}", ops, placing) for i in range(config.num_layers)]
-        self._norms = norms_behind(self._layers, take(around, NORM, config.hidden_size))
-        head = self._embedding if placing.head is None else placing.head
-        self._head = Linear(take(around, HEAD, config.vocab_size, config.hidden_size) if own_head else head)
+        self._layers = [_layer(config, tensors, f"{LAYERS}{i}", ops, placement) for i in range(config.num_layers)]
+        self._norms = next_norms(self._layers, require_tensor(outer, NORM, config.hidden_size))
+        head = self._embedding if placement.head is None else placement.head
+        self._head = Linear(require_tensor(outer, HEAD, config.vocab_size, config.hidden_size) if own_head else head)
         self.rope = Rope(config, self.dtype, self.device)
         self.attention = attention or TorchAttention(config, self.dtype)
 
@@ -82,7 +82,7 @@ class Decoder:
         """As ``Decoder(...)``, for tensors of any float dtype on any device; they are moved to ``dtype`` and
         ``device``. Tensors of integers are ignored."""
         floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-        return Decoder(config, floats, ops, attention, Placing(lambda _, tensor: tensor.to(device, dtype)))
+        return Decoder(config, floats, ops, attention, WeightPlacement(lambda _, tensor: tensor.to(device, dtype)))
 
     @property
     def kernels(self) -> str:
@@ -105,13 +105,13 @@ class Decoder:
             taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``forward`` after planning: it runs on tensors only, so a CUDA graph can capture it. tokens: int64 [T]."""
         x, tapped = F.embedding(tokens, self._embedding), dict[int, torch.Tensor]()
-        read = self._layers[0].read(x)
+        normed = self._layers[0].norm_input(x)
         for number, (layer, norm, kv) in enumerate(zip(self._layers, self._norms, pool.kv, strict=True)):
             if number in taps:  # other layers' states are freed, which bounds the memory of a step
                 tapped[number] = x
-            x, read = layer(x, read, step, kv, norm)
-        tapped[len(self._layers)] = read
-        return read, torch.cat([tapped[i] for i in taps], -1) if taps else None
+            x, normed = layer(x, normed, step, kv, norm)
+        tapped[len(self._layers)] = normed
+        return normed, torch.cat([tapped[i] for i in taps], -1) if taps else None
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -129,17 +129,18 @@ def unread_names(config: ModelConfig, tensors: Tensors) -> list[str]:
     """The names of tensors that no decoder reads. Scales of int8 weights and layers for a drafter are left out, and so
     is an lm_head beside a tied embedding if both are equal."""
     known = decoder_names(config)
-    if config.tied_embeddings and HEAD + SCALE not in tensors and not _repeated(tensors):
+    if config.tied_embeddings and HEAD + SCALE not in tensors and not _head_repeats_embedding(tensors):
         known.remove(HEAD)
     return [name for name in tensors if name not in known and name.removesuffix(SCALE) not in known
             and not name.startswith(MTP_LAYERS)]
 
 
-def _repeated(tensors: Tensors) -> bool:
+def _head_repeats_embedding(tensors: Tensors) -> bool:
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
     return head is None or embedding is None or torch.equal(head.to(embedding.dtype), embedding)
 
 
-def _layer(config: ModelConfig, tensors: Tensors, prefix: str, ops: LayerOps, placing: Placing) -> DecoderLayer:
-    own = {name: placing.place(name, t) for name, t in tensors.items() if name.startswith(f"{prefix}.")}
-    return DecoderLayer(LayerWeights.read(config, own, prefix, placing.product), ops)
+def _layer(config: ModelConfig, tensors: Tensors, prefix: str, ops: LayerOps,
+           placement: WeightPlacement) -> DecoderLayer:
+    own = {name: placement.place(name, t) for name, t in tensors.items() if name.startswith(f"{prefix}.")}
+    return DecoderLayer(LayerWeights.from_tensors(config, own, prefix, placement.product), ops)

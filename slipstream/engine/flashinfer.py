@@ -38,7 +38,7 @@ from slipstream.engine.attention import (
     PageTensors,
     TorchAttention,
     disagreement,
-    placed,
+    page_tensors,
     plan_pages,
 )
 from slipstream.engine.batch import ForwardBatch
@@ -93,7 +93,7 @@ def variant(dtype: torch.dtype, head_dim: int) -> tuple[list[Any], dict[str, Any
             {"paged_kv_stride_mode": "equal"})
 
 
-def specified(dtype: torch.dtype, head_dim: int) -> Any:
+def kernel_spec(dtype: torch.dtype, head_dim: int) -> Any:
     """FlashInfer's object for this kernel, which compiles it, or loads it if it was compiled before."""
     modules = importlib.import_module("flashinfer.jit.attention.modules")
     arguments, words = variant(dtype, head_dim)
@@ -103,12 +103,12 @@ def specified(dtype: torch.dtype, head_dim: int) -> Any:
 def prebuild(dtype: torch.dtype, head_dim: int) -> Path:
     """Compile the kernel for the architectures that FLASHINFER_CUDA_ARCH_LIST names; takes minutes. Returns the
     library."""
-    spec = specified(dtype, head_dim)
+    spec = kernel_spec(dtype, head_dim)
     spec.build()
     return Path(spec.jit_library_path)
 
 
-def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+def unsupported_reason(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Why FlashInfer cannot be used here, in words; empty: it can."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, and this one is '{device}'"
@@ -127,7 +127,7 @@ def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
                   proof: Proof = objection) -> Attention:
     """FlashInfer's attention if it passes its trials, in another process and in this one; else torch's, with a warning
     on a GPU."""
-    reason = missing(config, dtype, device)
+    reason = unsupported_reason(config, dtype, device)
     if not reason:
         try:
             reason = proof("attention", config, dtype, device)
@@ -138,13 +138,13 @@ def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
                     return found
         except Exception as error:  # compilers, loaders and launches fail in their own ways
             reason = in_a_line(error)
-            _settled(device)
+            _clear_cuda_error(device)
     if device.type == "cuda":
         logger("engine").warning("attention is torch's: slower, and without graphs", reason=reason)
     return TorchAttention(config, dtype)
 
 
-def _settled(device: torch.device) -> None:
+def _clear_cuda_error(device: torch.device) -> None:
     """CUDA reports the error of a failed launch to the next call: make that call here, and ignore the error."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)
@@ -164,13 +164,13 @@ class FlashInferAttention:
 
     def plan(self, batch: ForwardBatch) -> Attend:
         plan = plan_pages(batch, self._config.sliding_window)
-        pages = placed(plan, self._device)
+        pages = page_tensors(plan, self._device)
         self._planner.plan(plan, pages.indices)
         return partial(self._planner.run, pages)
 
-    def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
+    def fixed(self, pages: PageTensors, own_plan: bool = False) -> FixedAttention:
         last = torch.ones(len(pages.q_indptr) - 1, dtype=torch.int32, device=self._device)
-        plans = torch.empty_like(self.workspace) if apart else self.workspace
+        plans = torch.empty_like(self.workspace) if own_plan else self.workspace
         return FixedFlashInfer(self._make(plans, use_cuda_graph=True, qo_indptr_buf=pages.q_indptr,
                                           paged_kv_indptr_buf=pages.kv_indptr, paged_kv_indices_buf=pages.indices,
                                           paged_kv_last_page_len_buf=last), pages)
@@ -186,12 +186,12 @@ class FlashInferAttention:
 class Planner:
     """One of FlashInfer's wrappers, planned from the host and run for each layer."""
 
-    __slots__ = ("_config", "_device", "_dtype", "_read", "_wrapper")
+    __slots__ = ("_config", "_device", "_dtype", "_plan_read", "_wrapper")
 
     def __init__(self, wrapper: Any, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._wrapper, self._config, self._dtype, self._device = wrapper, config, dtype, device
         cuda: Any = torch.cuda
-        self._read = cuda.Event() if device.type == "cuda" else None
+        self._plan_read = cuda.Event() if device.type == "cuda" else None
 
     def plan(self, plan: PagePlan, indices: torch.Tensor) -> tuple[int, ...]:
         """Plan the next ``run``. indices: int32, on the device. Returns FlashInfer's description of the launch."""
@@ -205,7 +205,7 @@ class Planner:
             seq_lens=torch.from_numpy(np.diff(plan.kv_indptr)))
         return self._planned(self._wrapper._plan_info)  # there is no public access to it
 
-    def again(self, plan: PagePlan) -> tuple[int, ...]:
+    def reschedule(self, plan: PagePlan) -> tuple[int, ...]:
         """As ``plan``, for a graph whose number of rows and segments was planned before: it makes the schedule only.
         The other arrays that ``plan`` copies are on the device already."""
         self._wait()
@@ -217,12 +217,12 @@ class Planner:
             config.num_kv_heads, 1, True, size, size, False, -1, -1, False, 0, 0))
 
     def _wait(self) -> None:
-        if self._read is not None:
-            self._read.synchronize()  # rule 4
+        if self._plan_read is not None:
+            self._plan_read.synchronize()  # rule 4
 
     def _planned(self, info: Iterable[int]) -> tuple[int, ...]:
-        if self._read is not None:
-            self._read.record(torch.cuda.current_stream(self._device))
+        if self._plan_read is not None:
+            self._plan_read.record(torch.cuda.current_stream(self._device))
         return tuple(info)
 
     def run(self, pages: PageTensors, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -242,9 +242,9 @@ class FixedFlashInfer:
         self._planner, self._pages = planner, pages
         self.launch: tuple[int, ...] = ()
 
-    def take(self, plan: PagePlan) -> bool:
+    def replan(self, plan: PagePlan) -> bool:
         if self.launch:
-            return self._planner.again(plan) == self.launch
+            return self._planner.reschedule(plan) == self.launch
         # A captured launch has the grid of its first plan: a batch that needs another grid must not replay it.
         self.launch = self._planner.plan(plan, self._pages.indices[: int(plan.kv_indptr[-1])])
         return True

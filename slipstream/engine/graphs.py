@@ -30,7 +30,7 @@ from slipstream.engine.attention import (
     PagedAttention,
     PagePlan,
     PageTensors,
-    farthest,
+    largest_row_error,
     packed,
     packed_size,
     plan_pages,
@@ -48,9 +48,9 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SEGMENTS = (1, 2, 5, 9, 17, 33, 65)  # one more than a power of two, for a dummy segment
 MANY_ROWS, MANY_SEGMENTS = (192, 256, 320, 384, 512, 640), 17  # rows of many trees at once: at least so many segments
 TRIAL_CONTEXT, TRIAL_LIMIT = 20, 0.1  # tokens; error relative to a row's norm, far above that of another sum order
-MISSED = 1000  # steps without the graph of a size after it failed; doubled at each further failure
+RETRY_STEPS = 1000  # steps without the graph of a size after it failed; doubled at each further failure
 CPU = torch.device("cpu")
-NOTHING = BatchBuilder(kv_slots=[np.zeros(0, np.int64)]).build()  # pads to dummies alone
+EMPTY_BATCH = BatchBuilder(kv_slots=[np.zeros(0, np.int64)]).build()  # pads to dummies alone
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
@@ -64,7 +64,7 @@ class Size:
     rows: int
     segments: int
 
-    def takes(self, rows: int, segments: int) -> bool:
+    def fits(self, rows: int, segments: int) -> bool:
         spare_rows, spare_segments = self.rows - rows, self.segments - segments
         return spare_rows == spare_segments == 0 or spare_rows >= spare_segments >= 1
 
@@ -83,7 +83,7 @@ def needed(every: Sequence[Size], most_segments: int) -> set[Size]:
     for count in range(1, most + 1):
         fitting = [size for size in every if size.segments >= count]
         for rows in range(count, max(size.rows for size in every) + 1):
-            found.update([size for size in fitting if size.takes(rows, count)][:1])
+            found.update([size for size in fitting if size.fits(rows, count)][:1])
     return found
 
 
@@ -98,15 +98,15 @@ def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatc
     depths[segments - 1 :] = np.arange(rows - segments + 1)
     ends = (*range(1, segments), rows)
     begins = None if batch.kv_begins is None else (*batch.kv_begins, *range(segments))
-    whole = HostRows(np.concatenate((host.tokens, nothing)), np.concatenate((host.positions, depths)),
-                     np.concatenate((host.slots, own)), np.concatenate((host.words, nothing)), host.logit_rows,
-                     np.concatenate((host.kv_slots, own)) if begins is None else host.kv_slots)
-    return ForwardBatch(whole, (*batch.q_indptr, *(batch.num_rows + end for end in ends)),
+    host_rows = HostRows(np.concatenate((host.tokens, nothing)), np.concatenate((host.positions, depths)),
+                         np.concatenate((host.slots, own)), np.concatenate((host.words, nothing)), host.logit_rows,
+                         np.concatenate((host.kv_slots, own)) if begins is None else host.kv_slots)
+    return ForwardBatch(host_rows, (*batch.q_indptr, *(batch.num_rows + end for end in ends)),
                         (*batch.kv_indptr, *(batch.kv_indptr[-1] + end for end in ends)),
                         (*batch.mask_lens, *[0] * segments), CPU, kv_begins=begins, table=batch.table)
 
 
-def rows_of(batch: ForwardBatch, plan: PagePlan) -> NDArray[np.int64]:
+def static_rows(batch: ForwardBatch, plan: PagePlan) -> NDArray[np.int64]:
     """int64 [3 * T + packed_size]: tokens, positions and slots of the rows, then the plan, as in ``CapturedStep``."""
     host = batch.host
     return np.concatenate((host.tokens, host.positions, host.slots, packed(plan)))
@@ -167,7 +167,7 @@ class CapturedStep:
             if tapped is not None:
                 self._tapped.copy_(tapped)
 
-        self._write(NOTHING, None)
+        self._write(EMPTY_BATCH, None)
         self._replay = capture(run)
 
     def __call__(self, batch: ForwardBatch,
@@ -181,17 +181,18 @@ class CapturedStep:
         return self._hidden[rows].clone(), self._tapped[rows].clone() if self._tapped.shape[1] else None
 
     def _write(self, batch: ForwardBatch, mirror: Mirror | None) -> bool:
-        whole = padded(batch, self._size, self._spare)
-        plan = plan_pages(whole, self._window)
-        rows = rows_of(whole, plan)
+        full = padded(batch, self._size, self._spare)
+        plan = plan_pages(full, self._window)
+        rows = static_rows(full, plan)
         if mirror is None:
             self._rows.copy_(torch.from_numpy(rows), non_blocking=True)
             write_indices(self._pages, plan)
         else:
-            came, first = mirror.bring(rows, plan, self._pages.indices), 2 * self._size.rows
-            self._rows.copy_(came)
-            batch.there("slots", came[first : first + batch.num_rows])  # features are written by slot after the step
-        return self._attend.take(plan)
+            device_rows, first = mirror.send(rows, plan, self._pages.indices), 2 * self._size.rows
+            self._rows.copy_(device_rows)
+            # Features are written by slot after the step.
+            batch.set_tensor("slots", device_rows[first : first + batch.num_rows])
+        return self._attend.replan(plan)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All that stays where it is, for tests that spoil it between steps."""
@@ -199,29 +200,29 @@ class CapturedStep:
 
 
 @dataclass(slots=True)
-class Refusal:
+class FailedGraph:
     """A size whose graph failed. Steps are counted, not seconds, so that all ranks of a model try again together."""
 
-    left: int  # steps until it is tried again
-    next: int  # the same after the next failure
+    steps_left: int  # steps until it is tried again
+    next_steps: int  # the same after the next failure
 
 
 class GraphedDecoder:
     """A decoder that replays graphs where a batch fits one; see ``model.CausalModel``. It serves one pool, whose last
     ``spare_slots`` slots must never be handed out: those of dummy rows, then those of trials."""
 
-    __slots__ = ("_agreed", "_attention", "_capture", "_indices", "_mirror", "_model", "_most_rows", "_pool",
-                 "_refusals", "_sizes", "_steps", "config", "device", "dtype", "logits", "spare_slots")
+    __slots__ = ("_all_agree", "_attention", "_capture", "_failed", "_indices", "_mirror", "_model", "_most_rows",
+                 "_pool", "_sizes", "_steps", "config", "device", "dtype", "logits", "spare_slots")
 
     def __init__(self, model: Decoder, attention: PagedAttention, capture: Capture,
-                 wanted: Sequence[Size] | None = None, agreed: Callable[[bool], bool] = bool) -> None:
-        """agreed: called with whether a step of a capture succeeded here; returns whether it did on all ranks."""
-        self._model, self._attention, self._capture, self._agreed = model, attention, capture, agreed
+                 wanted: Sequence[Size] | None = None, all_agree: Callable[[bool], bool] = bool) -> None:
+        """all_agree: called with whether a step of a capture succeeded here; returns whether it did on all ranks."""
+        self._model, self._attention, self._capture, self._all_agree = model, attention, capture, all_agree
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
         self.logits = model.logits
         self._sizes = sorted(sizes() if wanted is None else wanted)
         self._steps: dict[tuple[Size, tuple[int, ...]], CapturedStep] = {}
-        self._refusals: dict[tuple[Size, tuple[int, ...]], Refusal] = {}
+        self._failed: dict[tuple[Size, tuple[int, ...]], FailedGraph] = {}
         self._pool: KVPool | None = None
         self._mirror: Mirror | None = None
         self._indices = torch.zeros(0, dtype=torch.int32, device=model.device)
@@ -234,7 +235,7 @@ class GraphedDecoder:
         return f"{self._model.kernels}, graphs"
 
     @property
-    def num_serving(self) -> int:
+    def num_graphs(self) -> int:
         """Graphs that were captured and passed their trial."""
         return len(self._steps)
 
@@ -242,19 +243,19 @@ class GraphedDecoder:
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         step = self._step(batch, pool, taps)
-        done = None if step is None else step(batch, self._mirror_of(batch.table))
-        return self._model.forward(batch, pool, taps) if done is None else done
+        result = None if step is None else step(batch, self._mirror_of(batch.table))
+        return self._model.forward(batch, pool, taps) if result is None else result
 
     @torch.inference_mode()
     def warm(self, pool: KVPool, most_segments: int, taps: tuple[int, ...] = ()) -> int:
         """Capture every size that steps of at most so many segments need. Returns how many graphs serve."""
         if pool is not self._pool:
-            self._serve(pool)
+            self._bind(pool)
         wanted = needed(self._sizes, most_segments)
         for size in reversed(self._sizes):  # the largest first: the others then reuse its scratch memory
             if size in wanted:
                 self._captured(size, taps)
-        return self.num_serving
+        return self.num_graphs
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All static buffers, for tests that spoil them between steps."""
@@ -277,10 +278,10 @@ class GraphedDecoder:
         self._model.forward(before.build(self.device), pool)
         batch = tried.build(self.device)
         right = self._model.forward(batch, pool, taps)
-        done = step(batch)
-        if done is None:
+        result = step(batch)
+        if result is None:
             return "it was captured with another launch"
-        worst = max(farthest(found, wanted) for found, wanted in zip(done, right, strict=True)
+        worst = max(largest_row_error(found, wanted) for found, wanted in zip(result, right, strict=True)
                     if found is not None and wanted is not None)
         return f"its replay is off by {worst:.2g} of a row's length" if worst > TRIAL_LIMIT else ""
 
@@ -289,56 +290,56 @@ class GraphedDecoder:
             self._mirror = Mirror(table, self.device)
         return None if table is None else self._mirror
 
-    def _serve(self, pool: KVPool) -> None:
+    def _bind(self, pool: KVPool) -> None:
         self._pool = pool
         self._steps.clear()
-        self._refusals.clear()
+        self._failed.clear()
         # Twice the slots: a context that several answers share is listed once for each of them.
         self._indices = torch.zeros(2 * pool.num_slots, dtype=torch.int32, device=self.device)
 
     def _step(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep | None:
         if self._pool is None:
-            self._serve(pool)
+            self._bind(pool)
         if pool is not self._pool or batch.kv_indptr[-1] + self._most_rows > len(self._indices):
             return None
         rows, segments = batch.num_rows, len(batch.mask_lens)
-        size = next((size for size in self._sizes if size.takes(rows, segments)), None)
+        size = next((size for size in self._sizes if size.fits(rows, segments)), None)
         return None if size is None else self._captured(size, taps)
 
     def _captured(self, size: Size, taps: tuple[int, ...]) -> CapturedStep | None:
         key = (size, taps)
         if key in self._steps:
             return self._steps[key]
-        refusal = self._refusals.get(key)
-        if refusal is not None and refusal.left:
-            refusal.left -= 1
+        failed = self._failed.get(key)
+        if failed is not None and failed.steps_left:
+            failed.steps_left -= 1
             return None
         assert self._pool is not None
-        self._keep(taps)
+        self._drop_other_taps(taps)
         reason, step = "", None
         try:
             step = self._capture_step(size, self._pool, taps)
         except RuntimeError as error:
             reason = in_a_line(error)
-        if self._agreed(step is not None) and step is not None:  # a trial needs all ranks
+        if self._all_agree(step is not None) and step is not None:  # a trial needs all ranks
             try:
                 reason = self._disagrees(size, step, self._pool, taps)
             except RuntimeError as error:
                 reason = in_a_line(error)
-            if self._agreed(not reason):
+            if self._all_agree(not reason):
                 self._steps[key] = step
                 return step
-        missed = MISSED if refusal is None else refusal.next
-        self._refusals[key] = Refusal(missed, 2 * missed)
+        retry_steps = RETRY_STEPS if failed is None else failed.next_steps
+        self._failed[key] = FailedGraph(retry_steps, 2 * retry_steps)
         logger("engine").warning("no graph of this size: each kernel is launched by itself", rows=size.rows,
-                                 segments=size.segments, taps=len(taps), again_in_steps=missed,
+                                 segments=size.segments, taps=len(taps), again_in_steps=retry_steps,
                                  reason=reason or "another rank's failed")
         return None
 
-    def _keep(self, taps: tuple[int, ...]) -> None:
+    def _drop_other_taps(self, taps: tuple[int, ...]) -> None:
         """Drop the graphs of other taps, so that a draft that asks for new taps at each handshake fills no memory."""
         self._steps = {key: step for key, step in self._steps.items() if key[1] == taps}
-        self._refusals = {key: refusal for key, refusal in self._refusals.items() if key[1] == taps}
+        self._failed = {key: failed for key, failed in self._failed.items() if key[1] == taps}
 
     def _capture_step(self, size: Size, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep:
         first = pool.num_slots - self.spare_slots

@@ -10,7 +10,7 @@ Rules:
    in the family's own code.
 4. A model that this engine cannot compute exactly is refused when it is loaded: layers without attention, attention
    scores with soft caps or sinks, or a failed trial (see ``trial``). If positions depend on the length of the text, its
-   context ends where they begin to (``_reach``).
+   context ends where they begin to (``_max_context``).
 
 It knows nothing about sessions. transformers computes norms in float32, so a float64 model is not float64 throughout.
 """
@@ -40,19 +40,19 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.base.errors import ModelError, in_a_line
-from slipstream.engine.attention import Part, attend, plan_attention, plan_pages
+from slipstream.engine.attention import AttentionCall, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import check_floats
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import (
-    CONTEXT,
+    ORIGINAL_CONTEXT,
     ModelConfig,
     Tensors,
     device_of,
     dtype_of,
-    stretched,
-    take,
-    tell_unread,
+    require_tensor,
+    stretched_context,
+    warn_unread,
 )
 from slipstream.engine.trial import check, check_layers
 from slipstream.models.folder import end_tokens, read_json
@@ -89,17 +89,17 @@ class Step:
 
     batch: ForwardBatch
     pool: KVPool
-    plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    plans: dict[int, tuple[AttentionCall, ...]] = field(default_factory=dict)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int) -> torch.Tensor:
         """q [T, Q, D], k [T, G, D], v [T, G, Dv] -> [T, Q, Dv]."""
         heads, size, value_size = q.shape[1], self.pool.kv.shape[4], v.shape[2]
-        self.pool.write(layer, self.batch.slots, _widen(k, size), _widen(v, size))
+        self.pool.write(layer, self.batch.slots, _pad_heads(k, size), _pad_heads(v, size))
         if window not in self.plans:
             group = heads // k.shape[1]
             self.plans[window] = plan_attention(plan_pages(self.batch, window), group, q.dtype, q.device)
-        out = attend(_widen(q, size), self.pool.kv[layer], self.plans[window], scale)
+        out = attend(_pad_heads(q, size), self.pool.kv[layer], self.plans[window], scale)
         return out.view(len(q), heads, size)[..., :value_size]
 
 
@@ -119,14 +119,14 @@ class Probe:
 class HFModel:
     """A transformers model; see ``model.CausalModel``."""
 
-    __slots__ = ("_behind", "_decoder", "_embed", "_text", "config", "device", "dtype")
+    __slots__ = ("_after_decoder", "_decoder", "_embed", "_text", "config", "device", "dtype")
 
     def __init__(self, model: PreTrainedModel, eos_token_ids: tuple[int, ...] = ()) -> None:
         """model: in its final dtype, on its device. Raises ModelError for what this engine cannot compute exactly."""
         _attend_over_slots(model, model.dtype)
         whole: Any = model  # transformers leaves these untyped
         self._decoder, self._text = whole.get_decoder(), whole.config.get_text_config()
-        self._embed, self._behind = whole.get_input_embeddings(), _behind(model, self._decoder)
+        self._embed, self._after_decoder = whole.get_input_embeddings(), _without_decoder(model, self._decoder)
         self.dtype, self.device = model.dtype, model.device
         self.config = self._measure(eos_token_ids)
 
@@ -138,7 +138,7 @@ class HFModel:
             check_layers(read_json(path), str(path))
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             _scale_attention(config.get_text_config())
-            tried(config)
+            check_tiny_copy(config)
             check_floats(folder)
             model, found = _class_of(config).from_pretrained(
                 folder, config=config, dtype=dtype_of(dtype), local_files_only=True, trust_remote_code=False,
@@ -146,7 +146,7 @@ class HFModel:
             if found["missing_keys"]:  # transformers goes on with random numbers in their place
                 raise ModelError(f"{folder}: tensor {min(found['missing_keys'])} is missing from the model's "
                                  "safetensors")
-            tell_unread(folder, found["unexpected_keys"])
+            warn_unread(folder, found["unexpected_keys"])
             model.requires_grad_(False)
             served = HFModel(nn.Module.to(model, device_of(device)), end_tokens(Path(folder)))
             if served.config.max_context < (own := config.get_text_config().max_position_embeddings):
@@ -174,7 +174,7 @@ class HFModel:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] after the final norm -> [R, V] in float32, float64 for a float64 model."""
-        logits: torch.Tensor = self._behind(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        logits: torch.Tensor = self._after_decoder(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.to(torch.promote_types(self.dtype, torch.float32))
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, step: Step | Probe, **options: Any) -> Any:
@@ -189,10 +189,10 @@ class HFModel:
         start = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._run(start, start, probe)
         rows, hidden = self._embed.weight.shape
-        return _measures(text, probe, where, rows, hidden, eos_token_ids)
+        return _config_of(text, probe, where, rows, hidden, eos_token_ids)
 
 
-def tried(config: Any) -> None:
+def check_tiny_copy(config: Any) -> None:
     """Try a tiny copy of the model that a transformers configuration describes, and log how long it took. Raises
     ModelError."""
     began = time.perf_counter()
@@ -227,10 +227,10 @@ class HFLayers:
         """folder: its ``config.json`` describes the model; prefixes: those of each layer's tensors, for example
         ``model.layers.61``. Raises ModelError naming a tensor that is missing or of a wrong shape, or what cannot be
         computed exactly."""
-        model = _bare(folder, len(prefixes))
+        model = _without_weights(folder, len(prefixes))
         _attend_over_slots(model, dtype)
         self.dtype, self.device = dtype, device
-        self._layers = [_filled(layer, tensors, prefix, dtype, device)
+        self._layers = [_with_weights(layer, tensors, prefix, dtype, device)
                         for layer, prefix in zip(model.layers, prefixes, strict=True)]
         self._rotary = nn.Module.to(type(model.rotary_emb)(config=model.config), device)
         self.config = self._measure(model.config)
@@ -256,10 +256,10 @@ class HFLayers:
         run = self._run(torch.zeros(1, dtype=torch.int64, device=self.device), probe)
         for number in range(len(self._layers)):
             run(number, torch.zeros(1, config.hidden_size, dtype=self.dtype, device=self.device))
-        return _measures(config, probe, where, config.vocab_size, config.hidden_size, ())
+        return _config_of(config, probe, where, config.vocab_size, config.hidden_size, ())
 
 
-def _bare(folder: str | Path, num_layers: int) -> Any:
+def _without_weights(folder: str | Path, num_layers: int) -> Any:
     """The model of a folder's prediction layers, ``num_layers`` of them, without weights."""
     config: Any
     model: Any
@@ -277,7 +277,8 @@ def _bare(folder: str | Path, num_layers: int) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _filled(layer: nn.Module, tensors: Tensors, prefix: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _with_weights(layer: nn.Module, tensors: Tensors, prefix: str, dtype: torch.dtype,
+                  device: torch.device) -> nn.Module:
     """The layer with weights. Most checkpoints have a tensor for each expert; transformers has one for all experts, as
     have some checkpoints that it wrote."""
     state = {}
@@ -285,9 +286,9 @@ def _filled(layer: nn.Module, tensors: Tensors, prefix: str, dtype: torch.dtype,
         # As in transformers, the bias that corrects the choice of experts is at least float32.
         kind = torch.promote_types(dtype, torch.float32) if name.endswith("e_score_correction_bias") else dtype
         full = f"{prefix}.{name}"
-        apart = ".experts." in name and full not in tensors
-        whole = _experts(tensors, full, empty) if apart else take(tensors, full, *empty.shape)
-        state[name] = whole.to(device, kind)
+        per_expert = ".experts." in name and full not in tensors
+        tensor = _experts(tensors, full, empty) if per_expert else require_tensor(tensors, full, *empty.shape)
+        state[name] = tensor.to(device, kind)
     layer.load_state_dict(state, assign=True)
     return layer.requires_grad_(False)
 
@@ -296,21 +297,21 @@ def _experts(tensors: Tensors, name: str, empty: torch.Tensor) -> torch.Tensor:
     above, _, last = name.rpartition(".")
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
     count, rows, columns = empty.shape
-    return torch.stack([torch.cat([take(tensors, f"{above}.{i}.{part}.weight", rows // len(parts), columns)
+    return torch.stack([torch.cat([require_tensor(tensors, f"{above}.{i}.{part}.weight", rows // len(parts), columns)
                                    for part in parts]) for i in range(count)])
 
 
-def _behind(module: nn.Module, decoder: nn.Module) -> Any:
+def _without_decoder(module: nn.Module, decoder: nn.Module) -> Any:
     """The same module with shared weights, in which the decoder returns its input unchanged."""
     rest = copy(module)
     if module is decoder:
-        rest.forward = _given
+        rest.forward = _pass_through
     elif decoder in module.modules():
-        rest._modules = {name: _behind(child, decoder) for name, child in module.named_children()}
+        rest._modules = {name: _without_decoder(child, decoder) for name, child in module.named_children()}
     return rest
 
 
-def _given(*_: Any, inputs_embeds: torch.Tensor, **__: Any) -> States:
+def _pass_through(*_: Any, inputs_embeds: torch.Tensor, **__: Any) -> States:
     return States((inputs_embeds,))
 
 
@@ -322,8 +323,8 @@ def _attend_over_slots(model: PreTrainedModel, dtype: torch.dtype) -> None:
         model.set_experts_implementation("eager")  # the grouped kernels have no float64
 
 
-def _measures(text: Any, probe: Probe, where: str, rows: int, hidden: int,
-              eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def _config_of(text: Any, probe: Probe, where: str, rows: int, hidden: int,
+               eos_token_ids: tuple[int, ...]) -> ModelConfig:
     if set(probe.shapes) != set(range(text.num_hidden_layers)):
         raise ModelError(f"{where}: only layers {sorted(probe.shapes)} of {text.num_hidden_layers} have attention "
                          "that this engine can serve")
@@ -331,8 +332,8 @@ def _measures(text: Any, probe: Probe, where: str, rows: int, hidden: int,
         raise ModelError(f"{where}: attention heads differ between layers: {sorted(set(probe.shapes.values()))}")
     heads, kv_heads, size = probe.shapes[0]
     return ModelConfig(text.model_type, rows, hidden, 0, text.num_hidden_layers, heads, kv_heads, size,
-                       _reach(text), 0.0, 0.0, None, bool(getattr(text, "tie_word_embeddings", False)), False, False,
-                       False, False, 0, eos_token_ids)
+                       _max_context(text), 0.0, 0.0, None, bool(getattr(text, "tie_word_embeddings", False)), False,
+                       False, False, False, 0, eos_token_ids)
 
 
 def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -361,15 +362,16 @@ def mask(local_size: int | None = None, **_: Any) -> Window | None:
     return None if local_size is None else Window(local_size)
 
 
-def _reach(text: Any) -> int:
+def _max_context(text: Any) -> int:
     """The context in tokens, up to which rotary positions do not depend on the text's length (cached KV could not
     change with it). "dynamic" stretches positions only beyond the model's own limit; "longrope" changes all of them
     once the text is longer than the original context."""
     rope = text.to_dict().get("rope_parameters") or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    own = max([int(text.max_position_embeddings), *(stretched(kind["factor"], kind[CONTEXT]) for kind in kinds
+    own = max([int(text.max_position_embeddings), *(stretched_context(kind["factor"], kind[ORIGINAL_CONTEXT])
+                                                    for kind in kinds
                                                     if kind.get("rope_type") == "yarn" and kind.get("factor"))])
-    return min([own, *(int(kind[CONTEXT]) for kind in kinds if kind.get("rope_type") == "longrope")])
+    return min([own, *(int(kind[ORIGINAL_CONTEXT]) for kind in kinds if kind.get("rope_type") == "longrope")])
 
 
 def _scale_attention(text: Any) -> None:
@@ -379,6 +381,6 @@ def _scale_attention(text: Any) -> None:
         rope["attention_factor"] = ROPE_INIT_FUNCTIONS["yarn"](text)[1] * rope["attn_factor"]
 
 
-def _widen(x: torch.Tensor, size: int) -> torch.Tensor:
+def _pad_heads(x: torch.Tensor, size: int) -> torch.Tensor:
     # Heads narrower than the pool's are padded with zeros, which change no score.
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))

@@ -23,10 +23,10 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.fp8_blocks import FIELD
-from slipstream.engine.model import ModelConfig, Tensors, fp8_block, take, tensor_types
+from slipstream.engine.model import ModelConfig, Tensors, fp8_block, require_tensor, tensor_types
 from slipstream.models.folder import read_json
 
-MOST = 127
+LARGEST = 127
 SCALE = "_scale"  # behind the name of a matrix
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EIGHT_BITS = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
@@ -36,55 +36,55 @@ NOTE = {"quant_method": "slipstream", "format": 1, "weights": "int8"}
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Int8Matrix:
     """A matrix W = numbers * scales."""
 
     numbers: torch.Tensor  # int8 [O, I]
     scales: torch.Tensor  # float32 [O]
 
-    def wide(self) -> torch.Tensor:
+    def dequantized(self) -> torch.Tensor:
         """float32 [O, I]"""
         return self.numbers.float() * self.scales[:, None]
 
 
-Matrix = torch.Tensor | Whole
+Matrix = torch.Tensor | Int8Matrix
 
 
-def rounded(weight: torch.Tensor) -> Whole:
+def rounded(weight: torch.Tensor) -> Int8Matrix:
     """Round weight [O, I], any float dtype, finite numbers (rule 1)."""
     wide = weight.float()
-    scales = wide.abs().amax(-1).div_(MOST).clamp_min_(torch.finfo(torch.float32).tiny)
-    return Whole((wide / scales[:, None]).round_().clamp_(-MOST, MOST).to(torch.int8), scales)
+    scales = wide.abs().amax(-1).div_(LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+    return Int8Matrix((wide / scales[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales)
 
 
-def as_whole(matrix: Matrix) -> Whole:
+def as_int8(matrix: Matrix) -> Int8Matrix:
     """The matrix as int8; a float one is rounded."""
-    return matrix if isinstance(matrix, Whole) else rounded(matrix)
+    return matrix if isinstance(matrix, Int8Matrix) else rounded(matrix)
 
 
-def joined(parts: Sequence[Matrix]) -> Matrix:
+def concatenated(parts: Sequence[Matrix]) -> Matrix:
     """One matrix of the rows of all ``parts``: int8 if at least one of them is."""
-    floats = [part for part in parts if not isinstance(part, Whole)]
+    floats = [part for part in parts if not isinstance(part, Int8Matrix)]
     if len(floats) == len(parts):
         return torch.cat(floats)
-    whole = [as_whole(part) for part in parts]
-    return Whole(torch.cat([part.numbers for part in whole]), torch.cat([part.scales for part in whole]))
+    int8 = [as_int8(part) for part in parts]
+    return Int8Matrix(torch.cat([part.numbers for part in int8]), torch.cat([part.scales for part in int8]))
 
 
 def matrix(tensors: Tensors, name: str, rows: int, columns: int) -> Matrix:
     """The matrix called ``name`` [rows, columns], float or int8 as stored. Raises ModelError naming the tensor."""
-    numbers = take(tensors, name, rows, columns)
+    numbers = require_tensor(tensors, name, rows, columns)
     if numbers.is_floating_point() and name + SCALE not in tensors:
         return numbers
-    scales = take(tensors, name + SCALE, rows)
+    scales = require_tensor(tensors, name + SCALE, rows)
     if numbers.dtype != torch.int8 or scales.dtype != torch.float32:
-        raise ModelError(f"tensor {name}: expected int8 with scales of float32, found {_said(numbers)} with "
-                         f"{_said(scales)}")
-    if numbers.numel() and int(numbers.min()) < -MOST:
-        raise ModelError(f"tensor {name}: numbers must be from -{MOST} to {MOST}, found {int(numbers.min())}")
+        raise ModelError(f"tensor {name}: expected int8 with scales of float32, found {_dtype_name(numbers)} with "
+                         f"{_dtype_name(scales)}")
+    if numbers.numel() and int(numbers.min()) < -LARGEST:
+        raise ModelError(f"tensor {name}: numbers must be from -{LARGEST} to {LARGEST}, found {int(numbers.min())}")
     if not bool((scales.isfinite() & (scales > 0)).all()):
         raise ModelError(f"tensor {name}{SCALE}: scales must be finite and above 0")
-    return Whole(numbers, scales)
+    return Int8Matrix(numbers, scales)
 
 
 def with_embedding(config: ModelConfig, tensors: Tensors) -> Tensors:
@@ -138,5 +138,5 @@ def check_int8(field: str, quantize: str, dtype: str, device: str, *, native: bo
                          f"dtype bfloat16 and device cpu, without compile; here are {dtype} and {device}")
 
 
-def _said(tensor: torch.Tensor) -> str:
+def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")

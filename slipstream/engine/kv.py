@@ -24,8 +24,8 @@ Rules of the table:
    prompt rows or tree nodes. So a batch needs only row numbers and lengths, and copies no context.
 2. Row 0 holds the slots of the dummy rows of captured steps (see ``graphs``).
 3. The table grows when it has no room for a new row; rows keep their numbers.
-4. ``known`` counts the first entries of a row that a device's copy (``mirror``) has right; later ones are sent to it.
-   So only ``Row.put`` and ``SlotTable.place`` write entries: they lower ``known``.
+4. ``synced`` counts the first entries of a row that a device's copy (``mirror``) has right; later ones are sent to it.
+   So only ``Row.write`` and ``SlotTable.write`` write entries: they lower ``synced``.
 
 It knows nothing about sessions, trees or models.
 """
@@ -48,7 +48,8 @@ Indices = NDArray[np.int64]
 
 SCAN = 4096  # free flags that are searched at a time
 FIRST_ROWS, FIRST_WIDTH = 8, 1024  # size of a new table
-FEW = 64  # up to so many slots (a tree's, not a prompt's) Python is faster than numpy, most of all with cold caches
+# Up to so many slots (a tree's, not a prompt's) Python is faster than numpy, most of all with cold caches.
+FEW_SLOTS = 64
 RUN = 16  # consecutive slots that one answer fills; longer runs measured the same
 FREE_RUN = b"\x01" * RUN
 
@@ -74,10 +75,10 @@ class Slots:
         """The n lowest free slots, int64 [n], ascending. Raises CapacityError, and changes nothing, when fewer are
         free."""
         if n > self._num_free:
-            raise _none_left(n, self)
+            raise _out_of_slots(n, self)
         if n <= 0:
             return np.zeros(0, np.int64)
-        slots = self._take_few(n) if n <= FEW else self._take(n)
+        slots = self._alloc_few(n) if n <= FEW_SLOTS else self._alloc_many(n)
         self._num_free -= n
         self._lowest = int(slots[-1]) + 1
         return slots
@@ -88,19 +89,19 @@ class Slots:
         nothing, when fewer are free in all."""
         n = sum([count for count, _ in wanted])
         if n > self._num_free:
-            raise _none_left(n, self)
+            raise _out_of_slots(n, self)
         flags, taken = self._flags, list[int]()
         for count, place in wanted:
             for _ in range(count):
                 place = flags.find(1, place + 1, place + RUN - place % RUN)
                 if place < 0:
-                    place = self._run()
+                    place = self._next_place()
                 flags[place] = 0
                 taken.append(place)
         self._num_free -= n
         return taken
 
-    def _run(self) -> int:
+    def _next_place(self) -> int:
         """The first slot of the lowest free run; the lowest free slot if there is no free run within SCAN slots of it,
         so that a full pool is not searched as a whole. One slot must be free."""
         place, end = self._lowest, self._lowest + SCAN
@@ -112,7 +113,7 @@ class Slots:
         self._lowest = self._flags.find(1, self._lowest)
         return self._lowest
 
-    def _take_few(self, n: int) -> Indices:
+    def _alloc_few(self, n: int) -> Indices:
         place, few = self._lowest - 1, list[int]()
         for _ in range(n):
             place = self._flags.find(1, place + 1)
@@ -120,7 +121,7 @@ class Slots:
             few.append(place)
         return np.array(few, np.int64)
 
-    def _take(self, n: int) -> Indices:
+    def _alloc_many(self, n: int) -> Indices:
         found: list[Indices] = []
         start, missing = self._lowest, n
         while missing > 0:
@@ -136,7 +137,7 @@ class Slots:
         """Give slots back; each must be owned and occur once. Lists should be short: they are freed one by one."""
         if len(slots) == 0:
             return
-        if isinstance(slots, list) or len(slots) <= FEW:
+        if isinstance(slots, list) or len(slots) <= FEW_SLOTS:
             self._free_few(slots if isinstance(slots, list) else slots.tolist())
             return
         owned = ~self._free[slots]
@@ -164,7 +165,7 @@ class Slots:
         assert self._num_free == int(self._free.sum()), "the count of free slots is wrong"
 
 
-def _none_left(wanted: int, slots: Slots) -> CapacityError:
+def _out_of_slots(wanted: int, slots: Slots) -> CapacityError:
     return CapacityError(f"{wanted} KV slots wanted, {slots.num_free} of {slots.num_slots} are free; "
                          "wait for answers to end, or raise 'slots' in the configuration")
 
@@ -183,7 +184,7 @@ def in_large_pages(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-def _apart(num_layers: int, num_slots: int, slot_bytes: int) -> int:
+def _staggered_slots(num_layers: int, num_slots: int, slot_bytes: int) -> int:
     """How many slots to allocate a layer, at least ``num_slots``. The first write to a large page takes up to 5 ms;
     layers of this size reach their next page in different steps, not all in the same one."""
     pages = -(-num_slots * slot_bytes // LARGE_PAGE)
@@ -198,10 +199,10 @@ class KVPool:
 
     def __init__(self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
                  device: torch.device | str = "cpu") -> None:
-        layer_bytes, places = num_slots * 2 * num_kv_heads * head_dim * dtype.itemsize, num_slots
+        layer_bytes, allocated = num_slots * 2 * num_kv_heads * head_dim * dtype.itemsize, num_slots
         if layer_bytes >= LARGE_PAGE and torch.device(device).type == "cpu":
-            places = _apart(num_layers, num_slots, layer_bytes // num_slots)
-        self.kv = in_large_pages(torch.empty(num_layers, places, 2, num_kv_heads, head_dim, dtype=dtype,
+            allocated = _staggered_slots(num_layers, num_slots, layer_bytes // num_slots)
+        self.kv = in_large_pages(torch.empty(num_layers, allocated, 2, num_kv_heads, head_dim, dtype=dtype,
                                              device=device))[:, :num_slots]
         assert self.kv[0].is_contiguous(), "kernels know a layer by where it begins"
 
@@ -260,7 +261,7 @@ class RadixCache:
         node, length = self._descend(self._roots.get(namespace) or _root(), np.asarray(tokens, np.int64))
         return Match(length, _slots(node), node)
 
-    def known(self, tokens: ArrayLike, namespace: str = "") -> tuple[int, int]:
+    def peek(self, tokens: ArrayLike, namespace: str = "") -> tuple[int, int]:
         """How many of tokens [n] are cached in ``namespace``, and how many of those are locked. It changes nothing, not
         even when they were last used."""
         tokens, at, locked = np.asarray(tokens, np.int64), 0, 0
@@ -271,14 +272,14 @@ class RadixCache:
             locked = at if child.locks else locked
         return at, locked
 
-    def kept_by(self, match: Match) -> int:
+    def num_kept_only_by(self, match: Match) -> int:
         """How many slots no other lock than this match's own keeps."""
         return sum([len(node.slots) for node in _path(match.node) if node.locks == 1])
 
-    def lock(self, match: Match, behind: Match | None = None) -> None:
+    def lock(self, match: Match, prefix: Match | None = None) -> None:
         """Keep the matched prefix until ``unlock``; may be called more than once. behind: a locked match of a shorter
         prefix; its lock becomes part of this one."""
-        for node in _path(match.node, None if behind is None else behind.node):
+        for node in _path(match.node, None if prefix is None else prefix.node):
             self._num_locked += len(node.slots) if node.locks == 0 else 0
             node.locks += 1
 
@@ -288,24 +289,24 @@ class RadixCache:
             node.locks -= 1
             self._num_locked -= len(node.slots) if node.locks == 0 else 0
 
-    def insert(self, tokens: ArrayLike, slots: Indices, namespace: str = "", behind: Match | None = None) -> Match:
+    def insert(self, tokens: ArrayLike, slots: Indices, namespace: str = "", prefix: Match | None = None) -> Match:
         """Give ``slots`` (one for each token, KV written) to the cache. If it holds a token already, the given slot is
         freed, unless the cache has that very slot. The caller must lock the result before it uses any of its slots.
         Returns the match of all ``tokens``. behind: a locked match of the tokens before ``tokens``, so that they are
         not searched again; the result's ``slots`` are then those of ``tokens`` only."""
         tokens = np.asarray(tokens, np.int64)
         assert len(tokens) == len(slots)
-        first, above = 0, self._roots.setdefault(namespace, _root())
-        if behind is not None and behind.length:  # a root may have been given up meanwhile
-            first, above = behind.length, behind.node
-        node, length = self._descend(above, tokens)
-        given, held = slots[:length], _slots(node, above)
+        prefix_length, start = 0, self._roots.setdefault(namespace, _root())
+        if prefix is not None and prefix.length:  # a root may have been given up meanwhile
+            prefix_length, start = prefix.length, prefix.node
+        node, length = self._descend(start, tokens)
+        given, held = slots[:length], _slots(node, start)
         self._slots.free(given[given != held])
         if length < len(tokens):
             parent, node = node, Node(node, tokens[length:].copy(), slots[length:].copy(), used=self._clock)
             parent.children[int(tokens[length])] = node
             self._num_slots += len(tokens) - length
-        return Match(first + len(tokens), np.concatenate((held, slots[length:])), node)
+        return Match(prefix_length + len(tokens), np.concatenate((held, slots[length:])), node)
 
     def evict(self, n: int) -> int:
         """Free ``n`` slots, or all that are not locked if these are fewer: the ends of the least recently used runs.
@@ -343,13 +344,13 @@ class RadixCache:
         # Free the last n slots of a leaf; the leaf itself when nothing is left.
         assert node.parent is not None and n > 0
         keep = max(0, len(node.slots) - n)
-        gone = node.slots[keep:]
-        self._slots.free(gone)
-        self._num_slots -= len(gone)
+        trimmed = node.slots[keep:]
+        self._slots.free(trimmed)
+        self._num_slots -= len(trimmed)
         if keep == 0:
             del node.parent.children[int(node.tokens[0])]
         node.tokens, node.slots = node.tokens[:keep], node.slots[:keep]
-        return len(gone)
+        return len(trimmed)
 
     def _nodes(self) -> Iterator[Node]:
         pending = [child for root in self._roots.values() for child in root.children.values()]
@@ -393,23 +394,23 @@ def _split(node: Node, at: int) -> Node:
 class SlotTable:
     """Belongs to the engine thread. ``entries`` int64 [R * W]: a batch keeps those that it was built over."""
 
-    __slots__ = ("_free", "entries", "known", "width")
+    __slots__ = ("_free", "entries", "synced", "width")
 
     def __init__(self, dummies: Sequence[int] = ()) -> None:
         """dummies: spare slots for row 0 (rule 2)."""
         self.width = max(FIRST_WIDTH, len(dummies))
         self.entries: Indices = np.zeros(FIRST_ROWS * self.width, np.int64)
         self.entries[: len(dummies)] = dummies
-        self.known: Indices = np.zeros(FIRST_ROWS, np.int64)  # [R]
+        self.synced: Indices = np.zeros(FIRST_ROWS, np.int64)  # [R]
         self._free = list(range(FIRST_ROWS - 1, 0, -1))
 
-    def take(self, width: int) -> Row:
+    def add_row(self, width: int) -> Row:
         """A row with room for ``width`` entries. Its content is undefined."""
         if width > self.width or not self._free:
             self._grow(max(width, 2 * self.width) if width > self.width else self.width)
         return Row(self, self._free.pop())
 
-    def place(self, begins: Indices, lengths: Indices, counts: Indices, slots: Indices) -> None:
+    def write(self, begins: Indices, lengths: Indices, counts: Indices, slots: Indices) -> None:
         """Write slots into rows: of row b, which begins at ``begins[b]``, the ``counts[b]`` entries after its first
         ``lengths[b]``. begins, lengths, counts: [B]; slots: those of all rows, one row after the other."""
         places = begins + lengths
@@ -417,15 +418,15 @@ class SlotTable:
             places = (places + counts - counts.cumsum()).repeat(counts) + np.arange(len(slots))
         self.entries[places] = slots
         rows = begins // self.width
-        self.known[rows] = np.minimum(self.known[rows], lengths)
+        self.synced[rows] = np.minimum(self.synced[rows], lengths)
 
-    def give(self, row: Row) -> None:
+    def free_row(self, row: Row) -> None:
         """Give a row back."""
         assert row.number not in self._free, "a row is given back twice"
         self._free.append(row.number)
 
     @property
-    def num_taken(self) -> int:
+    def num_used_rows(self) -> int:
         return len(self.entries) // self.width - 1 - len(self._free)
 
     def _grow(self, width: int) -> None:
@@ -434,7 +435,7 @@ class SlotTable:
         grown = np.zeros((wanted, width), np.int64)
         grown[:rows, : self.width] = self.entries.reshape(rows, self.width)
         self._free += range(wanted - 1, rows - 1, -1)
-        self.entries, self.width, self.known = grown.reshape(-1), width, np.zeros(wanted, np.int64)
+        self.entries, self.width, self.synced = grown.reshape(-1), width, np.zeros(wanted, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,9 +453,9 @@ class Row:
         """int64 [W], a view of the row; only to be read (rule 4 of the table)."""
         return self.table.entries[self.number * self.table.width : (self.number + 1) * self.table.width]
 
-    def put(self, start: int, slots: Indices | list[int]) -> None:
+    def write(self, start: int, slots: Indices | list[int]) -> None:
         """Write ``slots`` as the row's entries from ``start`` on."""
-        begin, known = self.begin + start, self.table.known
+        begin, synced = self.begin + start, self.table.synced
         self.table.entries[begin : begin + len(slots)] = slots
-        if known[self.number] > start:
-            known[self.number] = start
+        if synced[self.number] > start:
+            synced[self.number] = start

@@ -36,10 +36,10 @@ from slipstream.engine.model import (
     Tensors,
     device_of,
     dtype_of,
-    fitting,
+    explain_out_of_memory,
     fp8_block,
     load_tensors,
-    tell_unread,
+    warn_unread,
 )
 from slipstream.engine.native import native_or
 from slipstream.engine.native.decoder import NativeDecoder
@@ -54,21 +54,22 @@ from slipstream.protocol.tree import DraftTree
 
 CONTEXT, ROWS = 120, 16  # in the trial of rule 3: tokens before the random tree, and its nodes
 ROOT = Path(__file__).parents[1]
-CHOOSING = ("choosing", "engine", "grammar")
+CHOICE_PACKAGES = ("choosing", "engine", "grammar")
 
 
-@fitting("the model")
+@explain_out_of_memory("the model")
 def load_model(folder: str | Path, section: ModelSection, compile_layers: bool = False) -> CausalModel:
     """The model in ``folder``, ready, with the settings of ``section`` except its path and tensor_parallel.
     compile_layers: see ``compiled``. Raises ModelError."""
-    noted, insisted = holds_int8(folder), section.kernels == "native"
-    whole = noted or section.quantize == "int8"
-    ours = section.engine == "decoder" and not compile_layers and section.kernels != "torch"
-    if whole:
-        check_int8("model.quantize", section.quantize, section.dtype, section.device, native=ours)
-    elif section.quantize == "fp8" and (insisted or section.engine != "decoder" or compile_layers):
+    stored_int8, native_required = holds_int8(folder), section.kernels == "native"
+    int8 = stored_int8 or section.quantize == "int8"
+    native_allowed = section.engine == "decoder" and not compile_layers and section.kernels != "torch"
+    if int8:
+        check_int8("model.quantize", section.quantize, section.dtype, section.device, native=native_allowed)
+    elif section.quantize == "fp8" and (native_required or section.engine != "decoder" or compile_layers):
         raise ModelError("model.quantize: fp8 is for engine decoder, without kernels native and without compile")
-    if insisted and (not ours or section.dtype != "bfloat16" or torch.device(section.device).type != "cpu"):
+    if native_required and not (native_allowed and section.dtype == "bfloat16"
+                                and torch.device(section.device).type == "cpu"):
         raise ModelError("model.kernels: native is for dtype bfloat16, device cpu and engine decoder, without compile; "
                          "float32 and float64 need no such kernels")
     if section.engine == "hf":
@@ -82,18 +83,19 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
 
         return HFModel.from_folder(folder, section.dtype, section.device)
     config, device = ModelConfig.from_folder(folder), device_of(section.device)
-    if not noted:
+    if not stored_int8:
         check_floats(folder)
     tensors, dtype = with_embedding(config, load_tensors(folder)), dtype_of(section.dtype)
-    tell_unread(folder, unread_names(config, tensors))
-    choice = "native" if insisted or whole else "auto" if ours and section.quantize == "none" else "torch"
+    warn_unread(folder, unread_names(config, tensors))
+    choice = ("native" if native_required or int8
+              else "auto" if native_allowed and section.quantize == "none" else "torch")
 
     def native(team: Team) -> CausalModel:
-        return NativeDecoder(config, tensors, team, whole)
+        return NativeDecoder(config, tensors, team, int8)
 
     model = native_or(choice, dtype, device, "model", native,
                       partial(_torch_decoder, config, tensors, dtype, device, section, compile_layers))
-    return check_exact(model) if insisted else model
+    return check_exact(model) if native_required else model
 
 
 def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Identity:
@@ -106,15 +108,15 @@ def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Iden
     else:
         device = f"{model.device.type} {torch.backends.cpu.get_cpu_capability()}"
     return Identity(weights, str(model.dtype).removeprefix("torch."), section.quantize,
-                    f"slipstream {__version__} {code_digest(ROOT, CHOOSING)}, torch {torch.__version__}, "
+                    f"slipstream {__version__} {code_digest(ROOT, CHOICE_PACKAGES)}, torch {torch.__version__}, "
                     f"{section.engine}, {model.kernels}, {device}, ranks {section.tensor_parallel}")
 
 
-def graphed(model: CausalModel, agreed: Callable[[bool], bool] = bool) -> CausalModel:
+def graphed(model: CausalModel, all_agree: Callable[[bool], bool] = bool) -> CausalModel:
     """The model as a GraphedDecoder if its attention can be captured (its pool then needs ``spare_slots``), else the
-    model itself. agreed: see ``GraphedDecoder``."""
+    model itself. all_agree: see ``GraphedDecoder``."""
     if isinstance(model, Decoder) and isinstance(model.attention, FlashInferAttention):
-        return GraphedDecoder(model, model.attention, CudaCapture(model.device), agreed=agreed)
+        return GraphedDecoder(model, model.attention, CudaCapture(model.device), all_agree=all_agree)
     return model
 
 
@@ -122,14 +124,14 @@ def _torch_decoder(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, de
                    section: ModelSection, compile_layers: bool) -> Decoder:
     attention = attention_for(config, dtype, device)
     make = partial(Decoder.from_tensors, config, tensors, dtype, device, attention=attention)
-    decoder = (compiled(lambda ops: make(ops=ops), _first_rows, "model") if compile_layers
+    decoder = (compiled(lambda ops: make(ops=ops), _warm_up, "model") if compile_layers
                else make(ops=operations_for(section.kernels, config, dtype, device)))
     if section.quantize == "fp8":
         return with_fp8(decoder, rounding_for(section.kernels, config, device))
     return decoder
 
 
-def _first_rows(decoder: Decoder, rows: int) -> None:
+def _warm_up(decoder: Decoder, rows: int) -> None:
     """One forward of ``rows`` rows on a pool made for it."""
     config = decoder.config
     pool = KVPool(config.num_layers, rows, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
@@ -147,14 +149,14 @@ def check_exact(model: CausalModel) -> CausalModel:
 def passes_trial(model: CausalModel) -> bool:
     """Whether the logits of a random tree's and a prompt's rows have the same bits as those of plain steps: those of
     the prompt's last row and of the nodes on the tree's longest path are compared."""
-    dice, sessions, beside, plain = np.random.default_rng(0), Sessions(model), 0, 1
-    parents = [-1, *(int(dice.integers(node)) for node in range(1, ROWS))]
-    tokens = dice.integers(model.config.vocab_size, size=CONTEXT + ROWS).tolist()
+    rng, sessions, drafted, plain = np.random.default_rng(0), Sessions(model), 0, 1
+    parents = [-1, *(int(rng.integers(node)) for node in range(1, ROWS))]
+    tokens = rng.integers(model.config.vocab_size, size=CONTEXT + ROWS).tolist()
     tree = DraftTree(CONTEXT + 1, tokens[CONTEXT:], parents, list(range(ROWS)), [0.0] * ROWS)
     context = tokens[:CONTEXT]
-    prompt = sessions.run({beside: context})
+    prompt = sessions.run({drafted: context})
     sessions.run({plain: context[:-1]})
     if not torch.equal(prompt[-1:], sessions.run({plain: context[-1:]})):
         return False
-    rows, longest = sessions.run_tree(beside, tree), max(map(tree.path, range(ROWS)), key=len)
+    rows, longest = sessions.run_tree(drafted, tree), max(map(tree.path, range(ROWS)), key=len)
     return all(torch.equal(sessions.run({plain: [tree.tokens[node]]})[0], rows[node]) for node in longest)

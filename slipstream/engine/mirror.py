@@ -19,7 +19,7 @@ import torch
 from slipstream.engine.attention import PagePlan
 from slipstream.engine.kv import Indices, SlotTable
 
-NOWHERE: Indices = np.zeros(0, np.int64)
+NO_ENTRIES: Indices = np.zeros(0, np.int64)
 
 
 class Mirror:
@@ -29,19 +29,19 @@ class Mirror:
 
     def __init__(self, table: SlotTable, device: torch.device) -> None:
         self.table = table
-        self._source = NOWHERE
+        self._source = NO_ENTRIES
         self._entries = torch.zeros(0, dtype=torch.int32, device=device)
 
-    def bring(self, rows: Indices, plan: PagePlan, indices: torch.Tensor) -> torch.Tensor:
+    def send(self, rows: Indices, plan: PagePlan, indices: torch.Tensor) -> torch.Tensor:
         """Send ``rows`` int64 [K] and the table's changes; returns ``rows`` on the device. The plan's slots are written
         to ``indices``, and the last of them into the rest of it. plan: of a batch over this table."""
         assert plan.begins is not None
         if self.table.entries is not self._source:
-            self._begin()
-        self._source = NOWHERE  # until all is done
+            self._send_table()
+        self._source = NO_ENTRIES  # until all is done
         packed, sizes = self.packed(rows, plan)
         parts = torch.from_numpy(packed).to(self._entries.device, non_blocking=True).split_with_sizes(sizes)
-        there, ends, offsets, changed, slots = parts
+        device_rows, ends, offsets, changed, slots = parts
         self._entries.index_copy_(0, changed, slots.to(torch.int32))
         total = int(plan.kv_indptr[-1])
         places = torch.arange(total, device=self._entries.device)
@@ -49,7 +49,7 @@ class Mirror:
         indices[:total] = self._entries.index_select(0, places)
         indices[total:] = int(plan.slots(len(plan.begins) - 1)[-1])
         self._source = self.table.entries
-        return there
+        return device_rows
 
     def packed(self, rows: Indices, plan: PagePlan) -> tuple[Indices, list[int]]:
         """The numbers to send, and the lengths of their parts: ``rows``; where segments end in the list; the distance
@@ -61,15 +61,15 @@ class Mirror:
         ends, lengths = lists[1:], lists[1:] - lists[:-1]
         own = np.count_nonzero(begins >= table.width)  # the rest are dummies, which never change
         numbers, starts = begins[:own] // table.width, begins[:own] + lengths[:own]
-        counts = (lengths[:own] - table.known[numbers]).clip(0)
-        table.known[numbers] = lengths[:own]
+        counts = (lengths[:own] - table.synced[numbers]).clip(0)
+        table.synced[numbers] = lengths[:own]
         sums = counts.cumsum()
         changed = (starts - sums).repeat(counts) + np.arange(sums[-1] if own else 0)
         parts = (rows, ends, begins - lists[:-1], changed, table.entries[changed])
         return np.concatenate(parts), [len(part) for part in parts]
 
-    def _begin(self) -> None:
+    def _send_table(self) -> None:
         """Send the whole table, when it is new, has grown, or a copy failed."""
         entries = self.table.entries.astype(np.int32)
         self._entries = torch.from_numpy(entries).to(self._entries.device, non_blocking=True)
-        self.table.known[:] = self.table.width
+        self.table.synced[:] = self.table.width

@@ -41,15 +41,15 @@ class Family:
 
     qkv_bias: bool  # q, k and v have biases
     qk_norm: bool
-    absent: Mapping[str, Any]  # transformers' defaults for missing fields; a field that is null is not missing
+    defaults: Mapping[str, Any]  # transformers' defaults for missing fields; a field that is null is not missing
 
 
-SEEING = ("mistral3",)  # vision models of which only the text decoder is read: Mistral Small 3.1
-SEEN = ("vision_tower.", "multi_modal_projector.")  # prefixes of their tensors that are not of the text decoder
-MOST = 1 << 24  # the largest integer that a field may hold
-CONTEXT = "original_max_position_embeddings"  # the field with the context before positions were stretched
+VISION_TYPES = ("mistral3",)  # vision models of which only the text decoder is read: Mistral Small 3.1
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")  # of their tensors outside the text decoder
+MAX_INTEGER = 1 << 24  # the largest integer that a field may hold
+ORIGINAL_CONTEXT = "original_max_position_embeddings"  # the field with the context before positions were stretched
 QWEN: Mapping[str, Any] = MappingProxyType({"num_key_value_heads": 32, "max_position_embeddings": 32768})
-FAMILY: Mapping[str, Family] = MappingProxyType({
+FAMILIES: Mapping[str, Family] = MappingProxyType({
     "llama": Family(False, False, {}),
     "mistral": Family(False, False, {"num_key_value_heads": 8, "max_position_embeddings": 131072,
                                      "sliding_window": 4096}),
@@ -116,14 +116,15 @@ class ModelConfig:
         rope = config.rope_scaling
         if rope is None or rope.kind != "yarn":
             return config
-        return replace(config, max_context=max(config.max_context, stretched(rope.factor, rope.original_context)))
+        context = stretched_context(rope.factor, rope.original_context)
+        return replace(config, max_context=max(config.max_context, context))
 
 
 def text_of(raw: dict[str, Any]) -> dict[str, Any]:
     """The part of a parsed ``config.json`` that describes the text decoder: ``text_config`` of a vision model (SEEING),
     else all of it."""
     text = raw.get("text_config")
-    return text if raw.get("model_type") in SEEING and isinstance(text, dict) else raw
+    return text if raw.get("model_type") in VISION_TYPES and isinstance(text, dict) else raw
 
 
 class CausalModel(Protocol):
@@ -175,7 +176,7 @@ def device_of(name: str) -> torch.device:
 
 
 @contextmanager
-def fitting(what: str) -> Iterator[None]:
+def explain_out_of_memory(what: str) -> Iterator[None]:
     """A context for loading ``what``: running out of memory inside becomes a ModelError."""
     try:
         yield
@@ -191,7 +192,7 @@ class Fields:
     where: str
     raw: dict[str, Any]
 
-    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = MOST) -> int:
+    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_INTEGER) -> int:
         value = self.raw.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -221,11 +222,11 @@ class Fields:
 def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
     """The ModelConfig of a parsed ``config.json``; ``where`` names it in errors. Raises ModelError."""
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILY:
-        raise ModelError(f"{where}: model_type: {model_type!r} is not one of {', '.join(FAMILY)}; "
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ModelError(f"{where}: model_type: {model_type!r} is not one of {', '.join(FAMILIES)}; "
                          "as a target it may be served with --set model.engine=hf, which takes more families")
-    family = FAMILY[model_type]
-    fields, qkv_bias = Fields(where, {**family.absent, **raw}), family.qkv_bias
+    family = FAMILIES[model_type]
+    fields, qkv_bias = Fields(where, {**family.defaults, **raw}), family.qkv_bias
     fields.must_be("hidden_act", "silu", "swish")
     attention_bias = fields.flag("attention_bias", False)
     num_heads = fields.integer("num_attention_heads", high=1024)
@@ -242,16 +243,16 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
         fields.integer("max_position_embeddings", 2048), fields.real("rms_norm_eps", 1e-6), theta, scaling,
         fields.flag("tie_word_embeddings", False), qkv_bias or attention_bias,
         attention_bias and not qkv_bias,  # a family with biases of its own (MiMo says attention_bias) has none at o
-        fields.flag("mlp_bias", False), family.qk_norm, _window(fields, model_type), eos_token_ids,
+        fields.flag("mlp_bias", False), family.qk_norm, _sliding_window(fields, model_type), eos_token_ids,
     )
 
 
 def rope_of(fields: Fields) -> tuple[float, RopeScaling | None]:
     """The rotary base (theta) and the scaling of rotary positions. Raises ModelError."""
-    said = [_rope(fields, name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)]
-    if said and said[0] != said[-1]:
+    given = [_rope(fields, name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)]
+    if given and given[0] != given[-1]:
         raise ModelError(f"{fields.where}: rope_scaling: it says other positions than rope_parameters; keep one")
-    return said[0] if said else _rope(fields, "rope_parameters")
+    return given[0] if given else _rope(fields, "rope_parameters")
 
 
 def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
@@ -262,8 +263,8 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
     for layers, value in nested.items():
         if isinstance(value, dict):
             raise ModelError(f"{fields.where}: {name}: {layers}: positions for each kind of layer are not supported")
-    if raw.get(CONTEXT) is not None:  # transformers takes it first
-        nested = nested | {CONTEXT: raw[CONTEXT]}
+    if raw.get(ORIGINAL_CONTEXT) is not None:  # transformers takes it first
+        nested = nested | {ORIGINAL_CONTEXT: raw[ORIGINAL_CONTEXT]}
     rope = Fields(f"{fields.where}: {name}", nested)
     for given in (fields, rope):  # all numbers of a head must be rotated
         given.must_be("partial_rotary_factor", 1, None)
@@ -276,36 +277,36 @@ def _rope(fields: Fields, name: str) -> tuple[float, RopeScaling | None]:
         return theta, RopeScaling(kind, rope.real("factor"))
     if kind == "llama3":
         return theta, RopeScaling(kind, rope.real("factor"), rope.real("low_freq_factor"),
-                                  rope.real("high_freq_factor"), rope.integer(CONTEXT))
+                                  rope.real("high_freq_factor"), rope.integer(ORIGINAL_CONTEXT))
     if kind == "yarn" and theta > 1:
         return theta, _yarn(fields, rope)
     raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, dynamic, mrope, linear, llama3 "
                      "and, with a rope_theta above 1, yarn are)")
 
 
-def stretched(factor: float, original: int) -> int:
+def stretched_context(factor: float, original: int) -> int:
     """The context in tokens of positions that yarn stretches from ``original``. Users who add yarn to ``config.json``,
     as model cards describe it, often leave ``max_position_embeddings`` as it was."""
-    return int(min(factor * original, MOST))
+    return int(min(factor * original, MAX_INTEGER))
 
 
 def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
     context = fields.integer("max_position_embeddings", 2048)
-    original = rope.integer(CONTEXT, context)
+    original = rope.integer(ORIGINAL_CONTEXT, context)
     factor = rope.real("factor", context / original)
 
-    def size(share: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    shares = [rope.real(name) for name in ("mscale", "mscale_all_dim") if rope.raw.get(name)]
-    attention = size(shares[0]) / size(shares[1]) if len(shares) == 2 else size(1.0)
+    scales = [rope.real(name) for name in ("mscale", "mscale_all_dim") if rope.raw.get(name)]
+    attention = magnitude(scales[0]) / magnitude(scales[1]) if len(scales) == 2 else magnitude(1.0)
     attention *= rope.real("attn_factor", 1.0)  # as vLLM, SGLang and llama.cpp have it; transformers does not know it
     return RopeScaling("yarn", factor, original_context=original, beta_fast=rope.real("beta_fast", 32.0),
                        beta_slow=rope.real("beta_slow", 1.0), truncate=rope.flag("truncate", True),
                        attention_factor=rope.real("attention_factor", attention))
 
 
-def _window(fields: Fields, model_type: str) -> int:
+def _sliding_window(fields: Fields, model_type: str) -> int:
     # Qwen configs carry a window that a second field switches off.
     if model_type in ("mimo", "qwen2", "qwen3"):
         fields.must_be("use_sliding_window", False)
@@ -323,19 +324,19 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NAMES_SHOWN, NAME_SHOWN = 5, 120  # of tensors that nothing reads, and characters of each
 
 
-class Noted(dict[str, torch.Tensor]):
+class TrackedTensors(dict[str, torch.Tensor]):
     """Tensors by name that remember which of them were read."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__(tensors)
-        self.taken: set[str] = set()
+        self.read_names: set[str] = set()
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        self.taken.add(name)
+        self.read_names.add(name)
         return super().__getitem__(name)
 
 
-def take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
+def require_tensor(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
     """The tensor called ``name``, of this shape. A vector is copied: as a view it would keep a whole file in memory.
     Raises ModelError when it is missing or has another shape."""
     if name not in tensors:
@@ -345,14 +346,14 @@ def take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
     return tensors[name].clone() if len(shape) == 1 else tensors[name]
 
 
-def tell_unread(folder: str | Path, names: Iterable[str]) -> None:
+def warn_unread(folder: str | Path, names: Iterable[str]) -> None:
     """Log a warning about tensors in a file that nothing reads, for example a bias that the config does not mention.
     BUFFERS are left out: they are computed from the config."""
-    left = sorted(name for name in names if not name.endswith(BUFFERS))
-    if left:
+    unread_names = sorted(name for name in names if not name.endswith(BUFFERS))
+    if unread_names:
         logger("engine").warning(
             "tensors that nothing reads: answers are wrong if they belong to the model", folder=str(folder),
-            count=len(left), first=[name[:NAME_SHOWN] for name in left[:NAMES_SHOWN]])
+            count=len(unread_names), first=[name[:NAME_SHOWN] for name in unread_names[:NAMES_SHOWN]])
 
 
 def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
@@ -373,9 +374,9 @@ def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> di
     if missing := sorted(listed.keys() - tensors.keys()):
         raise ModelError(f"{Path(folder) / INDEX}: tensor {missing[0]} is in the index but in none of its files")
     tensors = tensors if block is None else widened(tensors, block)
-    if names is None and read_json(Path(folder) / "config.json", missing_ok=True).get("model_type") in SEEING:
+    if names is None and read_json(Path(folder) / "config.json", missing_ok=True).get("model_type") in VISION_TYPES:
         return {_of_text(name): tensor for name, tensor in tensors.items()
-                if not name.removeprefix("model.").startswith(SEEN)}
+                if not name.removeprefix("model.").startswith(VISION_PREFIXES)}
     return tensors
 
 

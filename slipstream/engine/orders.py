@@ -6,7 +6,7 @@ Rules:
    rank to take an order.
 3. All ranks call the same collective operations of ``Group`` in the same order. If one rank does not join an operation,
    the others' ends after ``TIMEOUT_S``: with an error on CPUs (gloo), by ending the process on GPUs (NCCL's watchdog).
-   On a GPU only ``agreed`` makes the host wait, so a graph can capture the others.
+   On a GPU only ``all_agree`` makes the host wait, so a graph can capture the others.
 4. All ranks are processes of the same program on one machine. NCCL connects GPUs, gloo CPUs.
 
 It knows nothing about models.
@@ -31,7 +31,7 @@ TIMEOUT_S = 60.0
 HOST = "127.0.0.1"
 LENGTH_BYTES = 8
 FORWARD, LOGITS, WARM = range(3)
-Words = NDArray[np.int32]
+Int32s = NDArray[np.int32]
 
 
 class Pipe:
@@ -56,10 +56,10 @@ class Pipe:
         found = bytearray(count)
         view = memoryview(found)
         while len(view):
-            read = self._socket.recv_into(view)
-            if not read:
+            received = self._socket.recv_into(view)
+            if not received:
                 raise ConnectionResetError("the other end of the pipe is closed")
-            view = view[read:]
+            view = view[received:]
         return bytes(found)
 
     def close(self) -> None:
@@ -95,20 +95,20 @@ class WarmOrder:
 Order = ForwardOrder | LogitsOrder | WarmOrder
 
 
-def written(order: Order) -> bytes:
-    """The bytes of an order; ``read`` is the inverse."""
+def encode_order(order: Order) -> bytes:
+    """The bytes of an order; ``decode_order`` is the inverse."""
     match order:
         case ForwardOrder(pool, num_slots, taps, batch):
             parts = _arrays(batch)
             lengths = [len(taps), *(len(part) for part in parts)]
-            return np.concatenate([_words([FORWARD, pool, num_slots, *lengths, *taps]), *parts]).tobytes()
+            return np.concatenate([_int32([FORWARD, pool, num_slots, *lengths, *taps]), *parts]).tobytes()
         case LogitsOrder(rows):
-            return _words([LOGITS, rows]).tobytes()
+            return _int32([LOGITS, rows]).tobytes()
         case WarmOrder(pool, num_slots, most_segments):
-            return _words([WARM, pool, num_slots, most_segments]).tobytes()
+            return _int32([WARM, pool, num_slots, most_segments]).tobytes()
 
 
-def read(message: bytes, device: torch.device) -> Order:
+def decode_order(message: bytes, device: torch.device) -> Order:
     """The order of a message; a batch's tensors are placed on ``device``."""
     values = np.frombuffer(message, np.int32)
     kind, *rest = values[:4].tolist()
@@ -117,30 +117,30 @@ def read(message: bytes, device: torch.device) -> Order:
     if kind == WARM:
         return WarmOrder(*rest)
     lengths, at = values[3:13].tolist(), 13
-    cut: list[NDArray[np.int64]] = []
+    arrays: list[NDArray[np.int64]] = []
     for length in lengths:
-        cut.append(values[at : at + length].astype(np.int64))
+        arrays.append(values[at : at + length].astype(np.int64))
         at += length
-    taps, tokens, positions, slots, words, logit_rows, kv_slots, q_indptr, kv_indptr, mask_lens = cut
-    whole = words.astype(np.int32).view(np.int64)
-    host = HostRows(tokens, positions, slots, whole, logit_rows, kv_slots)
+    taps, tokens, positions, slots, words, logit_rows, kv_slots, q_indptr, kv_indptr, mask_lens = arrays
+    words64 = words.astype(np.int32).view(np.int64)
+    host = HostRows(tokens, positions, slots, words64, logit_rows, kv_slots)
     batch = ForwardBatch(host, tuple(q_indptr.tolist()), tuple(kv_indptr.tolist()), tuple(mask_lens.tolist()), device)
     return ForwardOrder(rest[0], rest[1], tuple(taps.tolist()), batch)
 
 
-def _arrays(batch: ForwardBatch) -> list[Words]:
-    assert batch.features is None, "draft heads are not cut"
+def _arrays(batch: ForwardBatch) -> list[Int32s]:
+    assert batch.features is None, "draft heads are not split"
     host = batch.host
-    return [_words(host.tokens), _words(host.positions), _words(host.slots), host.words.view(np.int32),
-            _words(host.logit_rows), _words(batch.listed), _words(batch.q_indptr), _words(batch.kv_indptr),
-            _words(batch.mask_lens)]
+    return [_int32(host.tokens), _int32(host.positions), _int32(host.slots), host.words.view(np.int32),
+            _int32(host.logit_rows), _int32(batch.flat_kv_slots), _int32(batch.q_indptr), _int32(batch.kv_indptr),
+            _int32(batch.mask_lens)]
 
 
-def _words(values: Sequence[int] | NDArray[np.int64]) -> Words:
+def _int32(values: Sequence[int] | NDArray[np.int64]) -> Int32s:
     return np.asarray(values).astype(np.int32)
 
 
-class Meeting:
+class Rendezvous:
     """Where ranks find one another: a port of rank 0, open on this machine only."""
 
     __slots__ = ("_store", "port")
@@ -170,27 +170,27 @@ class Group:
         self.rank, self.ranks, self._device = rank, ranks, device
         self._all = _distributed()
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, written to x (all-reduce)."""
         self._all.all_reduce(x)
         return x
 
-    def told(self, x: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's x, written to x (broadcast)."""
         self._all.broadcast(x, 0)
         return x
 
-    def beside(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The x [R, W] of all ranks side by side: [R, ranks * W] (all-gather)."""
         parts = x.new_empty(self.ranks, *x.shape)
         self._all.all_gather(list(parts.unbind(0)), x)
         return parts.transpose(0, 1).reshape(x.shape[0], -1)
 
-    def agreed(self, well: bool) -> bool:
-        """Whether ``well`` is true on all ranks. It waits for them."""
-        return not self.sum(torch.full((), not well, dtype=torch.int32, device=self._device)).item()
+    def all_agree(self, ok: bool) -> bool:
+        """Whether ``ok`` is true on all ranks. It waits for them."""
+        return not self.all_reduce(torch.full((), not ok, dtype=torch.int32, device=self._device)).item()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         self._all.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ from slipstream.engine.int8 import (
     HEAD,
     NOTE,
     SCALE,
-    as_whole,
+    as_int8,
     check_floats,
     head_of,
     holds_int8,
@@ -54,7 +54,7 @@ from slipstream.models.folder import (
 KINDS = {"int8": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 COPIED = (".json", ".txt", ".model", ".jinja")  # files beside the weights: tokenizer, chat template, end tokens
 WEIGHTS = "model.safetensors"
-BESIDE = "beside"  # in a receipt: the hash of the copied files
+COPIED_HASH = "beside"  # in a receipt: the hash of the copied files
 
 
 def prepare_as(kind: str, source: Path, folder: Path) -> Path:
@@ -66,15 +66,15 @@ def prepare_as(kind: str, source: Path, folder: Path) -> Path:
     if holds_int8(source):
         raise ModelError(f"{source}: its weights are int8 already; prepare the folder that it was made from")
     receipt = {"name": prepared_name(source), "dtype": kind, "source": _origin(source)}
-    beside = weights_hash(source, [str(file.relative_to(source)) for file in _beside(source)])
-    if is_prepared(folder) and (told := _told(folder)).items() >= receipt.items():
-        if told.get(BESIDE, beside) != beside:  # receipts of earlier versions have no such hash
+    copied_hash = weights_hash(source, [str(file.relative_to(source)) for file in _copied_files(source)])
+    if is_prepared(folder) and (old_receipt := _receipt_of(folder)).items() >= receipt.items():
+        if old_receipt.get(COPIED_HASH, copied_hash) != copied_hash:  # receipts of earlier versions have no such hash
             raise ModelError(f"{folder}: was made before what stands beside {source.name}'s weights was changed "
                              "(config.json, tokenizer, chat template); remove it, or choose another with --to")
         return folder
     if folder.exists() and (is_prepared(folder) or not may_replace(folder)):
         raise ModelError(f"{folder}: exists and holds something else; remove it, or choose another with --to")
-    with filled(folder, receipt | {BESIDE: beside}) as fresh:
+    with filled(folder, receipt | {COPIED_HASH: copied_hash}) as fresh:
         _write(kind, config, source, fresh)
     return folder
 
@@ -82,10 +82,11 @@ def prepare_as(kind: str, source: Path, folder: Path) -> Path:
 def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
     check_floats(source)
     tensors, dtype = with_embedding(config, load_tensors(source)), KINDS[kind]
-    whole = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
-    if whole:
-        raise ModelError(f"{source}: tensor {whole[0]} holds {tensors[whole[0]].dtype}; weights must be floating-point")
-    for file in _beside(source):
+    integers = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
+    if integers:
+        raise ModelError(f"{source}: tensor {integers[0]} holds {tensors[integers[0]].dtype}; weights must be "
+                         "floating-point")
+    for file in _copied_files(source):
         (place := fresh / file.relative_to(source)).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, place)
     content = read_json(source / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
@@ -102,7 +103,7 @@ def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
     shutil.copymode(fresh / "config.json", fresh / WEIGHTS)  # safetensors makes files that only their owner can read
 
 
-def _beside(source: Path) -> list[Path]:
+def _copied_files(source: Path) -> list[Path]:
     """The files that are copied unchanged (config.json is then written anew)."""
     return [file for file in (*source.iterdir(), *(source / TEMPLATES).glob("*"))
             if file.is_file() and file.suffix in COPIED and file.name not in (INDEX, RECEIPT)]
@@ -115,15 +116,15 @@ def _in_int8(config: ModelConfig, tensors: Tensors) -> dict[str, torch.Tensor]:
     written = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in matrices}
     written[EMBEDDING] = written[EMBEDDING].to(torch.bfloat16)
     for name, found in matrices.items():
-        whole = as_whole(found)
-        written |= {name: whole.numbers, name + SCALE: whole.scales}
+        int8 = as_int8(found)
+        written |= {name: int8.numbers, name + SCALE: int8.scales}
     return written
 
 
 def _origin(source: Path) -> dict[str, Any]:
-    told = _told(source) if is_prepared(source) else {}
-    if "source" in told:
-        return {"source": told["source"], "dtype": told.get("dtype", "float32")}
+    receipt = _receipt_of(source) if is_prepared(source) else {}
+    if "source" in receipt:
+        return {"source": receipt["source"], "dtype": receipt.get("dtype", "float32")}
     digests = {}
     for path in sorted(source.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -131,5 +132,5 @@ def _origin(source: Path) -> dict[str, Any]:
     return {"sha256": digests}
 
 
-def _told(folder: Path) -> dict[str, Any]:
+def _receipt_of(folder: Path) -> dict[str, Any]:
     return read_json(folder / RECEIPT)

@@ -37,32 +37,32 @@ Proof = Callable[[What, ModelConfig, torch.dtype, torch.device], str]
 LIMIT_S = 900.0  # compilers take minutes
 DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("torch", "triton", "flashinfer-python")
-SAID = "verdict "  # the beginning of a witness's line with the verdict
-PASSING = ("out of memory", "Out of memory", "OutOfMemoryError")  # errors that may be over at the next start
+VERDICT_PREFIX = "verdict "  # the beginning of a witness's line with the verdict
+TRANSIENT_ERRORS = ("out of memory", "Out of memory", "OutOfMemoryError")  # errors that may be over at the next start
 
 
 def objection(what: What, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Why these kernels may not serve a model of these dimensions, in words; empty: they may."""
-    about = asked(what, config, dtype)
-    place = {"gpu": torch.cuda.get_device_name(device), "driver": driver(), "slipstream": __version__,
-             "cuda": str(torch.version.cuda), **{name: version(name) for name in PACKAGES}}
-    asking = [*command("slipstream.engine.witness"), json.dumps(about), str(device)]
-    return remembered(default_root().with_name("kernels"), about | place, asking)
+    about = question_for(what, config, dtype)
+    environment = {"gpu": torch.cuda.get_device_name(device), "driver": driver(), "slipstream": __version__,
+                   "cuda": str(torch.version.cuda), **{name: version(name) for name in PACKAGES}}
+    trial_command = [*command("slipstream.engine.witness"), json.dumps(about), str(device)]
+    return cached_verdict(default_root().with_name("kernels"), about | environment, trial_command)
 
 
-def asked(what: What, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+def question_for(what: What, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
     """The question as the witness gets it, in JSON."""
     return {"what": what, "dtype": str(dtype).removeprefix("torch."), "config": asdict(config)}
 
 
-def remembered(folder: Path, about: dict[str, object], asking: Sequence[str]) -> str:
-    """The verdict on ``about``: from its file in ``folder``, else from running the command ``asking``."""
+def cached_verdict(folder: Path, about: dict[str, object], trial_command: Sequence[str]) -> str:
+    """The verdict on ``about``: from its file in ``folder``, else from running the command ``trial_command``."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
     path = folder / f"verdict-{digest[:24]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["objection"])
-    found, lasting = witnessed(asking)
-    if lasting:
+    found, is_lasting = run_trial(trial_command)
+    if is_lasting:
         with suppress(OSError):  # a container's disk may be read-only: the next start asks again
             folder.mkdir(parents=True, exist_ok=True)
             fresh = path.with_suffix(".part")
@@ -71,23 +71,23 @@ def remembered(folder: Path, about: dict[str, object], asking: Sequence[str]) ->
     return found
 
 
-def witnessed(asking: Sequence[str], limit_s: float = LIMIT_S) -> tuple[str, bool]:
-    """Run the command ``asking``: its objection, or how it ended; and whether this holds for the next start, too."""
+def run_trial(trial_command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[str, bool]:
+    """Run a trial's command: its objection, or how it ended; and whether this holds for the next start, too."""
     try:
-        done = subprocess.run(asking, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(trial_command, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         return f"its trial took longer than {limit_s:g} s", False
     except OSError as error:
         return f"its trial could not start: {error}", False
-    last = [line for line in done.stdout.splitlines() if line.startswith(SAID)]
+    last = [line for line in done.stdout.splitlines() if line.startswith(VERDICT_PREFIX)]
     if done.returncode == 0 and last:
-        found = str(json.loads(last[-1].removeprefix(SAID)))
+        found = str(json.loads(last[-1].removeprefix(VERDICT_PREFIX)))
     elif done.returncode < 0:
         found = f"its trial ended by signal {-done.returncode} ({signal.Signals(-done.returncode).name})"
     else:
-        told = done.stderr.strip().splitlines() or ["nothing said"]
-        return f"its trial ended with exit code {done.returncode}: {told[-1][:300]}", False
-    return found, not any(word in found for word in PASSING) and done.returncode != -signal.SIGKILL
+        error_lines = done.stderr.strip().splitlines() or ["nothing said"]
+        return f"its trial ended with exit code {done.returncode}: {error_lines[-1][:300]}", False
+    return found, not any(word in found for word in TRANSIENT_ERRORS) and done.returncode != -signal.SIGKILL
 
 
 def driver() -> str:

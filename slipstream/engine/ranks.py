@@ -20,7 +20,7 @@ Rules of the split:
    all-reduce. lm_head is split by vocabulary, since a step reads all of it; the ranks' logits are put side by side.
 8. A dimension that does not divide by the number of ranks is a ModelError that names the field.
 
-It knows nothing about sessions. Format of a ``Part``: JSON, for the other ranks.
+It knows nothing about sessions. Format of a ``RankPart``: JSON, for the other ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from slipstream.base.errors import ModelError, RanksLost, SlipstreamError, in_a_
 from slipstream.base.offload import command
 from slipstream.engine.attention import Attention
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.decoder import Decoder, Placing, unread_names
+from slipstream.engine.decoder import Decoder, WeightPlacement, unread_names
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
@@ -56,24 +56,34 @@ from slipstream.engine.model import (
     ModelConfig,
     Tensors,
     dtype_of,
-    fitting,
+    explain_out_of_memory,
     load_tensors,
-    take,
-    tell_unread,
+    require_tensor,
+    warn_unread,
 )
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
-from slipstream.engine.orders import ForwardOrder, Group, LogitsOrder, Meeting, Order, Pipe, WarmOrder, read, written
+from slipstream.engine.orders import (
+    ForwardOrder,
+    Group,
+    LogitsOrder,
+    Order,
+    Pipe,
+    Rendezvous,
+    WarmOrder,
+    decode_order,
+    encode_order,
+)
 from slipstream.observe.log import configure, logger
 
-ALONG = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
+SPLIT_AXIS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
 SUMMED = ("o", "down")  # products whose results are summed over the ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """What a rank loads: its part of the model in ``folder``, with the settings of ``section``. port: of the
-    ``Meeting``. With device cuda, rank r uses GPU r."""
+    ``Rendezvous``. With device cuda, rank r uses GPU r."""
 
     rank: int
     port: int
@@ -85,7 +95,7 @@ class Part:
         return self.section.tensor_parallel
 
     @property
-    def place(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         device = self.section.device
         return torch.device(device, self.rank) if device == "cuda" else torch.device(device)
 
@@ -93,12 +103,12 @@ class Part:
         return json.dumps([self.rank, self.port, self.folder, self.section.model_dump()]).encode()
 
     @staticmethod
-    def read(message: bytes) -> Part:
+    def read(message: bytes) -> RankPart:
         rank, port, folder, section = json.loads(message)
-        return Part(rank, port, folder, ModelSection.model_validate(section))
+        return RankPart(rank, port, folder, ModelSection.model_validate(section))
 
 
-def part_of(folder: str | Path, section: ModelSection) -> Part:
+def part_of(folder: str | Path, section: ModelSection) -> RankPart:
     """The part of rank 0. Raises ModelError, before anything is loaded, if the model cannot be split as ``section``
     says, or devices are missing."""
     ranks, field = section.tensor_parallel, "model.tensor_parallel"
@@ -114,24 +124,24 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
                          "none or fp8")
     part_config(ModelConfig.from_folder(folder), ranks)
     check_floats(folder)
-    return Part(0, 0, str(folder), section)
+    return RankPart(0, 0, str(folder), section)
 
 
-@fitting("this rank's part of the model")
-def load_part(part: Part, group: Group) -> CausalModel:
+@explain_out_of_memory("this rank's part of the model")
+def load_part(part: RankPart, group: Group) -> CausalModel:
     """The model of this rank. Raises ModelError."""
     config = ModelConfig.from_folder(part.folder)
-    dtype, device = dtype_of(part.section.dtype), part.place
+    dtype, device = dtype_of(part.section.dtype), part.torch_device
     own = part_config(config, part.ranks)
     attention = attention_for(own, dtype, device)
     tensors = with_embedding(config, load_tensors(part.folder))
     if part.rank == 0:
-        tell_unread(part.folder, unread_names(config, tensors))
+        warn_unread(part.folder, unread_names(config, tensors))
     decoder = sharded_decoder(config, tensors, group, dtype, device, attention,
                               operations_for(part.section.kernels, own, dtype, device))
     if part.section.quantize == "fp8":
         with_fp8(decoder, rounding_for(part.section.kernels, own, device))
-    return graphed(decoder, group.agreed)
+    return graphed(decoder, group.all_agree)
 
 
 def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
@@ -148,20 +158,20 @@ def part_of_tensor(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> to
     """A rank's part of a checkpoint's tensor; the whole tensor if it is not split."""
     module, _, kind = name.rpartition(".")
     module = module.rpartition(".")[2]
-    if module not in ALONG:
+    if module not in SPLIT_AXIS:
         return tensor
-    if kind == "bias" and ALONG[module] == 1:
+    if kind == "bias" and SPLIT_AXIS[module] == 1:
         return tensor if rank == 0 else torch.zeros_like(tensor)
-    along = ALONG[module] if kind == "weight" else 0
-    if tensor.dim() <= along or tensor.shape[along] % ranks:
+    axis = SPLIT_AXIS[module] if kind == "weight" else 0
+    if tensor.dim() <= axis or tensor.shape[axis] % ranks:
         return tensor  # of a wrong shape: the decoder raises an error that names it
-    return tensor.chunk(ranks, along)[rank]
+    return tensor.chunk(ranks, axis)[rank]
 
 
 def part_head(config: ModelConfig, tensors: Tensors, rank: int, ranks: int) -> torch.Tensor:
     """A rank's rows of lm_head [ceil(V / ranks), H]; rows beyond the vocabulary are zeros."""
     name = EMBEDDING if config.tied_embeddings else HEAD
-    head = take(tensors, name, config.vocab_size, config.hidden_size)
+    head = require_tensor(tensors, name, config.vocab_size, config.hidden_size)
     width = -(-config.vocab_size // ranks)
     rows = head[rank * width : (rank + 1) * width]
     return F.pad(rows, (0, 0, 0, width - len(rows)))
@@ -180,9 +190,9 @@ def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: 
 
     def product(name: str, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         assert isinstance(weight, torch.Tensor)
-        return Linear(weight, bias, group.sum if name in SUMMED else None)
+        return Linear(weight, bias, group.all_reduce if name in SUMMED else None)
 
-    return Decoder(part, own, ops, attention, Placing(place, product, head))
+    return Decoder(part, own, ops, attention, WeightPlacement(place, product, head))
 
 
 END_S = 10.0  # how long ranks may take to end by themselves
@@ -192,26 +202,26 @@ REASON_S = 2.0  # after a failed collective operation: how long to wait until it
 class Ranks:
     """The processes of the other ranks."""
 
-    def __init__(self, first: Part) -> None:
+    def __init__(self, first: RankPart) -> None:
         """Starts them, and returns when all have joined the group. Raises ModelError, RanksLost."""
         self._count = first.ranks
         self._lost: RanksLost | None = None
-        self._gone, self._ending = threading.Event(), threading.Event()
-        self._told: Callable[[RanksLost], None] | None = None
+        self._exit_seen, self._ending = threading.Event(), threading.Event()
+        self._on_lost: Callable[[RanksLost], None] | None = None
         self._lock = threading.Lock()
         self._pipes: list[Pipe] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        meeting = Meeting(first.ranks)
+        rendezvous = Rendezvous(first.ranks)
         try:
             for rank in range(1, first.ranks):
-                self._start(replace(first, rank=rank, port=meeting.port))
-            self.hear()  # the processes run, so the meeting below is quick
-            self.group: Group = meeting.join(0, first.ranks, first.place)
+                self._start(replace(first, rank=rank, port=rendezvous.port))
+            self.wait_ready()  # the processes run, so the meeting below is quick
+            self.group: Group = rendezvous.join(0, first.ranks, first.torch_device)
         except BaseException:
-            self.end(0.0)
+            self.stop(0.0)
             raise
 
-    def _start(self, part: Part) -> None:
+    def _start(self, part: RankPart) -> None:
         own, given = socket.socketpair()
         with given:  # in a session of its own, so that Ctrl-C reaches rank 0 only
             process = subprocess.Popen([*command("slipstream.engine.ranks"), str(given.fileno())],
@@ -225,58 +235,58 @@ class Ranks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def hear(self) -> None:
+    def wait_ready(self) -> None:
         """Wait until each rank has sent that it is ready. Raises ModelError with a rank's error, RanksLost."""
         for pipe in self._pipes:
             try:
                 problem = pipe.receive()
             except OSError as error:
-                raise self.lost(error) from error
+                raise self.loss_of(error) from error
             if problem:
                 raise ModelError(problem.decode())
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         """Send an order to all ranks. Raises RanksLost."""
         if self._lost is not None:
             raise self._lost
-        message = written(order)
+        message = encode_order(order)
         try:
             for pipe in self._pipes:
                 pipe.send(message)
         except OSError as error:
-            raise self.lost(error) from error
+            raise self.loss_of(error) from error
 
-    def lost(self, error: Exception) -> RanksLost:
+    def loss_of(self, error: Exception) -> RanksLost:
         """The RanksLost for an error between ranks; it names the rank that has ended, if one has."""
-        self._gone.wait(REASON_S)
-        return self._lose(f"the {self._count} ranks of the model are out of step: {in_a_line(error)}")
+        self._exit_seen.wait(REASON_S)
+        return self._set_lost(f"the {self._count} ranks of the model are out of step: {in_a_line(error)}")
 
-    def watch(self, told: Callable[[RanksLost], None]) -> None:
-        """Call ``told`` once, from any thread, when ranks are lost; at once if they are."""
+    def watch(self, callback: Callable[[RanksLost], None]) -> None:
+        """Call ``callback`` once, from any thread, when ranks are lost; at once if they are."""
         with self._lock:
-            self._told = told
+            self._on_lost = callback
         if self._lost is not None:
-            told(self._lost)
+            callback(self._lost)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         if not self._ending.is_set():
             ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._lose(f"rank {rank} of {self._count} has ended ({ending}): a model that is cut cannot go on without "
-                       "all its ranks; the service has to start again")
-            self._gone.set()
+            self._set_lost(f"rank {rank} of {self._count} has ended ({ending}): a model that is split cannot go on "
+                           "without all its ranks; the service has to start again")
+            self._exit_seen.set()
 
-    def _lose(self, reason: str) -> RanksLost:
+    def _set_lost(self, reason: str) -> RanksLost:
         with self._lock:
             if self._lost is not None:
                 return self._lost
-            self._lost, told = RanksLost(reason), self._told
+            self._lost, callback = RanksLost(reason), self._on_lost
         logger("engine").error("ranks lost", reason=reason)
-        if told is not None:
-            told(self._lost)
+        if callback is not None:
+            callback(self._lost)
         return self._lost
 
-    def end(self, patience_s: float = END_S) -> None:
+    def stop(self, patience_s: float = END_S) -> None:
         """Close the pipes, which ends the ranks; kill those that still run after ``patience_s``."""
         self._ending.set()
         for pipe in self._pipes:
@@ -292,11 +302,11 @@ class Ranks:
 class RankedModel:
     """See ``model.CausalModel``. All methods belong to one thread at a time."""
 
-    __slots__ = ("_closed", "_group", "_model", "_pools", "_ranks", "_vocabulary", "config", "device", "dtype", "pids",
+    __slots__ = ("_closed", "_group", "_model", "_pools", "_ranks", "_vocab_size", "config", "device", "dtype", "pids",
                  "spare_slots", "watch")
 
     def __init__(self, model: CausalModel, vocab_size: int, ranks: Ranks) -> None:
-        self._model, self._vocabulary, self._ranks, self._group = model, vocab_size, ranks, ranks.group
+        self._model, self._vocab_size, self._ranks, self._group = model, vocab_size, ranks, ranks.group
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
         self.spare_slots = model.spare_slots if isinstance(model, GraphedDecoder) else 0  # beyond those handed out
         self.pids, self.watch = ranks.pids, ranks.watch
@@ -312,36 +322,36 @@ class RankedModel:
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As CausalModel's. Raises RanksLost."""
-        self._ranks.tell(ForwardOrder(self._number(pool), pool.num_slots, taps, batch))
-        with self._in_step():
+        self._ranks.send(ForwardOrder(self._pool_number(pool), pool.num_slots, taps, batch))
+        with self._detect_loss():
             return self._model.forward(batch, pool, taps)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As CausalModel's. Raises RanksLost."""
         if not len(hidden):
-            return hidden.new_empty(0, self._vocabulary, dtype=torch.promote_types(self.dtype, torch.float32))
-        self._ranks.tell(LogitsOrder(len(hidden)))
-        with self._in_step():
-            own = self._model.logits(self._group.told(hidden.contiguous()))
-            return self._group.beside(own)[:, : self._vocabulary]
+            return hidden.new_empty(0, self._vocab_size, dtype=torch.promote_types(self.dtype, torch.float32))
+        self._ranks.send(LogitsOrder(len(hidden)))
+        with self._detect_loss():
+            own = self._model.logits(self._group.broadcast(hidden.contiguous()))
+            return self._group.all_gather(own)[:, : self._vocab_size]
 
     def warm(self, pool: KVPool, most_segments: int) -> int:
         """Capture graphs on all ranks, if they use graphs. Returns how many rank 0 serves."""
         if not isinstance(self._model, GraphedDecoder):
             return 0
-        self._ranks.tell(WarmOrder(self._number(pool), pool.num_slots, most_segments))
-        with self._in_step():
+        self._ranks.send(WarmOrder(self._pool_number(pool), pool.num_slots, most_segments))
+        with self._detect_loss():
             return self._model.warm(pool, most_segments)
 
     def close(self) -> None:
         """End the other ranks; a second time does nothing."""
         if not self._closed:
             self._closed = True
-            self._ranks.end()
-            self._group.leave()
+            self._ranks.stop()
+            self._group.close()
 
-    def _number(self, pool: KVPool) -> int:
+    def _pool_number(self, pool: KVPool) -> int:
         for number, known in enumerate(self._pools):
             if known is pool:
                 return number
@@ -349,27 +359,27 @@ class RankedModel:
         return len(self._pools) - 1
 
     @contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _detect_loss(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # after any error the ranks are out of step
-            raise self._ranks.lost(error) from error
+            raise self._ranks.loss_of(error) from error
 
 
 def ranked_model(folder: str | Path, section: ModelSection) -> RankedModel:
     """A ready model on ``section.tensor_parallel`` devices: the first GPUs (device cuda), or so many processes on one
     CPU, which is for tests. Raises ModelError, RanksLost."""
     part = part_of(folder, section)
-    others = Ranks(part)
+    ranks = Ranks(part)
     try:
-        model = load_part(part, others.group)
-        others.hear()
+        model = load_part(part, ranks.group)
+        ranks.wait_ready()
     except BaseException:
-        others.end(0.0)
-        others.group.leave()
+        ranks.stop(0.0)
+        ranks.group.close()
         raise
     logger("engine").info("ranks ready", ranks=part.ranks, device=section.device)
-    return RankedModel(model, ModelConfig.from_folder(folder).vocab_size, others)
+    return RankedModel(model, ModelConfig.from_folder(folder).vocab_size, ranks)
 
 
 READY = b""
@@ -380,11 +390,11 @@ def main() -> None:
     configure(LogSection())
     pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
     try:
-        part = Part.read(pipe.receive())
+        part = RankPart.read(pipe.receive())
         if part.section.threads:
             torch.set_num_threads(part.section.threads)
         pipe.send(READY)
-        group = Meeting(part.ranks, part.port).join(part.rank, part.ranks, part.place)
+        group = Rendezvous(part.ranks, part.port).join(part.rank, part.ranks, part.torch_device)
         try:
             follower = Follower(load_part(part, group), group)
         except SlipstreamError as error:
@@ -393,7 +403,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to all: rank 0 drains, and needs its ranks
         pipe.send(READY)
         while True:
-            follower.obey(read(pipe.receive(), part.place))
+            follower.execute(decode_order(pipe.receive(), part.torch_device))
     except ConnectionError:
         return  # rank 0 has ended, or has closed the pipe
 
@@ -408,14 +418,14 @@ class Follower:
         self._pools: dict[int, KVPool] = {}
 
     @torch.inference_mode()
-    def obey(self, order: Order) -> None:
+    def execute(self, order: Order) -> None:
         model = self._model
         match order:
             case ForwardOrder(number, num_slots, taps, batch):
                 model.forward(batch, self._pool(number, num_slots), taps)
             case LogitsOrder(rows):
                 states = torch.empty(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
-                self._group.beside(model.logits(self._group.told(states)))
+                self._group.all_gather(model.logits(self._group.broadcast(states)))
             case WarmOrder(number, num_slots, most_segments):
                 if isinstance(model, GraphedDecoder):
                     model.warm(self._pool(number, num_slots), most_segments)

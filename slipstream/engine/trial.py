@@ -101,16 +101,16 @@ def check(config: Any, build: Build, serve: Serve) -> None:
 
 def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """For each case of rule 2: its name, our logits, and those of the model's own forward."""
-    dice, vocab = np.random.default_rng(0), int(model.config.get_text_config().vocab_size)
+    rng, vocab = np.random.default_rng(0), int(model.config.get_text_config().vocab_size)
     prompt, length = sum(CHUNKS), sum(CHUNKS) + STEPS
     # Tokens of the upper half only: low ids may be special, as padding is.
-    tokens = dice.integers(vocab // 2, vocab, size=length + sum(part for _, part in SHARED)).tolist()
+    tokens = rng.integers(vocab // 2, vocab, size=length + sum(part for _, part in SHARED)).tolist()
     text, other = tokens[:length], tokens[length:]
     nodes = list(range(len(PARENTS)))
     tree = DraftTree(length + 1, [vocab - 1 - node for node in nodes], list(PARENTS), nodes, [-1.0 * n for n in nodes])
-    right, right_other = _own(model, text), _own(model, other)
+    right, right_other = _own_logits(model, text), _own_logits(model, other)
     paths = [tree.path(node) for node in range(len(tree))]
-    branches = torch.cat([_own(model, [*text, *[tree.tokens[node] for node in path]])[-1:] for path in paths])
+    branches = torch.cat([_own_logits(model, [*text, *[tree.tokens[node] for node in path]])[-1:] for path in paths])
 
     sessions, rest = Sessions(serve(model)), iter(text)
     parts = [list(islice(rest, rows)) for rows in CHUNKS]
@@ -119,11 +119,11 @@ def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, tor
     yield "a prompt in chunks", torch.cat([sessions.run({one: part}) for part in parts]), right[:prompt]
     yield "a step", torch.cat([sessions.run({one: [token]}) for token in text[prompt:]]), right[prompt:]
     yield "a tree", sessions.run_tree(one, tree), branches
-    found, wanted, mine, yours = [], [], 0, 0
+    found, wanted, taken, other_taken = [], [], 0, 0
     for rows, others in SHARED:
-        found.append(sessions.run({two: text[mine : mine + rows], three: other[yours : yours + others]}))
-        wanted += [right[mine : mine + rows], right_other[yours : yours + others]]
-        mine, yours = mine + rows, yours + others
+        found.append(sessions.run({two: text[taken : taken + rows], three: other[other_taken : other_taken + others]}))
+        wanted += [right[taken : taken + rows], right_other[other_taken : other_taken + others]]
+        taken, other_taken = taken + rows, other_taken + others
     yield "one of two sessions", torch.cat(found), torch.cat(wanted)
 
 
@@ -143,15 +143,15 @@ class Sessions:
         """Add tokens to some sessions, in one batch; logits [T, V] of these. parts: tokens by session."""
         builder = BatchBuilder()
         for session, tokens in parts.items():
-            behind, own = self._slots[session], [self._free.pop() for _ in tokens]
-            builder.add(tokens, range(len(behind), len(behind) + len(tokens)), own, np.array(behind, np.int64))
-            self._slots[session] = behind + own
+            context, own = self._slots[session], [self._free.pop() for _ in tokens]
+            builder.add(tokens, range(len(context), len(context) + len(tokens)), own, np.array(context, np.int64))
+            self._slots[session] = context + own
         return self._logits(builder)
 
     def run_tree(self, session: int, tree: DraftTree) -> torch.Tensor:
         """Logits [N, V] of a tree's nodes below a session's text, which does not change."""
-        builder, behind, own = BatchBuilder(), self._slots[session], [self._free.pop() for _ in range(len(tree))]
-        builder.add(tree.tokens, [len(behind) + level for level in tree.levels()], own, np.array(behind, np.int64),
+        builder, context, own = BatchBuilder(), self._slots[session], [self._free.pop() for _ in range(len(tree))]
+        builder.add(tree.tokens, [len(context) + level for level in tree.levels()], own, np.array(context, np.int64),
                     tree.ancestors(), len(tree))
         return self._logits(builder)
 
@@ -159,7 +159,7 @@ class Sessions:
         return self._model.logits(self._model.forward(builder.build(), self._pool)[0])
 
 
-def _own(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+def _own_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """Logits [T, V] of the model's own forward."""
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
@@ -173,7 +173,7 @@ def tiny(config: Any, build: Build) -> Any:
     for widths in (WIDTHS, {}):
         try:
             model = _built(type(config).from_dict(shrunk(config.to_dict(), {**LENGTHS, **TABLES, **widths})), build)
-            if bool(_own(model, [1, 2, 3]).isfinite().all()):
+            if bool(_own_logits(model, [1, 2, 3]).isfinite().all()):
                 return model
             why = why or "its own answers are not finite"
         except Exception as error:  # what a family's own code raises has no class in common
@@ -189,11 +189,11 @@ def _built(config: Any, build: Build) -> Any:
         raise ModelError(f"it has {weights} weights, more than {MOST_WEIGHTS}")
     model = build(config)
     with torch.no_grad():
-        _fill(model)
+        _randomise(model)
     return model
 
 
-def _fill(model: Any) -> None:
+def _randomise(model: Any) -> None:
     """Random weights with which a wrong mask changes the logits. As families initialise weights, attention is nearly
     uniform and biases are 0, so it would not."""
     for parameter in model.parameters():
@@ -206,8 +206,8 @@ def _fill(model: Any) -> None:
 def shrunk(raw: Mapping[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
     """A smaller configuration: few layers, and numbers of at most ``most``, by the last words of their names."""
     layers = next((raw[name] for name in LAYERS if isinstance(raw.get(name), int)), 0)
-    apart = {int(layer): value for layer, value in (raw.get("per_layer_config") or {}).items()}
-    kept = _kept(raw, layers, apart)
+    layer_settings = {int(layer): value for layer, value in (raw.get("per_layer_config") or {}).items()}
+    kept = _kept_layers(raw, layers, layer_settings)
     small: dict[str, Any] = {}
     for name, value in raw.items():
         limit = _limit(name, most)
@@ -215,25 +215,26 @@ def shrunk(raw: Mapping[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
             continue
         if name == "per_layer_config":
             more = {end: 2 * limit for end, limit in most.items()}  # so that special layers still differ
-            small[name] = {place: shrunk(apart[layer], more) for place, layer in enumerate(kept) if layer in apart}
+            small[name] = {place: shrunk(layer_settings[layer], more) for place, layer in enumerate(kept)
+                           if layer in layer_settings}
         elif isinstance(value, dict):
             small[name] = shrunk(value, most)
         elif name in LAYERS and value == layers:
             small[name] = len(kept)
         elif name in (*FIRST, *LAST) and isinstance(value, int):
-            small[name] = sum(_apart(name, value, layer, layers) for layer in kept)
+            small[name] = sum(_is_special(name, value, layer, layers) for layer in kept)
         elif _of_layers(value, layers):
-            small[name] = [_least(value[layer], limit) for layer in kept]
+            small[name] = [_limited(value[layer], limit) for layer in kept]
         elif _names_layers(name, value):
             small[name] = [kept.index(layer) for layer in value if layer in kept]
         elif name.endswith("token_id"):
-            small[name] = [token % 64 for token in value] if isinstance(value, list) else _least(value, 63)
+            small[name] = [token % 64 for token in value] if isinstance(value, list) else _limited(value, 63)
         else:
-            small[name] = _least(value, limit)
-    return _agreeing(small, raw)
+            small[name] = _limited(value, limit)
+    return _consistent(small, raw)
 
 
-def _agreeing(small: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+def _consistent(small: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
     """``small``, corrected: numbers that depend on one another in ``raw`` do so in it, too."""
     for name in small:
         if name.endswith(KV_HEADS) and raw[name] == raw.get("num_attention_heads", 0):  # not grouped
@@ -254,7 +255,7 @@ def _agreeing(small: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _kept(raw: Mapping[str, Any], layers: int, apart: Mapping[int, Any]) -> list[int]:
+def _kept_layers(raw: Mapping[str, Any], layers: int, layer_settings: Mapping[int, Any]) -> list[int]:
     """The numbers of the layers that a copy keeps: the first of each kind, and more up to FEW_LAYERS. apart: settings
     of single layers."""
     lists = [value for value in raw.values() if _of_layers(value, layers)]
@@ -262,15 +263,15 @@ def _kept(raw: Mapping[str, Any], layers: int, apart: Mapping[int, Any]) -> list
     counts = [(name, value) for name, value in raw.items() if name in (*FIRST, *LAST) and isinstance(value, int)]
     kinds: dict[str, int] = {}
     for layer in range(layers):
-        kind = [[value[layer] for value in lists], [layer in value for value in named], apart.get(layer),
-                [_apart(name, value, layer, layers) for name, value in counts]]
+        kind = [[value[layer] for value in lists], [layer in value for value in named], layer_settings.get(layer),
+                [_is_special(name, value, layer, layers) for name, value in counts]]
         kinds.setdefault(repr(kind), layer)
     first = set(kinds.values())
     more = [layer for layer in range(layers) if layer not in first]
     return sorted([*first, *more[: max(0, FEW_LAYERS - len(first))]])
 
 
-def _apart(name: str, count: int, layer: int, layers: int) -> bool:
+def _is_special(name: str, count: int, layer: int, layers: int) -> bool:
     return layer < count if name in FIRST else layer >= layers - count
 
 
@@ -289,6 +290,6 @@ def _limit(name: str, most: Mapping[str, int]) -> int | None:
     return next((most[end] for end in ("_".join(words[start:]) for start in range(len(words))) if end in most), None)
 
 
-def _least(value: Any, limit: int | None) -> Any:
+def _limited(value: Any, limit: int | None) -> Any:
     plain = isinstance(value, int) and not isinstance(value, bool)
     return min(value, limit) if plain and limit is not None else value

@@ -17,12 +17,12 @@ from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.model import ModelConfig, RopeScaling, dtype_of
 from slipstream.engine.ops.fused import difference, rounding_difference, triton_operations, triton_rounding
 from slipstream.engine.ops.races import trial
-from slipstream.engine.proof import SAID
+from slipstream.engine.proof import VERDICT_PREFIX
 
-OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]", "illegal memory access", "out of memory")
+DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "illegal memory access", "out of memory")
 
 
-def seen(question: dict[str, Any], device: torch.device) -> str:
+def examine(question: dict[str, Any], device: torch.device) -> str:
     """How the kernels differ from torch's, or how the device failed, in words; empty: neither. Raises what compilers
     and loaders raise."""
     scaling = question["config"].pop("rope_scaling")
@@ -37,7 +37,7 @@ def seen(question: dict[str, Any], device: torch.device) -> str:
             return trial(config.vocab_size, device)
         return difference(triton_operations(), config, dtype, device)
     except RuntimeError as error:
-        if any(word in str(error) for word in OF_THE_DEVICE):
+        if any(word in str(error) for word in DEVICE_ERRORS):
             return in_a_line(error)
         raise
 
@@ -47,7 +47,7 @@ def main() -> None:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     try:
-        said = seen(question, device)
+        verdict = examine(question, device)
     except Exception as error:  # they fail in their own ways
         sys.exit(in_a_line(error))
-    print(SAID + json.dumps(said), flush=True)
+    print(VERDICT_PREFIX + json.dumps(verdict), flush=True)

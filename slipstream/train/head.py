@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from slipstream.drafting.heads.checkpoint import LAYER, usual_taps
 from slipstream.engine.int8 import EMBEDDING, HEAD
-from slipstream.engine.model import ModelConfig, take
+from slipstream.engine.model import ModelConfig, require_tensor
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.train.shards import ANSWER, Conversation
 
@@ -116,7 +116,7 @@ def copied(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: Mod
     hidden, shared = config.hidden_size, replace(config, qk_norm=config.qk_norm and target.qk_norm)
 
     def own(name: str, *shape: int) -> torch.Tensor:
-        return take(tensors, name, *shape).float().clone()
+        return require_tensor(tensors, name, *shape).float().clone()
 
     fc = FAINT * torch.randn(hidden, num_taps * hidden, generator=dice)
     fc[:, 2 * hidden : 3 * hidden] += torch.eye(hidden)
@@ -134,5 +134,5 @@ def placed(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: Mod
     """A head with the first weights ``made``, on ``device``."""
     teacher = made["lm_head.weight"].to(device, copy=True)  # a copy that is not trained
     trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
-    embedding = take(tensors, EMBEDDING, target.vocab_size, config.hidden_size).to(device, torch.float32)
+    embedding = require_tensor(tensors, EMBEDDING, target.vocab_size, config.hidden_size).to(device, torch.float32)
     return Head(config, taps, trained, vocabulary.to(device), embedding, teacher, target.num_layers, mask_token)

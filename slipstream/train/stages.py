@@ -26,7 +26,7 @@ from slipstream.drafting.heads.block_checkpoint import BlockHead, read_block_hea
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.rounds import Acceptance
 from slipstream.engine.int8 import holds_int8, with_embedding
-from slipstream.engine.model import FAMILY, ModelConfig, device_of, dtype_of, load_tensors, text_of
+from slipstream.engine.model import FAMILIES, ModelConfig, device_of, dtype_of, load_tensors, text_of
 from slipstream.engine.runner import threads
 from slipstream.models.folder import read_json, weights_hash
 from slipstream.train.block_head import BLOCK, mask_token, warm_block_head
@@ -140,9 +140,9 @@ def _config_of(target: Path) -> ModelConfig:
     """The target's configuration. Raises ConfigError for a model type that only engine hf serves, or for int8 weights,
     as a head begins with float ones; ModelError."""
     kind = text_of(read_json(target / "config.json")).get("model_type")
-    if kind not in tuple(FAMILY):  # whatever kind of value it is
+    if kind not in tuple(FAMILIES):  # whatever kind of value it is
         raise ConfigError(f"--target: {target} is of model_type {kind!r}, and heads are trained for "
-                          f"{', '.join(FAMILY)}; choose a model of one of these")
+                          f"{', '.join(FAMILIES)}; choose a model of one of these")
     if holds_int8(target):  # a head begins as a copy of the target's weights
         raise ConfigError(f"--target: {target} holds int8 weights; name the folder that it was prepared from")
     return ModelConfig.from_folder(target)

@@ -45,7 +45,7 @@ from slipstream.engine.ops.layer import (
     Rope,
     Step,
     linear,
-    norms_behind,
+    next_norms,
     rms_norm,
     rotate,
 )
@@ -122,7 +122,7 @@ class BlockNetwork:
 
     def _begun(self, batch: ForwardBatch, rows: Sequence[int], words: Sequence[int]) -> ForwardBatch:
         """The blocks that begin at rows of a batch; words: which slots of its block each slot sees."""
-        size, builder, entries = self._head.block_size, BatchBuilder(), batch.listed
+        size, builder, entries = self._head.block_size, BatchBuilder(), batch.flat_kv_slots
         ends = np.searchsorted(np.array(batch.q_indptr), rows, side="right")  # of the segments, counted from 1
         for place, (row, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
             seen = batch.kv_indptr[end] - (batch.q_indptr[end] - 1 - row)
@@ -163,9 +163,9 @@ class TorchBlocks:
         self._rope, self._sliding = Rope(config, kind, device), sliding
         self._attention = {slides: attention_for(config if slides else replace(config, sliding_window=0), kind, device)
                            for slides in set(sliding)}
-        self._layers = [DecoderLayer(LayerWeights.read(config, tensors, f"layers.{i}", linear), ops)
+        self._layers = [DecoderLayer(LayerWeights.from_tensors(config, tensors, f"layers.{i}", linear), ops)
                         for i in range(config.num_layers)]
-        self._norms = norms_behind(self._layers, tensors["norm.weight"])
+        self._norms = next_norms(self._layers, tensors["norm.weight"])
         names = [f"layers.{i}.self_attn.{part}_proj" for i in range(config.num_layers) for part in "kv"]
         bias = torch.cat([tensors[f"{name}.bias"] for name in names]) if config.qkv_bias else None
         # Keys and values of all layers from one product.
@@ -191,7 +191,7 @@ class TorchBlocks:
     def forward(self, batches: Mapping[bool, ForwardBatch]) -> torch.Tensor:
         steps = {slides: Step.of(batch, self._rope, self._attention[slides]) for slides, batch in batches.items()}
         x = F.embedding(next(iter(batches.values())).tokens, self._embedding)
-        read = self._layers[0].read(x)
+        read = self._layers[0].norm_input(x)
         for layer, norm, kv, slides in zip(self._layers, self._norms, self._pool.kv, self._sliding, strict=True):
             x, read = layer(x, read, steps[slides], kv, norm)
         return read

@@ -57,7 +57,7 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.lender import Lender
-from slipstream.engine.model import DTYPES, Fields, ModelConfig, load_tensors, parse_config, take
+from slipstream.engine.model import DTYPES, Fields, ModelConfig, load_tensors, parse_config, require_tensor
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.models.folder import read_json
 from slipstream.observe.log import logger
@@ -158,7 +158,7 @@ def check_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor],
     """Raises ModelError for a tensor of ``shapes`` that is missing, of another shape or quantized, and for one left
     over."""
     for name, shape in shapes.items():
-        tensor = take(tensors, name, *shape)
+        tensor = require_tensor(tensors, name, *shape)
         if name not in MAPS:
             check_float(folder, name, tensor)
     left = [name for name in sorted(tensors.keys() - shapes.keys()) if not name.endswith(UNREAD)]

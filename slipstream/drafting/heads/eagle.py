@@ -42,7 +42,7 @@ from slipstream.engine.ops.layer import (
     Rope,
     Step,
     linear,
-    norms_behind,
+    next_norms,
     rms_norm,
 )
 from slipstream.engine.ops.races import MOST_DRAWN, DeviceRace, children
@@ -160,12 +160,12 @@ class TorchBody:
         self._norms = None if joint else [tensors[name] for name in NORMS]
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
         self._dtype, self._eps, device = self._embedding.dtype, config.norm_eps, self._embedding.device
-        first = LayerWeights.read(config, tensors, LAYER, linear, (1 if joint else 2) * config.hidden_size,
-                                  input_norm=False)
-        further = (LayerWeights.read(config, tensors, f"layers.{layer}", linear)
+        first = LayerWeights.from_tensors(config, tensors, LAYER, linear, (1 if joint else 2) * config.hidden_size,
+                                          input_norm=False)
+        further = (LayerWeights.from_tensors(config, tensors, f"layers.{layer}", linear)
                    for layer in range(1, config.num_layers))
         self._layers = [DecoderLayer(weights, ops) for weights in (first, *further)]
-        self._behind = norms_behind(self._layers, None if self._norms is None else self._norms[2])
+        self._behind = next_norms(self._layers, None if self._norms is None else self._norms[2])
         self._lm_head = Linear(tensors["lm_head.weight"])
         self.rope = Rope(config, self._dtype, device)
         self.attention = attention_for(config, self._dtype, device)

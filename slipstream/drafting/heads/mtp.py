@@ -78,7 +78,7 @@ class DecoderLayers:
         prefixes = tuple(f"{layer.prefix}." for layer in head.layers)
         tensors = {name: t.to(device, dtype) for name, t in head.tensors.items() if name.startswith(prefixes)}
         self.config, self.dtype, self.device = replace(config, num_layers=len(head.layers)), dtype, device
-        self._layers = [DecoderLayer(LayerWeights.read(config, tensors, layer.prefix, linear), ops)
+        self._layers = [DecoderLayer(LayerWeights.from_tensors(config, tensors, layer.prefix, linear), ops)
                         for layer in head.layers]
         self._rope = Rope(config, dtype, device)
         self._attention = attention_for(config, dtype, device)
@@ -89,7 +89,7 @@ class DecoderLayers:
 
         def run(number: int, x: torch.Tensor) -> torch.Tensor:
             layer = self._layers[number]
-            return layer(x, layer.read(x), step, pool.kv[number])[0]
+            return layer(x, layer.norm_input(x), step, pool.kv[number])[0]
 
         return run
 
@@ -180,7 +180,7 @@ def lineage(batch: ForwardBatch) -> tuple[np.ndarray[tuple[int], np.dtype[np.int
                                           np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Of each row, int64 [T]: its depth in its tree (0: a committed token) and the slot of the row before it on its
     path (-1: there is none)."""
-    entries, words = batch.listed.tolist(), batch.host.words.tolist()
+    entries, words = batch.flat_kv_slots.tolist(), batch.host.words.tolist()
     depths, above = [], []
     for segment, mask_len in enumerate(batch.mask_lens):
         begin, end = batch.kv_indptr[segment], batch.kv_indptr[segment + 1]

@@ -27,7 +27,7 @@ from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.checkpoint import MAX_LAYERS, Published, check_float, read_published
 from slipstream.engine.fp8_blocks import FIELD
 from slipstream.engine.int8 import EMBEDDING, HEAD
-from slipstream.engine.model import Noted, Tensors, fp8_block, load_tensors, take, tensor_names
+from slipstream.engine.model import Tensors, TrackedTensors, fp8_block, load_tensors, require_tensor, tensor_names
 
 OWN_EMBEDDING, OWN_LM_HEAD = "embed_tokens.weight", "shared_head.head.weight"  # of a NextN layer
 
@@ -73,7 +73,7 @@ class MtpHead:
     target_layers: int
     norm_eps: float
     layers: tuple[MtpLayer, ...]
-    tensors: Noted  # by their full names: the decoder layers'
+    tensors: TrackedTensors  # by their full names: the decoder layers'
     embedding: torch.Tensor  # [V, H]
     lm_head: torch.Tensor  # [V, H]
 
@@ -101,7 +101,7 @@ def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
     # What the first layer repeats of the target is not read twice; of a tied pair either may be all that there is.
     shared = [name for own, name in ((OWN_EMBEDDING, EMBEDDING), (OWN_LM_HEAD, HEAD))
               if tied or f"{prefixes[0]}{own}" not in names]
-    tensors = Noted(_tensors(folder, names, target_folder, prefixes, shared))
+    tensors = TrackedTensors(_tensors(folder, names, target_folder, prefixes, shared))
     both = (EMBEDDING, HEAD)
     embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", *(both if tied else both[:1])), vocab, hidden)
     lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", *(both if tied else both[1:])), vocab, hidden)
@@ -139,12 +139,13 @@ def _tensors(folder: Path, names: Iterable[str], target_folder: Path, prefixes: 
 
 def _shared(tensors: Tensors, names: Sequence[str], vocab: int, hidden: int) -> torch.Tensor:
     """The first of ``names`` that is there: the head's own, then the target's."""
-    return take(tensors, next((name for name in names if name in tensors), names[1]), vocab, hidden)
+    return require_tensor(tensors, next((name for name in names if name in tensors), names[1]), vocab, hidden)
 
 
 def _layer(tensors: Tensors, layout: Layout, prefix: str, hidden: int) -> MtpLayer:
     def norm(name: str) -> torch.Tensor:
-        return take(tensors, f"{prefix}{name}.weight", hidden)
+        return require_tensor(tensors, f"{prefix}{name}.weight", hidden)
 
     return MtpLayer(prefix.removesuffix("."), norm(layout.token_norm), norm(layout.hidden_norm),
-                    take(tensors, f"{prefix}{layout.projection}.weight", hidden, 2 * hidden), norm(layout.norm))
+                    require_tensor(tensors, f"{prefix}{layout.projection}.weight", hidden, 2 * hidden),
+                    norm(layout.norm))

@@ -15,7 +15,7 @@ import torch
 
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig, Tensors, take
+from slipstream.engine.model import ModelConfig, Tensors, require_tensor
 from slipstream.engine.native.program import (
     FEW_ROWS,
     BatchFrame,
@@ -42,9 +42,10 @@ class NativeBlocks:
         are tokens. Raises ModelError."""
         check_sizes(config)
         self._team, self._config, self._pool = team, config, pool
-        self._embedding = take(tensors, "embed_tokens.weight", config.vocab_size, config.hidden_size).contiguous()
+        self._embedding = require_tensor(tensors, "embed_tokens.weight", config.vocab_size,
+                                         config.hidden_size).contiguous()
         self._layers = [NativeLayer(team, config, tensors, f"layers.{i}") for i in range(config.num_layers)]
-        self._norm = take(tensors, "norm.weight", config.hidden_size)
+        self._norm = require_tensor(tensors, "norm.weight", config.hidden_size)
         self._head = NativeHead(team, tensors["lm_head.weight"])
         self.race = NativeRace(team, vocabulary)  # of its logits
         self._table = Table(config)

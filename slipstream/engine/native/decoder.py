@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from slipstream.choosing.sampling import GREEDY, Draws
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import EMBEDDING, as_whole, head_of
+from slipstream.engine.int8 import EMBEDDING, as_int8, head_of
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import Map, ModelConfig, Tensors, take
+from slipstream.engine.model import Map, ModelConfig, Tensors, require_tensor
 from slipstream.engine.native.program import (
     FEW_ROWS,
     BatchFrame,
@@ -75,14 +75,14 @@ class NativeDecoder:
         check_sizes(config)
         self.config, self.dtype, self.device = config, torch.bfloat16, torch.device("cpu")
         self._team, self.threads, self.race = team, team.threads, NativeRace(team)
-        embedding = take(tensors, EMBEDDING, config.vocab_size, config.hidden_size)
+        embedding = require_tensor(tensors, EMBEDDING, config.vocab_size, config.hidden_size)
         # A copy: a view would keep the whole file in memory.
         self._embedding = embedding.to(torch.bfloat16, copy=True).contiguous()
         self._layers = [NativeLayer(team, config, tensors, f"model.layers.{i}", whole=whole)
                         for i in range(config.num_layers)]
-        self._norm = take(tensors, "model.norm.weight", config.hidden_size)
+        self._norm = require_tensor(tensors, "model.norm.weight", config.hidden_size)
         head = head_of(config, tensors)
-        self._head = NativeHead(team, as_whole(head) if whole else head)
+        self._head = NativeHead(team, as_int8(head) if whole else head)
         self._table = Table(config)
         self._rows = self._few = FEW_ROWS
         self._lists: dict[tuple[Taps, bool, bool], Listed] = {}  # by taps, with scores or not, for choices alone or not

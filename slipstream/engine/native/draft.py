@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from slipstream.choosing.sampling import RUNNERS_UP
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import as_whole
+from slipstream.engine.int8 import as_int8
 from slipstream.engine.kv import Indices, KVPool
-from slipstream.engine.model import ModelConfig, Tensors, take
+from slipstream.engine.model import ModelConfig, Tensors, require_tensor
 from slipstream.engine.native.program import (
     FEW_ROWS,
     LANES,
@@ -170,15 +170,15 @@ class NativeDraft:
         check_sizes(config)
         self._team, self._config, self._pool = team, config, pool
         self._alone = Team(team.kernels, cores) if cores > team.threads else team
-        embedding = take(tensors, "embed_tokens.weight", config.vocab_size, config.hidden_size)
+        embedding = require_tensor(tensors, "embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = embedding.to(torch.bfloat16).contiguous()
-        self._norms = [take(tensors, name, config.hidden_size) for name in norms]
+        self._norms = [require_tensor(tensors, name, config.hidden_size) for name in norms]
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
         self._layers = [NativeLayer(team, config, tensors, "layers.0", 2 * config.hidden_size, False, whole),
                         *(NativeLayer(team, config, tensors, f"layers.{layer}", whole=whole)
                           for layer in range(1, config.num_layers))]
         lm_head = tensors["lm_head.weight"]
-        self._head = NativeHead(team, as_whole(lm_head) if whole else lm_head)
+        self._head = NativeHead(team, as_int8(lm_head) if whole else lm_head)
         self._vocabulary = vocabulary
         self.race = NativeRace(team, vocabulary)  # of its logits
         self._table = Table(config)

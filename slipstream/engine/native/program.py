@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from slipstream.base.errors import ModelError
 from slipstream.choosing.sampling import GREEDY, Draws
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import Matrix, Whole, as_whole
+from slipstream.engine.int8 import Int8Matrix, Matrix, as_int8
 from slipstream.engine.kv import KVPool, in_large_pages
 from slipstream.engine.model import ModelConfig, Tensors
 from slipstream.engine.native.compiled_kernels import Kernels
@@ -80,9 +80,9 @@ class NativeLayer:
         int8; the rest as in ``LayerWeights.read``. Raises ModelError."""
 
         def packed(name: str, weight: Matrix, bias: torch.Tensor | None) -> Packed:
-            return Packed(team, as_whole(weight) if whole else weight, bias, silu=name == "gate_up")
+            return Packed(team, as_int8(weight) if whole else weight, bias, silu=name == "gate_up")
 
-        self._weights = LayerWeights.read(config, tensors, prefix, packed, in_features, input_norm)
+        self._weights = LayerWeights.from_tensors(config, tensors, prefix, packed, in_features, input_norm)
 
     def read(self, program: Program, x: torch.Tensor, out: torch.Tensor) -> None:
         """Append: the layer's input norm of x float32 [C, H], to out bfloat16 [C, H]."""
@@ -156,9 +156,9 @@ class NativeHead:
     def _serves(self, screen: Screen) -> bool:
         """Whether the screen finds the argmax of random states on this processor, and leaves few groups to compute
         exactly. If some inputs have far larger weights than others, it leaves many for ordinary states."""
-        dice, seen = torch.Generator().manual_seed(0), 0
+        rng, seen = torch.Generator().manual_seed(0), 0
         for rows in TRIED:
-            states = torch.randn(rows, self.packed.inner, generator=dice)
+            states = torch.randn(rows, self.packed.inner, generator=rng)
             states[::2] *= self._lengths.mean() / self._lengths.clamp(min=1e-9)  # all inputs contribute equally
             states = states.to(torch.bfloat16)
             best, program = torch.empty(rows, dtype=torch.int64), Program(self._team)
@@ -251,7 +251,7 @@ class Weights:
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, count: int) -> torch.Tensor:
+    def allocate(self, count: int) -> torch.Tensor:
         """uint8 [count], not cleared."""
         size = -(-count // LINE) * LINE
         if size > len(self._free):
@@ -288,7 +288,7 @@ class Packed:
     def __init__(self, team: Team, weight: Matrix, bias: torch.Tensor | None = None, silu: bool = False) -> None:
         """weight: [O, I], any float dtype or int8; bias: [O] or None, any float dtype; silu: the first half of the
         outputs gates the second. Raises ModelError for widths that the kernels do not support."""
-        source = weight.numbers if isinstance(weight, Whole) else weight.to(torch.bfloat16)
+        source = weight.numbers if isinstance(weight, Int8Matrix) else weight.to(torch.bfloat16)
         rows, self.inner = source.shape
         self.silu, self.outer = silu, rows // 2 if silu else rows
         lanes = team.kernels.lanes
@@ -298,11 +298,11 @@ class Packed:
         if silu:  # a group has a vector of gates, then the outputs that they gate
             order = order.view(2, -1, lanes).transpose(0, 1).reshape(-1)
         padded = -(-rows // (2 * lanes)) * 2 * lanes
-        self.weight = team.weights.take(padded * -(-self.inner // QUAD) * QUAD * source.itemsize)
+        self.weight = team.weights.allocate(padded * -(-self.inner // QUAD) * QUAD * source.itemsize)
         functions, ordered = team.kernels.functions, source[order]
-        pack = functions.slipstream_pack_whole if isinstance(weight, Whole) else functions.slipstream_pack
+        pack = functions.slipstream_pack_whole if isinstance(weight, Int8Matrix) else functions.slipstream_pack
         pack(ordered.data_ptr(), rows, self.inner, self.weight.data_ptr())
-        self.scales = _padded(weight.scales[order], padded) if isinstance(weight, Whole) else None
+        self.scales = _padded(weight.scales[order], padded) if isinstance(weight, Int8Matrix) else None
         self.bias = None if bias is None else _padded(bias[order], padded)
 
 
@@ -322,7 +322,7 @@ class Screen:
             return None
         group = 2 * team.kernels.lanes
         groups = -(-packed.outer // group)
-        numbers, bounds = team.weights.take(groups * group * packed.inner), torch.empty(3, groups * group)
+        numbers, bounds = team.weights.allocate(groups * group * packed.inner), torch.empty(3, groups * group)
         known = team.kernels.functions.slipstream_screen(packed.weight.data_ptr(), packed.outer, packed.inner,
                                                          numbers.data_ptr(), bounds.data_ptr())
         return Screen(numbers, bounds, groups) if known else None

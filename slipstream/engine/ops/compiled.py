@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from slipstream.base.errors import in_a_line
-from slipstream.engine.ops.layer import TORCH, LayerOps, LayerWeights, Linear, Step, heads_of, turned
+from slipstream.engine.ops.layer import TORCH, LayerOps, LayerWeights, Linear, Step, heads_of, rotated
 from slipstream.observe.log import logger
 
 ROWS = (1, 3)  # one row is a graph of its own
@@ -29,10 +29,10 @@ ROWS = (1, 3)  # one row is a graph of its own
 M = TypeVar("M")
 
 
-def before_attention(layer: LayerWeights[Linear], read: torch.Tensor, cos: torch.Tensor,
+def before_attention(layer: LayerWeights[Linear], normed: torch.Tensor, cos: torch.Tensor,
                      sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``TORCH.before`` without the KV write: queries [T, Q, D], and the KV to be written [T, 2, G, D]."""
-    return turned(heads_of(layer, read), layer.heads, cos, sin)
+    return rotated(heads_of(layer, normed), layer.heads, cos, sin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,14 @@ class CompiledOps:
                    tuple[torch.Tensor, torch.Tensor]]
     name: str = "compiled"
 
-    def before(self, layer: LayerWeights[Linear], read: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        q, written = self.queries(layer, read, step.cos, step.sin)
+    def before_attention(self, layer: LayerWeights[Linear], normed: torch.Tensor, step: Step,
+                         kv: torch.Tensor) -> torch.Tensor:
+        q, written = self.queries(layer, normed, step.cos, step.sin)
         kv.index_copy_(0, step.slots, written)
         return q
 
-    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
-              norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_attention(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
+                        norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         return self.rest(layer, x, attended, norm)
 
 
@@ -60,7 +61,7 @@ def compiled(build: Callable[[LayerOps], M], run: Callable[[M, int], object], wh
     if that fails, the one with eager halves. what: its name in the log."""
     log, began_s = logger("engine"), perf_counter()
     try:
-        model = build(CompiledOps(torch.compile(before_attention), torch.compile(TORCH.after)))
+        model = build(CompiledOps(torch.compile(before_attention), torch.compile(TORCH.after_attention)))
         for rows in ROWS:
             run(model, rows)
     except Exception as error:  # compilers fail in their own ways, and none of them is a reason not to serve

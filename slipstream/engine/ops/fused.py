@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from slipstream.base.errors import in_a_line
-from slipstream.engine.fp8 import LEAST, MOST, Rounding
+from slipstream.engine.fp8 import LARGEST, SMALLEST_SCALE, Rounding
 from slipstream.engine.fp8 import rounded as torch_rounded
 from slipstream.engine.fp8_blocks import E4M3
 from slipstream.engine.model import ModelConfig
@@ -37,16 +37,16 @@ TRIAL_ROWS, SPARE_SLOTS = (1, 5), 11  # row counts of the trial; slots that the 
 ROUNDINGS = 2  # allowed difference in units of rounding of the row's largest number
 
 
-def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+def unsupported_reason(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Why our kernels cannot be used here, in words; empty: they can be tried."""
     if device.type == "cuda" and dtype not in DTYPES:
         return f"they are for bfloat16 and float16, and this model is {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda" and config.hidden_size > MOST_WIDTH:
         return f"their rows have at most {MOST_WIDTH} numbers, and this model's {config.hidden_size}"
-    return unfit(device)
+    return triton_unsupported_reason(device)
 
 
-def unfit(device: torch.device) -> str:
+def triton_unsupported_reason(device: torch.device) -> str:
     """Why nothing in Triton runs on this device, in words; empty: it can be tried."""
     if device.type != "cuda":
         return f"they are for CUDA devices, and this one is '{device}'"
@@ -61,27 +61,27 @@ def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device:
                    proof: Proof = objection) -> Operations:
     """The operations that serve. choice: as in ``ModelSection.kernels``; config: of the layers, or of a rank's part of
     them."""
-    def tried() -> str:
+    def run_trial() -> str:
         return proof("operations", config, dtype, device) or difference(triton_operations(), config, dtype, device)
 
-    serve = serves(choice, device, "operations in layers", missing(config, dtype, device), tried)
+    serve = kernels_serve(choice, device, "operations in layers", unsupported_reason(config, dtype, device), run_trial)
     return triton_operations() if serve else TORCH
 
 
 def rounding_for(choice: str, config: ModelConfig, device: torch.device, proof: Proof = objection) -> Rounding:
     """As ``operations_for``, for the function that rounds bfloat16 to e4m3."""
-    def tried() -> str:
+    def run_trial() -> str:
         return (proof("rounding", config, torch.bfloat16, device)
                 or rounding_difference(triton_rounding(), config, device))
 
-    serve = serves(choice, device, "rounding to 8 bits", missing(config, torch.bfloat16, device), tried)
+    serve = kernels_serve(choice, device, "rounding to 8 bits", unsupported_reason(config, torch.bfloat16, device),
+                          run_trial)
     return triton_rounding() if serve else torch_rounded
 
 
-def serves(choice: str, device: torch.device, what: str, reason: str, tried: Callable[[], str]) -> bool:
+def kernels_serve(choice: str, device: torch.device, what: str, reason: str, run_trial: Callable[[], str]) -> bool:
     """Whether our kernels serve; it logs the answer, except on a CPU, where they never do. what: their name in the log;
-    reason: why they cannot be tried, "" if they can; tried: runs the trial, and returns how they differ, "" if they do
-    not."""
+    reason: why they cannot be tried, "" if they can; run_trial: returns how they differ, "" if they do not."""
     if choice == "torch" or device.type != "cuda":
         return False
     log = logger("engine")
@@ -89,7 +89,7 @@ def serves(choice: str, device: torch.device, what: str, reason: str, tried: Cal
         log.info(f"torch's {what}", reason=reason)
         return False
     try:
-        reason = tried()
+        reason = run_trial()
     except Exception as error:  # compilers and drivers fail in their own ways
         reason = in_a_line(error)
     if reason:
@@ -102,7 +102,7 @@ def serves(choice: str, device: torch.device, what: str, reason: str, tried: Cal
 def triton_operations() -> Operations:
     """Our kernels as operations of a layer. Raises ImportError if Triton is not installed."""
     fused = _Fused()
-    return Operations(fused.add_norm, fused.place, fused.silu_mul, "fused")
+    return Operations(fused.add_norm, fused.rotate_and_store, fused.silu_mul, "fused")
 
 
 def triton_rounding() -> Rounding:
@@ -127,7 +127,7 @@ class _Fused:
                                         num_warps=warps(width))
         return total, normed
 
-    def place(self, rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
+    def rotate_and_store(self, rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
         count, every, size = rows.shape
         assert kv.is_contiguous() and every == heads.queries + 2 * heads.kv
         queries = rows.new_empty(count, heads.queries, size)
@@ -147,7 +147,8 @@ class _Fused:
         x = x.contiguous()
         rows, width = x.shape
         out, scales = torch.empty_like(x, dtype=E4M3), x.new_empty(rows, 1, dtype=torch.float32)
-        self._kernels.rounded[(rows,)](x, out, scales, width, MOST, LEAST, block(width), num_warps=warps(width))
+        self._kernels.rounded[(rows,)](x, out, scales, width, LARGEST, SMALLEST_SCALE, block(width),
+                                       num_warps=warps(width))
         return out, scales
 
 
@@ -181,10 +182,10 @@ def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, de
              rows: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """For each result on ``rows`` random rows: its name, the value of ``operations``, and torch's. KV slots that must
     not be written hold NaN in both."""
-    dice = torch.Generator().manual_seed(rows)
+    rng = torch.Generator().manual_seed(rows)
 
     def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=dice).to(device, dtype)
+        return torch.randn(shape, generator=rng).to(device, dtype)
 
     x, added, weight = noise(rows, config.hidden_size), noise(rows, config.hidden_size), noise(config.hidden_size)
     added_up = [some.add_norm(x, added, weight, config.norm_eps) for some in (operations, TORCH)]
@@ -195,10 +196,10 @@ def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, de
     qkv = noise(rows, config.num_heads + 2 * kv_heads, size)
     q_norm, k_norm = (noise(size), noise(size)) if config.qk_norm else (None, None)
     heads = Heads(config.num_heads, kv_heads, size, q_norm, k_norm, config.norm_eps)
-    slots = torch.randperm(SPARE_SLOTS + rows, generator=dice)[:rows].to(device)
+    slots = torch.randperm(SPARE_SLOTS + rows, generator=rng)[:rows].to(device)
     step = Step(100 * torch.arange(rows, device=device), slots, Rope(config, dtype, device), lambda q, _kv: q)
     pools = [torch.full((SPARE_SLOTS + rows, 2, kv_heads, size), torch.nan, dtype=dtype, device=device) for _ in "ab"]
-    found, right = (some.place(qkv.clone(), heads, step, kv)
+    found, right = (some.rotate_and_store(qkv.clone(), heads, step, kv)
                     for some, kv in zip((operations, TORCH), pools, strict=True))
     yield "queries", found, right
     yield "KV", pools[0], pools[1]
@@ -218,13 +219,13 @@ def rounded_rows(rounding: Rounding, width: int, device: torch.device) -> Iterat
                                                                                          torch.Tensor]]:
     """For the numbers and the scales of some rows: their name, the bits of ``rounding``, and those of torch's. Rows are
     random, from very small to very large numbers; one of zeros; and two of numbers halfway between two of e4m3."""
-    dice = torch.Generator().manual_seed(width)
-    rows = torch.randn((9, width), generator=dice) * torch.logspace(-38, 36, 9)[:, None]
+    rng = torch.Generator().manual_seed(width)
+    rows = torch.randn((9, width), generator=rng) * torch.logspace(-38, 36, 9)[:, None]
     rows[1] = 0
-    halves = torch.arange(-MOST, MOST + 1).repeat(-(-width // 897))[:width]
-    halves[0] = MOST
+    halves = torch.arange(-LARGEST, LARGEST + 1).repeat(-(-width // 897))[:width]
+    halves[0] = LARGEST
     x = torch.cat((rows, halves[None], halves[None] / 2**13)).to(device, torch.bfloat16)
-    x[-1, 0] = MOST
+    x[-1, 0] = LARGEST
     for (found, found_scale), (right, right_scale) in zip(
             (rounding(some) for some in (x, x[3:4])), (torch_rounded(some) for some in (x, x[3:4])), strict=True):
         yield "numbers", found.view(torch.uint8), right.view(torch.uint8)

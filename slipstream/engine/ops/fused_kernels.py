@@ -35,9 +35,10 @@ def add_norm(x: tl.tensor, added: tl.tensor, weight: tl.tensor, total: tl.tensor
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def place(rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor,
-          queries: tl.tensor, kv: tl.tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-          NORMED: tl.constexpr, EPS: tl.constexpr, HEAD_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr) -> None:
+def rotate_and_store(rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor,
+                     k_norm: tl.tensor, queries: tl.tensor, kv: tl.tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+                     SIZE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+                     SIZE_BLOCK: tl.constexpr) -> None:
     """Some heads of one row of ``rows`` [T, Q + 2 G, D]: queries and keys are normed and rotated. Queries are written
     to ``queries`` [T, Q, D], keys and values to the row's slot of ``kv`` [S, 2, G, D]. cos, sin: [T, D], from
     ``layer.Rope``; q_norm, k_norm: [D], read if NORMED."""

@@ -27,42 +27,42 @@ from torch import library
 
 from slipstream.engine.attention import Attend, Attention
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import Matrix, joined, matrix
-from slipstream.engine.model import Map, ModelConfig, RopeScaling, Tensors, take
+from slipstream.engine.int8 import Matrix, concatenated, matrix
+from slipstream.engine.model import Map, ModelConfig, RopeScaling, Tensors, require_tensor
 
 
 class Linear:
     """x [T, I] -> x W^T + bias [T, O]. On CPUs in float32 and bfloat16 W is packed once into oneDNN's blocked layout,
     1.4 to 1.6 times as fast as ``F.linear`` on few rows; elsewhere it is ``F.linear``."""
 
-    __slots__ = ("_bias", "_other", "_packed", "_total", "_weight", "in_features", "out_features")
+    __slots__ = ("_bias", "_packed", "_reduce", "_replacement", "_weight", "in_features", "out_features")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, total: Map | None = None) -> None:
-        """weight: [O, I]; bias: [O] or None; total: applied to the result, for example a sum over ranks."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, reduce: Map | None = None) -> None:
+        """weight: [O, I]; bias: [O] or None; reduce: applied to the result, for example a sum over ranks."""
         self.out_features, self.in_features = weight.shape
-        self._bias, self._total = bias, total
-        self._other: Map | None = None
+        self._bias, self._reduce = bias, reduce
+        self._replacement: Map | None = None
         self._packed = weight.device.type == "cpu" and _packs(weight.dtype)
         self._weight = (torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self._packed
                         else weight.contiguous())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, I] -> [T, O]."""
-        y = self._own(x)
-        return y if self._total is None else self._total(y)
+        y = self._multiply(x)
+        return y if self._reduce is None else self._reduce(y)
 
-    def only(self, product: Map) -> None:
+    def replace_product(self, product: Map) -> None:
         """Compute x W^T with ``product`` from now on; W itself is freed."""
-        self._other, self._packed = product, False
+        self._replacement, self._packed = product, False
         self._weight = torch.empty(0)
 
     def weight(self) -> torch.Tensor:
         """W [O, I], not packed; empty after ``only``."""
         return self._weight.to_dense() if self._packed else self._weight
 
-    def _own(self, x: torch.Tensor) -> torch.Tensor:
-        if self._other is not None:
-            y = self._other(x)
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if self._replacement is not None:
+            y = self._replacement(x)
             return y if self._bias is None else y.add_(self._bias)
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
@@ -100,21 +100,22 @@ def _packs(dtype: torch.dtype) -> bool:
 class Rope:
     """The rotary frequencies of one model."""
 
-    __slots__ = ("_dtype", "_frequencies", "_size")
+    __slots__ = ("_amplitude", "_dtype", "_frequencies")
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         halves = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
         frequencies = scaled(1.0 / config.rope_theta**halves, config.rope_scaling, config.rope_theta)
         self._frequencies = torch.cat((frequencies, frequencies)).to(device)  # [D]
-        self._dtype, self._size = dtype, 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+        self._dtype = dtype
+        self._amplitude = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions int64 [T] -> cos and sin [T, 1, D]; the sine's first half is negated, as ``rotate`` needs it."""
         angles = positions[:, None, None].float() * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         sin[..., : sin.shape[-1] // 2].neg_()
-        if self._size != 1.0:
-            cos, sin = cos.mul_(self._size), sin.mul_(self._size)
+        if self._amplitude != 1.0:
+            cos, sin = cos.mul_(self._amplitude), sin.mul_(self._amplitude)
         return cos.to(self._dtype), sin.to(self._dtype)
 
 
@@ -143,10 +144,10 @@ def scaled(frequencies: torch.Tensor, scaling: RopeScaling | None, theta: float)
 def _stretched(count: int, scaling: RopeScaling, theta: float) -> torch.Tensor:
     """YaRN (arXiv 2309.00071): how far each of ``count`` frequencies is stretched, from 0 (not at all) to 1 (by the
     whole factor). Between these it rises linearly with the index."""
-    def place(turns: float) -> float:  # the index of the frequency with so many turns in the original context
+    def index_of(turns: float) -> float:  # the index of the frequency with so many turns in the original context
         return count * (math.log(scaling.original_context) - math.log(2 * math.pi * turns)) / math.log(theta)
 
-    first, last = place(scaling.beta_fast), place(scaling.beta_slow)
+    first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * count - 1)
@@ -182,8 +183,9 @@ class LayerWeights(Generic[P]):
     down: P  # [H, I]
 
     @staticmethod
-    def read(config: ModelConfig, tensors: Tensors, prefix: str, make: Callable[[str, Matrix, torch.Tensor | None], P],
-             in_features: int | None = None, input_norm: bool = True) -> LayerWeights[P]:
+    def from_tensors(config: ModelConfig, tensors: Tensors, prefix: str,
+                     make: Callable[[str, Matrix, torch.Tensor | None], P], in_features: int | None = None,
+                     input_norm: bool = True) -> LayerWeights[P]:
         """tensors: by name; prefix: for example ``model.layers.0``; make: makes a linear map of its name here, its
         matrix and its bias; in_features: width of attention's input, None: H. Raises ModelError naming a tensor."""
         shapes = layer_shapes(config, prefix, in_features, input_norm)
@@ -191,11 +193,12 @@ class LayerWeights(Generic[P]):
         def product(what: str, *parts: str) -> P:
             names = [f"{prefix}.{part}_proj" for part in parts]
             weights = [matrix(tensors, f"{part}.weight", *shapes[f"{part}.weight"]) for part in names]
-            biases = [take(tensors, name, *shapes[name]) for part in names if (name := f"{part}.bias") in shapes]
-            return make(what, joined(weights), torch.cat(biases) if biases else None)
+            biases = [require_tensor(tensors, name, *shapes[name]) for part in names
+                      if (name := f"{part}.bias") in shapes]
+            return make(what, concatenated(weights), torch.cat(biases) if biases else None)
 
         def norm(name: str) -> torch.Tensor:
-            return take(tensors, f"{prefix}.{name}.weight", *shapes[f"{prefix}.{name}.weight"])
+            return require_tensor(tensors, f"{prefix}.{name}.weight", *shapes[f"{prefix}.{name}.weight"])
 
         q_norm, k_norm = (norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else (None, None)
         return LayerWeights(
@@ -207,15 +210,16 @@ class LayerWeights(Generic[P]):
 
 def layer_shapes(config: ModelConfig, prefix: str, in_features: int | None = None,
                  input_norm: bool = True) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors that ``LayerWeights.read`` reads."""
+    """The names and shapes of the tensors that ``LayerWeights.from_tensors`` reads."""
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-    width, kv_width, read = config.num_heads * size, config.num_kv_heads * size, in_features or hidden
+    width, kv_width, input_width = config.num_heads * size, config.num_kv_heads * size, in_features or hidden
     norms = ({"input_layernorm": hidden} if input_norm else {}) | {"post_attention_layernorm": hidden} | (
         {"self_attn.q_norm": size, "self_attn.k_norm": size} if config.qk_norm else {})
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}.{name}.weight": (numbers,) for name, numbers in norms.items()}
     for name, rows, columns, biased in (
-            ("self_attn.q", width, read, config.qkv_bias), ("self_attn.k", kv_width, read, config.qkv_bias),
-            ("self_attn.v", kv_width, read, config.qkv_bias), ("self_attn.o", hidden, width, config.o_bias),
+            ("self_attn.q", width, input_width, config.qkv_bias),
+            ("self_attn.k", kv_width, input_width, config.qkv_bias),
+            ("self_attn.v", kv_width, input_width, config.qkv_bias), ("self_attn.o", hidden, width, config.o_bias),
             ("mlp.gate", inner, hidden, config.mlp_bias), ("mlp.up", inner, hidden, config.mlp_bias),
             ("mlp.down", hidden, inner, config.mlp_bias)):
         shapes[f"{prefix}.{name}_proj.weight"] = rows, columns
@@ -225,7 +229,7 @@ def layer_shapes(config: ModelConfig, prefix: str, in_features: int | None = Non
 
 
 def linear(_name: str, weight: Matrix, bias: torch.Tensor | None) -> Linear:
-    """A linear map computed by torch; a ``make`` of ``LayerWeights.read``."""
+    """A linear map computed by torch; a ``make`` of ``LayerWeights.from_tensors``."""
     assert isinstance(weight, torch.Tensor)
     return Linear(weight, bias)
 
@@ -254,13 +258,14 @@ class LayerOps(Protocol):
         """The name of the kernels; kernels of another name may round differently."""
         ...
 
-    def before(self, layer: LayerWeights[Linear], read: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """read: the normed input [T, in] -> rotated queries [T, Q, D]; KV is written to the step's slots of one layer's
+    def before_attention(self, layer: LayerWeights[Linear], normed: torch.Tensor, step: Step,
+                         kv: torch.Tensor) -> torch.Tensor:
+        """The normed input [T, in] -> rotated queries [T, Q, D]; KV is written to the step's slots of one layer's
         kv [S, 2, G, D]."""
         ...
 
-    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
-              norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_attention(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
+                        norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Residual stream x [T, H] and attention's output [T, Q * D] -> the stream after the layer [T, H], and the same
         normed with weight ``norm`` [H] (None: not normed)."""
         ...
@@ -279,18 +284,19 @@ class DecoderLayer:
         weights = self.weights
         return weights.qkv, weights.o, weights.gate_up, weights.down
 
-    def read(self, x: torch.Tensor) -> torch.Tensor:
+    def norm_input(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's input from a stream [T, in] that is not normed yet."""
         return x if self.weights.norm is None else rms_norm(x, self.weights.norm, self.weights.heads.eps)
 
-    def __call__(self, x: torch.Tensor, read: torch.Tensor, step: Step, kv: torch.Tensor,
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: Step, kv: torch.Tensor,
                  norm: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual stream x [T, H] and attention's normed input [T, in] -> as ``LayerOps.after``; KV is written to the
-        step's slots of one layer's kv [S, 2, G, D]."""
-        return self._ops.after(self.weights, x, step.attend(self._ops.before(self.weights, read, step, kv), kv), norm)
+        """Residual stream x [T, H] and attention's normed input [T, in] -> as ``LayerOps.after_attention``; KV is
+        written to the step's slots of one layer's kv [S, 2, G, D]."""
+        queries = self._ops.before_attention(self.weights, normed, step, kv)
+        return self._ops.after_attention(self.weights, x, step.attend(queries, kv), norm)
 
 
-def norms_behind(layers: Sequence[DecoderLayer], last: torch.Tensor | None) -> list[torch.Tensor | None]:
+def next_norms(layers: Sequence[DecoderLayer], last: torch.Tensor | None) -> list[torch.Tensor | None]:
     """For each layer the input norm of the next one; for the last layer ``last``."""
     return [*(layer.weights.norm for layer in layers[1:]), last]
 
@@ -301,16 +307,17 @@ class Operations:
 
     add_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     # x, added [T, H], weight [H], eps -> their sum and its norm
-    place: Callable[[torch.Tensor, Heads, Step, torch.Tensor], torch.Tensor]
+    rotate_and_store: Callable[[torch.Tensor, Heads, Step, torch.Tensor], torch.Tensor]
     # norm and rotate rows [T, Q + 2 G, D] (maybe in place) -> queries [T, Q, D]; KV is written to kv [S, 2, G, D]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]  # [T, 2 I] -> [T, I]: silu of the first half times the second
     name: str
 
-    def before(self, layer: LayerWeights[Linear], read: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        return self.place(heads_of(layer, read), layer.heads, step, kv)
+    def before_attention(self, layer: LayerWeights[Linear], normed: torch.Tensor, step: Step,
+                         kv: torch.Tensor) -> torch.Tensor:
+        return self.rotate_and_store(heads_of(layer, normed), layer.heads, step, kv)
 
-    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
-              norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_attention(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor,
+                        norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x, normed = self.add_norm(x, layer.o(attended), layer.post_norm, layer.heads.eps)
         added = layer.down(self.silu_mul(layer.gate_up(normed)))
         if norm is not None:
@@ -319,13 +326,14 @@ class Operations:
         return x, x
 
 
-def heads_of(layer: LayerWeights[Linear], read: torch.Tensor) -> torch.Tensor:
-    """read [T, in], normed -> queries, keys and values [T, Q + 2 G, D]."""
+def heads_of(layer: LayerWeights[Linear], normed: torch.Tensor) -> torch.Tensor:
+    """The normed input [T, in] -> queries, keys and values [T, Q + 2 G, D]."""
     heads = layer.heads
-    return layer.qkv(read).view(read.shape[0], heads.queries + 2 * heads.kv, heads.size)
+    return layer.qkv(normed).view(normed.shape[0], heads.queries + 2 * heads.kv, heads.size)
 
 
-def turned(rows: torch.Tensor, heads: Heads, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotated(rows: torch.Tensor, heads: Heads, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor,
+                                                                                             torch.Tensor]:
     """Norm and rotate rows [T, Q + 2 G, D] in place -> views: queries [T, Q, D], and the KV to write [T, 2, G, D]."""
     queries, both = heads.queries, heads.queries + heads.kv
     if heads.q_norm is not None and heads.k_norm is not None:
@@ -335,9 +343,9 @@ def turned(rows: torch.Tensor, heads: Heads, cos: torch.Tensor, sin: torch.Tenso
     return rows[:, :queries], rows[:, queries:].view(rows.shape[0], 2, heads.kv, heads.size)
 
 
-def place(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
-    """See ``Operations.place``."""
-    q, written = turned(rows, heads, step.cos, step.sin)
+def rotate_and_store(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
+    """See ``Operations.rotate_and_store``."""
+    q, written = rotated(rows, heads, step.cos, step.sin)
     kv.index_copy_(0, step.slots, written)
     return q
 
@@ -365,4 +373,4 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-TORCH = Operations(add_norm, place, silu_mul, "torch")
+TORCH = Operations(add_norm, rotate_and_store, silu_mul, "torch")

@@ -34,7 +34,7 @@ from slipstream.choosing.noise import row_keys
 from slipstream.choosing.sampling import RUNNERS_UP, ChoiceRows, Winners, choose, rank, ranked
 from slipstream.choosing.transfer import to_device
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.ops.fused import block, serves, unfit
+from slipstream.engine.ops.fused import block, kernels_serve, triton_unsupported_reason
 from slipstream.engine.proof import Proof, objection
 from slipstream.protocol.requests import Sampling
 
@@ -61,11 +61,11 @@ def race_for(choice: str, config: ModelConfig, device: torch.device, vocabulary:
     vocabulary: int64 [V], the token ids of the columns; None: a column for each of ``config``'s tokens."""
     width = config.vocab_size if vocabulary is None else len(vocabulary)
 
-    def tried() -> str:
+    def run_trial() -> str:
         found, asked = DeviceRace(race_kernels(), width, vocabulary), replace(config, vocab_size=width)
         return proof("choosing", asked, torch.float32, device) or difference(found, device)
 
-    serve = serves(choice, device, "choice of tokens", unfit(device), tried)
+    serve = kernels_serve(choice, device, "choice of tokens", triton_unsupported_reason(device), run_trial)
     return DeviceRace(race_kernels(), width, vocabulary) if serve else None
 
 
@@ -224,8 +224,8 @@ def difference(race: DeviceRace, device: torch.device) -> str:
 def compared(race: DeviceRace, device: torch.device, rows: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """For each result on ``rows`` random rows, many of whose logits are equal: its name, the race's value and torch's,
     float64."""
-    dice, vocabulary = torch.Generator().manual_seed(rows), race.vocabulary
-    logits = (32 * torch.randn(rows, race.width, generator=dice)).round().div(8).to(device)
+    rng, vocabulary = torch.Generator().manual_seed(rows), race.vocabulary
+    logits = (32 * torch.randn(rows, race.width, generator=rng)).round().div(8).to(device)
     cuts, k = (range(rows // 2), range(rows // 2, rows)), min(TRIAL_CHILDREN, race.width)
     sessions = [ChoiceRows(Sampling(temperature=heat, seed=rows), cut, cut, cut, None, [()] * len(cut))
                 for heat, cut in zip((0.6, 1.0), cuts, strict=True) if cut]
