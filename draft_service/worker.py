@@ -419,7 +419,7 @@ class DraftWorker:
     def _expire(self, round_: Round) -> None:
         now_s = self._clock()
         self._next_sweep_s = now_s + self._lease_s / 4
-        for session in [s for s in self._sessions.values() if now_s - s.side.heard_s > self._lease_s]:
+        for session in [s for s in self._sessions.values() if now_s - s.side.received_s > self._lease_s]:
             self._drop(session, DraftEvent.EXPIRE, "expired", round_)
             self.metrics.expired()
 

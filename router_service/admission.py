@@ -45,7 +45,7 @@ from router_service.tenants import Tenant
 from slipstream.base.config import PolicySection
 from slipstream.base.errors import CapacityError, Draining, QuotaExceeded
 from slipstream.decision.beliefs import SHARE, Beliefs, StepCosts
-from slipstream.decision.decide import Mode, Round, Seen, Transition
+from slipstream.decision.decide import Mode, Round, RoundInputs, Transition
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
@@ -56,7 +56,7 @@ MAX_WAITING_PER_PLACE = 2  # answers: the queue's memory has a bound whatever th
 HOLD_DECAY = 0.98  # weight of older answers in the mean time that a place is held, for each answer that leaves
 MIN_WAIT_S = 1e-3
 TICK_S = 0.25
-POOL = Seen(followed=True)
+POOL = RoundInputs(followed=True)
 
 
 class Limit:
@@ -436,7 +436,7 @@ class PoolFallback:
         # own target drafts no more for: taken for silence, many of them made one late draft the end of the pool.
         undrafted = piece.state != "speculate" and not piece.drafted and not piece.wait_s and not self._policy.probing
         if not answer.speculates or not piece.plain_s or undrafted:
-            beliefs.purse.earn(piece.verify_s, len(self._followed))
+            beliefs.budget.earn(piece.verify_s, len(self._followed))
             return
         # A chain is the shallowest tree of so many nodes that can have had what was accepted.
         round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.drafted, piece.verify_s, piece.wait_s,

@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, StepCosts
-from slipstream.decision.decide import Decision, Mode, Round, Seen, Transition
+from slipstream.decision.decide import Decision, Mode, Round, RoundInputs, Transition
 from slipstream.decision.policy import SpeculationPolicy
 
 PROFILE = {1: 0.010, 2: 0.0102, 4: 0.0106, 8: 0.0115, 16: 0.0135, 32: 0.018, 64: 0.030, 128: 0.055}
@@ -95,7 +95,7 @@ class Simulation:
     def _round(self) -> None:
         world, policy, start_s = self.world, self.policy, self.now_s
         others = int(world.others(start_s))
-        decision = policy.decide(Seen(others, followed=True))
+        decision = policy.decide(RoundInputs(others, followed=True))
         self._ask(decision)
         wait_s, late = self._await(decision)
         drafted = min(decision.verify, self._tree)
@@ -116,7 +116,7 @@ class Simulation:
 
     def _ask(self, decision: Decision) -> None:
         world = self.world
-        if decision.want and not self._tree and self._coming is None and world.present(self.now_s):
+        if decision.num_wanted and not self._tree and self._coming is None and world.present(self.now_s):
             delay_s = world.exchange_s(self.now_s) * (1 + world.noise * abs(self.rng.standard_normal()))
             delay_s += 0.0 if self._followed else world.restart_s
             depth = world.depth if self.rng.random() < world.matches(self.now_s) else 0
@@ -126,7 +126,7 @@ class Simulation:
 
     def _await(self, decision: Decision) -> tuple[float, bool]:
         """Wait as the policy allows; returns the seconds, and whether growth stayed out."""
-        if not decision.want or self._tree:
+        if not decision.num_wanted or self._tree:
             return 0.0, False
         deadline_s = decision.wait_s
         comes_s = self._coming[0] - self.now_s if self._coming is not None else float("inf")

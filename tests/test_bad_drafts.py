@@ -61,7 +61,7 @@ def test_killed_and_back() -> None:
 
 
 def test_good_for_long_gone_for_a_moment_and_back_in_the_same_answers() -> None:
-    """The plain steps that measure what one costs are made whatever the purse has: they leave no debt in it."""
+    """The plain steps that measure what one costs are made whatever the budget has: they leave no debt in it."""
     one = Engine(World(), requests=2, step_s=0.1, row_s=0.0, length=5000, deadline_s=DEADLINE_S)
     draft = one.draft()
     one.runs(240.0)

@@ -182,7 +182,7 @@ async def test_texts_that_are_looked_up_fail_no_probe_and_pay_for_it() -> None:
     world.pool.looks_up = True
     await world.run(60.0)
     assert world.fallback.mode is Mode.SHADOW and world.fallback.probing
-    assert world.fallback._beliefs.purse.left_s > 0.1, "time passed, whatever it was spent on"
+    assert world.fallback._beliefs.budget.left_s > 0.1, "time passed, whatever it was spent on"
     world.pool.looks_up = False
     await world.run(2.0)
     assert world.fallback.mode is Mode.SPECULATE

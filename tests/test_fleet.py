@@ -141,7 +141,7 @@ def test_a_draft_that_says_nothing_costs_a_request_one_deadline_at_most(step_s: 
     assert len(waits) >= 2 * readers
     assert all(wait <= deadline_s + 1e-9 for of_one in waits.values() for wait in of_one[:1]), waits
     assert sum(map(bool, waits.values())) >= readers, "nobody has waited for it"
-    asked = all(one.followed.decision.want for one in target.worker._queues.running)
+    asked = all(one.followed.decision.num_wanted for one in target.worker._queues.running)
     assert probes_s > 0.0 or asked, "nobody looks whether it speaks again"
 
 

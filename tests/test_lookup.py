@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, StepCosts
-from slipstream.decision.decide import Round, Seen
+from slipstream.decision.decide import Round, RoundInputs
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
 from slipstream.following.following import MAX_HELD_COMMITS
@@ -94,7 +94,7 @@ def policy_of(exchange_s: float | None = None, most: int = 16) -> SpeculationPol
 
 
 def looked_up(policy: SpeculationPolicy, chances: list[float], followed: bool = False, others: int = 0) -> int:
-    return policy.decide(Seen(others, followed, chances)).lookup
+    return policy.decide(RoundInputs(others, followed, chances)).lookup
 
 
 def test_as_many_are_verified_as_pay() -> None:
@@ -130,7 +130,7 @@ def test_sessions_of_one_step_see_what_the_others_look_up() -> None:
     """A few rows are nearly free; behind them each costs all."""
     beliefs = Beliefs(StepCosts({1: 10e-3, 8: 11e-3, 10: 11.2e-3, 12: 13.5e-3, 16: 16e-3, 64: 40e-3}))
     policies = [SpeculationPolicy(PolicySection(), beliefs) for _ in range(8)]
-    seen = Seen(7, False, [0.25, 0.05])
+    seen = RoundInputs(7, False, [0.25, 0.05])
     assert policies[0].decide(seen).lookup == 1
     assert all(one.decide(seen).lookup == 1 for one in policies), "each for itself"
     together = SpeculationPolicy.decide_step([(one, seen) for one in policies])
@@ -138,16 +138,16 @@ def test_sessions_of_one_step_see_what_the_others_look_up() -> None:
 
 
 def test_nobody_is_asked_while_the_text_s_own_chain_is_verified() -> None:
-    decision = policy_of(exchange_s=50e-3).decide(Seen(0, True, [0.9, 0.8]))
+    decision = policy_of(exchange_s=50e-3).decide(RoundInputs(0, True, [0.9, 0.8]))
     assert decision.lookup == 2 and decision.why == "prompt lookup"
-    assert not decision.want and decision.wait_s == 0.0 and decision.follow
+    assert not decision.num_wanted and decision.wait_s == 0.0 and decision.follow
 
 
 def test_not_where_a_drafter_is_on_probe_but_where_none_is_allowed() -> None:
     policy = policy_of()
     assert looked_up(policy, [0.9]) == 1
     policy.forbid(1.0)
-    assert looked_up(policy, [0.9]) == 1 and policy.decide(Seen(0, True, [0.9])).want == 0
+    assert looked_up(policy, [0.9]) == 1 and policy.decide(RoundInputs(0, True, [0.9])).num_wanted == 0
     policy.allow(2.0)
     assert policy.probing and looked_up(policy, [0.9], followed=True) == 0
     assert looked_up(policy, [0.9]) == 1, "nobody is there to be tried"
@@ -156,11 +156,11 @@ def test_not_where_a_drafter_is_on_probe_but_where_none_is_allowed() -> None:
 
 def test_its_rounds_say_nothing_about_the_drafter() -> None:
     policy = policy_of()
-    before = policy.decide(Seen(followed=True)).verify
+    before = policy.decide(RoundInputs(followed=True)).verify
     assert looked_up(policy, [0.95**n for n in range(1, 17)], True)
     for _ in range(50):
         policy.observe(1.0, Round(8, 0, 8, verify_s=9.4e-3, wait_s=0.0, rows=9, lookup=True))
-    assert policy.decide(Seen(followed=True)).verify == before and policy.gain == 1.0
+    assert policy.decide(RoundInputs(followed=True)).verify == before and policy.gain == 1.0
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,18 @@ import pytest
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import (
     FIRST_TEXTS,
-    KEPT,
-    LED,
+    KEPT_EXCHANGES,
+    MAX_RUN_AHEAD,
     PLAIN_EVERY,
     SHARE,
-    TOGETHER,
+    TRIALS_IN_A_ROW,
     Acceptance,
     Beliefs,
     DraftLatency,
-    Purse,
+    ExplorationBudget,
     StepCosts,
 )
-from slipstream.decision.decide import Decision, Mode, Round, Seen
+from slipstream.decision.decide import Decision, Mode, Round, RoundInputs
 from slipstream.decision.policy import MIN_DWELL_S, PROBE_AFTER_S, PROBE_MAX_S, SpeculationPolicy
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
@@ -42,7 +42,7 @@ def policy_of(profile: dict[int, float], exchange_s: float | None = None, shared
 
 
 def decided(policy: SpeculationPolicy, others: int = 0, followed: bool = True) -> Decision:
-    return policy.decide(Seen(others, followed))
+    return policy.decide(RoundInputs(others, followed))
 
 
 def played(world: World, until_s: float, seed: int, config: PolicySection = CONFIG) -> Simulation:
@@ -135,7 +135,7 @@ def test_a_drafter_lost_and_back(seed: int) -> None:
     simulation.note(simulation.policy.drafter_lost(simulation.now_s, "draft_unavailable"))
     assert (simulation.transitions[-1].after, simulation.transitions[-1].reason) == (Mode.PLAIN, "draft_unavailable")
     plain = decided(simulation.policy)
-    assert not plain.want and plain.wait_s == 0.0 and not plain.follow
+    assert not plain.num_wanted and plain.wait_s == 0.0 and not plain.follow
     simulation.run(30)
     assert simulation.overhead(10.1, 30) <= SETTLED, seed
     simulation.policy.drafter_ready(simulation.now_s)
@@ -149,7 +149,7 @@ def test_a_drafter_that_comes_and_goes_is_tried_ever_more_rarely() -> None:
     lost_s = []
     for now_s in np.arange(0.0, 60.0, 0.01):
         policy.observe(now_s, Round(0, 0, 0, 0.01, 0.0, 1))
-        if decided(policy).want:
+        if decided(policy).num_wanted:
             policy.drafter_lost(now_s)
             policy.drafter_ready(now_s)
             lost_s.append(now_s)
@@ -360,7 +360,7 @@ def test_reading_the_prompt_says_nothing_about_exchanges() -> None:
     """A drafter's first answer comes late, as it reads the whole prompt before: others must not be given up for it."""
     first, beliefs = policy_of({1: 0.015, 64: 0.060})
     costs, latency = beliefs.costs, beliefs.latency
-    first.observe(0.1, Round(4, 0, 4, costs.cost(5), 0.2, 5, exchange_s=0.2, first=True))
+    first.observe(0.1, Round(4, 0, 4, costs.cost(5), 0.2, 5, exchange_s=0.2, first_exchange=True))
     assert latency.mean_s is None
     assert decided(SpeculationPolicy(CONFIG, beliefs)).wait_s > 0.0
     first.observe(0.2, Round(4, 2, 4, costs.cost(5), 0.005, 5, exchange_s=0.005))
@@ -375,41 +375,41 @@ def test_a_tree_that_is_not_worth_a_wait_is_not_waited_for() -> None:
     beliefs.latency.forget()
     beliefs.latency.observe(0.200)
     slow = decided(policy)
-    assert slow.wait_s == 0.0 and slow.why == "too slow" and slow.want, "on a device of its own it costs nobody"
+    assert slow.wait_s == 0.0 and slow.why == "too slow" and slow.num_wanted, "on a device of its own it costs nobody"
     plain = Round(0, 0, 0, beliefs.costs.cost(1), 0.0, 1)
     tries = sum(decided(policy).wait_s > 0.0 or policy.observe(now_s, plain) is not None
                 for now_s in np.arange(0.0, 30.0, 0.008))
     assert tries > 0, "it is tried again once that is cheap"
     policy.forbid(31.0)
     forbidden = decided(policy)
-    assert not forbidden.want and not forbidden.follow and forbidden.why == "forbidden"
+    assert not forbidden.num_wanted and not forbidden.follow and forbidden.why == "forbidden"
 
 
 def test_what_is_waited_for_in_vain_may_still_come() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.030}, exchange_s=0.004, shared=True)
-    assert decided(policy).want
+    assert decided(policy).num_wanted
     policy.observe(30.0, Round(0, 0, 0, beliefs.costs.cost(1), 0.02, 1, late=True))
     still = decided(policy)
-    assert still.want and still.wait_s == 0.0
+    assert still.num_wanted and still.wait_s == 0.0
 
 
 def test_no_tree_is_asked_for_in_the_round_that_measures_a_plain_step() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.001)
     for _ in range(PLAIN_EVERY):
-        assert decided(policy).want
+        assert decided(policy).num_wanted
         policy.observe(0.0, Round(4, 3, 3, beliefs.costs.cost(5), 0.001, 5))
     plain = decided(policy)
-    assert not plain.want and plain.wait_s == 0.0 and plain.why == "measures plain" and plain.spends_s > 0.0
+    assert not plain.num_wanted and plain.wait_s == 0.0 and plain.why == "measures plain" and plain.budget_s > 0.0
     policy.observe(0.0, Round(0, 0, 0, beliefs.costs.cost(1), 0.0, 1))
     again = decided(policy)
-    assert again.want and again.wait_s > 0.0
+    assert again.num_wanted and again.wait_s > 0.0
 
 
 def test_a_drafter_that_must_read_the_prompt_first_has_to_pay_more() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, shared=True)
     tokens = 1 + Acceptance().tokens(decided(policy).verify)
     beliefs.latency.observe(tokens * 0.008 / 1.02 - 0.008)  # a gain of 1.02
-    assert decided(policy).want and not decided(policy, followed=False).follow
+    assert decided(policy).num_wanted and not decided(policy, followed=False).follow
 
 
 def test_draft_latency_is_not_moved_by_one_that_was_odd() -> None:
@@ -417,11 +417,11 @@ def test_draft_latency_is_not_moved_by_one_that_was_odd() -> None:
     for seconds in (0.100, 0.005, 0.030):
         times.observe(seconds)
     assert times.mean_s == 0.005, "the first ones are cold"
-    for _ in range(KEPT):
+    for _ in range(KEPT_EXCHANGES):
         times.observe(0.005)
     times.observe(0.500)
     assert times.mean_s == 0.005
-    for _ in range(KEPT // 2):
+    for _ in range(KEPT_EXCHANGES // 2):
         times.observe(0.020)
     assert times.mean_s == 0.020, "half of those that are kept are another time: it is the time now"
 
@@ -429,24 +429,24 @@ def test_draft_latency_is_not_moved_by_one_that_was_odd() -> None:
 def test_on_shared_cores_all_pay_for_the_tree_of_one() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.004, shared=True)
     alone = decided(policy)
-    assert alone.want and alone.verify > 0
+    assert alone.num_wanted and alone.verify > 0
     beliefs.latency.load = 16
-    assert beliefs.latency.toll_s(1.0, 0.010) == pytest.approx(0.060)
-    assert DraftLatency().toll_s(1.0, 0.010) == 0.0
+    assert beliefs.latency.cost_to_others_s(1.0, 0.010) == pytest.approx(0.060)
+    assert DraftLatency().cost_to_others_s(1.0, 0.010) == 0.0
     crowd = decided(policy, others=15)
-    assert not crowd.want and crowd.verify == 0, "one answer's tree would keep fifteen others waiting"
+    assert not crowd.num_wanted and crowd.verify == 0, "one answer's tree would keep fifteen others waiting"
 
 
 def test_a_draft_has_to_beat_what_the_text_foretells() -> None:
     """Against plain steps the same tree pays; the seconds that it takes would make more tokens without a drafter."""
     policy, beliefs = policy_of({1: 0.008, 64: 0.0400}, exchange_s=0.008, shared=True)
     tokens = 1 + Acceptance().tokens(decided(policy).verify)
-    assert decided(policy).want and tokens > 2
+    assert decided(policy).num_wanted and tokens > 2
     text = Round(4, 3, 4, beliefs.costs.cost(5), 0.0, 5, lookup=True)
-    while beliefs.worth < 1.5:
+    while beliefs.time_value < 1.5:
         policy.observe(0.0, text)
     spent = decided(policy)
-    assert not spent.want and spent.why in ("too slow", "drafts do not pay")
+    assert not spent.num_wanted and spent.why in ("too slow", "drafts do not pay")
 
 
 def test_others_pay_for_each_row_of_a_tree_that_is_waited_for() -> None:
@@ -492,49 +492,49 @@ def test_answers_share_their_tries_on_shared_cores() -> None:
     costs = beliefs.costs
     plain, waited = Round(0, 0, 0, costs.cost(1), 0.0, 1), Round(4, 3, 3, costs.cost(5), 0.004, 5)
     rounds = 0
-    while not decided(policy := SpeculationPolicy(CONFIG, beliefs)).want:
+    while not decided(policy := SpeculationPolicy(CONFIG, beliefs)).num_wanted:
         for _ in range(50):
             policy.observe(0.0, plain)
             rounds += 1
     assert 1000 < rounds < 20_000
-    for _ in range(TOGETHER):
-        assert decided(policy).want, "one exchange alone would not be believed"
+    for _ in range(TRIALS_IN_A_ROW):
+        assert decided(policy).num_wanted, "one exchange alone would not be believed"
         policy.observe(0.0, waited)
-    assert beliefs.latency.mean_s == 0.004 and decided(policy).want, "three quick ones are"
+    assert beliefs.latency.mean_s == 0.004 and decided(policy).num_wanted, "three quick ones are"
 
 
 def test_tried_waits_come_in_rows_that_are_saved_for() -> None:
-    purse, added = Purse(TOGETHER), 0
-    while not purse.affords_wait(0.004):
-        purse.earn(0.010)
+    budget, added = ExplorationBudget(TRIALS_IN_A_ROW), 0
+    while not budget.affords_wait(0.004):
+        budget.earn(0.010)
         added += 1
-    assert added == pytest.approx(TOGETHER * 0.004 / (SHARE * 0.010), abs=1), "the first waits for all of its row"
-    for _ in range(TOGETHER):
-        assert purse.affords_wait(0.004)
-        purse.pay_wait(0.004)
-    assert not purse.affords_wait(0.004)
-    purse.earn(100.0)
-    for _ in range(TOGETHER):
-        purse.pay_wait(0.004)
-    assert not purse.affords_wait(0.0001), "what was saved for long is not spent on one row behind another"
+    assert added == pytest.approx(TRIALS_IN_A_ROW * 0.004 / (SHARE * 0.010), abs=1), "the first waits for its row"
+    for _ in range(TRIALS_IN_A_ROW):
+        assert budget.affords_wait(0.004)
+        budget.pay_wait(0.004)
+    assert not budget.affords_wait(0.004)
+    budget.earn(100.0)
+    for _ in range(TRIALS_IN_A_ROW):
+        budget.pay_wait(0.004)
+    assert not budget.affords_wait(0.0001), "what was saved for long is not spent on one row behind another"
 
 
 def test_what_is_affordable_for_one_is_not_for_sixteen() -> None:
-    purse = Purse(TOGETHER)
-    purse.earn(TOGETHER * 0.004 / SHARE)
-    assert purse.affords_wait(0.004)
-    purse.pay_wait(0.004)
-    assert not purse.affords_wait(16 * 0.004), "the rest of a row costs what it costs now"
-    assert purse.affords_wait(0.0039)
+    budget = ExplorationBudget(TRIALS_IN_A_ROW)
+    budget.earn(TRIALS_IN_A_ROW * 0.004 / SHARE)
+    assert budget.affords_wait(0.004)
+    budget.pay_wait(0.004)
+    assert not budget.affords_wait(16 * 0.004), "the rest of a row costs what it costs now"
+    assert budget.affords_wait(0.0039)
 
 
 def test_a_purse_holds_what_was_saved_of_late_and_no_more() -> None:
-    purse = Purse()
+    budget = ExplorationBudget()
     for _ in range(100_000):
-        purse.earn(0.010)
-    assert purse.left_s == pytest.approx(0.6, abs=0.01)
-    purse.earn(0.010, sessions=4)
-    assert purse.left_s > 0.6, "of each session"
+        budget.earn(0.010)
+    assert budget.left_s == pytest.approx(0.6, abs=0.01)
+    budget.earn(0.010, sessions=4)
+    assert budget.left_s > 0.6, "of each session"
 
 
 def test_a_first_exchange_is_not_the_end_of_a_try() -> None:
@@ -543,20 +543,20 @@ def test_a_first_exchange_is_not_the_end_of_a_try() -> None:
     costs = beliefs.costs
     while not decided(policy, followed=False).follow:
         policy.observe(0.0, Round(0, 0, 0, costs.cost(1), 0.0, 1))
-    left_s = beliefs.purse.left_s
-    policy.observe(0.0, Round(4, 0, 4, costs.cost(5), 0.004, 5, first=True))
+    left_s = beliefs.budget.left_s
+    policy.observe(0.0, Round(4, 0, 4, costs.cost(5), 0.004, 5, first_exchange=True))
     going_on = decided(policy)
-    assert going_on.want and going_on.wait_s > 0.0 and going_on.spends_s == 0.0
-    assert beliefs.purse.left_s >= left_s, "the rest of its row is there for others"
+    assert going_on.num_wanted and going_on.wait_s > 0.0 and going_on.budget_s == 0.0
+    assert beliefs.budget.left_s >= left_s, "the rest of its row is there for others"
 
 
 def test_a_decision_that_is_asked_for_again_is_paid_once() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.100, shared=True)
-    beliefs.purse.earn(100.0)
-    left_s, row = beliefs.purse.left_s, beliefs.purse.row
+    beliefs.budget.earn(100.0)
+    left_s, row = beliefs.budget.left_s, beliefs.budget.trials_left
     first, second = decided(policy), decided(policy)
     assert first == second and first.why == "tries a wait"
-    assert beliefs.purse.left_s == pytest.approx(left_s - first.spends_s) and beliefs.purse.row == row - 1
+    assert beliefs.budget.left_s == pytest.approx(left_s - first.budget_s) and beliefs.budget.trials_left == row - 1
 
 
 def test_draft_latency_is_known_by_load_on_shared_cores() -> None:
@@ -576,10 +576,10 @@ def test_draft_latency_is_known_by_load_on_shared_cores() -> None:
 def test_a_few_sessions_are_drafted_for_ahead_and_of_a_crowd_none() -> None:
     beliefs = Beliefs(StepCosts(PROFILE))
     beliefs.latency.observe(0.002)
-    sessions = [SpeculationPolicy(CONFIG, beliefs) for _ in range(LED + 1)]
-    ahead = Seen(followed=True, grows_ahead=True)
+    sessions = [SpeculationPolicy(CONFIG, beliefs) for _ in range(MAX_RUN_AHEAD + 1)]
+    ahead = RoundInputs(followed=True, grows_ahead=True)
     led = [session.decide(ahead).ahead for session in sessions]
-    assert led == [True] * LED + [False]
+    assert led == [True] * MAX_RUN_AHEAD + [False]
     assert not any(session.decide(ahead).ahead for session in sessions), "they are a crowd"
     sessions.pop().drafter_lost(1.0)
     assert all(session.decide(ahead).ahead for session in sessions), "few again"
@@ -597,19 +597,19 @@ def test_a_few_sessions_are_drafted_for_ahead_and_of_a_crowd_none() -> None:
 
 def test_an_answer_that_ends_in_its_probe_leaves_what_it_has_not_lost() -> None:
     policy, beliefs = policy_of(PROFILE)
-    beliefs.purse.left_s = 0.6
+    beliefs.budget.left_s = 0.6
     policy.forbid(0.0)
     policy.allow(0.1)
-    assert policy.probing and beliefs.purse.left_s < 0.6
+    assert policy.probing and beliefs.budget.left_s < 0.6
     policy.close()
-    assert beliefs.purse.left_s == pytest.approx(0.6)
+    assert beliefs.budget.left_s == pytest.approx(0.6)
 
 
 def answered_by(beliefs: Beliefs, now_s: float, exchange_s: float, rounds: int = 150) -> tuple[float, int]:
     """One answer alone on shared cores, whose exchanges take so long. Returns when it ends, and its drafted rounds."""
     policy, followed, drafted = SpeculationPolicy(CONFIG, beliefs, now_s), False, 0
     for _ in range(rounds):
-        decision = policy.decide(Seen(0, followed))
+        decision = policy.decide(RoundInputs(0, followed))
         first, followed = not followed, decision.follow
         wait_s = min(decision.wait_s, exchange_s)
         late = exchange_s > wait_s
@@ -617,7 +617,7 @@ def answered_by(beliefs: Beliefs, now_s: float, exchange_s: float, rounds: int =
         now_s += 0.050 + wait_s
         drafted += nodes > 0
         policy.observe(now_s, Round(nodes, min(3, nodes), min(nodes, 5), 0.050, wait_s, 1 + nodes, late,
-                                    exchange_s=exchange_s if nodes else None, first=first))
+                                    exchange_s=exchange_s if nodes else None, first_exchange=first))
     policy.close()
     return now_s, drafted
 

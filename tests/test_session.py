@@ -33,7 +33,7 @@ from slipstream.protocol.session import (
     TargetSide,
     TargetState,
 )
-from slipstream.protocol.tree import FORETOLD, MAX_HELD, MAX_NODES, DraftTree
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES, PREDICTED, DraftTree
 
 NOT_AFTER_CLOSE = {TargetEvent.ATTACH, TargetEvent.COMMIT}  # ours to send: a bug if it happens
 
@@ -67,7 +67,7 @@ def test_growth_that_crosses_a_commit_still_finds_its_parents() -> None:
     target.commit([10])  # node 1 is the root now
     assert target.receive(growth(3, [(3, 2, 12), (4, 1, 13), (5, -3, 14)])) == 2
     assert sorted(target.tree.tokens) == [10, 11, 12, 13], "14 continued a branch that lost"
-    assert not target.heard, "what was drafted for an older base is no answer to this one"
+    assert not target.answered, "what was drafted for an older base is no answer to this one"
 
 
 def test_growth_drafted_before_several_commits_is_followed_along_the_committed_text() -> None:
@@ -89,7 +89,7 @@ def test_a_drafter_that_names_the_committed_text_again_and_again_is_forgotten() 
         for _ in range(10):
             target.receive(growth(3, [(next(ids), -position, 5) for position in range(target.base - 60, target.base)
                                       if position >= 3]))
-        kept.append(target.num_passed)
+        kept.append(target.num_committed_nodes)
     assert 0 < max(kept) <= MAX_HELD + MAX_NODES, kept
 
 
@@ -100,13 +100,13 @@ def test_what_the_text_foretold_is_not_remembered_for_a_drafter_that_cannot_name
     for _ in range(1000):
         foretold(target, [1, 2, 3])
         target.commit([1, 2, 3, 4])
-    assert target.num_passed == 0
+    assert target.num_committed_nodes == 0
 
 
 def foretold(target: TargetSide, chain: list[int]) -> None:
-    """As ``add_foretold`` does with what a text foretells."""
+    """As ``add_predicted`` does with the prediction from a text."""
     scores = [-0.1 * at for at in range(len(chain))]
-    target.tree = target.tree.graft(chain, scores, FORETOLD + MAX_NODES * target.base)
+    target.tree = target.tree.graft(chain, scores, PREDICTED + MAX_NODES * target.base)
 
 
 def test_what_the_text_foretells_too_is_the_drafters_node() -> None:
@@ -170,7 +170,7 @@ def test_the_draft_side_tells_repeats_and_gaps_from_commits() -> None:
     assert draft.receive(commit, 1.0) is DraftEvent.COMMIT and draft.base == 4
     assert draft.receive(commit, 2.0) is DraftEvent.REPEAT and draft.base == 4
     assert draft.receive(Commit(1, 9, np.array([1], np.int32)), 3.0) is DraftEvent.GAP
-    assert draft.state is DraftState.ABSENT and draft.heard_s == 3.0
+    assert draft.state is DraftState.ABSENT and draft.received_s == 3.0
 
 
 @pytest.mark.parametrize("seed", range(40))

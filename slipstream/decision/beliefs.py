@@ -8,8 +8,8 @@ Rules:
 3. One ``Beliefs`` is shared by the sessions of a target, or by the answers of a draft pool.
 4. Where drafts have their own devices, an exchange costs only the session that waits for it; on shared cores it costs
    all sessions. Where an engine steps all sessions together, the waiting sessions share the cost of the others' wait.
-5. All exploration that should not pay is paid from the ``Purse``: probes while speculation is off, tried waits,
-   measured plain steps, and sessions that begin with a guess (except the first ones).
+5. All exploration that should not pay is paid from the ``ExplorationBudget``: probes while speculation is off,
+   tried waits, measured plain steps, and sessions that begin with a guess (except the first ones).
 
 It knows nothing about modes.
 """
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
 
-KEPT = 7  # exchanges of one load: one odd exchange does not move their median, and a few new ones do
-MOMENT = 0.1  # of an exchange: it is waited for at least so much longer than usual
+KEPT_EXCHANGES = 7  # exchanges of one load: one odd exchange does not move their median, and a few new ones do
+MIN_MARGIN = 0.1  # of an exchange: it is waited for at least so much longer than usual
 
 
 class DraftLatency:
@@ -35,15 +35,15 @@ class DraftLatency:
     On ``shared`` cores trees take longer the more sessions there are: loads are told apart in powers of two, and what a
     smaller one took is believed of a load that nobody has seen. Elsewhere all loads are one."""
 
-    __slots__ = ("_known", "_level", "_load", "_new", "_seen", "held", "shared")
+    __slots__ = ("_by_level", "_current", "_level", "_load", "_unsorted", "held_per_waiter", "shared")
 
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
-        self.held = 0.0  # who stands still for nothing with each who waits: in engines that step all together
+        self.held_per_waiter = 0.0  # sessions held up for nothing by each that waits: in engines that step in lockstep
         self._load = self._level = 1
-        self._seen: dict[int, Latencies] = {}
-        self._known: Latencies | None = None  # of the present load, or of the next smaller one that was seen
-        self._new = False  # something was observed since they were put in order: once a step, not once a session
+        self._by_level: dict[int, LatencyWindow] = {}
+        self._current: LatencyWindow | None = None  # of the present load, or of the next smaller one that was seen
+        self._unsorted = False  # something was observed since they were put in order: once a step, not once a session
 
     @property
     def load(self) -> int:
@@ -53,103 +53,104 @@ class DraftLatency:
     @load.setter
     def load(self, sessions: int) -> None:
         self._load = sessions
-        if self._new:
-            self._look_up()
+        if self._unsorted:
+            self._refresh()
         if self.shared:
             self._level = sessions.bit_length()
-        self._look_up()
+        self._refresh()
 
     @property
     def mean_s(self) -> float | None:
         """The mean at the present load; None: unknown."""
-        if self._new:
-            self._look_up()
-        return self._known.mean_s if self._known is not None else None
+        if self._unsorted:
+            self._refresh()
+        return self._current.mean_s if self._current is not None else None
 
     def least_s(self, unknown_s: float) -> float:
         """The lowest that is known: the cause of higher ones may be over."""
-        if self._new:
-            self._look_up()
-        return self._known.least_s if self._known is not None else unknown_s
+        if self._unsorted:
+            self._refresh()
+        return self._current.least_s if self._current is not None else unknown_s
 
     def usual_s(self, unknown_s: float) -> float:
         """A bound that all but a few exchanges stay below."""
-        if self._new:
-            self._look_up()
-        return self._known.usual_s if self._known is not None else unknown_s
+        if self._unsorted:
+            self._refresh()
+        return self._current.usual_s if self._current is not None else unknown_s
 
-    def toll_s(self, unknown_s: float, wait_s: float, held: float | None = None) -> float:
+    def cost_to_others_s(self, unknown_s: float, wait_s: float, held_per_waiter: float | None = None) -> float:
         """Seconds that an exchange with a wait of ``wait_s`` takes from other sessions, which could step meanwhile: 0
-        where drafts have their own device and no session is ``held`` (None: as many as in the newest step)."""
+        where drafts have their own device and no session is held up (None: as many as in the newest step)."""
         if not self.shared:
-            return (self.held if held is None else held) * wait_s
-        if self._new:
-            self._look_up()
-        return (self._load - 1) * (self._seen[min(self._seen)].mean_s if self._seen else unknown_s)
+            return (self.held_per_waiter if held_per_waiter is None else held_per_waiter) * wait_s
+        if self._unsorted:
+            self._refresh()
+        return (self._load - 1) * (self._by_level[min(self._by_level)].mean_s if self._by_level else unknown_s)
 
     def observe(self, seconds: float) -> None:
-        if self._level not in self._seen:
-            self._seen[self._level] = Latencies()
-        self._seen[self._level].kept.append(seconds)
-        self._new = True
+        if self._level not in self._by_level:
+            self._by_level[self._level] = LatencyWindow()
+        self._by_level[self._level].kept.append(seconds)
+        self._unsorted = True
 
     def forget(self) -> None:
-        self._seen.clear()
-        self._new = False
-        self._look_up()
+        self._by_level.clear()
+        self._unsorted = False
+        self._refresh()
 
-    def _look_up(self) -> None:
-        if self._new:
-            self._seen[self._level].order()
-            self._new = False
-        level = self._level if self._level in self._seen else max(filter(self._level.__gt__, self._seen), default=None)
-        self._known = self._seen[level] if level is not None else None
+    def _refresh(self) -> None:
+        if self._unsorted:
+            self._by_level[self._level].update()
+            self._unsorted = False
+        level: int | None = self._level
+        if level not in self._by_level:
+            level = max(filter(self._level.__gt__, self._by_level), default=None)
+        self._current = self._by_level[level] if level is not None else None
 
 
-class Latencies:
+class LatencyWindow:
     """Of one load. Numbers are those of the newest ``order``."""
 
     __slots__ = ("kept", "least_s", "mean_s", "usual_s")
 
     def __init__(self) -> None:
         self.mean_s = self.least_s = self.usual_s = 0.0
-        self.kept: deque[float] = deque(maxlen=KEPT)
+        self.kept: deque[float] = deque(maxlen=KEPT_EXCHANGES)
 
-    def order(self) -> None:
+    def update(self) -> None:
         ordered = sorted(self.kept)
         count, least_s = len(ordered), ordered[0]
-        mean_s = ordered[KEPT // 2] if count == KEPT else least_s
+        mean_s = ordered[KEPT_EXCHANGES // 2] if count == KEPT_EXCHANGES else least_s
         deviation_s = sum([abs(kept - mean_s) for kept in ordered]) / count if count > 1 else least_s / 2
         # As TCP keeps its round trips (RFC 6298); where all take the same, a moment more is no surprise.
-        self.usual_s = mean_s + max(4.0 * deviation_s, MOMENT * mean_s)
+        self.usual_s = mean_s + max(4.0 * deviation_s, MIN_MARGIN * mean_s)
         self.least_s, self.mean_s = least_s, mean_s
 
 
 SHARE = 0.01  # of all time: the goal is 2 % in all, and what is paid for is what should be lost, not what is
-KEPT_S = 60.0  # of each session: what was saved longer ago is not spent at once
-TOGETHER = 3  # tried waits in a row, on shared cores: one alone is not believed
+SAVED_S = 60.0  # of each session: what was saved longer ago is not spent at once
+TRIALS_IN_A_ROW = 3  # tried waits in a row, on shared cores: one alone is not believed
 
 
-class Purse:
+class ExplorationBudget:
     """The exploration budget of one target or draft pool: it earns SHARE of the time of all rounds, and holds at most
-    SHARE * KEPT_S for each session and each wait of a row of tried waits. A full purse affords any price, so that
+    SHARE * SAVED_S for each session and each wait of a row of tried waits. A full budget affords any price, so that
     expensive trials are rare, but possible."""
 
-    __slots__ = ("_most_s", "_together", "left_s", "row")
+    __slots__ = ("_max_s", "_trials_in_a_row", "left_s", "trials_left")
 
-    def __init__(self, together: int = 1) -> None:
-        """``together``: tried waits in a row."""
-        self.left_s, self._most_s = 0.0, math.inf
-        self.row = self._together = together  # that are still to be made before the next row is saved for
+    def __init__(self, trials_in_a_row: int = 1) -> None:
+        self.left_s, self._max_s = 0.0, math.inf
+        self.trials_left = self._trials_in_a_row = trials_in_a_row  # before the next row is saved for
 
     def earn(self, seconds: float, sessions: int = 1) -> None:
         """Earn from a round of ``seconds`` in which ``sessions`` sessions ran."""
         # For a whole row of the longest waits, too, or after a slow hour none would ever be tried again.
-        left_s, most_s = self.left_s, SHARE * KEPT_S * self._together * (sessions or 1)
-        self._most_s = most_s
-        if left_s < most_s:
+        left_s, max_s = self.left_s, SHARE * SAVED_S * self._trials_in_a_row * (sessions or 1)
+        self._max_s = max_s
+        if left_s < max_s:
             left_s += SHARE * seconds
-            self.left_s = left_s if left_s < most_s else most_s
+            self.left_s = left_s if left_s < max_s else max_s
 
     def pay(self, seconds: float) -> None:
         """Take out ``seconds`` that were lost, or (below 0) put them back."""
@@ -157,39 +158,39 @@ class Purse:
 
     def affords(self, seconds: float) -> bool:
         """Whether a loss of ``seconds`` can be paid."""
-        return self.left_s >= min(seconds, self._most_s)
+        return self.left_s >= min(seconds, self._max_s)
 
     def affords_wait(self, seconds: float) -> bool:
         """Whether all remaining tried waits of the row can be paid, if each loses ``seconds``."""
-        return self.affords(self.row * seconds)
+        return self.affords(self.trials_left * seconds)
 
     def pay_wait(self, seconds: float) -> None:
-        """Pay for a tried wait. After a whole row the purse must fill again, else the savings of a quiet hour would all
-        be spent in the first moments of a busy one."""
+        """Pay for a tried wait. After a whole row the budget must fill again, else the savings of a quiet hour would
+        all be spent in the first moments of a busy one."""
         self.pay(seconds)
-        self.row -= 1
-        if not self.row:
-            self.row, self.left_s = self._together, min(self.left_s, 0.0)
+        self.trials_left -= 1
+        if not self.trials_left:
+            self.trials_left, self.left_s = self._trials_in_a_row, min(self.left_s, 0.0)
 
-    def unpay_wait(self, seconds: float) -> None:
+    def refund_wait(self, seconds: float) -> None:
         """Give the money for a tried wait back, because it was not made."""
         self.pay(-seconds)
-        self.row = self.row % self._together + 1
+        self.trials_left = self.trials_left % self._trials_in_a_row + 1
 
 
-NEAR = 0.15  # of a surprise that changes the cost of row counts near the measured one
-FAR = 0.03  # and of all row counts: a machine under load is slower everywhere
-SURPRISE = math.log(4.0)  # one odd step counts as no more than this
+NEAR_RATE = 0.15  # of a surprise that changes the cost of row counts near the measured one
+FAR_RATE = 0.03  # and of all row counts: a machine under load is slower everywhere
+MAX_SURPRISE = math.log(4.0)  # one odd step counts as no more than this
 DEPTHS = 32
 PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
 PRIOR_TRIALS = 4.0  # fewer end a good drafter after ten unlucky rounds, with more a poor one comes and goes
-TOLD_TRIALS = 6.0  # what is known from other sessions counts for more than a guess
+SHARED_TRIALS = 6.0  # what is known from other sessions counts for more than a guess
 FIRST_TEXTS = 4  # of a kind, for which drafts were verified: until then each begins with a guess
-KEEP, KEEP_LONG = 0.95, 0.995  # of the trials at a depth, for each new one: of a session, of all sessions
-ALONE = 0.995  # of what rounds without a drafter gave, for each new one
-SURE = 2  # steps near a row count, before a guess no longer stands for it
+KEEP, KEEP_SHARED = 0.95, 0.995  # of the trials at a depth, for each new one: of a session, of all sessions
+KEEP_ALONE = 0.995  # of what rounds without a drafter gave, for each new one
+MIN_STEPS = 2  # steps near a row count, before a guess no longer stands for it
 PLAIN_EVERY = 64  # rounds: then one is plain, so that the cost of a plain step is measured, not remembered
-FEW = 4  # steps in a row that may be asked to be plain: prompts in each of them must not forbid drafts
+MAX_PLAIN_TRIES = 4  # steps in a row that may be asked to be plain: prompts in each of them must not forbid drafts
 
 
 class StepCosts:
@@ -203,7 +204,8 @@ class StepCosts:
     guess, so it says of which row counts a step is ``due``.
     """
 
-    __slots__ = ("_costs", "_factors", "_near", "_observed", "_profile", "_rows", "_seen", "_steps", "_tried")
+    __slots__ = ("_costs", "_factors", "_last_observed", "_num_seen", "_observed", "_profile", "_rows", "_steps",
+                 "_visited")
 
     def __init__(self, profile: Mapping[int, float], guessed: bool = False) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
@@ -211,9 +213,9 @@ class StepCosts:
         self._rows = sorted(profile)
         self._profile = [profile[rows] for rows in self._rows]
         self._factors = [0.0] * len(self._rows)  # logarithms
-        self._seen = [0] * len(self._rows) if guessed else None  # steps to which each was nearest
-        self._tried: list[int] = []  # that any step was nearest to, in order
-        self._near = [0] * len(self._rows)  # the newest step that was nearest to each, of all that were observed
+        self._num_seen = [0] * len(self._rows) if guessed else None  # steps to which each was nearest
+        self._visited: list[int] = []  # that any step was nearest to, in order
+        self._last_observed = [0] * len(self._rows)  # the number of the newest step that was nearest to each
         self._observed = 0
         self._costs: list[float] = []
         self._steps: dict[tuple[int, int, int], Sequence[float]] = {}  # sessions of one step ask for the same
@@ -221,51 +223,51 @@ class StepCosts:
 
     @property
     def guessed(self) -> bool:
-        return self._seen is not None
+        return self._num_seen is not None
 
     def due(self, rows: int) -> bool:
         """Whether a step of ``rows`` rows should be taken to see what it costs: none, or none of the last
         PLAIN_EVERY, was near. Only where the profile is a guess."""
-        if self._seen is None:
+        if self._num_seen is None:
             return False
         point = self._nearest(rows)
-        age = self._observed - self._near[point]
-        return (age >= PLAIN_EVERY or self._seen[point] < SURE) and age % PLAIN_EVERY < FEW
+        age = self._observed - self._last_observed[point]
+        return (age >= PLAIN_EVERY or self._num_seen[point] < MIN_STEPS) and age % PLAIN_EVERY < MAX_PLAIN_TRIES
 
-    def known(self, rows: int) -> bool:
+    def is_known(self, rows: int) -> bool:
         """Whether more than a guess stands for steps near ``rows`` rows."""
-        return self._seen is None or self._seen[self._nearest(rows)] >= SURE
+        return self._num_seen is None or self._num_seen[self._nearest(rows)] >= MIN_STEPS
 
-    def steps(self, rows: int, most: int, each: int = 1) -> Sequence[float]:
-        """Seconds that steps of ``rows``, ``rows`` + ``each``, … ``rows`` + ``most`` * ``each`` rows are expected to
-        take."""
-        known = self._steps.get((rows, most, each))
+    def steps(self, rows: int, max_more: int, stride: int = 1) -> Sequence[float]:
+        """Seconds that steps of ``rows``, ``rows`` + ``stride``, … ``rows`` + ``max_more`` * ``stride`` rows are
+        expected to take."""
+        known = self._steps.get((rows, max_more, stride))
         if known is None:
-            known = self._steps[rows, most, each] = self._interpolated(rows, most, each)
+            known = self._steps[rows, max_more, stride] = self._interpolated(rows, max_more, stride)
         return known
 
-    def shares(self, sessions: int, most: int) -> Sequence[float]:
-        """Seconds of a step of ``sessions`` with one row each, and what 1, 2, … ``most`` rows more add to it for one of
-        them where all have as many."""
-        known = self._steps.get((sessions, most, 0))
+    def step_shares(self, sessions: int, max_more: int) -> Sequence[float]:
+        """Seconds of a step of ``sessions`` with one row each, and what 1, 2, … ``max_more`` rows more add to it for
+        one of them where all have as many."""
+        known = self._steps.get((sessions, max_more, 0))
         if known is None:
-            plain_s, *others = self.steps(sessions, most, sessions)
+            plain_s, *others = self.steps(sessions, max_more, sessions)
             known = [plain_s, *[plain_s + (step_s - plain_s) / sessions for step_s in others]]
-            self._steps[sessions, most, 0] = known
+            self._steps[sessions, max_more, 0] = known
         return known
 
     def cost(self, rows: int) -> float:
         """Seconds that a step of ``rows`` rows is expected to take."""
         return self.steps(rows, 0)[0]
 
-    def _interpolated(self, rows: int, most: int, each: int) -> list[float]:
+    def _interpolated(self, rows: int, max_more: int, stride: int) -> list[float]:
         # Written out: it is made anew after each step.
         points, costs = self._rows, self._costs
         if len(points) == 1:
-            return costs * (most + 1)
+            return costs * (max_more + 1)
         last, found = len(points) - 2, []
         low = min(max(0, bisect_right(points, rows) - 1), last)
-        for count in range(rows, rows + most * each + 1, each):
+        for count in range(rows, rows + max_more * stride + 1, stride):
             while low < last and count >= points[low + 1]:
                 low += 1
             above, cost = count - points[low], costs[low]
@@ -279,32 +281,34 @@ class StepCosts:
         if rows < 1 or not 0.0 < seconds < math.inf:
             return
         surprise = math.log(seconds / self.cost(rows))
-        if self._seen is None or self._tried:  # else nothing is known that it could be odd against
-            surprise = max(-SURPRISE, min(SURPRISE, surprise))
-        if self._seen is not None:
-            self._learn(rows, surprise, self._seen)
+        if self._num_seen is None or self._visited:  # else nothing is known that it could be odd against
+            surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
+        if self._num_seen is not None:
+            self._correct_guess(rows, surprise, self._num_seen)
         else:
             low, share = self._place(rows)
             share = min(1.0, share)
             for point in range(len(self._rows)):
                 weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
-                self._factors[point] += surprise * (FAR + NEAR * weight)
+                self._factors[point] += surprise * (FAR_RATE + NEAR_RATE * weight)
         self._update()
 
-    def _learn(self, rows: int, surprise: float, seen: list[int]) -> None:
+    def _correct_guess(self, rows: int, surprise: float, num_seen: list[int]) -> None:
         # Of a guess: the first surprise moves the whole profile, those of the first steps near a point that point.
         nearest = self._nearest(rows)
-        far, near = (FAR, max(FAR + NEAR, 1.0 / (1 + seen[nearest]))) if self._tried else (1.0, 1.0)
+        far, near = 1.0, 1.0
+        if self._visited:
+            far, near = FAR_RATE, max(FAR_RATE + NEAR_RATE, 1.0 / (1 + num_seen[nearest]))
         moved, own = surprise * far, self._factors[nearest] + surprise * near
         self._factors = [factor + moved for factor in self._factors]
         self._factors[nearest] = own
-        if not seen[nearest]:
-            insort(self._tried, nearest)
-        seen[nearest] += 1
-        self.passes()
-        self._near[nearest] = self._observed
+        if not num_seen[nearest]:
+            insort(self._visited, nearest)
+        num_seen[nearest] += 1
+        self.skip_step()
+        self._last_observed[nearest] = self._observed
 
-    def passes(self) -> None:
+    def skip_step(self) -> None:
         """A step that says nothing about row counts: it computed prompts."""
         self._observed += 1
 
@@ -323,46 +327,46 @@ class StepCosts:
     def _update(self) -> None:
         self._steps.clear()
         self._costs = list(accumulate(map(mul, self._profile, map(math.exp, self._factors)), max))
-        if len(self._tried) > 1:
-            self._bridge(self._tried)
+        if len(self._visited) > 1:
+            self._interpolate_unseen(self._visited)
 
-    def _bridge(self, seen: Sequence[int]) -> None:
-        # What nobody measured stands on the line through what was: a guess there would be a bargain, or a bogey.
+    def _interpolate_unseen(self, visited: Sequence[int]) -> None:
+        # What was never measured stands on the line through what was: a guess there would be far too low or high.
         rows, costs = self._rows, self._costs
-        for low, high in pairwise(seen):
+        for low, high in pairwise(visited):
             begin, begin_s = rows[low], costs[low]
             slope = (costs[high] - begin_s) / (rows[high] - begin)
-            for point in range(low + 1, high if high < seen[-1] else len(rows)):
+            for point in range(low + 1, high if high < visited[-1] else len(rows)):
                 costs[point] = begin_s + slope * (rows[point] - begin)
 
 
 class Acceptance:
     """How many of n draft nodes become tokens: the chance of each depth, given that the one above was accepted."""
 
-    __slots__ = ("_expected", "_hits", "_keep", "_per_level", "_told", "_trials", "texts")
+    __slots__ = ("_expected", "_hits", "_keep", "_nodes_per_level", "_prior", "_trials", "num_texts")
 
-    def __init__(self, nodes_per_level: float = 1.0, told: Sequence[float] = (), keep: float = KEEP) -> None:
-        """``told``: the chance of each depth as others have seen it; without it a guess."""
+    def __init__(self, nodes_per_level: float = 1.0, prior: Sequence[float] = (), keep: float = KEEP) -> None:
+        """``prior``: the chance of each depth as others have seen it; without it a guess."""
         self._hits = [0.0] * DEPTHS
         self._trials = [0.0] * DEPTHS
-        self._per_level = nodes_per_level
-        self._told = told
+        self._nodes_per_level = nodes_per_level
+        self._prior = prior
         self._keep = keep
         self._expected: list[float] = []  # made when it is asked for
-        self.texts = 0  # of which it was observed
+        self.num_texts = 0  # of which it was observed
 
     @property
-    def known(self) -> bool:
+    def observed(self) -> bool:
         """Whether anything was ever observed."""
         return self._trials[0] > 0.0
 
     def fresh(self) -> Acceptance:
         """A belief without experience, in trees of the same shape."""
-        return Acceptance(self._per_level)
+        return Acceptance(self._nodes_per_level)
 
-    def heir(self) -> Acceptance:
+    def inherit(self) -> Acceptance:
         """A belief that begins where this one stands."""
-        return Acceptance(self._per_level, self._levels(DEPTHS)[0])
+        return Acceptance(self._nodes_per_level, self._levels(DEPTHS)[0])
 
     def observe(self, drafted: int, accepted: int, depth: int) -> None:
         """Count a round: ``accepted`` of ``drafted`` nodes, at most ``depth`` deep. A round without drafted nodes is
@@ -371,7 +375,7 @@ class Acceptance:
             return
         if depth < accepted or not 0 < depth <= DEPTHS:
             depth = min(max(depth, accepted, 1), DEPTHS)
-        self._per_level += 0.1 * (drafted / depth - self._per_level)
+        self._nodes_per_level += 0.1 * (drafted / depth - self._nodes_per_level)
         hits, trials, keep = self._hits, self._trials, self._keep
         for level in range(accepted if accepted < depth else depth):
             trials[level] = trials[level] * keep + 1.0
@@ -381,16 +385,16 @@ class Acceptance:
             hits[accepted] *= keep
         self._expected = []
 
-    def expected(self, most: int) -> Sequence[float]:
-        """Draft tokens expected to be accepted of the best 0, 1, … ``most`` nodes."""
-        if len(self._expected) != most + 1:
-            per_level = self._per_level
-            if per_level == 1.0 and most < DEPTHS:  # chains
-                self._expected = self._levels(most)[1]
+    def expected(self, max_nodes: int) -> Sequence[float]:
+        """Draft tokens expected to be accepted of the best 0, 1, … ``max_nodes`` nodes."""
+        if len(self._expected) != max_nodes + 1:
+            nodes_per_level = self._nodes_per_level
+            if nodes_per_level == 1.0 and max_nodes < DEPTHS:  # chains
+                self._expected = self._levels(max_nodes)[1]
                 return self._expected
-            reach, self._expected = self._levels(min(DEPTHS, int(most / per_level) + 1))[1], []
-            for nodes in range(most + 1):
-                levels = nodes / per_level
+            reach, self._expected = self._levels(min(DEPTHS, int(max_nodes / nodes_per_level) + 1))[1], []
+            for nodes in range(max_nodes + 1):
+                levels = nodes / nodes_per_level
                 whole = int(levels)
                 if whole >= DEPTHS:
                     levels, whole = float(DEPTHS), DEPTHS - 1
@@ -403,12 +407,12 @@ class Acceptance:
 
     def _levels(self, depths: int) -> tuple[list[float], list[float]]:
         """The chance of each depth, and [depths + 1] tokens expected of a chain of so many nodes."""
-        hits, trials, told = self._hits, self._trials, self._told
-        weight, chance = TOLD_TRIALS if told else PRIOR_TRIALS, PRIOR
+        hits, trials, prior = self._hits, self._trials, self._prior
+        weight, chance = SHARED_TRIALS if prior else PRIOR_TRIALS, PRIOR
         reach, tokens, chances, expected = 1.0, 0.0, list[float](), [0.0]
         for level in range(depths):
-            if told:  # a depth that was seldom reached is believed to be as others say, or like the one above it
-                chance = told[level]
+            if prior:  # a depth that was seldom reached is believed to be as others say, or like the one above it
+                chance = prior[level]
             chance = (hits[level] + weight * chance) / (trials[level] + weight)
             chances.append(chance)
             reach *= chance
@@ -425,16 +429,16 @@ class Ledger:
     earned_s: float = 0.0
     spent_s: float = 0.0
     waited_s: float = 0.0
-    rounds: int = 0
-    drafted: int = 0  # rounds in which something was drafted
+    num_rounds: int = 0
+    num_drafted: int = 0  # rounds in which something was drafted
 
     def add(self, earned_s: float, spent_s: float, waited_s: float, drafted: bool) -> None:
         keep = self.keep
         self.earned_s = self.earned_s * keep + earned_s
         self.spent_s = self.spent_s * keep + spent_s
         self.waited_s = self.waited_s * keep + waited_s
-        self.rounds += 1
-        self.drafted += drafted
+        self.num_rounds += 1
+        self.num_drafted += drafted
 
     @property
     def gain(self) -> float:
@@ -446,57 +450,58 @@ class Ledger:
         return self.spent_s - self.earned_s
 
 
-LED = 4  # sessions drafted for, above which none is grown ahead: others' steps hide an exchange
+MAX_RUN_AHEAD = 4  # sessions drafted for, above which none is grown ahead: others' steps hide an exchange
 
 
 class Beliefs:
     """Measurements that the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts
-    compute on the cores of their target. ``together``: each step is one of all sessions, so that a wait delays all."""
+    compute on the cores of their target. ``lockstep``: each step is one of all sessions, so that a wait delays all."""
 
-    __slots__ = ("_accepted", "_drafted", "_share", "alone", "costs", "latency", "purse", "together", "worth")
+    __slots__ = ("_acceptance", "_hit_rate", "_num_asking", "budget", "costs", "latency", "lockstep", "time_value",
+                 "without_drafter")
 
-    def __init__(self, costs: StepCosts, shared_cores: bool = False, together: bool = False) -> None:
+    def __init__(self, costs: StepCosts, shared_cores: bool = False, lockstep: bool = False) -> None:
         self.costs = costs
-        self.together = together
+        self.lockstep = lockstep
         self.latency = DraftLatency(shared_cores)
-        self.purse = Purse(TOGETHER if shared_cores else 1)
-        self.worth = 1.0  # of a second that drafting takes, by one of plain decoding: what prompt lookup makes in it
-        self.alone = Ledger(keep=ALONE)  # all rounds, as they would be with what the text foretells and no drafter
+        self.budget = ExplorationBudget(TRIALS_IN_A_ROW if shared_cores else 1)
+        self.time_value = 1.0  # of a second that drafting takes, in seconds of plain decoding: what prompt lookup makes
+        self.without_drafter = Ledger(keep=KEEP_ALONE)  # all rounds, as with prompt lookup and no drafter
         # Sampled text is harder to foresee, so what is known of it is kept apart.
-        self._accepted = {sampled: Acceptance(keep=KEEP_LONG) for sampled in (False, True)}
-        self._share = 1.0
-        self._drafted = 0  # sessions that ask for drafts
+        self._acceptance = {sampled: Acceptance(keep=KEEP_SHARED) for sampled in (False, True)}
+        self._hit_rate = 1.0
+        self._num_asking = 0  # sessions that ask for drafts
 
-    def passed(self, earned_s: float, spent_s: float, lookup: bool) -> None:
+    def observe_round(self, earned_s: float, spent_s: float, lookup: bool) -> None:
         """Count a round of any session. Without prompt lookup it counts as a plain one."""
-        self.alone.add(earned_s, spent_s if lookup else earned_s, 0.0, lookup)
-        self.worth = max(1.0, self.alone.gain)
+        self.without_drafter.add(earned_s, spent_s if lookup else earned_s, 0.0, lookup)
+        self.time_value = max(1.0, self.without_drafter.gain)
 
-    def begin(self, sampled: bool, price_s: float) -> tuple[Acceptance, float]:
+    def begin_session(self, sampled: bool, price_s: float) -> tuple[Acceptance, float]:
         """What a new session believes of draft tokens, and in which share of exchanges there are any: as others have
-        seen it, once there are some: one text may be the hardest of all. If the purse has ``price_s`` it begins with a
+        seen it, once there are some: one text may be the hardest of all. If the budget has ``price_s`` it begins with a
         guess, so that a changed world is seen; what a row of tried waits would lose stays there, as behind waits that
         are too long a guess shows nothing."""
-        known = self._accepted[sampled]
-        if known.texts < FIRST_TEXTS:
-            return known.fresh(), 1.0
-        if self.purse.left_s < price_s + self.purse.row * self.latency.least_s(0.0):
-            return known.heir(), self._share
-        self.purse.pay(price_s)
-        return known.fresh(), 1.0
+        shared = self._acceptance[sampled]
+        if shared.num_texts < FIRST_TEXTS:
+            return shared.fresh(), 1.0
+        if self.budget.left_s < price_s + self.budget.trials_left * self.latency.least_s(0.0):
+            return shared.inherit(), self._hit_rate
+        self.budget.pay(price_s)
+        return shared.fresh(), 1.0
 
-    def exchanged(self, drafted: bool) -> None:
+    def observe_exchange(self, drafted: bool) -> None:
         """An exchange of any session, and whether it gave something to verify."""
-        self._share += (1.0 - KEEP_LONG) * (drafted - self._share)
+        self._hit_rate += (1.0 - KEEP_SHARED) * (drafted - self._hit_rate)
 
     def acceptance(self, sampled: bool) -> Acceptance:
         """The acceptance over all sessions."""
-        return self._accepted[sampled]
+        return self._acceptance[sampled]
 
-    def asks(self, asks: bool) -> None:
-        """A session asks for drafts from now on, or does not any more. Whoever goes says so first."""
-        self._drafted += 1 if asks else -1
+    def count_asking(self, asks: bool) -> None:
+        """A session asks for drafts from now on, or does not any more. A session that ends stops asking first."""
+        self._num_asking += 1 if asks else -1
 
-    def leads(self, asks: bool) -> bool:
-        """Whether the drafter of a session that does so, or does not yet, may grow ahead: as one of LED at most."""
-        return self._drafted + (not asks) <= LED
+    def may_run_ahead(self, asks: bool) -> bool:
+        """Whether a session's drafter may grow ahead, as one of MAX_RUN_AHEAD. ``asks``: it is counted already."""
+        return self._num_asking + (not asks) <= MAX_RUN_AHEAD

@@ -3,15 +3,15 @@ inputs.
 
 Rules:
 1. An action's value is its expected tokens divided by its seconds: its own, and those of other sessions that wait for
-   it. In one step with others:  gain = tokens * plain / (plain + worth * ((1 + others) * (verify - plain) + wait +
-   toll)). It is above 1 exactly when more tokens are made than without a drafter: ``worth`` is what else a second would
-   give (``beliefs.alone``), so a draft has to beat prompt lookup, not just plain steps.
+   it. In one step with others:  gain = tokens * plain / (plain + time_value * ((1 + others) * (verify - plain) + wait +
+   cost_to_others)). It is above 1 exactly when more tokens are made than without a drafter: ``time_value`` is what else
+   a second would give (``beliefs.without_drafter``), so a draft has to beat prompt lookup, not just plain steps.
 2. Each tree is priced as if all of the step had one of its size: what is cheap for one is not for all at once. A chain
    of prompt lookup, which few sessions have, is priced after the trees of others; not in an engine that steps
-   ``together``.
+   ``lockstep``.
 3. A wait is granted if its round reaches ``leave_gain``, or ``enter_gain`` where a drafter has to read the prompt
-   first. Another wait is tried when the purse can pay its expected loss. Where all sessions stop while one waits, it is
-   granted to as many at once as are together worth the time of all; a trial then covers all.
+   first. Another wait is tried when the budget can pay its expected loss. Where all sessions stop while one waits,
+   it is granted to as many at once as are together worth the time of all; a trial then covers all.
 4. Nothing is changed here. A decision contains what it spends; the caller pays that when it takes the decision. It is a
    value, valid until the next commit. ``why`` is for people: it goes to traces, spans and logs.
 
@@ -72,13 +72,13 @@ SPECULATE, PLAIN = Mode.SPECULATE, Mode.PLAIN  # an enum looks its members up sl
 
 
 @value
-class Seen:
+class RoundInputs:
     """The inputs of a session's decision."""
 
     others: int = 0  # rows that others bring to the coming step
     followed: bool = False  # a drafter follows
-    chances: Sequence[float] = ()  # of the chain that the text foretells: that all tokens up to each come
-    unasked: int = 0  # tokens committed since a tree was asked for
+    lookup_chances: Sequence[float] = ()  # of prompt lookup's chain: that all tokens up to each are right
+    num_since_request: int = 0  # tokens committed since a tree was asked for
     grows_ahead: bool = False  # the drafter would grow on while the target verifies
 
 
@@ -89,15 +89,15 @@ class Decision:
     mode: Mode
     verify: int  # draft nodes to verify at most, root not counted; 0: plain
     lookup: int  # tokens of the text's own chain that are verified at once instead of waiting; 0: none
-    want: int  # nodes that the drafter is asked for; 0: it is told, and asked for nothing
+    num_wanted: int  # nodes that the drafter is asked for; 0: it gets the commit, and is asked for nothing
     follow: bool  # a drafter should follow: attach one, or keep it
     ahead: bool  # the drafter may grow on until the next commit
     wait_s: float  # seconds after the commit that its growth may be awaited
-    enough: float  # draft tokens that a tree must promise for the step to begin at once
+    enough_tokens: float  # draft tokens that a tree must promise for the step to begin at once
     why: Why
-    spends_s: float = 0.0  # of the purse: what this round is expected to lose for what it tells
-    tries: bool = False  # it is a wait that is spent for
-    pays: bool = False  # a tree would, if it were there
+    budget_s: float = 0.0  # of exploration: what this round is expected to lose
+    is_trial: bool = False  # the budget pays for its wait
+    tree_pays: bool = False  # a tree would pay, if it were there
 
 
 @value
@@ -113,19 +113,19 @@ class Round:
     late: bool = False  # growth was asked for and had not come when the step began
     plain_s: float | None = None  # what the step would have taken without drafts; None: ask StepCosts
     exchange_s: float | None = None  # commit to growth, when one came; None: the wait tells
-    first: bool = False  # of this drafter in this answer: it had the prompt to read, which no later exchange has
+    first_exchange: bool = False  # of this drafter in this answer: it had the prompt to read
     lookup: bool = False  # the text's own chain was verified: it says nothing about a drafter
 
-    def took_s(self, most_s: float) -> float | None:
+    def latency_s(self, max_s: float) -> float | None:
         """Seconds of the exchange, at most ``most_s`` where the session stopped waiting; None: not measured."""
-        if self.first:
+        if self.first_exchange:
             return None
         if self.exchange_s is not None:
             return self.exchange_s
         if self.wait_s > 0 and not self.late:
             return self.wait_s
         if self.wait_s > 0 and not self.drafted:  # nobody knows how long one takes that was given up: twice the wait
-            return min(2 * self.wait_s, most_s)
+            return min(2 * self.wait_s, max_s)
         return None
 
 
@@ -143,23 +143,23 @@ RECENT = 10  # rounds that the recent gain looks back on, or so
 
 
 @dataclass(slots=True)
-class Standing:
+class SessionState:
     """One session's own measurements and mode."""
 
     mode: Mode
     acceptance: Acceptance
-    most: int  # nodes of a tree that is verified
+    max_nodes: int  # nodes of a tree that is verified
     allowed: bool = True
     probe_left_s: float | None = None  # what the probe that runs may still lose; None: none runs
     trying: bool = False  # the wait that was paid for goes on
-    silent: int = 0  # rounds in a row in which the drafter did not answer, the first of them waited
-    idle: int = 0  # rounds in a row in which no tree would have paid
-    since_plain: int = 0  # rounds
-    share: float = 1.0  # of waits and trees that had something to verify
+    num_silent: int = 0  # rounds in a row in which the drafter did not answer, the first of them waited
+    num_idle: int = 0  # rounds in a row in which no tree would have paid
+    num_since_plain: int = 0  # rounds
+    hit_rate: float = 1.0  # of waits and trees that had something to verify
     recent: Ledger = field(default_factory=lambda: Ledger(keep=1 - 1 / RECENT))  # rounds with drafts asked for
 
     @property
-    def wants(self) -> bool:
+    def wants_drafts(self) -> bool:
         """Whether growth is asked for."""
         return self.mode is SPECULATE or self.probe_left_s is not None
 
@@ -168,7 +168,7 @@ class Standing:
         recent = self.recent
         if not recent.waited_s:
             return 0.0
-        return recent.waited_s / (recent.rounds if recent.rounds < RECENT else RECENT)
+        return recent.waited_s / (recent.num_rounds if recent.num_rounds < RECENT else RECENT)
 
 
 @value
@@ -178,20 +178,21 @@ class Prices:
 
     steps: Sequence[float]
     rows: int
-    worth: float
+    time_value: float
     tokens: float
 
     @staticmethod
-    def of(beliefs: Beliefs, others: int, most: int) -> Prices:
+    def of(beliefs: Beliefs, others: int, max_nodes: int) -> Prices:
         """As if all did as it does."""
-        return Prices(beliefs.costs.shares(others + 1, most), others + 1, beliefs.worth, others + 1)
+        return Prices(beliefs.costs.step_shares(others + 1, max_nodes), others + 1, beliefs.time_value, others + 1)
 
-    def behind(self, beliefs: Beliefs, most: int, taken: int, given: float) -> Prices:
-        """For who comes behind others that have ``taken`` rows more, which should give so many tokens: the more rows
-        there are, the dearer is the next one, and the more waits for it."""
-        if beliefs.together:
+    def after_others(self, beliefs: Beliefs, max_nodes: int, taken_rows: int, given_tokens: float) -> Prices:
+        """After others have added ``taken_rows``, expected to give ``given_tokens``: the more rows there are, the
+        dearer is the next one, and the more waits for it."""
+        if beliefs.lockstep:
             return self
-        return Prices(beliefs.costs.steps(self.rows + taken, most), self.rows, self.worth, self.tokens + given)
+        steps = beliefs.costs.steps(self.rows + taken_rows, max_nodes)
+        return Prices(steps, self.rows, self.time_value, self.tokens + given_tokens)
 
     @property
     def plain_s(self) -> float:
@@ -199,44 +200,45 @@ class Prices:
 
     def seconds(self, nodes: int, beside_s: float) -> float:
         """Rule 1; ``beside_s``: waits and what they take from others."""
-        return self.steps[0] + self.worth * (self.tokens * (self.steps[nodes] - self.steps[0]) + beside_s)
+        return self.steps[0] + self.time_value * (self.tokens * (self.steps[nodes] - self.steps[0]) + beside_s)
 
     def best(self, expected: Sequence[float], floor: float, beside_s: float = 0.0) -> int:
         """How many draft nodes gain most, where the best n give ``expected[n]`` tokens; 0: none gains more than
         ``floor``."""
         steps, plain_s = self.steps, self.steps[0]
-        base_s, step, best, most = plain_s + self.worth * beside_s, self.worth * self.tokens, 0, len(expected) - 1
-        if not most or (1 + expected[most]) * plain_s <= floor * (base_s + step * (steps[1] - plain_s)):
+        base_s, step = plain_s + self.time_value * beside_s, self.time_value * self.tokens
+        best, max_nodes = 0, len(expected) - 1
+        if not max_nodes or (1 + expected[max_nodes]) * plain_s <= floor * (base_s + step * (steps[1] - plain_s)):
             return 0  # quickly, as a full house asks often
-        for nodes in range(1, most + 1):
+        for nodes in range(1, max_nodes + 1):
             gain = (1 + expected[nodes]) * plain_s / (base_s + step * (steps[nodes] - plain_s))
             if gain > floor:
                 best, floor = nodes, gain
         return best
 
 
-def tree_nodes(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules,
+def tree_nodes(prices: Prices, beliefs: Beliefs, state: SessionState, rules: Rules,
                acceptance: Acceptance | None = None) -> int:
     """How many nodes of a present tree to verify (the wait for it is already spent). 0: a plain step is better."""
     if rules.whole_trees:
-        return standing.most
-    plain_s, wait_s, latency = prices.steps[0], standing.recent_wait_s, beliefs.latency
-    expected = (acceptance or standing.acceptance).expected(standing.most)
+        return state.max_nodes
+    plain_s, wait_s, latency = prices.steps[0], state.recent_wait_s, beliefs.latency
+    expected = (acceptance or state.acceptance).expected(state.max_nodes)
     # Of what nobody has seen yet a wait is judged (``_wait``), not a tree: else none would ever be.
     if wait_s == 0.0:
-        return prices.best(expected, rules.leave_gain, latency.toll_s(0.0, 0.0) if latency.shared else 0.0)
-    return prices.best(expected, rules.leave_gain * plain_s / (plain_s + prices.worth * wait_s),
-                       wait_s + latency.toll_s(0.0, wait_s))
+        return prices.best(expected, rules.leave_gain, latency.cost_to_others_s(0.0, 0.0) if latency.shared else 0.0)
+    return prices.best(expected, rules.leave_gain * plain_s / (plain_s + prices.time_value * wait_s),
+                       wait_s + latency.cost_to_others_s(0.0, wait_s))
 
 
-def overloaded(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules) -> bool:
+def overloaded(prices: Prices, beliefs: Beliefs, state: SessionState, rules: Rules) -> bool:
     """Whether at this load not even a drafter as good as assumed for an unknown one would pay."""
-    return not tree_nodes(prices, beliefs, standing, rules, standing.acceptance.fresh())
+    return not tree_nodes(prices, beliefs, state, rules, state.acceptance.fresh())
 
 
-def too_slow(plain_s: float, beliefs: Beliefs, standing: Standing, rules: Rules) -> bool:
+def too_slow(plain_s: float, beliefs: Beliefs, state: SessionState, rules: Rules) -> bool:
     """Whether an exchange would be a loss with such a drafter: it is late, not wrong."""
-    tokens = 1 + standing.acceptance.fresh().tokens(standing.most)
+    tokens = 1 + state.acceptance.fresh().tokens(state.max_nodes)
     return tokens * plain_s < rules.leave_gain * (plain_s + exchange_s(beliefs, rules))
 
 
@@ -251,253 +253,262 @@ def usual_wait_s(beliefs: Beliefs, rules: Rules) -> float:
     return min(max(usual_s, rules.deadline_min_s), rules.deadline_max_s)
 
 
-def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules,
-            behind: Prices) -> int:
+def _lookup_nodes(prices: Prices, nodes: int, beliefs: Beliefs, state: SessionState, inputs: RoundInputs, rules: Rules,
+                  after_others: Prices) -> int:
     """Tokens of the text's own chain to verify at once, where that gains more than a tree with the wait for it.
-    ``behind``: what rows cost it behind those that others look up."""
-    if standing.probe_left_s is not None and seen.followed:
+    ``after_others``: what rows cost after those that others look up."""
+    if state.probe_left_s is not None and inputs.followed:
         return 0  # a probe is the drafter's, once there is one
-    floor, reach = LOOKUP_GAIN, [0.0]
-    if nodes and seen.followed and standing.wants:
-        wait_s = standing.recent_wait_s if standing.recent.rounds else exchange_s(beliefs, rules)
-        beside_s = wait_s + beliefs.latency.toll_s(prices.plain_s, wait_s)
-        tokens = 1 + standing.share * standing.acceptance.expected(standing.most)[nodes]
+    floor, expected = LOOKUP_GAIN, [0.0]
+    if nodes and inputs.followed and state.wants_drafts:
+        wait_s = state.recent_wait_s if state.recent.num_rounds else exchange_s(beliefs, rules)
+        beside_s = wait_s + beliefs.latency.cost_to_others_s(prices.plain_s, wait_s)
+        tokens = 1 + state.hit_rate * state.acceptance.expected(state.max_nodes)[nodes]
         floor = max(floor, tokens * prices.plain_s / prices.seconds(nodes, beside_s))
-    for chance in seen.chances[: standing.most]:
-        reach.append(reach[-1] + chance)
-    return behind.best(reach, floor)
+    for chance in inputs.lookup_chances[: state.max_nodes]:
+        expected.append(expected[-1] + chance)
+    return after_others.best(expected, floor)
 
 
-class Wait(NamedTuple):
+class WaitVerdict(NamedTuple):
     """Whether a tree that is asked for now is worth the wait for it."""
 
     granted: bool
-    tries: bool = False  # it should not pay, and tells news
-    spends_s: float = 0.0
+    is_trial: bool = False  # it should not pay, and is made to learn
+    budget_s: float = 0.0
 
 
-GRANTED, TRIED, REFUSED = Wait(True), Wait(True, tries=True), Wait(False)
+GRANTED, TRIED, REFUSED = WaitVerdict(True), WaitVerdict(True, is_trial=True), WaitVerdict(False)
 
 
-def _worth_s(turn: Turn, rules: Rules) -> float:
+def _affordable_s(case: PricedCase, rules: Rules) -> float:
     """Seconds beside the step, its own and those of others, that its tree is worth (rule 1)."""
-    standing, steps = turn.standing, turn.prices.steps
-    plain_s, gain = steps[0], rules.leave_gain if turn.seen.followed else rules.enter_gain
+    state, steps = case.state, case.prices.steps
+    plain_s, gain = steps[0], rules.leave_gain if case.inputs.followed else rules.enter_gain
     if not gain:
         return inf
-    won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[turn.nodes]) * plain_s
-    return (won_s / gain - plain_s) / turn.prices.worth - turn.prices.rows * (steps[turn.nodes] - plain_s)
+    won_s = (1 + state.hit_rate * state.acceptance.expected(state.max_nodes)[case.nodes]) * plain_s
+    return (won_s / gain - plain_s) / case.prices.time_value - case.prices.rows * (steps[case.nodes] - plain_s)
 
 
-def _wait(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None) -> Wait:
-    """``held``: see ``DraftLatency.toll_s``."""
-    standing, latency, plain_s = turn.standing, beliefs.latency, turn.prices.steps[0]
+def _wait_verdict(case: PricedCase, beliefs: Beliefs, rules: Rules, held_per_waiter: float | None) -> WaitVerdict:
+    """``held_per_waiter``: see ``DraftLatency.cost_to_others_s``."""
+    state, latency, plain_s = case.state, beliefs.latency, case.prices.steps[0]
     mean_s = latency.mean_s
-    toll_s = latency.toll_s(plain_s, mean_s or 0.0, held)
-    if standing.trying or (mean_s is None and not toll_s):
-        return TRIED if standing.trying else GRANTED
-    if _worth_s(turn, rules) >= (mean_s or 0.0) + toll_s:
+    others_s = latency.cost_to_others_s(plain_s, mean_s or 0.0, held_per_waiter)
+    if state.trying or (mean_s is None and not others_s):
+        return TRIED if state.trying else GRANTED
+    if _affordable_s(case, rules) >= (mean_s or 0.0) + others_s:
         return GRANTED
-    loses_s = min(latency.least_s(inf), usual_wait_s(beliefs, rules)) + toll_s  # if nothing comes of it
-    affords = beliefs.purse.affords_wait(loses_s)
-    return Wait(affords, affords, loses_s if affords else 0.0)
+    loss_s = min(latency.least_s(inf), usual_wait_s(beliefs, rules)) + others_s  # if nothing comes of it
+    affordable = beliefs.budget.affords_wait(loss_s)
+    return WaitVerdict(affordable, affordable, loss_s if affordable else 0.0)
 
 
-def _plain_loses_s(prices: Prices, standing: Standing) -> float:
+def _plain_step_loss_s(prices: Prices, state: SessionState) -> float:
     """What a plain step in place of a drafted one takes longer for its token."""
-    return prices.plain_s * max(0.0, 1 - 1 / standing.recent.gain)
+    return prices.plain_s * max(0.0, 1 - 1 / state.recent.gain)
 
 
-def _enough(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing) -> float:
+def _enough_tokens(prices: Prices, nodes: int, beliefs: Beliefs, state: SessionState) -> float:
     """Draft tokens from which a tree that is there is better than a whole one after an exchange; below, waiting gains
     more tokens than the time would make. With others in the step a wait lasts until they are through, which is too
     long for that, and nobody asks."""
     mean_s = beliefs.latency.mean_s
     if mean_s is None:
         return 0.0
-    whole = standing.acceptance.expected(standing.most)[nodes]
+    whole = state.acceptance.expected(state.max_nodes)[nodes]
     return max(0.0, whole - (1 + whole) * mean_s / prices.steps[nodes])
 
 
-def _deadline_s(usual_s: float, standing: Standing, rules: Rules) -> float:
-    left_s = standing.probe_left_s
+def _deadline_s(usual_s: float, state: SessionState, rules: Rules) -> float:
+    left_s = state.probe_left_s
     if left_s is None:
         return usual_s
     return min(usual_s, max(left_s, rules.deadline_min_s)) if left_s > 0 else 0.0
 
 
-Case = tuple[Standing, Seen, bool]  # one session that decides; whether one more may be grown ahead
+Case = tuple[SessionState, RoundInputs, bool]  # one session that decides; whether one more may be grown ahead
 
 
 @value
-class Turn:
-    """A case with what follows from it alone."""
+class PricedCase:
+    """A case with its prices and what follows from it alone."""
 
-    standing: Standing
-    seen: Seen
-    leads: bool
+    state: SessionState
+    inputs: RoundInputs
+    may_run_ahead: bool
     prices: Prices
     nodes: int  # of a tree that is there
     lookup: int
-    wants: bool  # growth is asked for
-    stands: bool  # it would stand still for it, if that is granted
-    plain: bool = False  # a step to measure what one costs
-    loses_s: float = 0.0  # by that
+    wants_drafts: bool  # growth is asked for
+    would_wait: bool  # for it, if that is granted
+    measures_plain: bool = False  # a step to measure what one costs
+    loss_s: float = 0.0  # by that
 
 
 def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[Decision]:
     """The coming rounds of sessions that were in one step."""
     prices: Prices | None = None
-    turns, due = list[Turn](), False
-    taken, given = 0, 0.0  # rows of the coming step that texts' own chains have, and the tokens that they should give
-    for standing, seen, leads in cases:
-        if prices is None or prices.rows != seen.others + 1:  # all of a step have the same
-            prices = Prices.of(beliefs, seen.others, standing.most)
-            due = beliefs.costs.due(prices.rows)
-        nodes, wants = tree_nodes(prices, beliefs, standing, rules), standing.wants
+    priced, measurement_due = list[PricedCase](), False
+    taken_rows, given_tokens = 0, 0.0  # rows of the step that prompt lookups take, and the tokens expected of them
+    for state, inputs, may_run_ahead in cases:
+        if prices is None or prices.rows != inputs.others + 1:  # all of a step have the same
+            prices = Prices.of(beliefs, inputs.others, state.max_nodes)
+            measurement_due = beliefs.costs.due(prices.rows)
+        nodes, wants_drafts = tree_nodes(prices, beliefs, state, rules), state.wants_drafts
         lookup = 0
-        if seen.chances:
-            lookup = _lookup(prices, nodes, beliefs, standing, seen, rules,
-                             prices.behind(beliefs, standing.most, taken, given))
-            taken, given = taken + lookup, given + sum(seen.chances[:lookup])
-        stands = wants and nodes > 0 and seen.followed and not standing.silent
-        turn = Turn(standing, seen, leads, prices, nodes, lookup, wants, stands)
-        if due or standing.since_plain >= PLAIN_EVERY:
-            turn = _measures(turn, beliefs, rules, due)
-        turns.append(turn)
-    waits = _together(turns, beliefs, rules) if beliefs.together else [_asks(turn, beliefs, rules) for turn in turns]
+        if inputs.lookup_chances:
+            lookup = _lookup_nodes(prices, nodes, beliefs, state, inputs, rules,
+                                   prices.after_others(beliefs, state.max_nodes, taken_rows, given_tokens))
+            taken_rows, given_tokens = taken_rows + lookup, given_tokens + sum(inputs.lookup_chances[:lookup])
+        would_wait = wants_drafts and nodes > 0 and inputs.followed and not state.num_silent
+        case = PricedCase(state, inputs, may_run_ahead, prices, nodes, lookup, wants_drafts, would_wait)
+        if measurement_due or state.num_since_plain >= PLAIN_EVERY:
+            case = _as_plain_step(case, beliefs, rules, measurement_due)
+        priced.append(case)
+    verdicts = (_lockstep_verdicts(priced, beliefs, rules) if beliefs.lockstep
+                else [_request_verdict(case, beliefs, rules) for case in priced])
     usual_s = usual_wait_s(beliefs, rules)
-    return [_decision(beliefs, turn, wait, rules, usual_s) for turn, wait in zip(turns, waits, strict=True)]
+    return [_decision(beliefs, case, verdict, rules, usual_s) for case, verdict in zip(priced, verdicts, strict=True)]
 
 
-def _measures(turn: Turn, beliefs: Beliefs, rules: Rules, due: bool) -> Turn:
-    """``turn``, if it is one to measure what a plain step costs, without its tree. ``due``: see ``StepCosts.due``."""
-    standing, costs = turn.standing, beliefs.costs
+def _as_plain_step(case: PricedCase, beliefs: Beliefs, rules: Rules, measurement_due: bool) -> PricedCase:
+    """``case``, without its tree if it is to measure what a plain step costs. measurement_due: ``StepCosts.due``."""
+    state, costs = case.state, beliefs.costs
     if costs.guessed:  # one plain step of all, or nobody learns what it costs
-        if not due or rules.whole_trees:
-            return turn
+        if not measurement_due or rules.whole_trees:
+            return case
         # Made in any case, it takes what there is: behind a debt nobody could afford to come back.
-        left_s = max(0.0, beliefs.purse.left_s) / turn.prices.rows
-        loses_s = min(_plain_loses_s(turn.prices, standing) * costs.known(turn.prices.rows), left_s)
-        return replace(turn, lookup=0, stands=False, plain=True, loses_s=loses_s)
-    if standing.mode is not SPECULATE or standing.since_plain < PLAIN_EVERY or turn.lookup:
-        return turn
-    loses_s = _plain_loses_s(turn.prices, standing)
-    return turn if beliefs.purse.left_s < loses_s else replace(turn, stands=False, plain=True, loses_s=loses_s)
+        left_s = max(0.0, beliefs.budget.left_s) / case.prices.rows
+        loss_s = min(_plain_step_loss_s(case.prices, state) * costs.is_known(case.prices.rows), left_s)
+        return replace(case, lookup=0, would_wait=False, measures_plain=True, loss_s=loss_s)
+    if state.mode is not SPECULATE or state.num_since_plain < PLAIN_EVERY or case.lookup:
+        return case
+    loss_s = _plain_step_loss_s(case.prices, state)
+    if beliefs.budget.left_s < loss_s:
+        return case
+    return replace(case, would_wait=False, measures_plain=True, loss_s=loss_s)
 
 
-def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules, usual_s: float) -> Decision:
+def _decision(beliefs: Beliefs, case: PricedCase, verdict: WaitVerdict, rules: Rules, usual_s: float) -> Decision:
     """``usual_s``: see ``usual_wait_s``."""
-    standing, seen, nodes, lookup, wants = turn.standing, turn.seen, turn.nodes, turn.lookup, turn.wants
-    if lookup and wait.tries:
-        wait = REFUSED
-    granted, shared = wait.granted, beliefs.latency.shared
+    state, inputs, nodes, lookup, wants_drafts = case.state, case.inputs, case.nodes, case.lookup, case.wants_drafts
+    if lookup and verdict.is_trial:
+        verdict = REFUSED
+    granted, shared = verdict.granted, beliefs.latency.shared
     # On the target's own cores, a tree that nobody waits for slows the step beside it.
-    asks = granted if shared else wants and (granted or (nodes > 0 and _lasts(turn, beliefs, rules)))
-    verify = nodes if wants and not turn.plain else 0
-    want = verify if asks and not lookup else 0
-    enough = _enough(turn.prices, nodes, beliefs, standing) if turn.prices.rows == 1 and wants and not lookup else 0.0
-    return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen),
-                    want > 0 and seen.grows_ahead and turn.leads and not shared,
-                    _deadline_s(usual_s, standing, rules) if granted and turn.stands else 0.0,
-                    enough, _why(turn, wait), turn.loses_s if turn.plain else wait.spends_s, wait.tries, nodes > 0)
+    requests = granted
+    if not shared:
+        requests = wants_drafts and (granted or (nodes > 0 and _late_tree_pays(case, beliefs, rules)))
+    verify = nodes if wants_drafts and not case.measures_plain else 0
+    num_wanted = verify if requests and not lookup else 0
+    enough_tokens = 0.0
+    if case.prices.rows == 1 and wants_drafts and not lookup:
+        enough_tokens = _enough_tokens(case.prices, nodes, beliefs, state)
+    return Decision(state.mode, verify, lookup, num_wanted, _should_follow(requests, beliefs, state, inputs),
+                    num_wanted > 0 and inputs.grows_ahead and case.may_run_ahead and not shared,
+                    _deadline_s(usual_s, state, rules) if granted and case.would_wait else 0.0,
+                    enough_tokens, _why(case, verdict), case.loss_s if case.measures_plain else verdict.budget_s,
+                    verdict.is_trial, nodes > 0)
 
 
-def _lasts(turn: Turn, beliefs: Beliefs, rules: Rules) -> bool:
+def _late_tree_pays(case: PricedCase, beliefs: Beliefs, rules: Rules) -> bool:
     """Whether a tree that comes behind the step is worth being read. In a step of all its first token is decided by
     then."""
-    standing, seen = turn.standing, turn.seen
-    if not beliefs.together or not seen.followed or seen.grows_ahead:
+    state, inputs = case.state, case.inputs
+    if not beliefs.lockstep or not inputs.followed or inputs.grows_ahead:
         return True
-    if turn.nodes < 2:
+    if case.nodes < 2:
         return False
-    expected = standing.acceptance.expected(standing.most)
-    return standing.share * (expected[turn.nodes] - expected[1]) > 1 - rules.leave_gain
+    expected = state.acceptance.expected(state.max_nodes)
+    return state.hit_rate * (expected[case.nodes] - expected[1]) > 1 - rules.leave_gain
 
 
-def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None) -> Wait:
-    standing, seen = turn.standing, turn.seen
-    if not turn.wants or turn.plain:
+def _request_verdict(case: PricedCase, beliefs: Beliefs, rules: Rules,
+                     held_per_waiter: float | None = None) -> WaitVerdict:
+    state, inputs = case.state, case.inputs
+    if not case.wants_drafts or case.measures_plain:
         return REFUSED
-    if standing.probe_left_s is not None or standing.silent:
+    if state.probe_left_s is not None or state.num_silent:
         return GRANTED
-    if not turn.nodes:  # who is followed for nothing takes the host's time from all
+    if not case.nodes:  # who is followed for nothing takes the host's time from all
         return REFUSED
-    if not (seen.followed or beliefs.latency.shared):
+    if not (inputs.followed or beliefs.latency.shared):
         return GRANTED
-    if beliefs.latency.shared and beliefs.latency.load != turn.prices.rows:  # all who run, not who is in this step
-        prices = Prices.of(beliefs, beliefs.latency.load - 1, standing.most)
-        turn = replace(turn, prices=prices, nodes=tree_nodes(prices, beliefs, standing, rules))
-    return _wait(turn, beliefs, rules, held)
+    if beliefs.latency.shared and beliefs.latency.load != case.prices.rows:  # all who run, not who is in this step
+        prices = Prices.of(beliefs, beliefs.latency.load - 1, state.max_nodes)
+        case = replace(case, prices=prices, nodes=tree_nodes(prices, beliefs, state, rules))
+    return _wait_verdict(case, beliefs, rules, held_per_waiter)
 
 
-def _together(turns: Sequence[Turn], beliefs: Beliefs, rules: Rules) -> list[Wait]:
+def _lockstep_verdicts(priced: Sequence[PricedCase], beliefs: Beliefs, rules: Rules) -> list[WaitVerdict]:
     """Of one step. Whoever is least worth the time of all leaves the others to pay for it, until all who are left
     are worth it."""
-    able, waits = dict[int, float](), list[Wait]()  # who could wait -> the seconds that it is worth
-    for at, turn in enumerate(turns):
-        if not turn.stands:
-            waits.append(_asks(turn, beliefs, rules))
+    worth_s, verdicts = dict[int, float](), list[WaitVerdict]()  # who could wait -> the seconds that it is worth
+    for index, case in enumerate(priced):
+        if not case.would_wait:
+            verdicts.append(_request_verdict(case, beliefs, rules))
             continue
-        standing = turn.standing
-        able[at] = inf if standing.trying or standing.probe_left_s is not None else _worth_s(turn, rules)
-        waits.append(REFUSED)
-    waiting = _worth(able, turns, beliefs.latency)
-    for at in waiting:
-        waits[at] = TRIED if turns[at].standing.trying else GRANTED
-    if waiting or not able:
-        return waits
+        state = case.state
+        worth_s[index] = inf if state.trying or state.probe_left_s is not None else _affordable_s(case, rules)
+        verdicts.append(REFUSED)
+    waiting = _who_waits(worth_s, priced, beliefs.latency)
+    for index in waiting:
+        verdicts[index] = TRIED if priced[index].state.trying else GRANTED
+    if waiting or not worth_s:
+        return verdicts
     # Nobody waits: who tries it tries it with all, as all stand.
-    held = (turns[0].prices.rows - len(able)) / len(able)
-    tried = [_asks(turns[at], beliefs, rules, held) for at in able]
-    if beliefs.purse.affords_wait(sum(wait.spends_s for wait in tried)):
-        for at, wait in zip(able, tried, strict=True):
-            waits[at] = wait
-    return waits
+    held_per_waiter = (priced[0].prices.rows - len(worth_s)) / len(worth_s)
+    trials = [_request_verdict(priced[index], beliefs, rules, held_per_waiter) for index in worth_s]
+    if beliefs.budget.affords_wait(sum(verdict.budget_s for verdict in trials)):
+        for index, verdict in zip(worth_s, trials, strict=True):
+            verdicts[index] = verdict
+    return verdicts
 
 
-def _worth(able: Mapping[int, float], turns: Sequence[Turn], latency: DraftLatency) -> list[int]:
-    """Who of ``able`` waits."""
-    waiting, mean_s = list(able), latency.mean_s
+def _who_waits(worth_s: Mapping[int, float], priced: Sequence[PricedCase], latency: DraftLatency) -> list[int]:
+    """The indices of the cases in ``worth_s`` that wait."""
+    waiting, mean_s = list(worth_s), latency.mean_s
     while waiting:
-        held = max(0, turns[0].prices.rows - len(waiting)) / len(waiting)
-        toll_s = latency.toll_s(turns[0].prices.steps[0], mean_s or 0.0, held)
-        if mean_s is None and not toll_s:
+        held_per_waiter = max(0, priced[0].prices.rows - len(waiting)) / len(waiting)
+        others_s = latency.cost_to_others_s(priced[0].prices.steps[0], mean_s or 0.0, held_per_waiter)
+        if mean_s is None and not others_s:
             break
-        left = [at for at in waiting if able[at] >= (mean_s or 0.0) + toll_s]
-        if len(left) == len(waiting):
+        still_waiting = [index for index in waiting if worth_s[index] >= (mean_s or 0.0) + others_s]
+        if len(still_waiting) == len(waiting):
             break
-        waiting = left
+        waiting = still_waiting
     return waiting
 
 
-def held(decisions: Sequence[Decision], rows: int) -> float:
-    """Of a step of ``rows`` sessions: who stands still for nothing with each who waits."""
+def held_per_waiter(decisions: Sequence[Decision], rows: int) -> float:
+    """Of a step of ``rows`` sessions: how many are held up for nothing by each that waits."""
     waiting = sum(decision.wait_s > 0 for decision in decisions)
     return max(0, rows - waiting) / waiting if waiting else 0.0
 
 
-def _follows(asks: bool, beliefs: Beliefs, standing: Standing, seen: Seen) -> bool:
-    if not seen.followed:
-        return asks
-    idle = beliefs.latency.shared and seen.unasked > IDLE_TOKENS
-    return not idle and (standing.mode is not PLAIN or standing.wants)
+def _should_follow(requests: bool, beliefs: Beliefs, state: SessionState, inputs: RoundInputs) -> bool:
+    if not inputs.followed:
+        return requests
+    idle = beliefs.latency.shared and inputs.num_since_request > IDLE_TOKENS
+    return not idle and (state.mode is not PLAIN or state.wants_drafts)
 
 
-def _why(turn: Turn, wait: Wait) -> Why:
-    standing = turn.standing
-    if turn.lookup:
+def _why(case: PricedCase, verdict: WaitVerdict) -> Why:
+    state = case.state
+    if case.lookup:
         return "prompt lookup"
-    if not standing.allowed:
+    if not state.allowed:
         return "forbidden"
-    if turn.plain and turn.wants:
+    if case.measures_plain and case.wants_drafts:
         return "measures plain"
-    if standing.probe_left_s is not None:
+    if state.probe_left_s is not None:
         return "a probe"
-    if not turn.wants or not turn.nodes:
+    if not case.wants_drafts or not case.nodes:
         return "drafts do not pay"
-    if wait.tries:
+    if verdict.is_trial:
         return "tries a wait"
-    if not turn.seen.followed:
+    if not case.inputs.followed:
         return "no drafter"
-    return "drafts pay" if wait.granted else "too slow"
+    return "drafts pay" if verdict.granted else "too slow"

@@ -13,7 +13,7 @@ Rules:
 1. Leaving follows a running sum, so it is quick and its loss in seconds is bounded: each round adds its loss against
    ``leave_gain`` or subtracts its gain, down to zero. Above ``PATIENCE`` plain steps, speculation stops.
 2. Coming back is slower: ``PROBE_ROUNDS`` drafted rounds must reach ``enter_gain``, with the seconds that the drafter
-   took to catch up repaid within ``REPAY_S``. A probe ends early when it has lost what the purse had for it.
+   took to catch up repaid within ``REPAY_S``. A probe ends early when it has lost what the budget had for it.
 3. Waits between probes double, up to ``PROBE_MAX_S``. They begin short again only after speculation that won more than
    leaving can lose; so a session near the threshold probes ever more rarely.
 4. A probe passes if the drafter answered but proposed nothing: an empty proposal costs only its wait.
@@ -39,13 +39,13 @@ from slipstream.decision.decide import (
     Prices,
     Reason,
     Round,
+    RoundInputs,
     Rules,
-    Seen,
-    Standing,
+    SessionState,
     Transition,
     decide_all,
     exchange_s,
-    held,
+    held_per_waiter,
     overloaded,
     too_slow,
     tree_nodes,
@@ -69,7 +69,7 @@ class Probe:
     """One try at speculation while it is off."""
 
     granted_s: float  # what it may lose
-    heard_s: float  # when the latest round was over
+    last_round_s: float  # when the latest round was over
     ledger: Ledger = field(default_factory=Ledger)  # since the drafter first spoke
     answered: bool = False
     silent_s: float = 0.0  # of rounds, until it spoke
@@ -87,8 +87,8 @@ class Probe:
         """Count a round that asked for drafts."""
         # Neither looked-up text nor a time without answers is the drafter's silence.
         if not self.answered:
-            self.silent_s += min(now_s - self.heard_s, round_.verify_s + round_.wait_s)
-            self.heard_s = now_s
+            self.silent_s += min(now_s - self.last_round_s, round_.verify_s + round_.wait_s)
+            self.last_round_s = now_s
         if answered and not self.answered:
             self.answered = True
             self.restart_s = self.ledger.loss_s + round_.wait_s
@@ -104,20 +104,20 @@ class SpeculationPolicy:
     def __init__(self, config: PolicySection, beliefs: Beliefs, now_s: float = 0.0, sampled: bool = False,
                  rules: Rules | None = None) -> None:
         """``beliefs`` are shared by the sessions of a target; ``sampled``: the text is drawn, not the likeliest."""
-        self._able = config.max_nodes > 0
+        self._can_draft = config.max_nodes > 0
         self._beliefs = beliefs
         self._rules = rules = rules or Rules.of(config)
         self._plain_s = beliefs.costs.cost(1)  # of the latest round
-        acceptance, share = beliefs.begin(sampled, PATIENCE * self._plain_s)
-        self._at = Standing(SPECULATE if self._able else PLAIN, acceptance, config.max_nodes, self._able,
-                            share=share)
-        self._known = beliefs.acceptance(sampled)
+        acceptance, share = beliefs.begin_session(sampled, PATIENCE * self._plain_s)
+        self._state = SessionState(SPECULATE if self._can_draft else PLAIN, acceptance, config.max_nodes,
+                                   self._can_draft, hit_rate=share)
+        self._shared_acceptance = beliefs.acceptance(sampled)
         self._others: int | None = None  # as the newest decision has seen them
-        self._stands: Decision | None = None  # since the last round
+        self._decision: Decision | None = None  # since the last round
         self._since_s = self._next_probe_s = now_s
         self._backoff_s = PROBE_AFTER_S
-        self._failed = 0
-        self._returns: Reason = "probe_ok"  # what a probe that succeeds is credited to
+        self._num_failed_probes = 0
+        self._return_reason: Reason = "probe_ok"  # what a probe that succeeds is credited to
         self._won_s = 0.0  # since speculation began
         self._risk_s = 0.0  # the running sum of rule 1
         self._probe: Probe | None = None
@@ -125,11 +125,11 @@ class SpeculationPolicy:
 
     @property
     def mode(self) -> Mode:
-        return self._at.mode
+        return self._state.mode
 
     @property
     def allowed(self) -> bool:
-        return self._at.allowed
+        return self._state.allowed
 
     @property
     def probing(self) -> bool:
@@ -138,85 +138,85 @@ class SpeculationPolicy:
     @property
     def gain(self) -> float:
         """The gain over the latest rounds in which drafts were asked for."""
-        return self._at.recent.gain
+        return self._state.recent.gain
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, inputs: RoundInputs) -> Decision:
         """The coming round, from what is there after a commit. It is paid for; asked again before the round is over,
         the last answer counts."""
-        decision = decide_all(self._beliefs, [self._case(seen)], self._rules)[0]
-        self._takes(decision, seen)
+        decision = decide_all(self._beliefs, [self._case(inputs)], self._rules)[0]
+        self._accept(decision, inputs)
         return decision
 
     @staticmethod
-    def decide_step(asking: Sequence[tuple[SpeculationPolicy, Seen]]) -> list[Decision]:
+    def decide_step(asking: Sequence[tuple[SpeculationPolicy, RoundInputs]]) -> list[Decision]:
         """The same for sessions of one target that were in one step."""
         if not asking:
             return []
         beliefs, rules = asking[0][0]._beliefs, asking[0][0]._rules
-        decisions = decide_all(beliefs, [policy._case(seen) for policy, seen in asking], rules)
-        for (policy, seen), decision in zip(asking, decisions, strict=True):
-            policy._takes(decision, seen)
-        if beliefs.together:
-            beliefs.latency.held = held(decisions, asking[0][1].others + 1)
+        decisions = decide_all(beliefs, [policy._case(inputs) for policy, inputs in asking], rules)
+        for (policy, inputs), decision in zip(asking, decisions, strict=True):
+            policy._accept(decision, inputs)
+        if beliefs.lockstep:
+            beliefs.latency.held_per_waiter = held_per_waiter(decisions, asking[0][1].others + 1)
         return decisions
 
-    def _case(self, seen: Seen) -> Case:
-        if self._stands is not None:
-            self._take_back(self._stands)
+    def _case(self, inputs: RoundInputs) -> Case:
+        if self._decision is not None:
+            self._refund(self._decision)
         if self._probe is not None:
-            self._at.probe_left_s = self._probe.left_s
-        return self._at, seen, (seen.grows_ahead and self._beliefs.leads(self._asking))
+            self._state.probe_left_s = self._probe.left_s
+        return self._state, inputs, (inputs.grows_ahead and self._beliefs.may_run_ahead(self._asking))
 
-    def _takes(self, decision: Decision, seen: Seen) -> None:
-        beliefs, asks = self._beliefs, decision.want > 0 and seen.followed
-        self._stands, self._others = decision, seen.others
-        if asks is not self._asking:
-            self._asks(asks)
-        if decision.tries and not self._at.trying:
-            beliefs.purse.pay_wait(decision.spends_s)
-            self._at.trying = True
-        elif decision.spends_s:
-            beliefs.purse.pay(decision.spends_s)
+    def _accept(self, decision: Decision, inputs: RoundInputs) -> None:
+        beliefs, asking = self._beliefs, decision.num_wanted > 0 and inputs.followed
+        self._decision, self._others = decision, inputs.others
+        if asking is not self._asking:
+            self._set_asking(asking)
+        if decision.is_trial and not self._state.trying:
+            beliefs.budget.pay_wait(decision.budget_s)
+            self._state.trying = True
+        elif decision.budget_s:
+            beliefs.budget.pay(decision.budget_s)
 
-    def _asks(self, asks: bool) -> None:
-        if asks is not self._asking:
-            self._asking = asks
-            self._beliefs.asks(asks)
+    def _set_asking(self, asking: bool) -> None:
+        if asking is not self._asking:
+            self._asking = asking
+            self._beliefs.count_asking(asking)
 
-    def alone(self) -> None:
+    def detached(self) -> None:
         """No drafter follows the session any more: until one does, it asks for no drafts."""
-        self._asks(False)
+        self._set_asking(False)
 
     def close(self) -> None:
         """The session is over: it asks for no drafts, and its unspent budget is free for others."""
-        if self._stands is not None:
-            self._take_back(self._stands)
+        if self._decision is not None:
+            self._refund(self._decision)
         self._end_probe()
-        self._asks(False)
+        self._set_asking(False)
 
-    def _take_back(self, decision: Decision) -> None:
-        self._stands = None
-        if not decision.spends_s:
+    def _refund(self, decision: Decision) -> None:
+        self._decision = None
+        if not decision.budget_s:
             return
-        if decision.tries:
-            self._beliefs.purse.unpay_wait(decision.spends_s)
-            self._at.trying = False
+        if decision.is_trial:
+            self._beliefs.budget.refund_wait(decision.budget_s)
+            self._state.trying = False
         else:
-            self._beliefs.purse.pay(-decision.spends_s)
+            self._beliefs.budget.pay(-decision.budget_s)
 
     def observe(self, now_s: float, round_: Round) -> Transition | None:
         """A round is over. Every commit is reported, plain ones too."""
-        at, stands, self._stands = self._at, self._stands, None
+        state, decision, self._decision = self._state, self._decision, None
         earned_s, spent_s = self._account(round_)
-        answered = not round_.lookup and self._count(round_, stands)
-        if round_.lookup or not at.wants:
-            if at.mode is not SPECULATE:
+        answered = not round_.lookup and self._count_answers(round_, decision)
+        if round_.lookup or not state.wants_drafts:
+            if state.mode is not SPECULATE:
                 self.tick(now_s)
             return None
-        at.recent.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
+        state.recent.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
         if self._probe is not None:
             self._probe.add(now_s, earned_s, spent_s, round_, answered)
-            return self._judge(now_s, self._probe)
+            return self._judge_probe(now_s, self._probe)
         self._won_s += earned_s - spent_s
         risk_s = self._risk_s + self._rules.leave_gain * spent_s - earned_s
         self._risk_s = risk_s if risk_s > 0.0 else 0.0
@@ -224,174 +224,176 @@ class SpeculationPolicy:
 
     def _account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
-        beliefs, at, told, drafted, wait_s = self._beliefs, self._at, self._others, round_.drafted, round_.wait_s
+        beliefs, state, known_others = self._beliefs, self._state, self._others
+        drafted, wait_s = round_.drafted, round_.wait_s
         # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
-        others = max(round_.rows - 1 - drafted, 0) if told is None else told
+        others = max(round_.rows - 1 - drafted, 0) if known_others is None else known_others
         if round_.plain_s is not None:
             plain_s, step_s, waiting = round_.plain_s, round_.verify_s, 1
         else:
             # As many as a decision asks for, so that they are made once.
-            most, waiting = max(drafted, at.most), others + 1
-            if round_.lookup and not beliefs.together:
-                steps = beliefs.costs.steps(max(waiting, round_.rows - drafted), most)  # as it was decided
+            max_nodes, waiting = max(drafted, state.max_nodes), others + 1
+            if round_.lookup and not beliefs.lockstep:
+                steps = beliefs.costs.steps(max(waiting, round_.rows - drafted), max_nodes)  # as it was decided
             else:
-                steps = beliefs.costs.shares(waiting, most)
+                steps = beliefs.costs.step_shares(waiting, max_nodes)
             plain_s, step_s = steps[0], steps[drafted]
         self._plain_s = plain_s
         beside_s = wait_s
         if (drafted or wait_s) and not round_.lookup:
-            beside_s += beliefs.latency.toll_s(0.0, wait_s)
+            beside_s += beliefs.latency.cost_to_others_s(0.0, wait_s)
         if drafted:  # a plain step is a plain step, whatever it took
             beside_s += waiting * (step_s - plain_s)
-        earned_s, spent_s = (1 + round_.accepted) * plain_s, plain_s + beliefs.worth * beside_s
-        beliefs.passed(earned_s, spent_s, round_.lookup)
-        beliefs.purse.earn(round_.verify_s + wait_s, others + 1)
+        earned_s, spent_s = (1 + round_.accepted) * plain_s, plain_s + beliefs.time_value * beside_s
+        beliefs.observe_round(earned_s, spent_s, round_.lookup)
+        beliefs.budget.earn(round_.verify_s + wait_s, others + 1)
         if round_.lookup:
             return earned_s, spent_s
         if drafted:
-            self._known.texts += not at.acceptance.known
-            at.acceptance.observe(drafted, round_.accepted, round_.depth)
-            self._known.observe(drafted, round_.accepted, round_.depth)
+            self._shared_acceptance.num_texts += not state.acceptance.observed
+            state.acceptance.observe(drafted, round_.accepted, round_.depth)
+            self._shared_acceptance.observe(drafted, round_.accepted, round_.depth)
         if drafted or wait_s > 0:
-            at.share += 0.1 * ((drafted > 0) - at.share)
-            beliefs.exchanged(drafted > 0)
-        if not round_.first:  # which teaches nothing
-            at.trying = False
-            if (took_s := round_.took_s(self._rules.deadline_max_s)) is not None:
-                beliefs.latency.observe(took_s)
+            state.hit_rate += 0.1 * ((drafted > 0) - state.hit_rate)
+            beliefs.observe_exchange(drafted > 0)
+        if not round_.first_exchange:  # which teaches nothing
+            state.trying = False
+            if (latency_s := round_.latency_s(self._rules.deadline_max_s)) is not None:
+                beliefs.latency.observe(latency_s)
         return earned_s, spent_s
 
     def _prices(self) -> Prices:
-        return Prices.of(self._beliefs, self._others or 0, self._at.most)
+        return Prices.of(self._beliefs, self._others or 0, self._state.max_nodes)
 
-    def _count(self, round_: Round, stands: Decision | None) -> bool:
-        """``stands``: what it was decided by. Returns whether the drafter answered in this round."""
-        at = self._at
-        pays = stands.pays if stands is not None else tree_nodes(self._prices(), self._beliefs, at, self._rules) > 0
-        at.since_plain = at.since_plain + 1 if round_.drafted else 0
-        at.idle = 0 if pays else at.idle + 1
+    def _count_answers(self, round_: Round, decision: Decision | None) -> bool:
+        """``decision``: of this round. Returns whether the drafter answered in this round."""
+        state = self._state
+        pays = (decision.tree_pays if decision is not None
+                else tree_nodes(self._prices(), self._beliefs, state, self._rules) > 0)
+        state.num_since_plain = state.num_since_plain + 1 if round_.drafted else 0
+        state.num_idle = 0 if pays else state.num_idle + 1
         waited = round_.wait_s > 0
         answered = round_.drafted > 0 or round_.exchange_s is not None or (waited and not round_.late)
         if answered:
-            at.silent = 0
-        elif waited or at.silent:
-            at.silent += 1
+            state.num_silent = 0
+        elif waited or state.num_silent:
+            state.num_silent += 1
         return answered
 
     def tick(self, now_s: float) -> None:
         """Time passes: a probe may begin, as in ``observe``."""
-        if self._probe is None and self._at.mode is not SPECULATE and self._due(now_s):
+        if self._probe is None and self._state.mode is not SPECULATE and self._probe_due(now_s):
             self._start_probe(now_s)
 
     def drafter_lost(self, now_s: float, reason: Reason = "draft_unavailable") -> Transition | None:
         """Nobody drafts any more. Probes go on, ever more rarely, in case nobody says that a drafter is back."""
         if reason == "incompatible":
             self._backoff_s = PROBE_MAX_S
-        elif self._at.mode is PLAIN and self._probe is None:
+        elif self._state.mode is PLAIN and self._probe is None:
             return None
         return self._leave(now_s, PLAIN, reason)
 
     def drafter_ready(self, now_s: float) -> None:
         """A drafter is connected (again): probe soon, but later after each time that it was lost at once."""
-        if self._at.mode is not SPECULATE and (self._probe is None or not self._probe.answered):
+        if self._state.mode is not SPECULATE and (self._probe is None or not self._probe.answered):
             self._end_probe()
             if not self._beliefs.latency.shared:  # how long the last one took says nothing about this one
                 self._beliefs.latency.forget()
             # _postpone has doubled the wait already; an eighth of it is a quarter of the one that was due.
             self._next_probe_s = min(self._next_probe_s, now_s + self._backoff_s / 8)
-            self._returns = "drafter_ready"
+            self._return_reason = "drafter_ready"
 
     def forbid(self, now_s: float) -> Transition | None:
         """The operator, the client or the router wants no drafter from now on."""
-        self._at.allowed = False
-        return self._go(now_s, PLAIN, "operator")
+        self._state.allowed = False
+        return self._switch_mode(now_s, PLAIN, "operator")
 
     def allow(self, now_s: float) -> None:
         """Take ``forbid`` back: a probe begins as soon as it is affordable."""
-        if not self._at.allowed:
-            self._at.allowed = self._able
-            self._next_probe_s, self._returns = now_s, "operator"
+        if not self._state.allowed:
+            self._state.allowed = self._can_draft
+            self._next_probe_s, self._return_reason = now_s, "operator"
         self.tick(now_s)
 
     def _consider_leaving(self, now_s: float) -> Transition | None:
-        at = self._at
-        if at.idle >= PATIENCE:
-            full = overloaded(self._prices(), self._beliefs, at, self._rules)
+        state = self._state
+        if state.num_idle >= PATIENCE:
+            full = overloaded(self._prices(), self._beliefs, state, self._rules)
             return (self._leave(now_s, PLAIN, "overload") if full
                     else self._leave(now_s, Mode.SHADOW, "acceptance_low"))
-        if at.silent >= SILENT_ROUNDS:
+        if state.num_silent >= SILENT_ROUNDS:
             return self._leave(now_s, Mode.SHADOW, "draft_timeout")
         if self._risk_s > PATIENCE * self._plain_s:
-            late = at.silent > 1 or too_slow(self._plain_s, self._beliefs, at, self._rules)
+            late = state.num_silent > 1 or too_slow(self._plain_s, self._beliefs, state, self._rules)
             return self._leave(now_s, Mode.SHADOW, "draft_timeout" if late else "acceptance_low")
         return None
 
     def _leave(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:
         won = self._won_s > PATIENCE * self._plain_s
-        if self._at.mode is SPECULATE and won and reason != "incompatible":
+        if self._state.mode is SPECULATE and won and reason != "incompatible":
             self._backoff_s = PROBE_AFTER_S
         self._postpone(now_s)
-        return self._go(now_s, after, reason)
+        return self._switch_mode(now_s, after, reason)
 
     def _postpone(self, now_s: float) -> None:
         self._next_probe_s = now_s + max(self._backoff_s, MIN_DWELL_S)
         self._backoff_s = min(2 * self._backoff_s, PROBE_MAX_S)
 
-    def _go(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:
-        if self._stands is not None:
-            self._take_back(self._stands)
+    def _switch_mode(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:
+        if self._decision is not None:
+            self._refund(self._decision)
         self._end_probe()
-        at, before = self._at, self._at.mode
-        at.mode, self._since_s = after, now_s
-        at.silent = at.idle = at.since_plain = 0
+        state, before = self._state, self._state.mode
+        state.mode, self._since_s = after, now_s
+        state.num_silent = state.num_idle = state.num_since_plain = 0
         if after is not SPECULATE:
-            self._asks(False)
+            self._set_asking(False)
         return Transition(before, after, reason, self.gain) if before is not after else None
 
-    def _due(self, now_s: float) -> bool:
+    def _probe_due(self, now_s: float) -> bool:
         # None begins before one exchange is affordable, and under overload it would only confirm what is known.
-        if (not self._at.allowed or now_s < self._next_probe_s
-                or not self._beliefs.purse.affords(exchange_s(self._beliefs, self._rules))):
+        if (not self._state.allowed or now_s < self._next_probe_s
+                or not self._beliefs.budget.affords(exchange_s(self._beliefs, self._rules))):
             return False
-        if overloaded(self._prices(), self._beliefs, self._at, self._rules):
+        if overloaded(self._prices(), self._beliefs, self._state, self._rules):
             self._next_probe_s = now_s + OVERLOAD_S
             return False
         return True
 
     def _start_probe(self, now_s: float) -> None:
-        at, beliefs, rules = self._at, self._beliefs, self._rules
+        state, beliefs, rules = self._state, self._beliefs, self._rules
         most_s = PROBE_ROUNDS * (usual_wait_s(beliefs, rules) + self._plain_s)
-        self._probe = Probe(min(beliefs.purse.left_s, most_s), now_s)
-        beliefs.purse.pay(self._probe.granted_s)
+        self._probe = Probe(min(beliefs.budget.left_s, most_s), now_s)
+        beliefs.budget.pay(self._probe.granted_s)
         # It is judged afresh: what was believed is what may have changed.
-        at.acceptance, at.recent, at.share = at.acceptance.fresh(), Ledger(keep=at.recent.keep), 1.0
-        at.silent = at.idle = at.since_plain = 0
-        at.probe_left_s = self._probe.left_s
+        state.acceptance, state.recent, state.hit_rate = state.acceptance.fresh(), Ledger(keep=state.recent.keep), 1.0
+        state.num_silent = state.num_idle = state.num_since_plain = 0
+        state.probe_left_s = self._probe.left_s
 
     def _end_probe(self) -> None:
         if self._probe is not None:
-            self._beliefs.purse.pay(self._probe.lost_s - self._probe.granted_s)
-            self._probe, self._at.probe_left_s = None, None
+            self._beliefs.budget.pay(self._probe.lost_s - self._probe.granted_s)
+            self._probe, self._state.probe_left_s = None, None
 
-    def _judge(self, now_s: float, probe: Probe) -> Transition | None:
+    def _judge_probe(self, now_s: float, probe: Probe) -> Transition | None:
         ledger = probe.ledger
-        if probe.answered and (ledger.drafted >= PROBE_ROUNDS or ledger.rounds >= 4 * PROBE_ROUNDS):
+        if probe.answered and (ledger.num_drafted >= PROBE_ROUNDS or ledger.num_rounds >= 4 * PROBE_ROUNDS):
             gain = ledger.gain / (1 + probe.silent_s / REPAY_S)
-            return self._enter(now_s) if not ledger.drafted or gain >= self._rules.enter_gain else self._fail(now_s)
-        if ledger.drafted and (probe.left_s < 0 or self._at.idle):
+            return self._enter(now_s) if not ledger.num_drafted or gain >= self._rules.enter_gain else self._fail(now_s)
+        if ledger.num_drafted and (probe.left_s < 0 or self._state.num_idle):
             return self._fail(now_s)
-        spent = probe.left_s < 0 and self._at.silent > 1
+        spent = probe.left_s < 0 and self._state.num_silent > 1
         silent = not probe.answered and (spent or probe.silent_s > PROBE_LIMIT_S)
         return self._fail(now_s, "draft_timeout") if silent else None
 
     def _enter(self, now_s: float) -> Transition | None:
-        reason, self._returns = self._returns, "probe_ok"
-        self._won_s, self._failed, self._risk_s = 0.0, 0, 0.0
-        return self._go(now_s, SPECULATE, reason)
+        reason, self._return_reason = self._return_reason, "probe_ok"
+        self._won_s, self._num_failed_probes, self._risk_s = 0.0, 0, 0.0
+        return self._switch_mode(now_s, SPECULATE, reason)
 
     def _fail(self, now_s: float, reason: Reason = "probe_failed") -> Transition | None:
         self._end_probe()
-        self._returns = "probe_ok"
-        self._failed += 1
+        self._return_reason = "probe_ok"
+        self._num_failed_probes += 1
         self._postpone(now_s)
-        return self._go(now_s, PLAIN, reason) if self._failed >= FAILED_PROBES else None
+        return self._switch_mode(now_s, PLAIN, reason) if self._num_failed_probes >= FAILED_PROBES else None

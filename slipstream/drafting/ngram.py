@@ -149,7 +149,7 @@ class NgramDrafter:
             return
         groups: dict[int, list[Match]] = {}
         for member in members:
-            groups.setdefault(session.index.following(member.end, depth), []).append(member)
+            groups.setdefault(session.index.token_after(member.end, depth), []).append(member)
         left = 1.0
         for token, group in list(groups.items())[:self._breadth(members[0].length + depth)]:
             matched = group[0].length + depth

@@ -126,7 +126,7 @@ class Chains:
         costs = StepCosts(GUESSED_COSTS, guessed=True)
         set_feature_spec = states.set_feature_spec if states is not None else no_feature_rows
         self.following = Following(config, costs, metrics, set_feature_spec, clock, inbox=inbox,
-                                   on_mode_change=self._usage_log.mode_changed, together=True)
+                                   on_mode_change=self._usage_log.mode_changed, lockstep=True)
         self._states = states
         self._costs = costs
         self._on_step = on_step

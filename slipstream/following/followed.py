@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from slipstream.base.config import PolicySection
 from slipstream.base.value import value
 from slipstream.decision.beliefs import Beliefs, StepCosts
-from slipstream.decision.decide import PLAIN, Decision, Reason, Round, Seen, Transition, Why
+from slipstream.decision.decide import PLAIN, Decision, Reason, Round, RoundInputs, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.pool import FORGET_S, DraftPool
 from slipstream.observe.metrics import TargetMetrics
@@ -281,10 +281,10 @@ class Followed:
 
     def should_wait(self, now_s: float) -> bool:
         """Whether the step should leave it out for a while, because growth may still come in time."""
-        if self.link is None or self.side.heard or now_s >= self.wait.deadline_s:
+        if self.link is None or self.side.answered or now_s >= self.wait.deadline_s:
             return False
         tree = self.side.tree
-        return len(tree.tokens) == 1 or tree.expected_accepted(self.decision.verify) < self.decision.enough
+        return len(tree.tokens) == 1 or tree.expected_accepted(self.decision.verify) < self.decision.enough_tokens
 
     def skip_step(self, now_s: float) -> None:
         """The step leaves it out, because it ``should_wait``."""
@@ -326,7 +326,7 @@ class Followed:
         if not self.decision.lookup:  # that chain may be on its way through the engine
             self.decision = self._plain_decision()
 
-    def learn(self, verified: Verified, step: Step, now_s: float) -> tuple[RoundRecord, Seen | None]:
+    def learn(self, verified: Verified, step: Step, now_s: float) -> tuple[RoundRecord, RoundInputs | None]:
         """Take the result of a step that ended at ``now_s``. Returns the round's record and the inputs of the next
         decision; None: there is nothing to decide."""
         tokens, drafted, accepted = verified.tokens, verified.drafted, verified.accepted
@@ -335,11 +335,11 @@ class Followed:
         waited_s = wait.waited_s(step.began_s) if wait.skipped and link is not None else 0.0
         exchange_s = None if looked_up else wait.take_latency_s()
         round_ = Round(drafted, accepted, verified.depth, step.seconds, waited_s, step.rows,
-                       wait.skipped and not side.heard, None, exchange_s, wait.first_exchange, looked_up)
+                       wait.skipped and not side.answered, None, exchange_s, wait.first_exchange, looked_up)
         # At the first token the drafter has the prompt to read, and so it may have behind it.
         reading = not wait.skipped and (first_token or (wait.first_exchange and link is not None))
         wait.first_exchange = wait.first_exchange and (looked_up or first_token)
-        latency_s = round_.took_s(self._context.policy.deadline_max_s)
+        latency_s = round_.latency_s(self._context.policy.deadline_max_s)
         if link is not None and latency_s is not None:
             self._context.pool.observe_latency(link, latency_s, now_s)
         if (change := self.policy.observe(now_s, round_)) is not None:
@@ -355,7 +355,7 @@ class Followed:
         num_left = self.num_left - len(tokens)
         chances: Sequence[float] = ()
         if self.uses_prompt_lookup:
-            chances = side.foretell(tokens, min(self._context.policy.max_nodes, num_left - 1), verified.forced)
+            chances = side.predict(tokens, min(self._context.policy.max_nodes, num_left - 1), verified.forced)
         wait.num_since_request += len(tokens)
         return record, self._round_inputs(now_s, step.sessions - 1, chances, num_left)
 
@@ -367,19 +367,19 @@ class Followed:
             side.commit(verified.tokens)
             return
         decision = self.decision = decision or self._plain_decision()
-        if decision.want:
+        if decision.num_wanted:
             self.wait.requested()
         features = None
         if self.feature_spec is not None and verified.rows:
             features = self._features_of(verified, self.feature_spec)
-        message = side.commit(verified.tokens, features, decision.want, decision.ahead)
+        message = side.commit(verified.tokens, features, decision.num_wanted, decision.ahead)
         if message is not None:
             self._context.send(self.link, message)
         if self.link is None or not decision.follow:
             self._update_drafter(now_s, step.sessions - 1)
         self._start_wait(now_s)
         if decision.lookup:
-            side.add_foretold(decision.lookup)
+            side.add_predicted(decision.lookup)
 
     def missing_rows_from(self, end: int) -> int | None:
         """The first of the feature rows before ``end`` to send to its drafter: it has the rows before, or its link has
@@ -409,7 +409,7 @@ class Followed:
         if isinstance(message, Drop):
             self._handle_drop(message.reason, now_s)
             return
-        self.wait.received(now_s, message.base, self.side.base, joined > 0, self.side.heard)
+        self.wait.received(now_s, message.base, self.side.base, joined > 0, self.side.answered)
 
     def lost(self, now_s: float, reason: Reason, can_move: bool = False, former_link: Link | None = None) -> None:
         """Nobody follows it any more, through no wish of ours. ``can_move``: another drafter takes over at its
@@ -448,21 +448,21 @@ class Followed:
     def _outcome(self, drafted: int, reading: bool) -> str:
         if drafted:
             return LOOKED_UP if self.decision.lookup else "used"
-        not_requested = not self.decision.want and (self.link is not None or self._context.pool.has_room)
+        not_requested = not self.decision.num_wanted and (self.link is not None or self._context.pool.has_room)
         if self.policy.mode is PLAIN or reading or not_requested:
             return "plain"
-        return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
+        return "draft_missing" if self.link is None or self.side.answered else "discarded_late"
 
     def _decide(self, now_s: float, others: int) -> Decision:
         seen = self._round_inputs(now_s, others, (), self.num_left)
         return self.policy.decide(seen) if seen is not None else self._plain_decision()
 
-    def _round_inputs(self, now_s: float, others: int, chances: Sequence[float], num_left: int) -> Seen | None:
+    def _round_inputs(self, now_s: float, others: int, chances: Sequence[float], num_left: int) -> RoundInputs | None:
         """``num_left``: tokens that may come. None: nothing to decide, as no draft is of use before the last one."""
         followed = self.link is not None
         if num_left < 2 or (not followed and not chances and not self._drafter_available(now_s)):
             return None
-        return Seen(others, followed, chances, self.wait.num_since_request, self._can_run_ahead)
+        return RoundInputs(others, followed, chances, self.wait.num_since_request, self._can_run_ahead)
 
     def _plain_decision(self) -> Decision:
         return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0, 0.0,
@@ -490,7 +490,7 @@ class Followed:
         self.feature_spec, self._can_run_ahead = hello.features, hello.run_ahead > 0
         self._opened_s = now_s
         # Who is asked for nothing while the text's own chain is verified is told of the prompt meanwhile.
-        message = self.side.attach(self.decision.want, self.decision.ahead)
+        message = self.side.attach(self.decision.num_wanted, self.decision.ahead)
         self._context.send(self.link, message)
         self.wait.attached()
         self._rows_from = max(0, self.side.base - hello.max_context)
@@ -500,7 +500,7 @@ class Followed:
     def _unlink(self) -> Link | None:
         """Forget its drafter and return it."""
         link, self.link, self.feature_spec, self._can_run_ahead = self.link, None, None, False
-        self.policy.alone()
+        self.policy.detached()
         return link
 
     def _release_drafter(self, message: Close | None) -> None:
@@ -510,7 +510,7 @@ class Followed:
 
     def _start_wait(self, now_s: float) -> None:
         """Its drafter gets its newest commit now; from here on it may wait."""
-        measures_latency = self.link is not None and self.decision.want and len(self.side.tree.tokens) == 1
+        measures_latency = self.link is not None and self.decision.num_wanted and len(self.side.tree.tokens) == 1
         can_wait = self.link is not None and (not self.wait.first_exchange or self._context.policy.always)
         self.wait.committed(now_s, self.decision.wait_s if can_wait else 0.0,
                             self.side.base if measures_latency else None)

@@ -25,7 +25,7 @@ from typing import Protocol
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import Beliefs, StepCosts
-from slipstream.decision.decide import Rules, Seen
+from slipstream.decision.decide import RoundInputs, Rules
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.followed import (
     MAX_ROW_BYTES,
@@ -167,14 +167,14 @@ class Following:
     def __init__(self, config: TargetSection, costs: StepCosts, metrics: TargetMetrics,
                  set_feature_spec: SetFeatureSpec = no_feature_rows, clock: Callable[[], float] = time.monotonic,
                  trace: Trace | None = None, inbox: Inbox | None = None, on_mode_change: OnModeChange | None = None,
-                 together: bool = False) -> None:
+                 lockstep: bool = False) -> None:
         """set_feature_spec: see ``pool.DraftPool``; on_mode_change: replaces the log lines of sessions' mode changes;
-        together: each step of the engine is of all its sessions."""
+        lockstep: each step of the engine is of all its sessions."""
         self._log = logger("target")
         self.inbox = inbox or Inbox(clock)
         self.pool = DraftPool(metrics, set_feature_spec)
         # One for all: a new session need not learn how far the drafts are.
-        self._beliefs = Beliefs(costs, config.shared_cores, together)
+        self._beliefs = Beliefs(costs, config.shared_cores, lockstep)
         self._rules = Rules.of(config.policy)
         self._frames = FrameBuffer()
         self._context = TargetContext(self.pool, self._frames.add, self._frames.free_row_bytes, config.policy,
@@ -288,7 +288,7 @@ class Following:
     def committed(self, batch: Sequence[Verified], step: Step, failed: OnError | None = None) -> list[RoundRecord]:
         """Take the results of a step; drafters get them with the next ``flush``. failed: called for a session with an
         error, which then has no record; without it the error is raised."""
-        learned, now_s = list[tuple[Followed, Verified, RoundRecord, Seen | None]](), step.ended_s
+        learned, now_s = list[tuple[Followed, Verified, RoundRecord, RoundInputs | None]](), step.ended_s
         self._step = step
         if self._costs.guessed and not step.nodes:  # it may be the plain step that was due: the next one is not
             self._learn_costs()
@@ -369,7 +369,7 @@ class Following:
     def _learn_costs(self) -> None:
         step, self._step = self._step, None
         if step is not None and step.prefill:  # a prompt's rows cost something else
-            self._costs.passes()
+            self._costs.skip_step()
         elif step is not None:
             self._costs.observe(step.rows, step.seconds)
 

@@ -1,4 +1,4 @@
-"""One drafted session, without sockets, clocks or threads (sans-IO): its two sides, and what its text foretells.
+"""One drafted session, without sockets, clocks or threads (sans-IO): its two sides, and the prediction from its text.
 
 Rules of the sides:
 1. The target's committed tokens are the only source; everything on the draft side is a cache of them.
@@ -34,9 +34,9 @@ import numpy as np
 from slipstream.base.errors import LocalProtocolError, RemoteProtocolError
 from slipstream.protocol.messages import Close, Commit, Drop, Features, Growth, Open
 from slipstream.protocol.requests import Sampling
-from slipstream.protocol.tree import FORETOLD, MAX_HELD, MAX_NODES, DraftTree
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES, PREDICTED, DraftTree
 
-LEASE_S = 30.0  # a draft frees a session that nobody speaks of for so long: a target that comes back opens it again
+LEASE_S = 30.0  # a draft frees a session after so long without a message: a target that comes back opens it again
 
 
 class TargetState(StrEnum):
@@ -80,7 +80,7 @@ class DraftEvent(StrEnum):
     GAP = "gap"  # a commit that does not continue what we hold
     CLOSE = "close"
     LOST = "lost"  # the link is gone
-    EXPIRE = "expire"  # nobody spoke of it for a lease
+    EXPIRE = "expire"  # no message for a lease
 
 
 # (state, event) -> (next state, what is done). "-" is nothing.
@@ -129,12 +129,12 @@ DRAFT_TABLE: dict[tuple[DraftState, DraftEvent], tuple[DraftState, str]] = {
 class TargetSide:
     """The target's side of one session: its committed tokens, and the tree that a drafter grows below them."""
 
-    __slots__ = ("_foretold", "_known", "_lookup", "_opened_at", "_passed", "_root_scores", "base", "heard",
-                 "prompt_len", "sampling", "session", "state", "tokens", "trace", "tree")
+    __slots__ = ("_committed_nodes", "_lookup", "_opened_at", "_predicted", "_root_scores", "_shared_doubt", "answered",
+                 "base", "prompt_len", "sampling", "session", "state", "tokens", "trace", "tree")
 
     def __init__(self, session: int, tokens: Sequence[int], prompt_len: int, sampling: Sampling, trace: str = "",
-                 known: Doubt | None = None) -> None:
-        """known: see ``PromptLookup``."""
+                 shared_doubt: Doubt | None = None) -> None:
+        """shared_doubt: see ``PromptLookup``."""
         assert tokens and 0 < prompt_len <= len(tokens)
         self.session = session
         self.tokens = list(tokens)
@@ -144,13 +144,13 @@ class TargetSide:
         self.trace = trace
         self.state = TargetState.ALONE
         self.tree = DraftTree.root_only(len(tokens), tokens[-1])
-        self.heard = False  # the drafter has answered for this base, be it with nothing
+        self.answered = False  # the drafter has answered for this base, be it with nothing
         self._opened_at = 0  # what comes of an earlier base belongs to an earlier opening
-        self._passed: dict[int, int] = {}  # ids of nodes that were committed -> their position
+        self._committed_nodes: dict[int, int] = {}  # ids of nodes that were committed -> their position
         self._root_scores: dict[int, float] = {}  # base -> score of that base's root, relative to the opening's root
-        self._known = known
+        self._shared_doubt = shared_doubt
         self._lookup: PromptLookup | None = None  # until it is asked for
-        self._foretold: tuple[list[int], list[float]] = ([], [])
+        self._predicted: tuple[list[int], list[float]] = ([], [])
 
     @property
     def num_output(self) -> int:
@@ -158,9 +158,9 @@ class TargetSide:
         return self.base - self.prompt_len
 
     @property
-    def num_passed(self) -> int:
+    def num_committed_nodes(self) -> int:
         """How many committed nodes are remembered, because growth that is still on the wire may name them."""
-        return len(self._passed)
+        return len(self._committed_nodes)
 
     def attach(self, wanted: int = MAX_NODES - 1, ahead: bool = False) -> Open:
         """Let a drafter follow from the tokens committed so far on. Returns the Open to send."""
@@ -183,7 +183,7 @@ class TargetSide:
         self.tree = tree.below(nodes, tokens)
         self.tokens.extend(tokens)
         self.base = base + len(tokens)
-        self.heard = False
+        self.answered = False
         if not followed:
             return None
         return Commit(self.session, base, np.array(tokens, np.int32), features, wanted, ahead)
@@ -203,26 +203,26 @@ class TargetSide:
         if message.base > self.base:
             raise RemoteProtocolError("growth.base", f"{message.base} is ahead of the {self.base} committed tokens")
         if message.base == self.base:
-            self.heard = True
-        before = len(self.tree.tokens)
+            self.answered = True
+        num_before = len(self.tree.tokens)
         self._append(message)
-        return len(self.tree.tokens) - before
+        return len(self.tree.tokens) - num_before
 
-    def foretell(self, tokens: Sequence[int], most: int, forced: Sequence[int]) -> list[float]:
-        """Predict at most ``most`` tokens after ``tokens``, which are to be committed next. Returns for each the chance
-        that all up to it are right. ``forced``: tokens that a grammar forces."""
+    def predict(self, tokens: Sequence[int], max_tokens: int, forced: Sequence[int]) -> list[float]:
+        """Predict at most ``max_tokens`` tokens after ``tokens``, which are to be committed next. Returns for each the
+        chance that all up to it are right. ``forced``: tokens that a grammar forces."""
         if self._lookup is None:
-            self._lookup = PromptLookup([*self.tokens, *tokens], self._known)
+            self._lookup = PromptLookup([*self.tokens, *tokens], self._shared_doubt)
         else:
             self._lookup.commit(tokens)
-        self._foretold = self._lookup.chain(most, forced)
-        return self._foretold[1]
+        self._predicted = self._lookup.chain(max_tokens, forced)
+        return self._predicted[1]
 
-    def add_foretold(self, count: int) -> None:
-        """Nodes from no drafter: the first ``count`` of what was foretold, one at least, a chain below the root."""
-        tokens, chances = self._foretold
+    def add_predicted(self, count: int) -> None:
+        """Nodes from no drafter: the first ``count`` that were predicted, one at least, a chain below the root."""
+        tokens, chances = self._predicted
         self.tree = self.tree.graft(tokens[:count], [log(chance) for chance in chances[:count]],
-                                    FORETOLD + MAX_NODES * self.base)
+                                    PREDICTED + MAX_NODES * self.base)
 
     def lost(self) -> None:
         """The link is gone. Nodes that have arrived are kept: they are useful, whoever proposed them."""
@@ -250,8 +250,8 @@ class TargetSide:
 
     def _restart(self) -> None:
         self.tree = DraftTree.root_only(self.base, self.tokens[-1])
-        self.heard = False
-        self._passed.clear()
+        self.answered = False
+        self._committed_nodes.clear()
         self._root_scores.clear()
 
     def _remember(self, tokens: Sequence[int], nodes: Sequence[int]) -> None:
@@ -261,8 +261,8 @@ class TargetSide:
         if nodes:
             gained, ids = self.tree.scores[nodes[-1]], self.tree.ids
             for position, node in enumerate(nodes, start=base):
-                if ids[node] < FORETOLD:  # no drafter names what it has not proposed
-                    self._passed[ids[node]] = position
+                if ids[node] < PREDICTED:  # no drafter names what it has not proposed
+                    self._committed_nodes[ids[node]] = position
             if isfinite(gained):
                 known += gained
         self._root_scores[base + len(tokens)] = known
@@ -271,8 +271,8 @@ class TargetSide:
 
     def _append(self, growth: Growth) -> None:
         if growth.base == self.base:  # it knows the newest root, so it names nothing that was committed
-            if self._passed:
-                self._passed.clear()
+            if self._committed_nodes:
+                self._committed_nodes.clear()
             if len(self._root_scores) > 1:
                 self._root_scores = {self.base: 0.0}
             self.tree = self.tree.append(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
@@ -283,13 +283,13 @@ class TargetSide:
         nodes: list[tuple[int, int, int, float]] = []
         for node, parent, token, score in zip(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
                                               growth.scores.tolist(), strict=True):
-            position = -parent - 1 if parent < 0 else self._passed.get(parent)
+            position = -parent - 1 if parent < 0 else self._committed_nodes.get(parent)
             if position is None:
                 nodes.append((node, parent, token, score - shift))
             elif position == self.base - 1:
                 nodes.append((node, -self.base, token, score - shift))
             elif position < self.base - 1 and self.tokens[position + 1] == token:
-                self._passed[node] = position + 1
+                self._committed_nodes[node] = position + 1
                 shift = score if position + 2 == self.base else shift
         if nodes:
             self.tree = self.tree.append(*zip(*nodes, strict=True))
@@ -297,26 +297,26 @@ class TargetSide:
     def _forget_before(self, base: int) -> None:
         # A drafter's base never goes back, so what stands before it is not named any more. One that stays at an old
         # base and names the text again and again loses the oldest: all that is kept is looked at for each growth.
-        known = [(node, position) for node, position in self._passed.items() if position >= base - 1]
-        self._passed = dict(known[-MAX_HELD:])
+        known = [(node, position) for node, position in self._committed_nodes.items() if position >= base - 1]
+        self._committed_nodes = dict(known[-MAX_HELD:])
         self._root_scores = {b: score for b, score in self._root_scores.items() if b >= base}
 
 
 class DraftSide:
     """The draft's side of one session: how far it follows, and when the target last sent something about it."""
 
-    __slots__ = ("base", "heard_s", "session", "state")
+    __slots__ = ("base", "received_s", "session", "state")
 
     def __init__(self, session: int) -> None:
         self.session = session
         self.state = DraftState.ABSENT
         self.base = 0
-        self.heard_s = 0.0
+        self.received_s = 0.0
 
     def receive(self, message: Open | Features | Commit | Close, now_s: float) -> DraftEvent:
         """Take a message of the target and return which event it is. The caller does what the table has for that
         event."""
-        self.heard_s = now_s
+        self.received_s = now_s
         if isinstance(message, Commit):
             base = message.base + len(message.tokens)
             event = (DraftEvent.COMMIT if message.base == self.base else
@@ -335,8 +335,9 @@ class DraftSide:
         self.state = DRAFT_TABLE[self.state, event][0]
 
 
-CHAIN, FEW = 24, 4  # occurrences looked at for one suffix length, the newest first; if the longest alone is wanted
-MEMBERS = 48  # occurrences that are told of
+# Occurrences looked at for one suffix length, the newest first; where only the longest match is wanted.
+MAX_CHAIN, MAX_CHAIN_LONGEST = 24, 4
+MAX_MATCHES = 48  # that are returned
 DOUBT = 2.0  # a match of n tokens is trusted n / (n + DOUBT); measured: 0.48 at 2, 0.66 at 4, 0.82 at 8, 0.94 at 14
 
 
@@ -386,7 +387,7 @@ class SuffixIndex:
         found: dict[int, int] = {}
         for before in reversed(self._before):
             end = before[-1]
-            for _ in range(CHAIN):
+            for _ in range(MAX_CHAIN):
                 if end < 0:
                     break
                 if end not in found:
@@ -394,10 +395,10 @@ class SuffixIndex:
                     if length >= self._orders[0]:
                         found[end] = length
                 end = before[end]
-            if len(found) >= MEMBERS:
+            if len(found) >= MAX_MATCHES:
                 break
         ranked = sorted(((length, end) for end, length in found.items()), reverse=True)
-        return [Match(length, end) for length, end in ranked[:MEMBERS]]
+        return [Match(length, end) for length, end in ranked[:MAX_MATCHES]]
 
     def _common(self, end: int) -> int:
         text, last, length = self.tokens, len(self.tokens), 0
@@ -406,7 +407,7 @@ class SuffixIndex:
             length += 1
         return length
 
-    def following(self, end: int, ahead: int) -> int:
+    def token_after(self, end: int, ahead: int) -> int:
         """The token ``ahead`` places after ``end``, the text repeating itself from ``end`` on."""
         return self.tokens[end + ahead % (len(self.tokens) - end)]
 
@@ -420,7 +421,7 @@ class SuffixIndex:
         best: Match | None = None
         for order, before in zip(reversed(self._orders), reversed(self._before), strict=True):
             end = before[-1]
-            for _ in range(FEW):
+            for _ in range(MAX_CHAIN_LONGEST):
                 if end < 0:
                     break
                 length = self._common(end)
@@ -433,32 +434,32 @@ class SuffixIndex:
 
 
 ORDERS = (1, 4)  # suffixes that are looked up; the shorter one is the shortest match
-LONGEST, KEEP = 32, 1 << 15  # tokens of a match that are counted, and of a text that are kept
-PRIOR, ALL_PRIOR = 6.0, 20.0  # right tokens that a beginning is worth, of a text and of all
-MOST_DOUBT = 16.0  # to begin with, so that a text that does repeat itself is soon seen to
-FADE, FADE_ALL = 0.97, 0.999  # of what was seen, for each token more; of what all texts have shown
-KEPT, BROKEN = 19.0, 1.0  # forced chains that a beginning is worth: those that came, and others
+MAX_MATCH, MAX_TEXT = 32, 1 << 15  # tokens of a match that are counted, and of a text that are kept
+PRIOR, PRIOR_SHARED = 6.0, 20.0  # right tokens, assumed at the start: of a text, and of all
+MAX_DOUBT = 16.0  # at the start, so that a text that does repeat itself is noticed soon
+FADE, FADE_SHARED = 0.97, 0.999  # of what was seen, for each token more; of what all texts have shown
+PRIOR_FORCED_RIGHT, PRIOR_FORCED_WRONG = 19.0, 1.0  # forced chains, assumed at the start
 
 
 @dataclass(slots=True)
 class Doubt:
     """Rule 3's sums over all texts of one kind, greedy or sampled: sampled texts repeat themselves less."""
 
-    right: float = ALL_PRIOR
-    wrong: float = ALL_PRIOR * DOUBT
+    right: float = PRIOR_SHARED
+    wrong: float = PRIOR_SHARED * DOUBT
 
 
 class PromptLookup:
     """Draft tokens from one answer's own text, and how likely they are right."""
 
-    __slots__ = ("_broken", "_forced", "_index", "_kept", "_known", "_match", "_right", "_wrong")
+    __slots__ = ("_forced", "_forced_right", "_forced_wrong", "_index", "_match", "_right", "_shared", "_wrong")
 
-    def __init__(self, tokens: Sequence[int], known: Doubt | None = None) -> None:
-        """tokens: so far. known: of texts of its kind, which it adds to; None: it is the only one."""
-        self._index = SuffixIndex(ORDERS, LONGEST, KEEP)
-        self._known = known = known or Doubt()
-        self._right, self._wrong = PRIOR, PRIOR * known.wrong / max(known.right, known.wrong / MOST_DOUBT)
-        self._kept, self._broken = KEPT, BROKEN
+    def __init__(self, tokens: Sequence[int], shared: Doubt | None = None) -> None:
+        """tokens: so far. shared: of all texts of its kind, which it adds to; None: it is the only one."""
+        self._index = SuffixIndex(ORDERS, MAX_MATCH, MAX_TEXT)
+        self._shared = shared = shared or Doubt()
+        self._right, self._wrong = PRIOR, PRIOR * shared.wrong / max(shared.right, shared.wrong / MAX_DOUBT)
+        self._forced_right, self._forced_wrong = PRIOR_FORCED_RIGHT, PRIOR_FORCED_WRONG
         self._forced: Sequence[int] = ()
         self._index.extend(tokens)
         self._match = self._index.longest(ORDERS[0])
@@ -468,35 +469,36 @@ class PromptLookup:
         return self._wrong / self._right
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """``tokens`` came."""
-        match, known = self._match, self._known
+        """``tokens`` were committed."""
+        match, shared = self._match, self._shared
         if self._forced:
-            came = all(token == forced for token, forced in zip(tokens, self._forced, strict=False))
-            self._kept, self._broken = FADE * self._kept + came, FADE * self._broken + (not came)
+            all_right = all(token == forced for token, forced in zip(tokens, self._forced, strict=False))
+            self._forced_right = FADE * self._forced_right + all_right
+            self._forced_wrong = FADE * self._forced_wrong + (not all_right)
         if match is not None:
-            foretold = self._index.continuation(match.end, len(tokens))
-            for ahead, (token, told) in enumerate(zip(tokens, foretold, strict=True)):
-                right = told == token
+            predicted = self._index.continuation(match.end, len(tokens))
+            for ahead, (token, prediction) in enumerate(zip(tokens, predicted, strict=True)):
+                right = prediction == token
                 wrong = (not right) * (match.length + ahead)
                 self._right, self._wrong = FADE * self._right + right, FADE * self._wrong + wrong
-                known.right, known.wrong = FADE_ALL * known.right + right, FADE_ALL * known.wrong + wrong
+                shared.right, shared.wrong = FADE_SHARED * shared.right + right, FADE_SHARED * shared.wrong + wrong
                 if not right:
                     break
         self._index.extend(tokens)
         self._match = self._index.longest(ORDERS[0])
 
-    def chain(self, most: int, forced: Sequence[int] = ()) -> tuple[list[int], list[float]]:
-        """The predicted next tokens, at most ``most``, and for each the chance that all up to it are right. ``forced``:
-        tokens that a grammar forces."""
-        most = max(0, most)
-        self._forced = forced = forced[:most]
-        match, trust = self._match, self._kept / (self._kept + self._broken) if forced else 1.0
+    def chain(self, max_tokens: int, forced: Sequence[int] = ()) -> tuple[list[int], list[float]]:
+        """The predicted next tokens, at most ``max_tokens``, and for each the chance that all up to it are right.
+        ``forced``: tokens that a grammar forces."""
+        max_tokens = max(0, max_tokens)
+        self._forced = forced = forced[:max_tokens]
+        match, trust = self._match, self._forced_right / (self._forced_right + self._forced_wrong) if forced else 1.0
         count = len(forced)
-        foretold = [] if match is None else self._index.continuation(match.end, most)
-        if match is None or foretold[:count] != [*forced]:
+        predicted = [] if match is None else self._index.continuation(match.end, max_tokens)
+        if match is None or predicted[:count] != [*forced]:
             return [*forced], [trust] * count
         doubt, chance, chances = self.doubt, trust, [trust] * count
-        for length in range(match.length + count, match.length + most):
+        for length in range(match.length + count, match.length + max_tokens):
             chance *= length / (length + doubt)
             chances.append(chance)
-        return foretold, chances
+        return predicted, chances

@@ -5,7 +5,7 @@ Rules of a tree:
 2. ``parents[0] == -1`` and ``parents[i] < i``: a parent stands before its children. A chain is a tree; plain is N = 1.
 3. Siblings carry distinct tokens, so a path of tokens names at most one node.
 4. Ids are the drafter's and positive, stable while a session is open. The root's id is ``-base``, whatever it was
-   before: both sides know it without being told. Nodes from no drafter have ids from ``FORETOLD`` on; one that a
+   before: both sides know it without being told. Nodes from no drafter have ids from ``PREDICTED`` on; one that a
    drafter proposes, too, has its id from then on, as further growth names it by that.
 5. ``scores`` are cumulative log scores: a child's is at most its parent's, so the best n nodes are connected.
 6. At most ``MAX_HELD`` nodes; what is verified is a selection of at most ``MAX_NODES`` of them (``best``), so that the
@@ -55,7 +55,7 @@ from numpy.typing import NDArray
 
 MAX_NODES = 64  # of a selection that is verified, root included
 MAX_HELD = 1024  # of a tree that grows ahead of what is verified, root included
-FORETOLD = 1 << 30  # a drafter whose ids go so far loses nodes, and nothing else
+PREDICTED = 1 << 30  # a drafter whose ids go so far loses nodes, and nothing else
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -153,40 +153,40 @@ class DraftTree:
         root, count = self.ids[0], len(ids)
         if (len(self.ids) == 1 and parents == [root, *ids[:-1]]
                 and len({root, *ids}) - 1 == count == len(tokens) == len(scores) < MAX_HELD):  # a chain below the root
-            known = [most := self.scores[0]]
+            new_scores = [bound := self.scores[0]]
             for score in scores:
-                most = -inf if score != score else score if score < most else most
-                known.append(most)
-            return DraftTree(self.base, [self.tokens[0], *tokens], [*range(-1, count)], [root, *ids], known)
+                bound = -inf if score != score else score if score < bound else bound
+                new_scores.append(bound)
+            return DraftTree(self.base, [self.tokens[0], *tokens], [*range(-1, count)], [root, *ids], new_scores)
         held_tokens, held_parents, held_ids = [*self.tokens], [*self.parents], [*self.ids]
-        known = [*self.scores]
-        count = held = len(known)
-        where = {known_id: node for node, known_id in enumerate(held_ids)}
+        new_scores = [*self.scores]
+        count = num_held = len(new_scores)
+        node_of_id = {known_id: node for node, known_id in enumerate(held_ids)}
         # Edges, and the nodes below them.
-        taken = {parent << 32 | token: node for node, (parent, token) in enumerate(zip(held_parents, held_tokens,
-                                                                                       strict=True))}
+        node_of_edge = {parent << 32 | token: node for node, (parent, token) in enumerate(zip(held_parents, held_tokens,
+                                                                                              strict=True))}
         renamed = False
         for node_id, parent_id, token, score in zip(ids, parents, tokens, scores, strict=True):
-            above = where.get(parent_id)
-            if above is None or node_id in where:
+            above = node_of_id.get(parent_id)
+            if above is None or node_id in node_of_id:
                 continue
             edge = above << 32 | token
-            if (here := taken.get(edge)) is not None:
-                if held_ids[here] >= FORETOLD:
-                    where[node_id], held_ids[here], renamed = here, node_id, True
+            if (node := node_of_edge.get(edge)) is not None:
+                if held_ids[node] >= PREDICTED:
+                    node_of_id[node_id], held_ids[node], renamed = node, node_id, True
                 continue
             if count >= MAX_HELD:
                 continue
-            where[node_id] = taken[edge] = count
+            node_of_id[node_id] = node_of_edge[edge] = count
             count += 1
-            most = known[above]
-            known.append(-inf if score != score else score if score < most else most)
+            bound = new_scores[above]
+            new_scores.append(-inf if score != score else score if score < bound else bound)
             held_tokens.append(token)
             held_parents.append(above)
             held_ids.append(node_id)
-        if count == held and not renamed:
+        if count == num_held and not renamed:
             return self
-        return DraftTree(self.base, held_tokens, held_parents, held_ids, known)
+        return DraftTree(self.base, held_tokens, held_parents, held_ids, new_scores)
 
     def graft(self, tokens: Sequence[int], scores: Sequence[float], first_id: int) -> DraftTree:
         """This tree with a chain below its root. New nodes get ids from ``first_id`` on; nodes of the chain that are
