@@ -210,3 +210,26 @@ async def test_who_says_how_long_waits_for_room_for_all_of_an_answer(busy: int,
             with pytest.raises(CapacityError):
                 await anext(aiter(client.complete("x", max_tokens=1)))
             assert asked >= 2, "when patience ends it is asked for once more"
+
+
+async def test_what_a_proxy_finds_too_large_is_not_sent_again() -> None:
+    """nginx takes a megabyte, where nobody told it otherwise, and answers with a page."""
+    frames, asked = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00", 0  # settings: as they are
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        await reader.readexactly(24)
+        writer.write(frames)
+        while head := await reader.read(9):
+            await reader.readexactly(int.from_bytes(head[:3]))
+            if head[3] == 1:  # a call's headers: the answer's are :status 413, the last of its stream
+                asked += 1
+                writer.write(b"\x00\x00\x05\x01\x05" + head[5:9] + b"\x08\x03413")
+            elif head[3] == 4 and not head[4]:
+                writer.write(b"\x00\x00\x00\x04\x01\x00\x00\x00\x00")
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    async with server, AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        with pytest.raises(TooLarge):
+            _ = [delta async for delta in client.complete("x")]
+    assert asked == 1

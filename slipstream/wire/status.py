@@ -118,6 +118,8 @@ def from_grpc_error(error: grpc.RpcError, peer: str) -> SlipstreamError:
         return reported
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
         return InvalidRequest("api_key", details, "invalid_api_key")
+    if details.endswith("status: 413"):  # the HTTP status of a proxy on the way
+        return TooLarge("request", f"is larger than what {peer} takes", "request_too_large")
     if details == OVERWRITTEN_DETAILS:
         return CallLost(f"{peer} ended the call while it was written to; the next attempt tells why")
     code = call.code()
