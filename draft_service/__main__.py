@@ -12,7 +12,7 @@ from slipstream.base.errors import SlipstreamError
 from slipstream.cli.process import main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import background_tasks, until
+from slipstream.observe.vitals import background_tasks, wait_until_stopped
 from slipstream.wire.link import export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer
@@ -47,7 +47,7 @@ async def host(config: Config, worker: DraftWorker, stop: asyncio.Event, ready: 
             up.set()
             logger("draft").info("ready", listen=config.draft.listen)
             ready()
-            await until(stop, vitals, show=server.set_ready)
+            await wait_until_stopped(stop, vitals, show=server.set_ready)
             up.clear()
             logger("draft").info("draining")
             worker.drain()

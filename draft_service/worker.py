@@ -336,7 +336,7 @@ class DraftWorker:
         self._inbox.put(None)
         if self._engine.is_alive():
             self._engine.join()
-        self.vitals.end()
+        self.vitals.disarm_exit()
         self._trace.write()
 
     def drain(self) -> None:
@@ -373,7 +373,7 @@ class DraftWorker:
         # Otherwise the thread would use the newest setting of this process, which may be that of a target.
         with threads(self._num_threads), own_stream(self._device):
             while self.turn():
-                self._engine.pulse.beaten_s = self.vitals.clock()
+                self._engine.pulse.last_beat_s = self.vitals.clock()
 
     def turn(self, block: bool = True) -> bool:
         """One round: wait for items (or for the next check of leases) and process them; if none come, grow ahead where
@@ -549,7 +549,7 @@ class DraftWorker:
 
     def _record(self, round_: Round) -> None:
         """Record metrics, traces and spans of a round, after its answers were sent."""
-        if self._trace.keeps:
+        if self._trace.enabled:
             self._trace_round(round_)
         self.metrics.sessions_open(len(self._sessions))
         if round_.commits:
@@ -564,12 +564,12 @@ class DraftWorker:
 
     def _trace_round(self, round_: Round) -> None:
         for session, base, received_s in round_.received:
-            self._trace.came("device", "commit", commit_key(session, base), received_s)
+            self._trace.received("device", "commit", commit_key(session, base), received_s)
         if (call := round_.grow_call) is None:
             return
         self._trace.span("device", call.name, call.began_s, call.ended_s, sessions=call.sessions)
         for _, growth in round_.growths:
-            self._trace.left("device", "growth", growth_key(growth), call.ended_s)
+            self._trace.sent("device", "growth", growth_key(growth), call.ended_s)
 
     def _drop(self, session: DraftSession, event: DraftEvent, reason: str, round_: Round) -> None:
         session.side.apply(event)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from router_service.service import RouterService
 from slipstream.base.config import Config
 from slipstream.cli.process import main
-from slipstream.observe.vitals import until
+from slipstream.observe.vitals import wait_until_stopped
 from slipstream.wire.discovery import fixed_addresses, watch_services
 from slipstream.wire.target import TargetClient
 from slipstream.wire.tls import tls_files, with_server_name
@@ -32,7 +32,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
             await service.start()
             ready()
             try:
-                await until(stop, service.vitals)
+                await wait_until_stopped(stop, service.vitals)
             finally:
                 await service.drain(config.router.drain_s if stop.is_set() else 0.0)
     finally:

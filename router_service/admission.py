@@ -392,7 +392,7 @@ class PoolFallback:
         self._followed: set[FollowedAnswer] = set()
         self._unjudged: list[tuple[FollowedAnswer, Piece]] = []
         self._log = logger("fallback")
-        metrics.mode.now(self.mode.value)
+        metrics.mode.set_mode(self.mode.value)
 
     @property
     def mode(self) -> Mode:
@@ -475,7 +475,7 @@ class PoolFallback:
             self._reason = transition.reason
             before, after = transition.before.value, transition.after.value
             self._metrics.mode.changed(before, after, transition.reason)
-            self._metrics.mode.now(after)
+            self._metrics.mode.set_mode(after)
             self._log.info("mode changed", scope="pool", before=before, after=after, reason=transition.reason,
                            why=decision.why, gain=round(transition.gain, 3),
                            plain_ms=round(1e3 * self._beliefs.costs.cost(1), 2), answers=len(self._followed))

@@ -116,7 +116,7 @@ class RouterService:
         self.gateway.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
-        self.vitals.end()
+        self.vitals.disarm_exit()
         self._log.info("stopped", left=self.gateway.admission.in_flight)
 
     async def _show_ready(self) -> None:

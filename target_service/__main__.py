@@ -16,7 +16,7 @@ from slipstream.cli.process import main, require_own
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import Vitals, background_tasks, until
+from slipstream.observe.vitals import Vitals, background_tasks, wait_until_stopped
 from slipstream.protocol.pairing import check_pair
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
@@ -95,7 +95,7 @@ async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[]
                 up.set()
                 logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))
                 ready()
-                await until(stop, vitals, show=server.set_ready)
+                await wait_until_stopped(stop, vitals, show=server.set_ready)
                 up.clear()
                 logger("target").info("draining")
                 await server.set_ready(False)
@@ -139,14 +139,14 @@ async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None
     metrics.start()
     vitals.thread("vllm-node", compute).start()
     try:
-        await until(stop, vitals)
+        await wait_until_stopped(stop, vitals)
         up.clear()
         logger("target").info("draining: the first machine may have answers to finish")
-        await until(ended, vitals)
+        await wait_until_stopped(ended, vitals)
     finally:
         await asyncio.to_thread(node.end)
         await asyncio.to_thread(metrics.close)
-        vitals.end()
+        vitals.disarm_exit()
     logger("target").info("stopped")
 
 

@@ -80,7 +80,7 @@ def build(config: Config, loop: asyncio.AbstractEventLoop) -> Target:
     ranked = ranked_model(folder, section)
     target = replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, weights_hash(folder),
                               grammars(folder, ranked.config.vocab_size)), ranks=ranked)
-    ranked.watch(partial(target.vitals.lost, "a rank"))
+    ranked.watch(partial(target.vitals.report_lost, "a rank"))
     return target
 
 

@@ -152,7 +152,7 @@ class TargetWorker:
         self.following.inbox.stop()
         if self._engine_thread.is_alive():
             self._engine_thread.join()
-        self.vitals.end()
+        self.vitals.disarm_exit()
         self._trace.write()
 
     @property
@@ -226,7 +226,7 @@ class TargetWorker:
         wait_s: float | None = None
         try:
             while self.following.inbox.drain(BEAT_S if wait_s is None else wait_s, for_s=MAX_EVENTS_S):
-                self._engine_thread.pulse.beaten_s = self.vitals.clock()
+                self._engine_thread.pulse.last_beat_s = self.vitals.clock()
                 wait_s = self.turn()
             self._outbox.deliver()
         except Exception as error:  # a bug of ours, or a lost device: ``vitals`` end the process
@@ -341,7 +341,7 @@ class TargetWorker:
                 self._fail(sequence, error)
             return None
         step = Step(began_s, self._clock() - began_s, rows, len(trees), nodes, bool(prefill))
-        if self._trace.keeps:
+        if self._trace.enabled:
             self._trace.span("device", "verify", began_s, step.ended_s, rows=rows)
         for sequence, _ in [*prefill, *trees]:
             sequence.stepped = True

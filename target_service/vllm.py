@@ -468,7 +468,7 @@ class VllmService:
         try:
             with self._running.rounds.heard():
                 for looks in itertools.count():
-                    pulse.beaten_s = self.vitals.clock()
+                    pulse.last_beat_s = self.vitals.clock()
                     self._look()
                     if not self._answers or looks % BUSY_LOOKS == 0:
                         await self.ask()
@@ -498,7 +498,7 @@ class VllmService:
             self._drafts = together([[DraftStatus(*draft) for draft in known] for _, known, _ in told])
             self._metrics.drafts_expected(max(expected for expected, _, _ in told))
             self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))
-            self._metrics.registry.hear(added([counts for _, _, counts in told]))
+            self._metrics.registry.show_external(added([counts for _, _, counts in told]))
 
     async def _answered(self, asked: asyncio.Future[Any]) -> None:
         """Wait for the answer. Looks are counted and not seconds, because while this process is stopped the engine may
@@ -529,4 +529,4 @@ class VllmService:
     def end(self) -> None:
         self._running.rounds.close()  # first: while it is there, vLLM's processes leave a signal to this one
         self._running.engine.shutdown()
-        self.vitals.end()
+        self.vitals.disarm_exit()

@@ -9,7 +9,7 @@ from slipstream.observe.metrics import DraftMetrics, RouterMetrics, TargetMetric
 
 def router() -> RouterMetrics:
     metrics = RouterMetrics("tiny")
-    metrics.mode.now("plain")
+    metrics.mode.set_mode("plain")
     metrics.mode.changed("plain", "speculate", "probe_ok")
     metrics.request("chat", 200, "plain")
     metrics.finished(1.0, "plain")
@@ -33,7 +33,7 @@ def router() -> RouterMetrics:
 
 def target() -> TargetMetrics:
     metrics = TargetMetrics("tiny")
-    metrics.mode.now("plain")
+    metrics.mode.set_mode("plain")
     metrics.mode.changed("plain", "speculate", "probe_ok")
     metrics.request("stop")
     metrics.prompt(4, 2)
@@ -51,7 +51,7 @@ def target() -> TargetMetrics:
     metrics.pairing_suspect("a", False)
     metrics.lossy(False)
     metrics.lenient(1)
-    metrics.judged("ngram", 4, 2)
+    metrics.verified("ngram", 4, 2)
     metrics.shedding(1, full=True)
     return metrics
 

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.base.errors import ConfigError
-from slipstream.observe.metrics import MOST_TENANTS, REFUSALS, DraftMetrics, Registry, RouterMetrics, TargetMetrics
-from slipstream.observe.scrape import MOST_EACH, MetricsServer, whole
+from slipstream.observe.metrics import MAX_TENANTS, REFUSALS, DraftMetrics, Registry, RouterMetrics, TargetMetrics
+from slipstream.observe.scrape import MAX_PER_ADDRESS, MetricsServer, http_response
 from slipstream.observe.vitals import Vitals
 
 
@@ -57,8 +57,8 @@ def test_rounds_fill_the_buckets_up_to_theirs() -> None:
 def test_a_draft_that_has_a_new_name_each_time_makes_no_new_series_for_ever() -> None:
     metrics = TargetMetrics("tiny")
     for number in range(1000):
-        metrics.judged(f"name {number}", 4, 2)
-    metrics.judged("name 0", 4, 2)
+        metrics.verified(f"name {number}", 4, 2)
+    metrics.verified("name 0", 4, 2)
     lines = re.findall(r'tokens_total{drafter=.*kind="drafted".*', metrics.registry.page("")[1].decode())
     assert len(lines) < 50 and sum(float(line.split()[-1]) for line in lines) == 4004
     assert sum(float(line.split()[-1]) for line in lines if '"name 0"' in line) == 8
@@ -152,7 +152,7 @@ def test_a_crowd_that_asks_for_nothing_keeps_no_probe_waiting(said: bytes) -> No
     threads = threading.active_count()
     try:
         crowd = []
-        for _ in range(4 * MOST_EACH):
+        for _ in range(4 * MAX_PER_ADDRESS):
             crowd.append(socket.create_connection(("127.0.0.1", server.port)))
             with suppress(OSError):
                 crowd[-1].sendall(said)
@@ -170,11 +170,12 @@ def test_a_crowd_that_asks_for_nothing_keeps_no_probe_waiting(said: bytes) -> No
 
 def test_the_server_takes_get_alone() -> None:
     registry = DraftMetrics("tiny").registry
-    assert whole("POST /live HTTP/1.1\r\nHost: x", registry, lambda: True).startswith(b"HTTP/1.1 405 ")
-    assert b"openmetrics" in whole("GET /metrics HTTP/1.1\r\nACCEPT: application/openmetrics-text", registry,
+    assert http_response("POST /live HTTP/1.1\r\nHost: x", registry, lambda: True).startswith(b"HTTP/1.1 405 ")
+    assert b"openmetrics" in http_response("GET /metrics HTTP/1.1\r\nACCEPT: application/openmetrics-text", registry,
                                    lambda: True).partition(b"\r\n\r\n")[0]
     # What a scrape's `params` say is for others.
-    assert whole("GET /metrics?format=prometheus HTTP/1.1\r\n", registry, lambda: True).startswith(b"HTTP/1.1 200 ")
+    scraped = http_response("GET /metrics?format=prometheus HTTP/1.1\r\n", registry, lambda: True)
+    assert scraped.startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize(("listen", "hosts"), [("[::1]:0", ["[::1]"]), ("[::]:0", ["[::1]", "127.0.0.1"])])
@@ -196,13 +197,13 @@ def test_the_server_listens_on_ipv6(listen: str, hosts: list[str]) -> None:
 
 def test_tenants_have_series_of_their_own_up_to_a_number() -> None:
     metrics = RouterMetrics("tiny")
-    for number in range(2 * MOST_TENANTS):
+    for number in range(2 * MAX_TENANTS):
         metrics.refused(f"t{number}", "queue")
     metrics.refused("t0", "queue")
     lines = [line for line in metrics.registry.page("")[1].decode().splitlines()
              if line.startswith("slipstream_requests_refused_total{")]
-    assert len(lines) == MOST_TENANTS + len(REFUSALS), "what nobody has met is there at 0"
-    assert any('tenant="others"' in line and line.endswith(f" {MOST_TENANTS}.0") for line in lines)
+    assert len(lines) == MAX_TENANTS + len(REFUSALS), "what nobody has met is there at 0"
+    assert any('tenant="others"' in line and line.endswith(f" {MAX_TENANTS}.0") for line in lines)
     assert any('tenant="t0"' in line and line.endswith(" 2.0") for line in lines)
 
 

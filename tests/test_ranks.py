@@ -32,7 +32,7 @@ from slipstream.engine.model import load_tensors
 from slipstream.engine.orders import ForwardOrder, LogitsOrder, Pipe, Rendezvous, WarmOrder, decode_order, encode_order
 from slipstream.engine.ranks import RankedModel, part_config, part_of, ranked_model, sharded_decoder
 from slipstream.engine.runner import ModelRunner
-from slipstream.observe.vitals import Vitals, until
+from slipstream.observe.vitals import Vitals, wait_until_stopped
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.target import TargetClient
 from tests.pair import drafting, local_link, target
@@ -178,15 +178,15 @@ async def test_answers_of_two_ranks_are_those_of_one_with_drafts_and_without(fol
 
 async def test_a_killed_rank_ends_the_other_with_its_name(cut: RankedModel) -> None:
     vitals = Vitals("target")
-    cut.watch(partial(vitals.lost, "a rank"))
+    cut.watch(partial(vitals.report_lost, "a rank"))
     runner = ModelRunner(cut, 128)
     runner.forward(prompt())
     os.kill(cut.pids[0], signal.SIGKILL)
     with pytest.raises(RanksLost, match=r"rank 1 of 2 has ended \(signal 9\)"):
-        await until(asyncio.Event(), vitals)
+        await wait_until_stopped(asyncio.Event(), vitals)
     with pytest.raises(RanksLost, match=r"rank 1 of 2 has ended \(signal 9\)"):
         runner.forward(tree())
-    vitals.end()  # or this process ends, too
+    vitals.disarm_exit()  # or this process ends, too
 
 
 def test_a_rank_that_dies_in_a_step_ends_it(cut: RankedModel) -> None:

@@ -217,9 +217,9 @@ def test_a_tree_promises_the_chances_of_its_best_nodes() -> None:
 def test_traces_of_two_processes_fit_together(tmp_path: Path) -> None:
     target, draft = Trace(str(tmp_path / "target"), "target"), Trace(str(tmp_path / "draft"), "draft")
     target.span("device", "verify", 1.0, 1.02, rows=4)
-    target.left("device", "commit", commit_key(1, 9), 1.02)
-    draft.came("device", "commit", commit_key(1, 9), 1.021)
-    draft.left("device", "growth", growth_key(Growth.empty(1, 10)), 1.03)
+    target.sent("device", "commit", commit_key(1, 9), 1.02)
+    draft.received("device", "commit", commit_key(1, 9), 1.021)
+    draft.sent("device", "growth", growth_key(Growth.empty(1, 10)), 1.03)
     target.write()
     draft.write()
     events = [event for name in ("target", "draft")

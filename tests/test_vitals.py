@@ -23,7 +23,7 @@ from slipstream.drafting.ngram import NgramDrafter
 from slipstream.following.following import Following
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import SILENT_S, Vitals, background_tasks, until
+from slipstream.observe.vitals import SILENT_S, Vitals, background_tasks, wait_until_stopped
 from slipstream.protocol.messages import Growth, Open, TargetHello
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.link import DraftLink
@@ -43,9 +43,9 @@ async def test_a_thread_that_dies_ends_the_service_with_its_reason() -> None:
         assert vitals.ready
         thread.start()
         with pytest.raises(PartLost, match="draft-worker has ended: RuntimeError: the device is gone"):
-            await until(asyncio.Event(), vitals)
-        vitals.lost("another", ValueError("later"))
-        vitals.end()
+            await wait_until_stopped(asyncio.Event(), vitals)
+        vitals.report_lost("another", ValueError("later"))
+        vitals.disarm_exit()
     assert not vitals.ready
     assert [line["lost"] for line in lines if line["log_level"] == "error"] == ["draft-worker"]
 
@@ -56,7 +56,7 @@ async def test_a_thread_that_returns_was_asked_to() -> None:
     thread.start()
     thread.join()
     asyncio.get_running_loop().call_soon(stop.set)
-    await until(stop, vitals)
+    await wait_until_stopped(stop, vitals)
     assert vitals.ready
 
 
@@ -64,21 +64,21 @@ def test_a_process_that_cannot_come_to_its_end_is_ended(monkeypatch: pytest.Monk
     monkeypatch.setattr("slipstream.observe.vitals.GRACE_S", 0.01)
     codes, told = list[int](), threading.Event()
 
-    def exits(code: int) -> None:
+    def exit_process(code: int) -> None:
         codes.append(code)
         told.set()
 
-    vitals = Vitals("target", exits=exits)
-    vitals.look()
-    vitals.lost("target-worker", RuntimeError("stuck"))
+    vitals = Vitals("target", exit_process=exit_process)
+    vitals.check()
+    vitals.report_lost("target-worker", RuntimeError("stuck"))
     assert told.wait(60) and codes == [1]
 
 
 def test_where_nobody_waits_a_death_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.observe.vitals.GRACE_S", 0.0)
     before = threading.active_count()
-    vitals = Vitals("vllm", exits=lambda code: pytest.fail("not ours to end"))
-    vitals.lost("links", RuntimeError("gone"))
+    vitals = Vitals("vllm", exit_process=lambda code: pytest.fail("not ours to end"))
+    vitals.report_lost("links", RuntimeError("gone"))
     assert not vitals.ready and threading.active_count() == before
 
 
@@ -86,7 +86,7 @@ async def test_silence_takes_readiness_away_and_a_beat_gives_it_back() -> None:
     now_s, goes, shown = [100.0], threading.Event(), list[bool]()
     vitals, stop = Vitals("target", lambda: now_s[0]), asyncio.Event()
     thread = vitals.thread("target-worker", lambda: goes.wait(60) and None)
-    thread.pulse.beaten_s = vitals.clock()
+    thread.pulse.last_beat_s = vitals.clock()
     thread.start()
 
     async def show(ready: bool) -> None:
@@ -98,22 +98,22 @@ async def test_silence_takes_readiness_away_and_a_beat_gives_it_back() -> None:
         now_s[0] += 2.0
         assert not vitals.ready
         await eventually(lambda: shown == [False])
-        thread.pulse.beaten_s = vitals.clock()
+        thread.pulse.last_beat_s = vitals.clock()
         await eventually(lambda: shown == [False, True])
         stop.set()
 
     with capture_logs() as lines:
-        await asyncio.gather(passes(), until(stop, vitals, show=show))
+        await asyncio.gather(passes(), wait_until_stopped(stop, vitals, show=show))
     goes.set()
     assert [(line["event"], line["thread"]) for line in lines] == [
         ("silent: not ready", "target-worker"), ("goes on", "target-worker")]
 
 
 async def test_an_event_loop_that_hangs_takes_readiness_away_while_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.observe.vitals.LOOK_S", 0.001)
+    monkeypatch.setattr("slipstream.observe.vitals.CHECK_S", 0.001)
     stop, now_s = asyncio.Event(), [0.0]
     of_service = Vitals("router", lambda: now_s[0])
-    waiting = asyncio.create_task(until(stop, of_service))
+    waiting = asyncio.create_task(wait_until_stopped(stop, of_service))
     await asyncio.sleep(0.01)
     assert of_service.ready
     now_s[0] = SILENT_S + 1  # and nothing else has run on the loop
@@ -136,8 +136,8 @@ async def test_a_background_task_that_fails_ends_the_service() -> None:
     vitals = Vitals("target")
     with pytest.raises(PartLost, match=r"fails has ended: KeyError: 'a bug'"):
         async with background_tasks(ends(), fails(), vitals=vitals):
-            await until(asyncio.Event(), vitals)
-    vitals.end()
+            await wait_until_stopped(asyncio.Event(), vitals)
+    vitals.disarm_exit()
 
 
 async def test_an_engine_thread_that_dies_ends_its_answers_and_the_target(tiny_folder: Path) -> None:
@@ -150,7 +150,7 @@ async def test_an_engine_thread_that_dies_ends_its_answers_and_the_target(tiny_f
         with pytest.raises(RuntimeError, match="the device is gone"):
             await rig.answer(Request("r", (1, 2, 3), Sampling(), 500), lambda pieces: rig.worker.post(dies))
         with pytest.raises(PartLost, match="target-worker has ended: RuntimeError: the device is gone"):
-            await until(asyncio.Event(), vitals)
+            await wait_until_stopped(asyncio.Event(), vitals)
         assert not await asyncio.to_thread(answers, f"127.0.0.1:{page.port}", "/ready")
         assert await asyncio.to_thread(answers, f"127.0.0.1:{page.port}", "/live")
         with pytest.raises(Unavailable):

@@ -148,7 +148,7 @@ class FakeEngine:
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any:
         self.said.append((method, args))
         await self._goes_on()
-        told = self.expected, list(self.drafts), self.counts.tell()
+        told = self.expected, list(self.drafts), self.counts.engine_samples()
         return [None, told] if method == DRAFTS else [None, None]
 
     @property
@@ -631,7 +631,7 @@ async def test_what_workers_count_of_drafts_is_on_the_targets_page() -> None:
     engine.counts.invalid_growth()
     engine.counts.wire_bytes("in", 7)
     engine.counts.step(3, 0.1, 0.2, 0.3)
-    engine.counts.judged("eagle3", 4, 2)
+    engine.counts.verified("eagle3", 4, 2)
     engine.counts.rounds([(4, 2, "used")])  # which the target counts itself, of its answers
     async with served(engine, metrics=metrics) as service:
         await service.ask()

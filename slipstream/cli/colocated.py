@@ -22,7 +22,7 @@ from slipstream.base.config import Config
 from slipstream.cli.process import require_own
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import until
+from slipstream.observe.vitals import wait_until_stopped
 from slipstream.protocol.pairing import check_pair
 from slipstream.wire.local import LocalLink
 from slipstream.wire.server import bind_guard
@@ -56,7 +56,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
     _tell(link, config)
     ready()
     try:
-        await until(stop, target.vitals, draft.vitals, router.vitals)
+        await wait_until_stopped(stop, target.vitals, draft.vitals, router.vitals)
     finally:
         up.clear()
         await router.drain(config.router.drain_s if stop.is_set() else 0.0)

@@ -311,7 +311,7 @@ class Following:
                 _report_error(failed, followed.session, error)
                 continue
             records.append(record)
-            if self._trace.keeps:
+            if self._trace.enabled:
                 self._trace_round(followed, base, began_s, record, step)
         self._records += records
         return records
@@ -383,8 +383,8 @@ class Following:
             if followed is None or followed.link is not link:
                 self._metrics.stale_growth()
                 continue
-            if self._trace.keeps and isinstance(item, Growth):
-                self._trace.came("device", "growth", growth_key(item), received_s)
+            if self._trace.enabled and isinstance(item, Growth):
+                self._trace.received("device", "growth", growth_key(item), received_s)
             try:
                 followed.receive(item, received_s)
             except RemoteProtocolError as error:
@@ -416,7 +416,7 @@ class Following:
         self._trace.span(lane, "round", step.began_s, step.ended_s, drafted=record.drafted, accepted=record.accepted,
                          why=record.why)
         if followed.link is not None:
-            self._trace.left("device", "commit", commit_key(followed.session, base), step.ended_s)
+            self._trace.sent("device", "commit", commit_key(followed.session, base), step.ended_s)
 
 
 def _report_error(failed: OnError | None, session: int, error: Exception) -> None:

@@ -209,7 +209,7 @@ class DraftPool:
 
     def _deactivated(self, link: Link) -> None:
         """It gets no sessions any more."""
-        self._metrics.draft_gone(link.address)
+        self._metrics.draft_forgotten(link.address)
         self._update_gauge()
 
     def _update_gauge(self) -> None:
@@ -279,7 +279,7 @@ class DraftPool:
             sums[3] += accepted
         for link, (rounds, agreed, drafted, accepted) in sums_by_link.items():
             if (member := self._usable_member(link)) is not None:
-                self._metrics.judged(member.hello.drafter, drafted, accepted)
+                self._metrics.verified(member.hello.drafter, drafted, accepted)
                 self._update_agreement(link, member, rounds, agreed)
 
     def _update_agreement(self, link: Link, member: Member, rounds: int, agreed: int) -> None:

@@ -66,10 +66,10 @@ def configure(section: LogSection, stream: TextIO | None = None) -> None:
     _adopt_libraries(lenient, level, shared, renderer)
 
 
-def logger(name: str, **known: str) -> Any:
-    """A logger of one part: ``logger("router").info("draining", running=3)``. ``known``: fields of each of its
+def logger(name: str, **fields: str) -> Any:
+    """A logger of one part: ``logger("router").info("draining", running=3)``. ``fields`` are in each of its
     lines."""
-    return structlog.get_logger(part=name, **known)
+    return structlog.get_logger(part=name, **fields)
 
 
 def refuse_private(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -3,7 +3,7 @@
 Rules:
 1. Counters and histograms only; ratios are computed in PromQL. Gauges show a present state.
 2. Every series has the labels ``service`` and ``model``. No label has values that users choose (request id, prompt,
-   key), so their number is bounded. Tenants are named by the operator; ``MOST_TENANTS`` have their own series.
+   key), so their number is bounded. Tenants are named by the operator; ``MAX_TENANTS`` have their own series.
 3. Methods take plain values and never fail for a value that the service may meet.
 4. Each object has its own registry: several services live in one process without sharing series.
 5. Counters begin at 0, not with their first event, because PromQL's ``increase`` misses an event that creates its
@@ -35,7 +35,7 @@ from slipstream import __version__
 from slipstream.base.errors import STATUS
 
 M = TypeVar("M", Counter, Gauge, Histogram)
-Told = TypeVar("Told")
+Queued = TypeVar("Queued")
 Counts = list[tuple[str, list[tuple[str, dict[str, str], float]]]]  # families: their samples' names, labels, values
 
 
@@ -44,25 +44,25 @@ class Series(Generic[M]):
     """A metric whose first labels are fixed; ``of`` takes the values of the other labels."""
 
     metric: M
-    fixed: tuple[str, str]
-    known: dict[tuple[str, ...], M] = field(default_factory=dict)  # prometheus_client's own look-up takes a lock
+    fixed_labels: tuple[str, str]
+    children: dict[tuple[str, ...], M] = field(default_factory=dict)  # prometheus_client's own look-up takes a lock
 
     def of(self, *values: str) -> M:
-        found = self.known.get(values)
-        if found is None:
-            found = self.known[values] = self.metric.labels(*self.fixed, *values)
-        return found
+        child = self.children.get(values)
+        if child is None:
+            child = self.children[values] = self.metric.labels(*self.fixed_labels, *values)
+        return child
 
-    def begin(self, *values: tuple[str, ...]) -> Series[M]:
+    def declare(self, *values: tuple[str, ...]) -> Series[M]:
         """Show a series, at 0, for each of ``values`` of the labels besides the fixed ones."""
-        for known in values:
-            self.of(*known)
+        for labels in values:
+            self.of(*labels)
         return self
 
     def drop(self, *values: str) -> None:
-        self.known.pop(values, None)
+        self.children.pop(values, None)
         with suppress(KeyError):  # an old prometheus_client raises it for a series that does not exist
-            self.metric.remove(*self.fixed, *values)
+            self.metric.remove(*self.fixed_labels, *values)
 
 
 class Tally(Collector):
@@ -81,25 +81,25 @@ class Tally(Collector):
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            times = self._times.copy()
-        buckets = [(str(float(most)), float(sum(many for number, many in times.items() if number <= most)))
-                   for most in self._buckets]
-        buckets.append(("+Inf", float(times.total())))
+            counts = self._times.copy()
+        buckets = [(str(float(bound)), float(sum(count for number, count in counts.items() if number <= bound)))
+                   for bound in self._buckets]
+        buckets.append(("+Inf", float(counts.total())))
         family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), buckets, float(sum(map(mul, times, times.values()))))
+        family.add_metric(list(self._labels.values()), buckets, float(sum(map(mul, counts, counts.values()))))
         yield family
 
 
-class Families(CollectorRegistry):
-    """Metrics, some of which are counted by another process."""
+class MergingRegistry(CollectorRegistry):
+    """Metrics; for the families in ``external``, samples of another process are shown."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: Mapping[str, list[Sample]] = {}  # family name -> samples of the other process
+        self.external: Mapping[str, list[Sample]] = {}  # family name -> samples of the other process
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
-            family.samples = self.told.get(family.name, family.samples)
+            family.samples = self.external.get(family.name, family.samples)
             yield family
 
 
@@ -107,7 +107,7 @@ class Registry:
     """The metrics of one service and model."""
 
     def __init__(self, service: str, model: str) -> None:
-        self._collectors = Families()
+        self._collectors = MergingRegistry()
         self._fixed = (service, model)
         self.settle: Callable[[], None] = lambda: None  # called before metrics are read: it counts what is pending
         ProcessCollector(registry=self._collectors)
@@ -116,7 +116,7 @@ class Registry:
 
     def counter(self, name: str, text: str, *labels: str) -> Series[Counter]:
         metric = Counter(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors)
-        return self._begun(Series(metric, self._fixed), labels)
+        return self._with_zero(Series(metric, self._fixed), labels)
 
     def add(self, collector: Collector) -> None:
         """Also show the metrics of ``collector``."""
@@ -128,24 +128,25 @@ class Registry:
     def histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Series[Histogram]:
         metric = Histogram(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors,
                            buckets=tuple(buckets))
-        return self._begun(Series(metric, self._fixed), labels)
+        return self._with_zero(Series(metric, self._fixed), labels)
 
     def tally(self, name: str, text: str, buckets: Iterable[int]) -> Tally:
         metric = Tally(f"slipstream_{name}", text, buckets, dict(zip(self._labels(()), self._fixed, strict=True)))
         self._collectors.register(metric)
         return metric
 
-    def tell(self, families: Collection[str]) -> Counts:
-        """The samples of ``families``, for ``hear`` in another process of the same service."""
+    def samples(self, families: Collection[str]) -> Counts:
+        """The samples of ``families``, for ``show_external`` in another process of the same service."""
         self.settle()
         return [(family.name, [(sample.name, sample.labels, sample.value) for sample in family.samples])
                 for family in self._collectors.collect() if family.name in families]
 
-    def hear(self, told: Counts) -> None:
-        """Show the samples that another process counted, in place of our own."""
+    def show_external(self, external: Counts) -> None:
+        """Show samples of another process in place of our own."""
         fixed = dict(zip(self._labels(()), self._fixed, strict=True))
-        self._collectors.told = {family: [Sample(name, {**labels, **fixed}, value) for name, labels, value in samples]
-                                 for family, samples in told}
+        self._collectors.external = {
+            family: [Sample(name, {**labels, **fixed}, value) for name, labels, value in samples]
+            for family, samples in external}
 
     def certificate_ends(self, at_s: float) -> None:
         self._certificate.of().set(at_s)
@@ -156,7 +157,7 @@ class Registry:
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self._collectors)
 
-    def _begun(self, series: Series[M], labels: tuple[str, ...]) -> Series[M]:
+    def _with_zero(self, series: Series[M], labels: tuple[str, ...]) -> Series[M]:
         if not labels:
             series.of()
         return series
@@ -167,10 +168,10 @@ class Registry:
 
 MODES = ("speculate", "shadow", "plain")
 # Values that labels begin with; what else comes is counted all the same.
-CHANGES = (("speculate", "shadow", "acceptance_low"), ("speculate", "shadow", "draft_timeout"),
-           ("speculate", "plain", "draft_unavailable"), ("speculate", "plain", "overload"),
-           ("shadow", "plain", "probe_failed"), ("shadow", "speculate", "probe_ok"),
-           ("plain", "speculate", "probe_ok"), ("plain", "speculate", "drafter_ready"))
+KNOWN_TRANSITIONS = (("speculate", "shadow", "acceptance_low"), ("speculate", "shadow", "draft_timeout"),
+                     ("speculate", "plain", "draft_unavailable"), ("speculate", "plain", "overload"),
+                     ("shadow", "plain", "probe_failed"), ("shadow", "speculate", "probe_ok"),
+                     ("plain", "speculate", "probe_ok"), ("plain", "speculate", "drafter_ready"))
 
 
 class ModeMetrics:
@@ -180,11 +181,11 @@ class ModeMetrics:
         self._scope = scope
         self._mode = registry.gauge("mode", "1 for the mode of new work, 0 for the other modes.", "scope", "mode")
         self._transitions = registry.counter("mode_transitions_total", "Changes of mode.", "scope", "from", "to",
-                                             "reason").begin(*((scope, *change) for change in CHANGES))
+                                             "reason").declare(*((scope, *change) for change in KNOWN_TRANSITIONS))
 
-    def now(self, mode: str) -> None:
-        for known in MODES:
-            self._mode.of(self._scope, known).set(1 if known == mode else 0)
+    def set_mode(self, mode: str) -> None:
+        for name in MODES:
+            self._mode.of(self._scope, name).set(1 if name == mode else 0)
 
     def changed(self, before: str, after: str, reason: str) -> None:
         self._transitions.of(self._scope, before, after, reason).inc()
@@ -205,12 +206,12 @@ LENGTHS = tuple(range(17))
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 # Values that labels begin with; what else comes is counted all the same.
 FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "authentication_error", "cancelled")
-LEAVING = ("acceptance_low", "draft_unavailable", "draft_timeout", "overload")
+FALLBACK_REASONS = ("acceptance_low", "draft_unavailable", "draft_timeout", "overload")
 ENDINGS = ("stop", "length", "cancelled", "refused", "handed_back", "failed")
 OUTCOMES = ("used", "prompt_lookup", "plain", "draft_missing", "discarded_late")
 POSITIONS = tuple(str(depth) for depth in range(1, 5))
 REFUSALS = ("queue", "late", "tokens", "target")
-MOST_TENANTS = 200  # tenants with series of their own
+MAX_TENANTS = 200  # tenants with series of their own
 OTHERS = "others"  # the label of all further tenants
 
 
@@ -257,10 +258,10 @@ class RouterMetrics:
         self._requests = registry.counter("requests_total", "Requests that ended, by HTTP status.", "endpoint", "code",
                                           "mode")
         self._refused = registry.counter("requests_refused_total", "Requests refused with 429.", "tenant",
-                                         "reason").begin(*((OTHERS, reason) for reason in REFUSALS))
+                                         "reason").declare(*((OTHERS, reason) for reason in REFUSALS))
         self._tenants = set[str]()
         self._errors = registry.counter("request_errors_total", "Requests that failed, by error type.",
-                                        "type").begin(*zip(FAILURES))
+                                        "type").declare(*zip(FAILURES))
         self._in_flight = registry.gauge("requests_in_flight", "Answers that were admitted and have not ended.")
         self._queue = registry.gauge("queue_depth", "Answers that wait for admission.")
         self._duration = registry.histogram("request_duration_seconds", "From the arrival to the end of requests that "
@@ -275,8 +276,9 @@ class RouterMetrics:
         self._generated = registry.counter("generation_tokens_total", "Tokens of answers.", "mode")
         self._acceptance = registry.histogram("request_acceptance_ratio", "Share of an answer's verified draft tokens "
                                               "that were accepted.", RATIOS)
-        self._fallbacks = registry.counter("fallback_requests_total", "Answers that began without drafts, because "
-                                           "the router had stopped speculation.", "reason").begin(*zip(LEAVING))
+        self._fallbacks = registry.counter("fallback_requests_total", "Answers that began without drafts, because the "
+                                           "router had stopped speculation.",
+                                           "reason").declare(*zip(FALLBACK_REASONS))
         self._retries = registry.counter("retries_total", "Requests moved away from this target.", "peer")
         self.retry_refused = registry.counter("retry_budget_exhausted_total",
                                               "Retries refused: the retry budget was used up.").of().inc
@@ -288,7 +290,7 @@ class RouterMetrics:
         self._connections = registry.gauge("http_connections", "HTTP connections: at_work (a whole request is being "
                                            "answered) or idle.", "state")
         self._crowded = registry.counter("http_connections_refused_total", "Connections closed, or requests refused, "
-                                         "for lack of room.", "reason").begin(("full",), ("address",), ("requests",))
+                                         "for lack of room.", "reason").declare(("full",), ("address",), ("requests",))
         self.load(0, 0)
 
     def request(self, endpoint: str, code: int, mode: str) -> None:
@@ -304,7 +306,7 @@ class RouterMetrics:
     def refused(self, tenant: str, reason: str) -> None:
         """Count a refused request. ``tenant``: a name that the operator chose, never a key. ``reason``: queue (it would
         wait too long), late (it waited too long), tokens (its quota of a minute) or target (targets have no room)."""
-        if tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
+        if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
             tenant = OTHERS
         self._tenants.add(tenant)
         self._refused.of(tenant, reason).inc()
@@ -361,56 +363,56 @@ class RouterMetrics:
 
 
 # Families that vLLM's workers count in their own process, and that the target's process shows.
-BESIDE_ENGINE = frozenset(f"slipstream_{name}" for name in (
+ENGINE_FAMILIES = frozenset(f"slipstream_{name}" for name in (
     "step_seconds", "step_rows", "mode_transitions", "wire_bytes", "drafter_lost", "invalid_growths", "stale_growths",
     "pairing_suspect", "drafter_tokens", "drafter_moves"))
-DRAFTERS = 32  # drafter names with series of their own: drafters choose them
-TOGETHER = 64  # steps and rounds that are counted at once
+MAX_DRAFTERS = 32  # drafter names with series of their own: drafters choose them
+SETTLE_EVERY = 64  # pending steps and rounds that are then counted at once
 
 
-def taken(told: deque[Told]) -> Iterator[Told]:
+def drained(queue: deque[Queued]) -> Iterator[Queued]:
     """Take items until none is left; other threads may add or take items meanwhile."""
     with suppress(IndexError):
         while True:
-            yield told.popleft()
+            yield queue.popleft()
 
 
 class TargetMetrics:
     """Steps and rounds. ``accepted_tokens_total + bonus_tokens_total`` is the number of emitted tokens.
 
-    Values of steps are counted when TOGETHER are pending or metrics are read: right after a step the processor's caches
-    hold weights, and a counter takes ten times longer than in a loop. Equal rounds are counted together."""
+    Steps and rounds are counted when SETTLE_EVERY are pending or metrics are read: right after a step the processor's
+    caches hold weights, and a counter takes ten times longer than in a loop. Equal rounds are counted together."""
 
     def __init__(self, model: str) -> None:
         self.registry = registry = Registry("target", model)
-        self._stepped = deque[tuple[int, float, float, float]]()
-        self._ended = deque[Sequence[tuple[int, int, str]]]()
-        self._judged, self._drafters = deque[tuple[str, int, int]](), set[str]()
-        self._waiting = 0  # steps and rounds that are not counted yet
-        self._held: tuple[int, int, int] | None = None  # slots
-        self._there: tuple[int, int] | None = None  # sessions
+        self._pending_steps = deque[tuple[int, float, float, float]]()
+        self._pending_rounds = deque[Sequence[tuple[int, int, str]]]()
+        self._pending_verdicts, self._drafters = deque[tuple[str, int, int]](), set[str]()
+        self._num_pending = 0  # steps and rounds that are not counted yet
+        self._slot_counts: tuple[int, int, int] | None = None  # total, free, cached
+        self._session_counts: tuple[int, int] | None = None  # running, waiting
         registry.settle = self._settle
         self.mode = ModeMetrics(registry, "session")
-        self._answers = registry.counter("answers_total", "Answers ended.", "outcome").begin(*zip(ENDINGS))
+        self._answers = registry.counter("answers_total", "Answers ended.", "outcome").declare(*zip(ENDINGS))
         self._prompt = registry.counter("answer_prompt_tokens_total", "Prompt tokens of admitted answers.")
         self._cached = registry.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
         self._step = registry.histogram("step_seconds", "Time of a step, by phase.", STEP_SECONDS, "phase")
         self._rows = registry.histogram("step_rows", "Rows of a step: prompt tokens, roots, draft tokens.", ROWS)
         self._rounds = registry.counter("rounds_total", "Rounds, by where their draft tokens came from or why "
-                                        "they had none.", "outcome").begin(*zip(OUTCOMES))
+                                        "they had none.", "outcome").declare(*zip(OUTCOMES))
         self._drafts = registry.counter("drafts_total", "Rounds that verified at least one draft token.")
         self._draft_tokens = registry.counter("draft_tokens_total", "Draft tokens verified.")
         self._accepted = registry.counter("accepted_tokens_total", "Draft tokens that became part of an answer.")
         self._bonus = registry.counter("bonus_tokens_total", "Tokens that the target added itself, one a round.")
         self._position = registry.counter("accepted_tokens_per_position_total", "Accepted draft tokens, by "
-                                          "depth in the tree.", "position").begin(*zip(POSITIONS))
+                                          "depth in the tree.", "position").declare(*zip(POSITIONS))
         self._nodes = registry.tally("tree_nodes", "Draft tokens in one verification.", NODES)
         self._length = registry.tally("accepted_length", "Accepted draft tokens of one verification.", LENGTHS)
         self._slots = registry.gauge("kv_slots", "KV slots by state.", "state")
         self._sessions = registry.gauge("sessions", "Sessions by state.", "state")
         self.preempted = registry.counter("preemptions_total", "Sessions that lost their KV slots to others.").of().inc
         self._wire = registry.counter("wire_bytes_total", "Bytes between targets and drafts.", "direction")
-        self._lost = registry.counter("drafter_lost_total", "Streams to drafts that ended.", "reason").begin(
+        self._lost = registry.counter("drafter_lost_total", "Streams to drafts that ended.", "reason").declare(
             ("stopped",), ("closed",), ("unavailable",), ("overflow",))
         self.invalid_growth = registry.counter("invalid_growths_total", "Invalid growths, which were refused.").of().inc
         self.stale_growth = registry.counter("stale_growths_total", "Growths that came too late to be used.").of().inc
@@ -427,9 +429,9 @@ class TargetMetrics:
         self.shedding(0)
         self.drafts_connected(0)  # so that alerts see a draft that never connects
 
-    def tell(self) -> Counts:
-        """The samples of ``BESIDE_ENGINE``; see ``Registry.tell``."""
-        return self.registry.tell(BESIDE_ENGINE)
+    def engine_samples(self) -> Counts:
+        """The samples of ``ENGINE_FAMILIES``; see ``Registry.samples``."""
+        return self.registry.samples(ENGINE_FAMILIES)
 
     def request(self, outcome: str) -> None:
         """``outcome``: one of ENDINGS."""
@@ -440,63 +442,63 @@ class TargetMetrics:
         self._cached.of().inc(cached)
 
     def step(self, rows: int, draft_wait_s: float, verify_s: float, host_s: float) -> None:
-        self._stepped.append((rows, draft_wait_s, verify_s, host_s))
-        self._wait()
+        self._pending_steps.append((rows, draft_wait_s, verify_s, host_s))
+        self._count_pending()
 
     def rounds(self, rounds: Sequence[tuple[int, int, str]]) -> None:
         """Count the commits of one step: for each session its draft tokens, the accepted ones, and one of OUTCOMES."""
-        self._ended.append(rounds)
-        self._wait()
+        self._pending_rounds.append(rounds)
+        self._count_pending()
 
     def slots(self, total: int, free: int, cached: int) -> None:
         """Set the numbers of KV slots. ``cached``: slots of the prefix cache, which are given up when others are
         needed."""
-        self._held = total, free, cached
+        self._slot_counts = total, free, cached
 
     def sessions(self, running: int, waiting: int) -> None:
-        self._there = running, waiting
+        self._session_counts = running, waiting
 
-    def _wait(self) -> None:
-        self._waiting += 1
-        if self._waiting >= TOGETHER:
-            self._waiting = 0
+    def _count_pending(self) -> None:
+        self._num_pending += 1
+        if self._num_pending >= SETTLE_EVERY:
+            self._num_pending = 0
             self._settle()
 
     def _settle(self) -> None:
-        for rows, draft_wait_s, verify_s, host_s in taken(self._stepped):
+        for rows, draft_wait_s, verify_s, host_s in drained(self._pending_steps):
             self._rows.of().observe(rows)
             self._step.of("draft_wait").observe(draft_wait_s)
             self._step.of("verify").observe(verify_s)
             self._step.of("host").observe(host_s)
         tokens = Counted[tuple[str, str]]()
-        for drafter, drafted, accepted in taken(self._judged):
+        for drafter, drafted, accepted in drained(self._pending_verdicts):
             tokens[drafter, "drafted"] += drafted
             tokens[drafter, "accepted"] += accepted
         for labels, count in tokens.items():
             self._by_drafter.of(*labels).inc(count)
-        self._count(Counted(one for step in taken(self._ended) for one in step))
-        if self._held is not None:
-            total, free, cached = self._held
+        self._count(Counted(round_ for step in drained(self._pending_rounds) for round_ in step))
+        if self._slot_counts is not None:
+            total, free, cached = self._slot_counts
             self._slots.of("used").set(total - free - cached)
             self._slots.of("cached").set(cached)
             self._slots.of("free").set(free)
-        if self._there is not None:
-            self._sessions.of("running").set(self._there[0])
-            self._sessions.of("waiting").set(self._there[1])
+        if self._session_counts is not None:
+            self._sessions.of("running").set(self._session_counts[0])
+            self._sessions.of("waiting").set(self._session_counts[1])
 
     def _count(self, rounds: Mapping[tuple[int, int, str], int]) -> None:
-        for (drafted, accepted, outcome), times in rounds.items():
-            self._rounds.of(outcome).inc(times)
-            self._bonus.of().inc(times)
+        for (drafted, accepted, outcome), count in rounds.items():
+            self._rounds.of(outcome).inc(count)
+            self._bonus.of().inc(count)
             if not drafted:
                 continue
-            self._drafts.of().inc(times)
-            self._draft_tokens.of().inc(times * drafted)
-            self._accepted.of().inc(times * accepted)
-            self._nodes.add(drafted, times)
-            self._length.add(accepted, times)
+            self._drafts.of().inc(count)
+            self._draft_tokens.of().inc(count * drafted)
+            self._accepted.of().inc(count * accepted)
+            self._nodes.add(drafted, count)
+            self._length.add(accepted, count)
             for position in range(1, accepted + 1):
-                self._position.of(str(position)).inc(times)
+                self._position.of(str(position)).inc(count)
 
     def wire_bytes(self, direction: str, count: int) -> None:
         self._wire.of(direction).inc(count)
@@ -504,16 +506,16 @@ class TargetMetrics:
     def drafter_lost(self, reason: str) -> None:
         self._lost.of(reason).inc()
 
-    def draft_gone(self, peer: str) -> None:
+    def draft_forgotten(self, peer: str) -> None:
         self._suspect.drop(peer)
 
-    def judged(self, drafter: str, drafted: int, accepted: int) -> None:
+    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
         if drafter not in self._drafters:
-            if len(self._drafters) < DRAFTERS:
+            if len(self._drafters) < MAX_DRAFTERS:
                 self._drafters.add(drafter)
             else:
                 drafter = "others"
-        self._judged.append((drafter, drafted, accepted))
+        self._pending_verdicts.append((drafter, drafted, accepted))
 
     def pairing_suspect(self, peer: str, suspect: bool) -> None:
         self._suspect.of(peer).set(suspect)

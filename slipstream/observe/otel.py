@@ -24,10 +24,10 @@ from opentelemetry.util.types import AttributeValue
 from slipstream.observe.log import logger
 
 HEADER = "traceparent"  # as in ``spans``, and by W3C
-LIBRARY = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # the logger that reports refused batches
+OTLP_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # the logger that reports refused batches
 SEND_MS = 1000
-LAST_S = 2.0
-FOLLOWED = DEFAULT_ON  # record every request without a parent; the collector decides which of them to keep
+LAST_SPANS_S = 2.0
+SAMPLER = DEFAULT_ON  # record every request without a parent; the collector decides which of them to keep
 
 
 class Recorded:
@@ -79,46 +79,47 @@ class Exporter(OTLPSpanExporter):
 
     def __init__(self, collector: str) -> None:
         super().__init__(endpoint=collector)
-        self._told = False
+        self._was_refused = False
         self._log = logger("spans", collector=collector)
-        theirs = logging.getLogger(LIBRARY)
+        otlp_logger = logging.getLogger(OTLP_LOGGER)
         # One filter for the whole process: a second one would never see the lines that the first one stops.
-        self._refusals = next((one for one in theirs.filters if isinstance(one, Refusals)), None) or Refusals()
-        theirs.addFilter(self._refusals)
+        known = (filter_ for filter_ in otlp_logger.filters if isinstance(filter_, Refusals))
+        self._refusals = next(known, None) or Refusals()
+        otlp_logger.addFilter(self._refusals)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = super().export(spans)
         refused = result is not SpanExportResult.SUCCESS
-        if refused and not self._told:
+        if refused and not self._was_refused:
             self._log.warning("spans are not taken; requests go on without", problem=self._refusals.latest)
-        elif self._told and not refused:
+        elif self._was_refused and not refused:
             self._log.info("spans are taken again")
-        self._told = refused
+        self._was_refused = refused
         return result
 
 
-def exported(collector: str, service: str) -> Recorder:
+def recorder_to(collector: str, service: str) -> Recorder:
     """A recorder that sends spans to ``collector`` (http://host:port, or https) in batches, from its own thread. A span
-    is recorded if its parent is. When the process ends, the last spans have ``LAST_S`` seconds to be sent."""
+    is recorded if its parent is. When the process ends, the last spans have ``LAST_SPANS_S`` seconds to be sent."""
     resource = Resource.create({"service.name": f"slipstream-{service}"})
-    provider = TracerProvider(FOLLOWED, resource, shutdown_on_exit=False)
+    provider = TracerProvider(SAMPLER, resource, shutdown_on_exit=False)
     exporter = Exporter(collector)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=SEND_MS))
-    over = threading.Event()
+    process_ends = threading.Event()
 
-    def last() -> None:
-        over.wait()
+    def flush() -> None:
+        process_ends.wait()
         provider.shutdown()  # waits until spans are sent, up to half a minute
 
     # Started now, because no thread can be started while the process ends.
-    sends = threading.Thread(target=last, name="spans", daemon=True)
-    sends.start()
+    thread = threading.Thread(target=flush, name="spans", daemon=True)
+    thread.start()
 
-    def ends() -> None:
-        over.set()
-        sends.join(LAST_S)
-        if sends.is_alive():
+    def on_exit() -> None:
+        process_ends.set()
+        thread.join(LAST_SPANS_S)
+        if thread.is_alive():
             exporter.shutdown()
 
-    atexit.register(ends)
+    atexit.register(on_exit)
     return Recorder(provider)

@@ -4,8 +4,8 @@ Rules:
 1. It runs in a thread of its own: neither a full event loop nor a long step delays a probe.
 2. It serves only these three pages, only to GET, one request for each connection. A slow client is disconnected after
    ten seconds.
-3. Beyond ``MOST`` connections, or ``MOST_EACH`` of one address, the oldest is closed, so a new client is always
-   answered.
+3. Beyond ``MAX_CONNECTIONS``, or ``MAX_PER_ADDRESS`` of one address, the oldest connection is closed, so a new client
+   is always answered.
 
 It knows nothing about what is measured or what ready means.
 """
@@ -26,8 +26,8 @@ from slipstream.base.guests import Guests
 from slipstream.observe.metrics import Registry
 from slipstream.observe.vitals import Vitals
 
-MOST, MOST_EACH = 64, 32
-PATIENCE_S = 10.0
+MAX_CONNECTIONS, MAX_PER_ADDRESS = 64, 32
+REQUEST_S = 10.0
 MAX_HEAD_BYTES = 16 << 10
 
 
@@ -43,22 +43,23 @@ class MetricsServer:
         host, port = host_port(listen)
         self._registry = registry
         self._ready = lambda: ready() and vitals.ready
-        self._guests: Guests[asyncio.StreamWriter] = Guests(MOST, MOST_EACH, lambda writer, _: writer.transport.abort())
+        self._guests: Guests[asyncio.StreamWriter] = Guests(MAX_CONNECTIONS, MAX_PER_ADDRESS,
+                                                            lambda writer, _: writer.transport.abort())
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, backlog=2 * MOST,
+            self._socket = socket.create_server((host, port), family=family, backlog=2 * MAX_CONNECTIONS,
                                                 dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6())
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"metrics_listen {listen}: {error}; choose another port") from error
         self.port: int = self._socket.getsockname()[1]
         self._thread = vitals.thread("metrics", self._run)
-        self._up = threading.Event()
+        self._listening_or_failed = threading.Event()
         self._stop: Callable[[], object] = lambda: None
 
     def start(self) -> None:
         """Start the thread. Returns when it answers requests, or has failed, which ``vitals`` then report."""
         self._thread.start()
-        self._up.wait()
+        self._listening_or_failed.wait()
 
     def close(self) -> None:
         """Stop the server; calling it twice is allowed."""
@@ -71,22 +72,22 @@ class MetricsServer:
         try:
             asyncio.run(self._serve())
         finally:
-            self._up.set()
+            self._listening_or_failed.set()
 
     async def _serve(self) -> None:
         stop = asyncio.Event()
         self._stop = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
-        server = await asyncio.start_server(self._answer, sock=self._socket, limit=MAX_HEAD_BYTES)
-        self._up.set()
+        server = await asyncio.start_server(self._serve_connection, sock=self._socket, limit=MAX_HEAD_BYTES)
+        self._listening_or_failed.set()
         await stop.wait()
         server.close()  # open connections end with the event loop
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._guests.enter(writer, writer.get_extra_info("peername")[0])
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(REQUEST_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(whole(head.decode("latin-1"), self._registry, self._ready))
+                writer.write(http_response(head.decode("latin-1"), self._registry, self._ready))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
@@ -96,21 +97,21 @@ class MetricsServer:
             self._guests.leave(writer)
 
 
-def whole(head: str, registry: Registry, ready: Callable[[], bool]) -> bytes:
-    """The answer to a request that begins with ``head``."""
+def http_response(head: str, registry: Registry, ready: Callable[[], bool]) -> bytes:
+    """The response to a request with this ``head``."""
     line, *headers = head.split("\r\n")
     method, _, path = line.partition(" ")
     accept = next((value.strip() for name, _, value in (header.partition(":") for header in headers)
                    if name.lower() == "accept"), "")
     if method == "GET":
-        status, content_type, body = answer(path.split(" ")[0].split("?")[0], accept, registry, ready)
+        status, content_type, body = page(path.split(" ")[0].split("?")[0], accept, registry, ready)
     else:
         status, content_type, body = 405, "text/plain", b"only GET is answered here\n"
     return (f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n").encode() + body
 
 
-def answer(path: str, accept: str, registry: Registry, ready: Callable[[], bool]) -> tuple[int, str, bytes]:
+def page(path: str, accept: str, registry: Registry, ready: Callable[[], bool]) -> tuple[int, str, bytes]:
     """(HTTP status, content type, body) of one page."""
     if path == "/metrics":
         return 200, *registry.page(accept)

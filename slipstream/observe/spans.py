@@ -52,8 +52,8 @@ def spans_of(section: LogSection, service: str) -> Spans | None:
     if not section.spans:
         return None
     try:
-        from slipstream.observe.otel import exported
+        from slipstream.observe.otel import recorder_to
     except ImportError as error:
         raise ConfigError(f"log.spans: needs OpenTelemetry ({error.name} is not installed): "
                           "pip install 'slipstream[otel]'") from error
-    return exported(section.spans, service)
+    return recorder_to(section.spans, service)

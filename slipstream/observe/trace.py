@@ -3,11 +3,11 @@
 Rules:
 1. Times come from a monotonic clock and are written as wall-clock time, so that events of several processes can be
    compared; between machines only as well as their clocks agree.
-2. Without a path it keeps nothing. With one it keeps the newest ``KEPT`` events and writes them at the end; events that
-   other services have written into the file since this one began are kept.
+2. Without a path it records nothing. With one it keeps the newest ``MAX_EVENTS`` events and writes them at the end;
+   events that other services have written into the file since this one began are kept.
 3. It holds numbers and names from our code: no token, no text, no request id.
 
-An arrow leads from ``left`` to ``came`` with the same key: a message on the wire.
+An arrow leads from ``sent`` to ``received`` with the same key: a message on the wire.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.observe.spans import Value
 from slipstream.protocol.messages import Growth
 
-KEPT = 200_000
+MAX_EVENTS = 200_000
 
 
 class Trace:
@@ -34,23 +34,23 @@ class Trace:
         """Raises ConfigError where the file could not be written at the end."""
         self._path = path
         if path:
-            self._put("")
-        self.keeps = bool(path)  # whether anything is kept
+            self._write_text("")
+        self.enabled = bool(path)
         self._name = name
         self._pid = crc32(f"{os.getpid()} {name}".encode())  # two traces of one process are shown as two processes
         self._offset_s = time.time() - time.monotonic()
         self._rows: dict[str, int] = {}
-        self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
 
     def span(self, row: str, name: str, began_s: float, ended_s: float, **values: Value) -> None:
         """Record that ``name`` lasted from ``began_s`` to ``ended_s``."""
         self._add(row, began_s, ph="X", name=name, dur=round(1e6 * max(0.0, ended_s - began_s), 1), args=values)
 
-    def left(self, row: str, name: str, key: str, at_s: float) -> None:
+    def sent(self, row: str, name: str, key: str, at_s: float) -> None:
         """Record that a message left for another process."""
         self._add(row, at_s, ph="s", cat="wire", name=name, id=key)
 
-    def came(self, row: str, name: str, key: str, at_s: float) -> None:
+    def received(self, row: str, name: str, key: str, at_s: float) -> None:
         """Record that a message arrived."""
         self._add(row, at_s, ph="f", bp="e", cat="wire", name=name, id=key)
 
@@ -62,20 +62,20 @@ class Trace:
         names: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": self._name}}]
         names += [{"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": row}}
                   for row, tid in self._rows.items()]
-        self._put(json.dumps({"traceEvents": [*self._of_others(), *names, *self._events]}))
+        self._write_text(json.dumps({"traceEvents": [*self._events_of_others(), *names, *self._events]}))
 
-    def _put(self, text: str) -> None:
+    def _write_text(self, text: str) -> None:
         try:
             Path(self._path).write_text(text)
         except OSError as error:
             raise ConfigError(f"log.trace: cannot write {self._path}: {error.strerror}") from error
 
-    def _of_others(self) -> list[Any]:
+    def _events_of_others(self) -> list[Any]:
         try:
-            found: list[Any] = json.loads(Path(self._path).read_text())["traceEvents"]
+            events: list[Any] = json.loads(Path(self._path).read_text())["traceEvents"]
         except (OSError, ValueError):
             return []
-        return found
+        return events
 
     def _add(self, row: str, at_s: float, **event: Any) -> None:
         if self._path:

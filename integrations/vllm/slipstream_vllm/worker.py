@@ -26,7 +26,7 @@ class Drafted:
         if not isinstance(drafter, RemoteDrafter) or not drafter.speaks:
             return None
         drafter.chains.poll()
-        return drafter.expected, [astuple(status) for status in drafter.statuses()], drafter.metrics.tell()
+        return drafter.expected, [astuple(status) for status in drafter.statuses()], drafter.metrics.engine_samples()
 
     def slipstream_allow(self, request: str, allowed: bool) -> None:
         """Allow or forbid drafts for ``request`` from now on."""
