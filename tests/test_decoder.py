@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import CapacityError, ModelError
-from slipstream.drafting.heads.lender import Lender
+from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder, rows_batch
 from slipstream.engine.decoder import Decoder, WeightPlacement
@@ -485,7 +485,7 @@ def test_a_tied_embedding_may_be_stored_as_the_head(tmp_path: Path, engine: Lite
     usual = logits()
     store_as_the_head(folder)
     assert torch.equal(logits(), usual)
-    lent, embedding = Lender.of(folder), load_file(folder / "model.safetensors")["lm_head.weight"]
+    lent, embedding = TargetCheckpoint.of(folder), load_file(folder / "model.safetensors")["lm_head.weight"]
     assert torch.equal(lent.embedding(48), embedding) and torch.equal(lent.lm_head(), embedding)
 
 
@@ -497,7 +497,7 @@ def test_an_embedding_that_is_not_tied_is_missed(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight is missing"):
         load_model(folder, ModelSection(dtype="float64"))
     with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight is missing"):
-        Lender.of(folder).embedding(48)
+        TargetCheckpoint.of(folder).embedding(48)
 
 
 def test_a_window_hides_what_is_older(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting import create
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
-from slipstream.drafting.heads.lender import Lender
+from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import VISION_TYPES, ModelConfig, load_tensors
 from slipstream.engine.runner import ModelRunner
@@ -152,7 +152,7 @@ def test_a_target_s_config_may_leave_its_vocabulary_and_its_tie_to_its_tensors(t
     names = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
     embedding, lm_head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
     save_file({names[0]: embedding, names[1]: lm_head}, folder / "model.safetensors")
-    lender = Lender.of(folder)
+    lender = TargetCheckpoint.of(folder)
     assert (lender.vocab_size, lender.hidden_size, lender.num_layers) == (VOCAB, 48, 34)
     assert torch.equal(lender.embedding(48), embedding) and torch.equal(lender.lm_head(), lm_head)
     save_file({names[0]: embedding}, folder / "model.safetensors")
@@ -160,7 +160,7 @@ def test_a_target_s_config_may_leave_its_vocabulary_and_its_tie_to_its_tensors(t
     (folder / "config.json").write_text(json.dumps({  # as a library writes both parts, by what each takes for granted
         "model_type": "mistral3", "tie_word_embeddings": True, "text_config": {
             "model_type": "mistral", "hidden_size": 48, "num_hidden_layers": 34, "tie_word_embeddings": False}}))
-    assert torch.equal(Lender.of(folder).lm_head(torch.tensor([3, 5])), embedding[[3, 5]])
+    assert torch.equal(TargetCheckpoint.of(folder).lm_head(torch.tensor([3, 5])), embedding[[3, 5]])
 
 
 @pytest.mark.parametrize(("rope", "theta"), [
@@ -172,7 +172,7 @@ def test_rotary_positions_that_no_head_has_are_compared_with_none(tmp_path: Path
                                                                   theta: float | None) -> None:
     (tmp_path / "config.json").write_text(json.dumps({
         "model_type": "gpt_oss", "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 24, **rope}))
-    found = Lender.of(tmp_path).rope
+    found = TargetCheckpoint.of(tmp_path).rope
     assert (found and found[0]) == theta
     head = eagle_config()
     assert read_head(write_eagle_folder(tmp_path / "head", head), tmp_path).taps == (2, 12, 21)
@@ -184,4 +184,4 @@ def test_a_fact_that_is_missing_or_wrong_is_named(tmp_path: Path, field: str, va
     facts = {"model_type": "gpt_oss", "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 24, field: value}
     (tmp_path / "config.json").write_text(json.dumps(facts))
     with pytest.raises(ModelError, match=f"config.json: {field}: expected"):
-        Lender.of(tmp_path)
+        TargetCheckpoint.of(tmp_path)

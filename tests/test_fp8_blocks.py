@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.drafting.heads.lender import Lender
 from slipstream.drafting.heads.mtp import MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import read_mtp
+from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
 from slipstream.drafting.loading import mtp_layers
 from slipstream.drafting.network import run_network
 from slipstream.engine.fp8_blocks import FIELD, SCALE_INV, block_of, widened
@@ -166,10 +166,11 @@ def test_the_engine_of_transformers_refuses_them_before_it_reads(pair: tuple[Pat
 
 
 @pytest.mark.parametrize(("name", "lend"), [("model.embed_tokens.weight", lambda lender: lender.embedding(48)),
-                                            ("lm_head.weight", Lender.lm_head)])
-def test_a_target_lends_no_numbers_of_8_bits(tmp_path: Path, name: str, lend: Callable[[Lender], object]) -> None:
+                                            ("lm_head.weight", TargetCheckpoint.lm_head)])
+def test_a_target_lends_no_numbers_of_8_bits(tmp_path: Path, name: str,
+                                             lend: Callable[[TargetCheckpoint], object]) -> None:
     folder = write_tiny_model(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"the target's embedding or head holds torch\.float8_e4m3fn"):
-        lend(Lender.of(folder))
+        lend(TargetCheckpoint.of(folder))

@@ -18,7 +18,7 @@ from slipstream.base.errors import ModelError
 from slipstream.cli.commands import app
 from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.lender import Lender
+from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
 from slipstream.drafting.loading import load
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.fp8_blocks import FIELD
@@ -144,8 +144,8 @@ def test_a_prepared_folder_gives_the_same_bits(tmp_path: Path, kind: str, tied: 
     assert torch.equal(logits(prepared), expected)
     assert torch.equal(logits(prepared, quantize="int8", kernels="native"), expected)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    lent = Lender.of(prepared).lm_head(torch.tensor([3, 5]))
-    assert error(lent, Lender.of(folder).lm_head(torch.tensor([3, 5]))) < 0.01
+    lent = TargetCheckpoint.of(prepared).lm_head(torch.tensor([3, 5]))
+    assert error(lent, TargetCheckpoint.of(folder).lm_head(torch.tensor([3, 5]))) < 0.01
     size = sum(tensor.nbytes for tensor in load_file(prepared / "model.safetensors").values())
     assert size < 0.6 * sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.drafting import create
-from slipstream.drafting.heads.lender import Lender
+from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.drafting.token_map import CONVERSION, load_token_map
 from slipstream.engine.batch import BatchBuilder
@@ -101,7 +101,7 @@ def test_a_mapped_model_has_the_columns_of_the_whole_one(tmp_path: Path, tied: b
     model = load_model(folder, ModelSection(dtype="float64"))
     ids = load_token_map(as_json(tmp_path), VOCAB)
     whole, mapped = StandaloneNetwork(ModelRunner(model, 8)), StandaloneNetwork(
-        ModelRunner(model, 8), vocabulary=ids, lm_head=Lender.of(folder).lm_head(ids))
+        ModelRunner(model, 8), vocabulary=ids, lm_head=TargetCheckpoint.of(folder).lm_head(ids))
     for wanted in ("all", "last"):
         builder = BatchBuilder()
         builder.add(list(b"a map"), range(5), range(5), np.zeros(0, np.int64), logits=wanted)

@@ -20,9 +20,9 @@ from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.lender import Lender
 from slipstream.drafting.heads.mtp import DecoderLayers, Layers, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import OWN_EMBEDDING, OWN_LM_HEAD, MtpHead, read_mtp
+from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
 from slipstream.drafting.network import Network, run_network, some_tokens
 from slipstream.drafting.neural import NeuralDrafter, TreeBackend
 from slipstream.drafting.standalone import AT_ONCE, Masks, StandaloneNetwork
@@ -89,7 +89,8 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
     if len(vocabulary) < section.growth.topk:
         raise ModelError(f"draft.token_map: {len(vocabulary)} of its tokens have a text, the others are padding of the "
                          f"draft's vocabulary; expected at least {section.growth.topk} (draft.growth.topk)")
-    return _drafter(section, StandaloneNetwork(runner, masks, vocabulary, Lender.of(folder).lm_head(vocabulary)))
+    lm_head = TargetCheckpoint.of(folder).lm_head(vocabulary)
+    return _drafter(section, StandaloneNetwork(runner, masks, vocabulary, lm_head))
 
 
 def _masks(folder: Path, config: ModelConfig, count: int, num_slots: int) -> Masks | None:
@@ -109,7 +110,7 @@ def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
     """A drafter over the EAGLE head of any version in ``section.model``, for the target in ``model.path``."""
     folder, target = resolve(section.model), resolve(model.path)
     head = (read_head(folder, target) if section.drafter == "eagle3" else
-            read_eagle2_head(folder, target, _token_map(section, Lender.of(target).vocab_size)))
+            read_eagle2_head(folder, target, _token_map(section, TargetCheckpoint.of(target).vocab_size)))
     device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
     ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
             else _kernels(model))
@@ -146,7 +147,7 @@ def _mtp(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
         layers = mtp_layers(head, section.dtype, section.device, ops)
         return MtpNetwork(head, layers, section.dtype, _num_slots(section, layers.config, num_slots), vocabulary)
 
-    if head.layout.own_kind:
+    if head.layout.on_transformers:
         if section.compile:
             logger("draft").warning("not compiled: these layers run on transformers; eager goes on",
                                     what=section.drafter)
@@ -159,7 +160,7 @@ def mtp_layers(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) ->
     ModelError."""
     kind, place, prefixes = dtype_of(dtype), device_of(device), [layer.prefix for layer in head.layers]
     layers: Layers
-    if head.layout.own_kind:
+    if head.layout.on_transformers:
         # Imported here because transformers takes seconds to import, and other heads do not need it.
         from slipstream.engine.hf import HFLayers
 

@@ -6,7 +6,7 @@ Rules:
    differences (target id - draft id), ``t2d`` as a mask. The embedding is the target's and is not written. DSpark
    heads: see ``block_head``.
 2. If the tapped layers are not the published default, the ids in config.json name layers by their output, so they are
-   one less than the taps (see ``slipstream.drafting.heads.checkpoint``, rule 3).
+   one less than the taps (see ``slipstream.drafting.heads.checkpoint``, rule 10).
 3. The files are written beside their place and renamed one by one, ``config.json`` last, so a new folder loads only
    when it is complete.
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafting.heads.checkpoint import ARCHITECTURE, LAYER, usual_taps
+from slipstream.drafting.heads.checkpoint import ARCHITECTURE, LAYER, default_taps
 from slipstream.engine.model import ModelConfig, RopeScaling
 from slipstream.models.folder import MADE_FOR
 from slipstream.train.block_head import block_config
@@ -85,7 +85,7 @@ def published_config(head: Head, dtype: torch.dtype) -> dict[str, Any]:
 
 def layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
     """The published ids of layers whose inputs are ``taps``."""
-    return list(taps) if taps == usual_taps(num_layers) else [tap - 1 for tap in taps]
+    return list(taps) if taps == default_taps(num_layers) else [tap - 1 for tap in taps]
 
 
 def _rope(config: ModelConfig) -> dict[str, Any]:

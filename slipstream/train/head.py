@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.drafting.heads.checkpoint import LAYER, usual_taps
+from slipstream.drafting.heads.checkpoint import LAYER, default_taps
 from slipstream.engine.int8 import EMBEDDING, HEAD
 from slipstream.engine.model import ModelConfig, require_tensor
 from slipstream.engine.ops.layer import layer_shapes
@@ -67,7 +67,7 @@ class Head:
 
 def taps_of(num_layers: int) -> tuple[int, int, int]:
     """The three layers of a target of ``num_layers`` layers whose inputs a head reads."""
-    return usual_taps(num_layers) if num_layers >= 6 else (0, num_layers // 2, num_layers - 1)
+    return default_taps(num_layers) if num_layers >= 6 else (0, num_layers // 2, num_layers - 1)
 
 
 def layer_config(target: ModelConfig, layers: int) -> ModelConfig:

@@ -36,14 +36,14 @@ import torch
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.checkpoint import (
     MAX_LAYERS,
-    Published,
-    completed,
-    draft_size,
+    PublishedConfig,
+    draft_vocab_size,
     layer_config,
-    read_published,
+    read_published_config,
     read_tensors,
+    with_target_tensors,
 )
-from slipstream.drafting.heads.lender import Lender
+from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.protocol.tree import MAX_NODES
@@ -58,7 +58,7 @@ CAUSAL = ("causal", "is_causal")
 NEUTRAL = {"projector_type": ("dflash", "dspark"), "input_embedding_scale": (1,), "output_multiplier": (1,),
            "use_swa": (False,), "causal": (False,), "is_causal": (False,), "attention_sink_bias": (False,),
            "add_swa_attention_sink_bias": (False,), "shift_label": (False,), "attention_mode": ("gqa", "mha"),
-           "fc_norm": (False,)}  # fields of further kinds of head, and what they say where they change nothing
+           "fc_norm": (False,)}  # fields of further kinds of head, and the values that change nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ class BlockHead:
 
 def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
-    published, target = _published(folder), Lender.of(target_folder)
+    published, target = _published(folder), TargetCheckpoint.of(target_folder)
     config = layer_config(published, target, MAX_LAYERS)
     sliding = _sliding(published, config)
     if not published.speculators:
         layers = published.integer("num_target_layers", target.num_layers)
-        published.must_fit("num_target_layers", layers, target.num_layers, " layers")
+        published.require_equal("num_target_layers", layers, target.num_layers, " layers")
     markov, rank = _markov(published)
     confidence = published.flag("enable_confidence_head", False)
     with_markov = confidence and published.flag("confidence_head_with_markov", False)
@@ -110,13 +110,14 @@ def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
                      published.integer("mask_token_id", low=0, high=config.vocab_size - 1), from_anchor, markov, rank,
                      confidence, with_markov, sliding, ahead, {}, torch.zeros(0, dtype=torch.int64))
     tensors = read_tensors(folder)
-    draft_vocab = draft_size(published, tensors, config)
-    tensors, vocabulary = completed(folder, tensors, _shapes(head, tensors, draft_vocab), draft_vocab, config, target)
+    draft_vocab = draft_vocab_size(published, tensors, config)
+    shapes = _shapes(head, tensors, draft_vocab)
+    tensors, vocabulary = with_target_tensors(folder, tensors, shapes, draft_vocab, config, target)
     return replace(head, tensors=tensors, vocabulary=vocabulary)
 
 
-def _published(folder: str | Path) -> Published:
-    published = read_published(folder)
+def _published(folder: str | Path) -> PublishedConfig:
+    published = read_published_config(folder)
     where, raw = published.where, published.raw
     if published.speculators:
         if published.speculators not in SPECULATORS:
@@ -128,11 +129,11 @@ def _published(folder: str | Path) -> Published:
     if not isinstance(nested, dict):
         raise ModelError(f"{where}: dflash_config: expected an object, found {type(nested).__name__}")
     flat = replace(published, raw=raw | nested)
-    flat.must_be_neutral(NEUTRAL)
+    flat.require_neutral(NEUTRAL)
     return flat
 
 
-def _sliding(published: Published, config: ModelConfig) -> tuple[bool, ...]:
+def _sliding(published: PublishedConfig, config: ModelConfig) -> tuple[bool, ...]:
     """Rule 5. Of a longer list the first ones count."""
     kinds = published.raw.get("layer_types")
     own = ([FULL] * config.num_layers if kinds is None else kinds[: config.num_layers] if isinstance(kinds, list)
@@ -145,17 +146,17 @@ def _sliding(published: Published, config: ModelConfig) -> tuple[bool, ...]:
     return tuple(kind == SLIDING for kind in own)
 
 
-def _ahead(published: Published) -> bool:
+def _ahead(published: PublishedConfig) -> bool:
     said = published.speculators == "" and any(published.raw.get(name) is False for name in CAUSAL)
     return published.flag("sliding_window_non_causal", said)
 
 
-def _window(published: Published) -> int:
+def _window(published: PublishedConfig) -> int:
     own = "swa_window_size"
     return published.integer(own if published.raw.get(own) is not None else "sliding_window", low=MAX_NODES)
 
 
-def _markov(published: Published) -> tuple[str, int]:
+def _markov(published: PublishedConfig) -> tuple[str, int]:
     rank = published.integer("markov_rank", 0, low=0, high=1 << 14)
     kind = published.raw.get("markov_head_type") or "vanilla"
     if rank and kind not in MARKOV:
@@ -163,7 +164,7 @@ def _markov(published: Published) -> tuple[str, int]:
     return (kind, rank) if rank else ("", 0)
 
 
-def _from_anchor(published: Published, markov: bool) -> bool:
+def _from_anchor(published: PublishedConfig, markov: bool) -> bool:
     """Rule 3."""
     said = {name: published.flag(name) for name in ANCHOR if published.raw.get(name) is not None}
     if len(set(said.values())) == 2:
@@ -185,7 +186,7 @@ def _from_anchor(published: Published, markov: bool) -> bool:
                      "slot of a block predicts (true, as DeepSpec trains) or not (false, as z-lab does); add it")
 
 
-def _proposed(published: Published) -> int | None:
+def _proposed(published: PublishedConfig) -> int | None:
     section = published.raw.get("speculators_config")
     methods = section.get("proposal_methods") if isinstance(section, dict) else None
     first = methods[0] if isinstance(methods, list) and methods else None

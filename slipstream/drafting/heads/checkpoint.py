@@ -4,7 +4,8 @@ Rules of every head:
 1. A tensor that is missing, has a wrong shape or belongs to another vocabulary raises a ModelError with its name, what
    was expected and what was found.
 2. Only safetensors are read. A folder of pickles is refused with the command that converts it.
-3. The target may be of any family. Tensors that the head's folder lacks are read from the target's (``lender``).
+3. The target may be of any family. Tensors that the head's folder lacks are read from the target's
+   (``target_checkpoint``).
 
 Rules of EAGLE:
 4. Two layouts: the authors' (fields at the top of ``config.json``, as SGLang and SpecForge write it too) and vLLM's
@@ -25,12 +26,14 @@ Rules of EAGLE-3 (``read_head``):
    ``fc_norm.i.weight`` over each where ``fc_norm`` does (EAGLE-3.1, where ``norm_output``: what a row hands on has been
    through the final norm).
 9. ``d2t`` holds differences: draft id i means target id ``i + d2t[i]``. ``t2d`` is a mask and only checked.
-10. Target states: without ``eagle_aux_hidden_state_layer_ids`` those that *enter* layers 2, n // 2 and n - 3 of a
-   target with n layers. Explicit ids name, in the authors' layout, layers by their *output*, so id i is what enters
-   layer i + 1; but when they are that same triple they mean it (heads of both readings are published; SGLang tells them
-   apart by their first id). DeepSpec's ``target_layer_ids`` name layers by their output. In the speculators layout ids
-   name what *enters* a layer. Under vLLM's name for the architecture either is meant: what is not that triple by one of
-   the readings is refused.
+10. Target states: tap t is the state that *enters* layer t. A config without ids means taps 2, n // 2 and n - 3 of a
+   target with n layers. How ids are read depends on who wrote the config:
+   - Authors, ``eagle_aux_hidden_state_layer_ids``: id i is the *output* of layer i, so tap i + 1. But ids that equal
+     the default taps are taps themselves (heads of both readings are published; SGLang tells them apart by the first
+     id).
+   - DeepSpec, ``target_layer_ids``: outputs.
+   - Speculators: taps.
+   - vLLM's name for the architecture: both readings occur, so ids that give the default taps under neither are refused.
 11. ``norm_before_residual`` (speculators): the residual stream begins after ``hidden_norm``, not before it.
 
 Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head with trees by joint probability):
@@ -56,7 +59,7 @@ from typing import Any
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.drafting.heads.lender import Lender
+from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
 from slipstream.engine.model import DTYPES, Fields, ModelConfig, load_tensors, parse_config, require_tensor
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.models.folder import read_json
@@ -67,38 +70,38 @@ LAYER = "layers.0"
 MAX_LAYERS = 16  # of heads that have several
 MAX_TAPS = 64  # as on the wire
 PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYER}."), ("fusion_fc.", "fc."))
-UNREAD = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
+IGNORED_TENSORS = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
           "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
-LLAMAS = ("mixtral", "phi3")  # types that published configs take from the target: the head's layer is Llama's
-MAPS = ("d2t", "t2d")  # between vocabularies: tensors that are no weights
+LLAMA_TYPES = ("mixtral", "phi3")  # types that published configs copy from the target: the head's layer is Llama's
+VOCABULARY_MAPS = ("d2t", "t2d")  # tensors that are no weights
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "logit_scale": (1,), "logits_scaling": (1,), "final_logit_softcapping": (), "embedding_multiplier": (1,),
     "residual_multiplier": (1,), "attention_multiplier": (), "attn_logit_softcapping": (),
     "hidden_activation": ("silu", "swish"), "rope_interleave": (False,), "is_neox_style": (True,),
-    "rope_is_neox_style": (True,)})  # fields that nothing here reads, and what they say where they change nothing
+    "rope_is_neox_style": (True,)})  # fields that nothing here reads, and the values that change nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Published(Fields):
+class PublishedConfig(Fields):
     """The content of a head's ``config.json``: the layer's fields and the head's own side by side."""
 
     speculators: str  # the ``speculators_model_type``; empty: the authors' layout
 
-    def must_fit(self, name: str, found: int, expected: int, what: str = "") -> None:
+    def require_equal(self, name: str, found: int, expected: int, what: str = "") -> None:
         """Raises ModelError unless both are equal."""
         if found != expected:
             raise ModelError(f"{self.where}: {name}: the head was made for {found}{what}, the target has {expected}")
 
-    def must_be_neutral(self, fields: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raises ModelError for one of ``fields`` that says something else than there. Null says nothing."""
+    def require_neutral(self, fields: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises ModelError for a field that has none of the values that ``fields`` allows. Null is allowed."""
         for name, allowed in fields.items():
             found = self.raw.get(name)
             if found is not None and found not in allowed:
                 raise ModelError(f"{self.where}: {name}: heads with {found!r} are not supported")
 
     def taps(self, name: str, ids: Any, by_output: bool, num_layers: int) -> tuple[int, ...]:
-        """What the field ``name`` says as FeatureSpec.layers: it names layers of the target by what they give, or what
-        enters them. Raises ModelError."""
+        """The layer ``ids`` of the field ``name`` as FeatureSpec.layers. by_output: an id means a layer's output, not
+        what enters it. Raises ModelError."""
         if (not isinstance(ids, list) or not 1 <= len(ids) <= MAX_TAPS
                 or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)):
             raise ModelError(f"{self.where}: {name}: expected 1 to {MAX_TAPS} layer numbers, found {ids!r}")
@@ -108,37 +111,37 @@ class Published(Fields):
         return taps
 
 
-def read_published(folder: str | Path) -> Published:
+def read_published_config(folder: str | Path) -> PublishedConfig:
     """Read ``config.json`` in either layout. Raises ModelError."""
     path = Path(folder) / "config.json"
     raw = read_json(path)
     kind = raw.get("speculators_model_type")
     if kind is None:
-        return Published(str(path), raw, "")
+        return PublishedConfig(str(path), raw, "")
     layer = raw.get("transformer_layer_config")
     if not isinstance(kind, str) or not isinstance(layer, dict):
         raise ModelError(f"{path}: transformer_layer_config: expected an object beside speculators_model_type, found "
                          f"{type(layer).__name__}")
     # Whether embeddings are tied is the layer's to say: on the whole it is transformers' default.
     head = {name: value for name, value in raw.items() if name != "tie_word_embeddings"}
-    return Published(str(path), head | layer, kind)
+    return PublishedConfig(str(path), head | layer, kind)
 
 
-def layer_config(published: Published, target: Lender, most_layers: int = 1) -> ModelConfig:
+def layer_config(published: PublishedConfig, target: TargetCheckpoint, most_layers: int = 1) -> ModelConfig:
     """The measures of the head's layers, checked against the target's vocabulary. Raises ModelError."""
     raw, where = dict(published.raw), published.where
-    published.must_be_neutral(NEUTRAL)
+    published.require_neutral(NEUTRAL)
     if raw.get("layer_types") is not None:
         raw["use_sliding_window"] = False  # the list says which layers do
-    if raw.get("model_type") in LLAMAS and "LlamaForCausalLM" in str(raw.get("architectures")):
+    if raw.get("model_type") in LLAMA_TYPES and "LlamaForCausalLM" in str(raw.get("architectures")):
         raw["model_type"] = "llama"
     config = parse_config({"model_type": "llama"} | raw, where)
     if config.num_layers > most_layers:
         expected = "1" if most_layers == 1 else f"1 to {most_layers}"
         raise ModelError(f"{where}: num_hidden_layers: expected {expected}, found {config.num_layers}")
-    published.must_fit("vocab_size", config.vocab_size, target.vocab_size, " tokens")
+    published.require_equal("vocab_size", config.vocab_size, target.vocab_size, " tokens")
     hidden = published.integer("target_hidden_size", target.hidden_size)
-    published.must_fit("target_hidden_size", hidden, target.hidden_size)
+    published.require_equal("target_hidden_size", hidden, target.hidden_size)
     if "qkv_bias" in raw:  # heads for Qwen2: a bias on q, k and v, none on o
         config = replace(config, qkv_bias=published.flag("qkv_bias", None))
     if target.rope not in (None, (config.rope_theta, config.rope_scaling)):
@@ -150,7 +153,7 @@ def layer_config(published: Published, target: Lender, most_layers: int = 1) -> 
 
 def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     """Every tensor of a head by its plain name. Raises ModelError."""
-    return {_plain(name): tensor for name, tensor in load_tensors(folder).items()}
+    return {_plain_name(name): tensor for name, tensor in load_tensors(folder).items()}
 
 
 def check_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor],
@@ -159,9 +162,9 @@ def check_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor],
     over."""
     for name, shape in shapes.items():
         tensor = require_tensor(tensors, name, *shape)
-        if name not in MAPS:
+        if name not in VOCABULARY_MAPS:
             check_float(folder, name, tensor)
-    left = [name for name in sorted(tensors.keys() - shapes.keys()) if not name.endswith(UNREAD)]
+    left = [name for name in sorted(tensors.keys() - shapes.keys()) if not name.endswith(IGNORED_TENSORS)]
     if left:
         raise ModelError(f"{folder}: tensor {left[0]} is no part of the head that config.json describes; a head of "
                          "another kind, or a field that is missing (attention_bias, qkv_bias, norm_before_fc)")
@@ -173,7 +176,8 @@ def check_float(folder: str | Path, name: str, tensor: torch.Tensor) -> None:
                          "checkpoint to bfloat16")
 
 
-def fc_bias(published: Published, tensors: Mapping[str, torch.Tensor], hidden_size: int) -> dict[str, tuple[int, ...]]:
+def fc_bias(published: PublishedConfig, tensors: Mapping[str, torch.Tensor],
+            hidden_size: int) -> dict[str, tuple[int, ...]]:
     """The shape of ``fc.bias`` where there is one. Raises ModelError when config and tensors disagree."""
     name = "fusion_bias" if published.speculators else "bias"
     found = "fc.bias" in tensors
@@ -183,65 +187,66 @@ def fc_bias(published: Published, tensors: Mapping[str, torch.Tensor], hidden_si
     return {"fc.bias": (hidden_size,)} if found else {}
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     for prefix, plain in PREFIXES:
         if name.startswith(prefix):
             name = plain + name.removeprefix(prefix)
     return name
 
 
-def draft_size(published: Published, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> int:
+def draft_vocab_size(published: PublishedConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> int:
     """Tokens that a head scores. Raises ModelError."""
     own = tensors.get("d2t")
     return published.integer("draft_vocab_size", config.vocab_size if own is None or own.ndim != 1 else len(own))
 
 
-def completed(folder: str | Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]],
-              draft_vocab: int, config: ModelConfig, target: Lender) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A head's tensors, which are those of ``shapes`` and what stands around them, with what the target lends; and
-    int64 [draft_vocab] target ids of what it scores. The lm_head is the head's own, or its own embedding where it ties
-    them, or else the target's rows. Raises ModelError."""
+def with_target_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]],
+                        draft_vocab: int, config: ModelConfig,
+                        target: TargetCheckpoint) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A head's ``tensors`` (those of ``shapes``, and of vocabulary and lm_head) completed from the target's; and the
+    int64 [draft_vocab] target ids of the tokens that it scores. The lm_head is the head's own, or its own embedding
+    where it ties them, or else the target's rows. Raises ModelError."""
     vocab, hidden = config.vocab_size, config.hidden_size
-    ends = {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (draft_vocab, hidden), "t2d": (vocab,),
+    optional = {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (draft_vocab, hidden), "t2d": (vocab,),
             "d2t": (draft_vocab,)}
     needed = ("d2t",) if draft_vocab != vocab else ()
-    check_tensors(folder, tensors, {**shapes, **{name: shape for name, shape in ends.items()
+    check_tensors(folder, tensors, {**shapes, **{name: shape for name, shape in optional.items()
                                                  if name in tensors or name in needed}})
-    vocabulary, whole = draft_vocabulary(tensors, draft_vocab, vocab), dict(tensors)
-    own = tensors.get("embed_tokens.weight")
-    if own is None:
-        whole["embed_tokens.weight"] = target.embedding(hidden)
+    vocabulary, completed = draft_vocabulary(tensors, draft_vocab, vocab), dict(tensors)
+    embedding = tensors.get("embed_tokens.weight")
+    if embedding is None:
+        completed["embed_tokens.weight"] = target.embedding(hidden)
     if "lm_head.weight" in tensors:
-        return whole, vocabulary
-    if own is not None and config.tied_embeddings:
-        whole["lm_head.weight"] = own.index_select(0, vocabulary)
+        return completed, vocabulary
+    if embedding is not None and config.tied_embeddings:
+        completed["lm_head.weight"] = embedding.index_select(0, vocabulary)
     elif hidden == target.hidden_size:
-        whole["lm_head.weight"] = target.lm_head(vocabulary)
+        completed["lm_head.weight"] = target.lm_head(vocabulary)
     else:
         raise ModelError(f"tensor lm_head.weight is missing, and the target's does not fit: the head's states have "
                          f"{hidden} numbers (hidden_size), the target's {target.hidden_size}")
-    return whole, vocabulary
+    return completed, vocabulary
 
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-VLLMS = "Eagle3LlamaForCausalLM"  # of the same layout
-DEEPSPEC = "Qwen3Eagle3Model"  # of that layout too, but for how layers are named that are read
-AUTHORS = "LlamaForCausalLM"  # as whole models and their EAGLE-1 heads are, which have no ``draft_vocab_size``
+VLLM_ARCHITECTURE = "Eagle3LlamaForCausalLM"  # of the same layout
+DEEPSPEC_ARCHITECTURE = "Qwen3Eagle3Model"  # of the same layout, except for the ids of target layers
+AUTHORS_ARCHITECTURE = "LlamaForCausalLM"  # also of whole models and EAGLE-1 heads, which have no ``draft_vocab_size``
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What says that a folder holds heads of one drafter."""
+class HeadKind:
+    """What the config of one drafter's heads says."""
 
     speculators: str
     architectures: tuple[str, ...]
-    norms: tuple[str, ...]  # that speculators may have and nothing here computes
-    others: str
+    norms: tuple[str, ...]  # flags of norms that speculators may have and nothing here computes
+    hint: str  # for a head of another kind
 
 
-EAGLE3 = Kind("eagle3", (ARCHITECTURE, VLLMS, DEEPSPEC), (),
+EAGLE3 = HeadKind("eagle3", (ARCHITECTURE, VLLM_ARCHITECTURE, DEEPSPEC_ARCHITECTURE), (),
               "EAGLE-1 and EAGLE-2 heads are for draft.drafter: eagle2")
-EAGLE2 = Kind("eagle", ("LlamaForCausalLM", "LlamaForCausalLMEagle", "Qwen2ForCausalLM", "Qwen2ForCausalLMEagle"),
+EAGLE2 = HeadKind("eagle", ("LlamaForCausalLM", "LlamaForCausalLMEagle", "Qwen2ForCausalLM", "Qwen2ForCausalLMEagle"),
               ("layernorms",),
               "EAGLE-3 heads are for draft.drafter: eagle3")
 
@@ -253,7 +258,7 @@ class EagleHead:
     config: ModelConfig  # the layers' measures; vocab_size is the target's
     target_hidden_size: int
     taps: tuple[int, ...]  # as FeatureSpec.layers
-    tensors: Mapping[str, torch.Tensor]  # names of rule 1
+    tensors: Mapping[str, torch.Tensor]  # by plain names
     vocabulary: torch.Tensor  # int64 [V'] target ids of the draft's
     norm_before_residual: bool = False
     norm_output: bool = False  # EAGLE-3.1: what is handed on has been through the final norm
@@ -262,12 +267,12 @@ class EagleHead:
 
 def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
-    published, target = read_published(folder), Lender.of(target_folder)
+    published, target = read_published_config(folder), TargetCheckpoint.of(target_folder)
     _check_kind(published, EAGLE3)
     config, tensors, taps = _eagle_config(published, target, MAX_LAYERS), read_tensors(folder), _taps(published, target)
-    draft_vocab = draft_size(published, tensors, config)
+    draft_vocab = draft_vocab_size(published, tensors, config)
     shapes = _shapes(published, tensors, config, len(taps), target.hidden_size)
-    tensors, vocabulary = completed(folder, tensors, shapes, draft_vocab, config, target)
+    tensors, vocabulary = with_target_tensors(folder, tensors, shapes, draft_vocab, config, target)
     return EagleHead(config, target.hidden_size, taps, tensors, vocabulary,
                      published.flag("norm_before_residual", None if published.speculators else False),
                      published.flag("norm_output", False))
@@ -277,10 +282,10 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
                      vocabulary: torch.Tensor | None = None) -> EagleHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. vocabulary: int64 [K], a token map.
     Raises ModelError."""
-    published, target = read_published(folder), Lender.of(target_folder)
+    published, target = read_published_config(folder), TargetCheckpoint.of(target_folder)
     _check_kind(published, EAGLE2)
     config = _eagle_config(published, target)
-    published.must_fit("hidden_size", config.hidden_size, target.hidden_size)
+    published.require_equal("hidden_size", config.hidden_size, target.hidden_size)
     tensors = read_tensors(folder)
     if "fc.weight" not in tensors:
         raise ModelError(f"{folder}: tensor fc.weight is missing: this is no EAGLE-1 or EAGLE-2 head; a whole model is "
@@ -295,9 +300,9 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
                      joint=True)
 
 
-def _eagle_config(published: Published, target: Lender, most_layers: int = 1) -> ModelConfig:
+def _eagle_config(published: PublishedConfig, target: TargetCheckpoint, most_layers: int = 1) -> ModelConfig:
     """``layer_config`` of layers that may slide, all of them with one window. Of a longer list the first ones count."""
-    published.must_be_neutral({"is_causal": (True,)})
+    published.require_neutral({"is_causal": (True,)})
     config, kinds = layer_config(published, target, most_layers), published.raw.get("layer_types") or []
     listed = isinstance(kinds, list)
     own = kinds[: config.num_layers] if listed else kinds
@@ -309,56 +314,57 @@ def _eagle_config(published: Published, target: Lender, most_layers: int = 1) ->
     return config
 
 
-def _check_kind(published: Published, kind: Kind) -> None:
+def _check_kind(published: PublishedConfig, kind: HeadKind) -> None:
     where, found = published.where, published.raw.get("architectures")
     if not published.speculators:
-        cut = kind is EAGLE3 and published.raw.get("draft_vocab_size") is not None
-        if found not in [[name] for name in kind.architectures] and not (cut and found == [AUTHORS]):
+        own_vocabulary = kind is EAGLE3 and published.raw.get("draft_vocab_size") is not None
+        allowed = [*kind.architectures, *([AUTHORS_ARCHITECTURE] if own_vocabulary else [])]
+        if found not in [[name] for name in allowed]:
             raise ModelError(f"{where}: architectures: expected {' or '.join(kind.architectures)}, found {found!r}; "
-                             f"{kind.others}")
+                             f"{kind.hint}")
         return
     if published.speculators != kind.speculators:
         raise ModelError(f"{where}: speculators_model_type: expected '{kind.speculators}', found "
-                         f"{published.speculators!r}; {kind.others}")
+                         f"{published.speculators!r}; {kind.hint}")
     for name in kind.norms:
         if published.flag(name, False):
             raise ModelError(f"{where}: {name}: heads with norms of this kind are not supported; use one without")
 
 
-def usual_taps(num_layers: int) -> tuple[int, int, int]:
+def default_taps(num_layers: int) -> tuple[int, int, int]:
     """The default layers that an EAGLE-3 head reads if its config names none."""
     return 2, num_layers // 2, num_layers - 3
 
 
-def _taps(published: Published, target: Lender) -> tuple[int, ...]:
+def _taps(published: PublishedConfig, target: TargetCheckpoint) -> tuple[int, ...]:
     fields, where, num_layers = published.raw, published.where, target.num_layers
-    if fields.get("architectures") == [DEEPSPEC]:
+    if fields.get("architectures") == [DEEPSPEC_ARCHITECTURE]:
         return published.taps("target_layer_ids", fields.get("target_layer_ids"), True, num_layers)
     section = fields.get("eagle_config") or {}
     if not isinstance(section, dict) or section.get("use_aux_hidden_state", True) is not True:
         raise ModelError(f"{where}: eagle_config: heads that read the last state alone are not EAGLE-3 heads")
-    said = [found.get("eagle_aux_hidden_state_layer_ids") for found in (section, fields)]
-    ids = next((ids for ids in said if ids not in (None, [])), None)  # exporters write [] where they mean the default
-    default = usual_taps(num_layers)
-    if fields.get("architectures") == [VLLMS]:
+    given = [found.get("eagle_aux_hidden_state_layer_ids") for found in (section, fields)]
+    ids = next((ids for ids in given if ids not in (None, [])), None)  # exporters write [] where they mean the default
+    default = default_taps(num_layers)
+    if fields.get("architectures") == [VLLM_ARCHITECTURE]:
         usual = [[*default], [i - 1 for i in default]]
         for name, found in (("eagle_aux_hidden_state_layer_ids", ids),
                             ("aux_hidden_states_layer_ids", fields.get("aux_hidden_states_layer_ids"))):
             if found is not None and found not in usual:
-                raise ModelError(f"{where}: {name}: {VLLMS} does not say whether {found} names what enters layers or "
-                                 f"what leaves them; call it {ARCHITECTURE}, with eagle_aux_hidden_state_layer_ids by "
-                                 "their output")
-    named = [*default] if ids is None else ids
-    by_output = not published.speculators and named != [*default]
-    taps = published.taps("eagle_aux_hidden_state_layer_ids", named, by_output, num_layers)
+                raise ModelError(f"{where}: {name}: {VLLM_ARCHITECTURE} does not say whether {found} names what enters "
+                                 f"layers or what leaves them; call it {ARCHITECTURE}, with "
+                                 "eagle_aux_hidden_state_layer_ids by their output")
+    ids = [*default] if ids is None else ids
+    by_output = not published.speculators and ids != [*default]
+    taps = published.taps("eagle_aux_hidden_state_layer_ids", ids, by_output, num_layers)
     count = published.integer("num_aux_hidden_states", len(taps))
     if count != len(taps):
         raise ModelError(f"{where}: num_aux_hidden_states: {count}, but eagle_aux_hidden_state_layer_ids "
-                         f"({named}) names {len(taps)} layers")
+                         f"({ids}) names {len(taps)} layers")
     return taps
 
 
-def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: ModelConfig, num_taps: int,
+def _shapes(published: PublishedConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, num_taps: int,
             hidden_in: int) -> dict[str, tuple[int, ...]]:
     hidden, width = config.hidden_size, num_taps * hidden_in
     shapes: dict[str, tuple[int, ...]] = {

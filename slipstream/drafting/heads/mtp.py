@@ -4,19 +4,18 @@ Rules:
 1. The row of the token at position p reads (embedding of that token, state at p - 1), each normed, side by side in the
    family's order, and predicts the token at p + 1. Its rotary position is p - 1, as in the serving engines.
 2. The target's state is the one AFTER its final norm, from which its logits come: a tap at its number of layers (see
-   ``messages.FeatureSpec``). A wrong choice would show only in the acceptance, because the head norms its input. The
-   technical reports do not say it. SGLang (``mimo_mtp``, ``deepseek_nextn``, ``glm4_moe_nextn``) and transformers
-   (``MtpModel``, from ``hidden_states[-1]``) use the state after the final norm, for all three families. So does vLLM
-   0.32 for two; for MiMo it uses the state before that norm. The code published with MiMo has the layer, but not its
-   caller.
-3. Below the newest token the head's own output takes the state's place, likewise AFTER its final norm
-   (``final_layernorm``, ``shared_head.norm``), as in SGLang, transformers and MiMo in vLLM. (vLLM long recycled
-   DeepSeek's output before the norm: an early report on DeepSeek-R1, with the target's state taken before its norm too,
-   found slightly more tokens accepted; later ones on DeepSeek-R1 and GLM-5.2 found fewer. Not measured here.)
+   ``messages.FeatureSpec``). A wrong choice would only lower the acceptance, because the head norms its input. The
+   technical reports do not say which state it is. After the norm: SGLang (``mimo_mtp``, ``deepseek_nextn``,
+   ``glm4_moe_nextn``) and transformers (``MtpModel``, from ``hidden_states[-1]``) for all three families, vLLM 0.32 for
+   two. Before it: vLLM 0.32 for MiMo. The code published with MiMo has the layer, but not its caller.
+3. For draft tokens the head's own output replaces the target's state, likewise AFTER the head's final norm
+   (``final_layernorm``, ``shared_head.norm``), as in SGLang, transformers, and vLLM for MiMo. vLLM long took DeepSeek's
+   output before the norm: an early report on DeepSeek-R1, which took the target's state before its norm too, found
+   slightly more tokens accepted; later ones on DeepSeek-R1 and GLM-5.2 found fewer. Not measured here.
 4. With several layers, layer k reads the output of layer k - 1 for the row before, as in the DeepSeek-V3 report and in
-   ``MtpModel``: rows of committed tokens go through all layers, and a node at depth d is predicted from by layer d, or
-   by the last one. Where no row stands before (layer k has k such rows at the beginning, which ``MtpModel`` leaves
-   out), it reads zeros. Outputs are kept beside the KV, one row a slot.
+   ``MtpModel``. So rows of committed tokens go through all layers, and the children of a node at depth d are predicted
+   by layer d, or by the last layer. The first k rows of layer k have no row before them (``MtpModel`` leaves them out)
+   and read zeros. Outputs are kept beside the KV, one row a slot.
 5. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
 
 It knows nothing about sessions or files. Sources: arXiv 2412.19437 (DeepSeek-V3), 2505.07608 (MiMo).
@@ -38,7 +37,7 @@ from slipstream.drafting.heads.mtp_checkpoint import MtpHead, MtpLayer
 from slipstream.drafting.network import Output
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.flashinfer import attention_for
-from slipstream.engine.kv import KVPool, Slots
+from slipstream.engine.kv import Indices, KVPool, Slots
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import (
     TORCH,
@@ -54,7 +53,7 @@ from slipstream.engine.ops.layer import (
 from slipstream.engine.runner import FeatureReader
 from slipstream.protocol.messages import FeatureSpec
 
-Run = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's number and its input [T, H] -> its output [T, H]
+RunLayer = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's number and its input [T, H] -> its output [T, H]
 
 
 class Layers(Protocol):
@@ -64,7 +63,7 @@ class Layers(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def begin(self, batch: ForwardBatch, pool: KVPool) -> Run:
+    def begin(self, batch: ForwardBatch, pool: KVPool) -> RunLayer:
         """One forward. Layer i writes its KV to the pool's layer i."""
         ...
 
@@ -83,7 +82,7 @@ class DecoderLayers:
         self._rope = Rope(config, dtype, device)
         self._attention = attention_for(config, dtype, device)
 
-    def begin(self, batch: ForwardBatch, pool: KVPool) -> Run:
+    def begin(self, batch: ForwardBatch, pool: KVPool) -> RunLayer:
         """See ``Layers``."""
         step = Step.of(batch, self._rope, self._attention)
 
@@ -116,9 +115,9 @@ class MtpNetwork:
         self.slots = Slots(num_slots)
         self._pool = KVPool(len(head.layers), num_slots, config.num_kv_heads, config.head_dim, kind, device)
         # [L - 1, S, H] a layer's output for the token in a slot; the last layer's output is kept by the drafter.
-        self._given = torch.empty(len(head.layers) - 1, num_slots, head.hidden_size, dtype=kind, device=device)
+        self._block_outputs = torch.empty(len(head.layers) - 1, num_slots, head.hidden_size, dtype=kind, device=device)
         self._layers = layers
-        self._joints = [_Joint(layer, head, kind, device) for layer in head.layers]
+        self._blocks = [_MtpBlock(layer, head, kind, device) for layer in head.layers]
         self._embedding = head.embedding.to(device, kind)
         kept = head.lm_head if vocabulary is None else head.lm_head.index_select(0, vocabulary)
         self._lm_head = Linear(kept.to(device, kind))
@@ -133,32 +132,33 @@ class MtpNetwork:
         if self._first_token_zero:
             token = token.masked_fill((batch.positions == 0)[:, None], 0.0)
         run = self._layers.begin(batch, self._pool)
-        states = (self._joints[0](run, 0, token, batch.features) if len(self._joints) == 1
-                  else self._chain(run, batch, token, batch.features)).index_select(0, batch.logit_rows)
+        states = (self._blocks[0](run, 0, token, batch.features) if len(self._blocks) == 1
+                  else self._run_blocks(run, batch, token, batch.features)).index_select(0, batch.logit_rows)
         return Output(self._lm_head(states).to(torch.promote_types(self._dtype, torch.float32)), states)
 
-    def _chain(self, run: Run, batch: ForwardBatch, token: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
-        """Rule 4. fed [T, H]: the input of a row's own layer, which is layer d for a node at depth d. Later layers
+    def _run_blocks(self, run: RunLayer, batch: ForwardBatch, token: torch.Tensor,
+                    inputs: torch.Tensor) -> torch.Tensor:
+        """Rule 4. inputs [T, H]: the input of a row's own layer, which is layer d for a node at depth d. Later layers
         write KV that deeper nodes see; KV that earlier layers write is seen by no row whose output is used."""
-        host_depths, host_above = lineage(batch)
+        host_depths, host_parents = depths_and_parents(batch)
         depths = to_device(host_depths, self.device)
-        above = to_device(host_above, self.device)
-        last = len(self._joints) - 1
-        chosen = fed
-        for number, joint in enumerate(self._joints):
-            state = fed
+        parents = to_device(host_parents, self.device)
+        last = len(self._blocks) - 1
+        outputs = inputs
+        for number, block in enumerate(self._blocks):
+            state = inputs
             if number:
-                given = self._given[number - 1].index_select(0, above.clamp(min=0))
-                given = given.masked_fill((above < 0)[:, None], 0.0)
-                state = torch.where((depths < number)[:, None], given, fed)
-            out = joint(run, number, token, state)
+                previous = self._block_outputs[number - 1].index_select(0, parents.clamp(min=0))
+                previous = previous.masked_fill((parents < 0)[:, None], 0.0)
+                state = torch.where((depths < number)[:, None], previous, inputs)
+            out = block(run, number, token, state)
             if number < last:
-                self._given[number].index_copy_(0, batch.slots, out)
-            chosen = torch.where((depths.clamp(max=last) == number)[:, None], out, chosen)
-        return chosen
+                self._block_outputs[number].index_copy_(0, batch.slots, out)
+            outputs = torch.where((depths.clamp(max=last) == number)[:, None], out, outputs)
+        return outputs
 
 
-class _Joint:
+class _MtpBlock:
     """What is around one decoder layer: two norms, the projection and the final norm."""
 
     __slots__ = ("_eps", "_hidden_first", "_hidden_norm", "_norm", "_projection", "_token_norm")
@@ -169,19 +169,18 @@ class _Joint:
         self._norm = layer.norm.to(device, dtype)
         self._eps, self._hidden_first = head.norm_eps, head.layout.hidden_first
 
-    def __call__(self, run: Run, number: int, token: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def __call__(self, run: RunLayer, number: int, token: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, H] and states [T, H] -> the layer's output after its final norm [T, H]."""
         sides = (rms_norm(token, self._token_norm, self._eps), rms_norm(state, self._hidden_norm, self._eps))
         x = self._projection(torch.cat(sides[::-1] if self._hidden_first else sides, -1))
         return rms_norm(run(number, x), self._norm, self._eps)
 
 
-def lineage(batch: ForwardBatch) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]],
-                                          np.ndarray[tuple[int], np.dtype[np.int64]]]:
+def depths_and_parents(batch: ForwardBatch) -> tuple[Indices, Indices]:
     """Of each row, int64 [T]: its depth in its tree (0: a committed token) and the slot of the row before it on its
     path (-1: there is none)."""
     entries, words = batch.flat_kv_slots.tolist(), batch.host.words.tolist()
-    depths, above = [], []
+    depths, parents = [], []
     for segment, mask_len in enumerate(batch.mask_lens):
         begin, end = batch.kv_indptr[segment], batch.kv_indptr[segment + 1]
         first, last = batch.q_indptr[segment], batch.q_indptr[segment + 1]
@@ -194,5 +193,5 @@ def lineage(batch: ForwardBatch) -> tuple[np.ndarray[tuple[int], np.dtype[np.int
                 seen = words[row] & ((1 << (own - tree)) - 1)  # ancestors without the row itself
                 depth, before = seen.bit_count() + 1, tree + seen.bit_length() - 1
             depths.append(depth)
-            above.append(entries[before] if before >= begin else -1)
-    return np.array(depths, np.int64), np.array(above, np.int64)
+            parents.append(entries[before] if before >= begin else -1)
+    return np.array(depths, np.int64), np.array(parents, np.int64)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.drafting.heads.checkpoint import MAX_LAYERS, Published, check_float, read_published
+from slipstream.drafting.heads.checkpoint import MAX_LAYERS, PublishedConfig, check_float, read_published_config
 from slipstream.engine.fp8_blocks import FIELD
 from slipstream.engine.int8 import EMBEDDING, HEAD
 from slipstream.engine.model import Tensors, TrackedTensors, fp8_block, load_tensors, require_tensor, tensor_names
@@ -42,7 +42,7 @@ class Layout:
     norm: str
     hidden_first: bool  # the projection reads (hidden, token); False: (token, hidden)
     first_token_zero: bool  # the row at position 0 reads a token of zeros
-    own_kind: bool  # the layer is of the target's own kind, built by transformers; False: of decoder.py
+    on_transformers: bool  # the layer is of the type of the target's and built by transformers; False: by decoder.py
     norm_eps: float = 1e-6  # where a config says nothing
 
 
@@ -82,7 +82,7 @@ def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
     """Read and check the head in ``folder`` (the target's own folder, or another) for the target in
     ``target_folder``. Raises ModelError."""
     folder, target_folder = Path(folder), Path(target_folder)
-    own, target = read_published(folder), read_published(target_folder)
+    own, target = read_published_config(folder), read_published_config(target_folder)
     layout = LAYOUTS.get(str(own.raw.get("model_type")))
     if layout is None:
         raise ModelError(f"{own.where}: model_type: {own.raw.get('model_type')!r} has no multi-token prediction "
@@ -110,7 +110,7 @@ def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
                    tuple(_layer(tensors, layout, prefix, hidden) for prefix in prefixes), tensors, embedding, lm_head)
 
 
-def _prefixes(own: Published, names: set[str], in_target: bool) -> list[str]:
+def _prefixes(own: PublishedConfig, names: set[str], in_target: bool) -> list[str]:
     """What the tensors of each layer begin with."""
     count = own.integer("num_nextn_predict_layers", high=MAX_LAYERS)
     if own.raw["model_type"] == "mimo":

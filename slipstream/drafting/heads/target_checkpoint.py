@@ -1,4 +1,4 @@
-"""Lender: reads from a target's folder what a head needs: a few sizes, the embedding and the lm_head.
+"""TargetCheckpoint: reads from a target's folder what a head needs: a few sizes, the embedding and the lm_head.
 
 Rules:
 1. The target may be of any family, because another engine may serve it. Fields of its layers are not read.
@@ -26,7 +26,7 @@ LM_HEADS = (HEAD, "language_model.lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class Lender:
+class TargetCheckpoint:
     """The target of a head."""
 
     folder: Path
@@ -37,7 +37,7 @@ class Lender:
     tied: bool | None  # lm_head and embedding; None: its config does not say
 
     @staticmethod
-    def of(folder: str | Path) -> Lender:
+    def of(folder: str | Path) -> TargetCheckpoint:
         """Raises ModelError."""
         path = Path(folder) / "config.json"
         raw = read_json(path)
@@ -47,9 +47,9 @@ class Lender:
         if raw.get("tie_word_embeddings") not in (None, tied):  # libraries write defaults of either part
             tied = None
         vocab = fields.raw.get("vocab_size")
-        return Lender(Path(folder), len(_embedding(folder, tied)) if vocab is None else fields.integer("vocab_size"),
-                      fields.integer("hidden_size"), fields.integer("num_hidden_layers", high=1024), _rope(fields),
-                      tied)
+        vocab_size = len(_embedding(folder, tied)) if vocab is None else fields.integer("vocab_size")
+        return TargetCheckpoint(Path(folder), vocab_size, fields.integer("hidden_size"),
+                                fields.integer("num_hidden_layers", high=1024), _rope(fields), tied)
 
     def embedding(self, hidden_size: int) -> torch.Tensor:
         """[V, H] in the stored dtype; hidden_size: the head's. Raises ModelError when the target's sizes differ."""
@@ -64,9 +64,9 @@ class Lender:
         """[V, H], or [K, H] of ``rows`` int64 [K], in the stored dtype; the embedding where the two are tied: either
         name may be all that there is of them. Raises ModelError."""
         first, second = (EMBEDDINGS, LM_HEADS) if self.tied else (LM_HEADS, EMBEDDINGS)
-        tensors = _lent(self.folder, first)
+        tensors = _load(self.folder, first)
         if not tensors and self.tied is not False:
-            tensors = _lent(self.folder, second)
+            tensors = _load(self.folder, second)
         name = next((name for name in tensors if not name.endswith(SCALE)), HEAD)
         found = matrix(tensors, name, self.vocab_size, self.hidden_size)
         weight = found.dequantized() if isinstance(found, Int8Matrix) else self._floats(found)
@@ -86,7 +86,7 @@ def _embedding(folder: str | Path, tied: bool | None) -> torch.Tensor:
     return next(iter(tensors.values()))
 
 
-def _lent(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def _load(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     return load_tensors(folder, [*names, *(name + SCALE for name in names)])
 
 
