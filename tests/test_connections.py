@@ -423,8 +423,29 @@ async def drained_again_and_again() -> None:
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_server_may_be_drained_by_several_at_once() -> None:
-    code = "import asyncio, tests.test_connections as own; asyncio.run(own.drained_again_and_again())"
+async def sent_away(code: int) -> None:
+    """Asks a server that closes each connection with a GOAWAY of this code."""
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(24)  # the client's preface
+        settings, goaway = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), bytes([0, 0, 8, 7, 0, 0, 0, 0, 0])
+        writer.write(settings)
+        await reader.read(1 << 16)
+        await asyncio.sleep(0.1)  # the connection is in use
+        writer.write(goaway + bytes(4) + code.to_bytes(4))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        for _ in range(3):
+            with pytest.raises(Unavailable):
+                await client.models()
+
+
+@pytest.mark.parametrize("run", ["drained_again_and_again()", "sent_away(1)", "sent_away(13)", "sent_away(70007)"])
+def test_no_way_to_end_a_connection_ends_the_process(run: str) -> None:
+    """13 is HTTP_1_1_REQUIRED, 70007 Apache's; gRPC 1.84 and 1.85 end the process for both."""
+    code = f"import asyncio, tests.test_connections as own; asyncio.run(own.{run})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)  # may crash
     assert done.returncode == 0, done.stderr
 
