@@ -247,6 +247,31 @@ async def test_the_last_target_is_never_ejected() -> None:
     assert len(await read(b.submit(request()))) == 8
 
 
+async def test_a_target_with_another_tokenizer_is_asked_by_nobody() -> None:
+    """It would read other words than were written, and answer all the same."""
+    class Hashed(EchoTarget):
+        def __init__(self, tokenizer: str) -> None:
+            super().__init__()
+            self.tokenizer = tokenizer
+
+        async def info(self) -> TargetInfo:
+            return replace(await super().info(), tokenizer_hash=self.tokenizer)
+
+    other, same = Hashed("other"), Hashed("same")
+    for targets, able in (({"t0": other, "t1": same}, True), ({"t0": other}, False)):
+        b = Balancer(Targets(targets), RouterMetrics("tiny"), "same", clock=Clock())
+        assert b.pick(request()).name in targets, "nobody has said anything yet"
+        await b.poll()
+        assert b.ready is able
+        for _ in range(20):
+            if able:
+                await read(b.submit(request()))
+            else:
+                with pytest.raises(Unavailable):
+                    await read(b.submit(request()))
+    assert (len(other.requests), len(same.requests)) == (0, 20)
+
+
 async def test_draining_targets_get_nothing() -> None:
     leaving, staying = EchoTarget(), EchoTarget()
     leaving.draining = True
