@@ -74,6 +74,26 @@ async def test_reported_load_counts() -> None:
     assert {b.pick(request((i,) * 100)).name for i in range(20)} == {"t1"}
 
 
+async def test_an_answer_is_load_once_whoever_tells_of_it() -> None:
+    only = EchoTarget(stall_after=1)
+    b = balancer(only)
+    answers = [b.submit(request()) for _ in range(5)]
+    for count, answer in enumerate(answers):
+        await anext(aiter(answer))
+        if count in (0, 2):
+            await b.poll()  # from now on the target tells of these, too
+    only.waiting = 4  # which another router sent
+    assert b.pick(request()).load == 5
+    await b.poll()
+    assert b.pick(request()).load == 9
+    for answer in answers[:2]:
+        await answer.aclose()
+    assert b.pick(request()).load == 7
+    for answer in answers[2:]:
+        await answer.aclose()
+    assert not b.pick(request()).first_piece_limits, "nothing is kept of an answer that is over"
+
+
 async def test_prefix_affinity_until_markedly_more_loaded() -> None:
     targets = [EchoTarget(stall_after=1) for _ in range(4)]
     b = balancer(*targets)
@@ -141,6 +161,8 @@ async def test_a_request_goes_where_it_fits() -> None:
     assert targets.pick(request()).name == "t0" and targets.pick(long).name == "t1", "however loaded it is"
     with pytest.raises(Unavailable):
         targets.pick(long, {"t1"})  # whoever is told comes back; the small one would have said that it cannot be
+    exact, begun = request(max_tokens=50), replace(request(max_tokens=50), answered=30, identity=small.identity)
+    assert targets.pick(exact).name == "t0" and targets.pick(begun).name == "t0", "that many fit, and no more are asked"
     alone = balancer(small)
     await alone.poll()
     assert alone.pick(long).name == "t0", "which says what is wrong"
@@ -180,6 +202,38 @@ async def test_ejection_backs_off_probes_and_returns() -> None:
     assert len(flaky.requests) == 6
 
 
+async def test_only_failures_in_a_row_eject() -> None:
+    flaky, good = EchoTarget(error=Unavailable("down")), EchoTarget()
+    good.waiting = 1000
+    b = balancer(flaky, good, retry_reserve=1000.0)
+    await b.poll()
+    for failures in (2, 2, 3):
+        flaky.fail_after = 0
+        for _ in range(failures):
+            await read(b.submit(request()))
+        flaky.fail_after = None
+        assert b.pick(request()).name == ("t0" if failures < 3 else "t1")
+        await read(b.submit(request()))
+
+
+async def test_a_target_that_dies_beneath_many_answers_has_failed_once() -> None:
+    """Each of them counted, its pause would be the longest, and who comes back at once would stand idle."""
+    clock, dying, good = Clock(), EchoTarget(stall_after=1), EchoTarget()
+    good.waiting = 1000
+    b = balancer(dying, good, clock=clock)
+    await b.poll()
+    answers = [b.submit(request()) for _ in range(20)]
+    for answer in answers:
+        await anext(aiter(answer))
+    assert len(dying.running) == 20
+    for running in list(dying.running):
+        running.closed.set()
+    await asyncio.gather(*(read(answer) for answer in answers))
+    assert b.pick(request()).name == "t1"
+    clock.now_s += 1.1
+    assert b.pick(request()).name == "t0"
+
+
 async def ejected(flaky: EchoTarget, b: Balancer, clock: Clock) -> None:
     """``flaky`` fails until it is, and its pause is over."""
     await b.poll()
@@ -190,16 +244,21 @@ async def ejected(flaky: EchoTarget, b: Balancer, clock: Clock) -> None:
 
 
 async def test_after_its_pause_one_request_alone_tries_a_target() -> None:
-    clock, flaky, good = Clock(), EchoTarget(fail_after=0, error=Unavailable("down")), EchoTarget()
+    clock, flaky, good = Clock(), EchoTarget(stall_after=1), EchoTarget()
     good.waiting = 1000
     metrics = RouterMetrics("tiny")
     b = balancer(flaky, good, clock=clock, metrics=metrics)
+    await b.poll()
+    older = b.submit(request())
+    await anext(older)
+    flaky.requests, flaky.stall_after, flaky.fail_after, flaky.error = [], -1, 0, Unavailable("down")
     await ejected(flaky, b, clock)
     assert breaker(metrics) == 2
     flaky.hang = True
     trying = asyncio.ensure_future(read(b.submit(request())))
     await settled()
     assert (len(flaky.requests), breaker(metrics)) == (4, 1)
+    await older.aclose()  # it began before, and is no probe
     async with asyncio.timeout(60):
         others = await asyncio.gather(*(read(b.submit(request())) for _ in range(30)))
     assert [len(answer) for answer in others] == [8] * 30
