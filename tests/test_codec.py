@@ -462,6 +462,19 @@ def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None
     assert refused.value.field == field
 
 
+@pytest.mark.parametrize("request_", [
+    replace(REQUEST, sampling=Sampling(100.0, 1 << 30, 1.0, 1.0, 2.0, 2.0, 100.0, ((1, 100.0),) * MAX_BIASES, 1 << 30,
+                                       (1,) * MAX_ENDS, 2**64 - 1)),
+    replace(REQUEST, sampling=Sampling(0.0, 0, 1e-30, 0.0, -2.0, -2.0, 1e-30, ((1, -100.0),), 0, (), 0)),
+    replace(REQUEST, tokens=(VOCAB - 1,) * (CONTEXT - 1), max_tokens=CONTEXT + 1, top_logprobs=20),
+    replace(REQUEST, tokens=(0,), prompt_logprobs=20, max_tokens=0),
+    replace(REQUEST, tokens=(1, 2, 3), answered=2, max_tokens=3),
+    replace(REQUEST, allowed_token_ids=(VOCAB - 1,) * MAX_ALLOWED, bad_words=((1,) * MAX_BAD_WORD,) * MAX_BAD_WORDS)])
+def test_what_stands_on_a_limit_is_taken(request_: Request) -> None:
+    assert asked(encode_answer_request(3, request_)) == [(3, request_)]
+    SERVED.check(request_, 2 * CONTEXT)
+
+
 @pytest.mark.parametrize(("field", "start"), [
     ("bad_words", target_pb2.GenerateStart(bad_words=[common_pb2.TokenRun(tokens=[1] * (MAX_BAD_WORD + 1))])),
     ("bad_words", target_pb2.GenerateStart(bad_words=[common_pb2.TokenRun(tokens=[1])] * (MAX_BAD_WORDS + 1))),
