@@ -458,10 +458,11 @@ def _lockstep_verdicts(priced: Sequence[PricedCase], beliefs: Beliefs, rules: Ru
         verdicts[index] = TRIED if priced[index].state.trying else GRANTED
     if waiting or not worth_s:
         return verdicts
-    # Nobody waits: who tries it tries it with all, as all stand.
+    # Nobody waits: who tries it tries it with all, as all stand. One alone whom only that would pay stops the others.
     held_per_waiter = (priced[0].prices.rows - len(worth_s)) / len(worth_s)
     trials = [_request_verdict(priced[index], beliefs, rules, held_per_waiter) for index in worth_s]
-    if beliefs.budget.affords_wait(sum(verdict.budget_s for verdict in trials)):
+    all_wait = all(verdict.granted for verdict in trials)
+    if all_wait and beliefs.budget.affords_wait(sum(verdict.budget_s for verdict in trials)):
         for index, verdict in zip(worth_s, trials, strict=True):
             verdicts[index] = verdict
     return verdicts

@@ -1,0 +1,51 @@
+"""Decisions where an engine steps all sessions together: while one waits for its draft, all others stand still."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.base.config import PolicySection
+from slipstream.decision.beliefs import Beliefs, StepCosts
+from slipstream.decision.decide import Decision, Round, RoundInputs
+from slipstream.decision.policy import SpeculationPolicy
+
+STEP_S = 0.010  # of any rows
+
+
+def decided(accepted: tuple[int, ...], exchange_s: float, saved_s: float = 0.0) -> tuple[list[Decision], Beliefs]:
+    """The decisions of one step for sessions of which that many tokens of four were accepted in each round before.
+    ``saved_s``: what the budget has."""
+    beliefs = Beliefs(StepCosts({1: STEP_S, 256: STEP_S}), lockstep=True)
+    sessions = [SpeculationPolicy(PolicySection(max_nodes=4), beliefs) for _ in accepted]
+    for _ in range(60):
+        for one, tokens in zip(sessions, accepted, strict=True):
+            one.observe(0.0, Round(4, tokens, 4, STEP_S, 0.0, rows=5 * len(accepted), exchange_s=exchange_s))
+    beliefs.budget.left_s = saved_s
+    inputs = RoundInputs(others=len(accepted) - 1, followed=True)
+    return SpeculationPolicy.decide_step([(one, inputs) for one in sessions]), beliefs
+
+
+@pytest.mark.parametrize(("accepted", "exchange_s", "waiting"), [
+    ((4,), 0.030, 1), ((4,), 0.045, 0),
+    ((4, 4, 4, 4), 0.030, 4), ((4, 4, 4, 4), 0.045, 0),
+    ((4, 4, 1, 1), 0.010, 4), ((4, 4, 1, 1), 0.012, 2), ((4, 4, 1, 1), 0.020, 0),
+    ((4, 0, 0, 0), 0.009, 1), ((4, 0, 0, 0), 0.012, 0), ((4, *[0] * 15), 0.012, 0)])
+def test_as_many_wait_as_are_together_worth_the_time_of_all(accepted: tuple[int, ...], exchange_s: float,
+                                                            waiting: int) -> None:
+    """One that gained 35 ms by its draft, whatever the others lost, stopped fifteen for 12 ms in each step."""
+    decisions, beliefs = decided(accepted, exchange_s)
+    assert [one.wait_s > 0 for one in decisions] == [True] * waiting + [False] * (len(accepted) - waiting)
+    assert {one.why for one in decisions} <= {"drafts pay", "too slow"} and not any(one.is_trial for one in decisions)
+    assert beliefs.latency.held_per_waiter == (len(accepted) - waiting) / waiting if waiting else beliefs.latency.held_per_waiter == 0
+
+
+@pytest.mark.parametrize(("accepted", "exchange_s", "saved_s", "tries"), [
+    ((4, 0, 0, 0), 0.012, 0.040, 3), ((4, 0, 0, 0), 0.012, 0.030, 0), ((1, 1, 1, 1), 0.030, 0.125, 4),
+    ((1, 1, 1, 1), 0.030, 0.110, 0)])
+def test_a_wait_is_tried_by_all_or_by_nobody(accepted: tuple[int, ...], exchange_s: float, saved_s: float,
+                                             tries: int) -> None:
+    decisions, beliefs = decided(accepted, exchange_s, saved_s)
+    assert [one.wait_s > 0 for one in decisions] == [tries > 0] * len(accepted)
+    assert sum(one.is_trial for one in decisions) == tries
+    assert beliefs.budget.left_s <= saved_s - tries * exchange_s
+    assert tries or beliefs.budget.left_s == saved_s
