@@ -288,6 +288,19 @@ async def test_who_gives_up_takes_nothing_and_several_answers_are_not_overtaken(
         (A, 5), (replace(B, requests=1), 3))] == [2, 1], "more than may run have half of the places that may"
 
 
+async def test_who_is_let_in_and_gives_up_in_the_same_moment_gives_its_place_back() -> None:
+    """A client that leaves just then would hold a place until the router begins anew."""
+    admission = Admission(1, 30.0, RouterMetrics("tiny"))
+    place = await admission.enter(A, 1)
+    leaving = asyncio.create_task(admission.enter(A, 1))
+    await asyncio.sleep(0)
+    admission.leave(place)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    assert leaving.cancelled() and (admission.in_flight, admission.queued) == (0, 0)
+    admission.leave(await admission.enter(B, 1))
+
+
 def test_who_comes_is_not_compared_with_all_who_wait() -> None:
     """Two thousand tenants that wait cost each newcomer 1.5 ms of the event loop, and each answer's end 1.2."""
     async def costs(waiting: int) -> tuple[int, int]:

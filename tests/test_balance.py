@@ -36,11 +36,14 @@ def balancer(*targets: EchoTarget, clock: Clock | None = None, metrics: RouterMe
     return Balancer(Targets(named), metrics or RouterMetrics("tiny"), rules=limits, clock=clock or Clock())
 
 
+def told(metrics: RouterMetrics, name: str, peer: str = "") -> float:
+    page = metrics.registry.page("")[1].decode().splitlines()
+    return next(float(line.split()[-1]) for line in page if line.startswith(f"slipstream_{name}{{") and peer in line)
+
+
 def breaker(metrics: RouterMetrics) -> float:
     """Of the first target."""
-    page = metrics.registry.page("")[1].decode().splitlines()
-    return next(float(line.split()[-1]) for line in page if line.startswith("slipstream_breaker_state{")
-                and 'peer="t0"' in line)
+    return told(metrics, "breaker_state", 'peer="t0"')
 
 
 def request(tokens: tuple[int, ...] = LONG, max_tokens: int = 8) -> Request:
@@ -116,13 +119,15 @@ async def test_prefix_affinity_until_markedly_more_loaded() -> None:
 @pytest.mark.parametrize("error", [Unavailable("gone"), CapacityError("full"), Draining("bye")])
 async def test_moves_before_the_first_piece(error: SlipstreamError) -> None:
     bad, good = EchoTarget(fail_after=0, error=error), EchoTarget()
-    b = balancer(bad, good)
+    metrics = RouterMetrics("tiny")
+    b = balancer(bad, good, metrics=metrics)
     await b.poll()
     bad.waiting = 0
     good.waiting = 10
     await b.poll()
     assert len(await read(b.submit(request((1, 2))))) == 8
     assert (len(bad.requests), len(good.requests)) == (1, 1)
+    assert told(metrics, "retries_total", 'peer="t0"') == 1
 
 
 @pytest.mark.parametrize("error", [Unavailable("gone"), Draining("bye")])
@@ -376,14 +381,18 @@ async def test_what_was_lost_is_logged_and_a_client_hears_no_address(capsys: pyt
 async def test_a_silent_target_loses_what_waits_for_its_first_piece() -> None:
     silent, good = EchoTarget(hang=True), EchoTarget()
     good.waiting = 10
-    b = balancer(silent, good, poll_timeout_s=0.01, polls_until_unreachable=2)
+    metrics = RouterMetrics("tiny")
+    b = balancer(silent, good, metrics=metrics, poll_timeout_s=0.01, polls_until_unreachable=2)
     await b.poll()
+    assert told(metrics, "targets_ready") == 2
     reading = asyncio.ensure_future(read(b.submit(request())))
     while not silent.running:
         await asyncio.sleep(0)
     silent.deaf = True
     await b.poll()
-    assert not reading.done()
+    await settled()
+    assert not reading.done(), "one poll may be lost"
+    assert told(metrics, "targets_ready") == 1, "which the alert goes by"
     await b.poll()
     assert len(await reading) == 8
     assert len(good.requests) == 1 and not silent.running

@@ -12,14 +12,17 @@ from slipstream.decision.policy import SpeculationPolicy
 STEP_S = 0.010  # of any rows
 
 
-def decided(accepted: tuple[int, ...], exchange_s: float, saved_s: float = 0.0) -> tuple[list[Decision], Beliefs]:
+def decided(accepted: tuple[int, ...], exchange_s: float, saved_s: float = 0.0,
+            forbidden: int = 0) -> tuple[list[Decision], Beliefs]:
     """The decisions of one step for sessions of which that many tokens of four were accepted in each round before.
-    ``saved_s``: what the budget has."""
+    ``saved_s``: what the budget has. ``forbidden``: how many of the last may not be drafted for."""
     beliefs = Beliefs(StepCosts({1: STEP_S, 256: STEP_S}), lockstep=True)
     sessions = [SpeculationPolicy(PolicySection(max_nodes=4), beliefs) for _ in accepted]
     for _ in range(60):
         for one, tokens in zip(sessions, accepted, strict=True):
             one.observe(0.0, Round(4, tokens, 4, STEP_S, 0.0, rows=5 * len(accepted), exchange_s=exchange_s))
+    for one in sessions[len(sessions) - forbidden :]:
+        one.forbid(0.0)
     beliefs.budget.left_s = saved_s
     inputs = RoundInputs(others=len(accepted) - 1, followed=True)
     return SpeculationPolicy.decide_step([(one, inputs) for one in sessions]), beliefs
@@ -36,7 +39,8 @@ def test_as_many_wait_as_are_together_worth_the_time_of_all(accepted: tuple[int,
     decisions, beliefs = decided(accepted, exchange_s)
     assert [one.wait_s > 0 for one in decisions] == [True] * waiting + [False] * (len(accepted) - waiting)
     assert {one.why for one in decisions} <= {"drafts pay", "too slow"} and not any(one.is_trial for one in decisions)
-    assert beliefs.latency.held_per_waiter == (len(accepted) - waiting) / waiting if waiting else beliefs.latency.held_per_waiter == 0
+    held = beliefs.latency.held_per_waiter
+    assert held == ((len(accepted) - waiting) / waiting if waiting else 0)
 
 
 @pytest.mark.parametrize(("accepted", "exchange_s", "saved_s", "tries"), [
@@ -49,3 +53,13 @@ def test_a_wait_is_tried_by_all_or_by_nobody(accepted: tuple[int, ...], exchange
     assert sum(one.is_trial for one in decisions) == tries
     assert beliefs.budget.left_s <= saved_s - tries * exchange_s
     assert tries or beliefs.budget.left_s == saved_s
+
+
+def test_who_needs_no_wait_has_none_and_tries_none() -> None:
+    decisions, _ = decided((4, 4, 1, 1), 0.012, saved_s=1.0)
+    assert [(one.wait_s > 0, one.is_trial) for one in decisions] == [(True, False)] * 2 + [(False, False)] * 2
+    decisions, beliefs = decided((4, 4, 4, 4), 0.012, forbidden=2)
+    assert [one.wait_s > 0 for one in decisions] == [True, True, False, False]
+    assert beliefs.latency.held_per_waiter == 1.0
+    decisions, _ = decided((4, 4, 4, 4), 0.022, forbidden=2)
+    assert not any(one.wait_s > 0 for one in decisions), "two who may not be drafted for stand still with them"

@@ -1,0 +1,100 @@
+"""Beliefs and what is decided by them, number by number: each follows what was measured, and forgets it again."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.base.config import PolicySection
+from slipstream.decision.beliefs import FIRST_TEXTS, Acceptance, Beliefs, Ledger, StepCosts
+from slipstream.decision.decide import Mode, Round, RoundInputs, SessionState
+from slipstream.decision.policy import PROBE_AFTER_S, SpeculationPolicy
+
+STEP_S = 0.010
+GOOD = Round(4, 4, 4, STEP_S, 0.0, exchange_s=0.002)
+
+
+def free() -> Beliefs:
+    """Rows cost nothing."""
+    return Beliefs(StepCosts({1: STEP_S, 64: STEP_S}))
+
+
+def test_what_is_measured_at_a_row_count_is_believed_there() -> None:
+    costs = StepCosts({1: 0.010, 8: 0.011, 16: 0.012, 32: 0.013})
+    for _ in range(20):
+        costs.observe(9, 0.022)
+    assert costs.cost(8) > 0.020 and costs.cost(32) < 0.024
+    for _ in range(200):
+        costs.observe(48, 0.056)  # a prompt's, beyond the profile
+    assert costs.cost(48) == pytest.approx(0.056, rel=0.1)
+
+
+def test_a_drafter_that_was_good_is_soon_believed_to_be_bad() -> None:
+    acceptance = Acceptance()
+    for _ in range(100):
+        acceptance.observe(4, 4, 4)
+    assert acceptance.tokens(4) > 3.4
+    for _ in range(60):
+        acceptance.observe(4, 0, 4)
+    assert acceptance.tokens(4) < 0.7
+
+
+def test_waits_of_long_ago_count_no_more_than_those_of_late() -> None:
+    state = SessionState(Mode.SPECULATE, Acceptance(), 4)
+    for _ in range(200):
+        state.recent.add(0.020, 0.012, 0.002, True)
+    assert state.recent_wait_s == pytest.approx(0.002, rel=0.01)
+    for _ in range(100):
+        state.recent.add(0.020, 0.010, 0.0, True)
+    assert state.recent_wait_s < 1e-6 and Ledger().gain == 1.0
+
+
+def test_who_often_has_nothing_to_propose_is_not_waited_for_long() -> None:
+    for rare in (True, False):
+        beliefs = free()
+        policy = SpeculationPolicy(PolicySection(max_nodes=4), beliefs)
+        for turn in range(2000):
+            drafted = 0 if rare and turn % 10 else 4
+            policy.observe(0.0, Round(drafted, drafted, drafted, STEP_S, 0.020))
+        beliefs.budget.left_s = 0.0
+        assert (policy.decide(RoundInputs(followed=True)).wait_s == 0.0) is rare
+        beliefs.acceptance(False).num_texts = FIRST_TEXTS
+        _, share = beliefs.begin_session(False, 1.0)
+        assert share == pytest.approx(0.1 if rare else 1.0, abs=0.05), "a new answer expects as much"
+
+
+def test_time_that_passes_begins_no_probe_of_what_is_in_use() -> None:
+    policy = SpeculationPolicy(PolicySection(), free())
+    for tick in range(100):
+        policy.observe(tick * STEP_S, GOOD)
+        policy.tick(tick * STEP_S + 10 * PROBE_AFTER_S)
+        assert policy.mode is Mode.SPECULATE and not policy.probing
+
+
+def test_a_draft_that_comes_ends_no_probe_of_one_that_answers() -> None:
+    beliefs = free()
+    policy = SpeculationPolicy(PolicySection(), beliefs)
+    policy.drafter_lost(0.0)
+    beliefs.budget.left_s = 10.0
+    policy.drafter_ready(0.0)
+    policy.tick(1.0)
+    assert policy.probing
+    policy.observe(1.01, GOOD)
+    policy.drafter_ready(1.01)
+    assert policy.probing, "its first rounds count"
+    for turn in range(10):
+        policy.observe(1.02 + turn * STEP_S, GOOD)
+    assert policy.mode is Mode.SPECULATE
+
+
+@pytest.mark.parametrize(("accepted", "exchange_s", "reason"), [
+    (0, 0.004, "acceptance_low"), (2, 0.060, "draft_timeout")])
+def test_who_is_wrong_and_who_is_slow_are_told_apart(accepted: int, exchange_s: float, reason: str) -> None:
+    policy = SpeculationPolicy(PolicySection(max_nodes=4), free())
+    told = [policy.observe(turn * 0.050, Round(4, accepted, 4, STEP_S, exchange_s)) for turn in range(60)]
+    assert [transition.reason for transition in told if transition is not None][:1] == [reason]
+
+
+def test_nobody_follows_an_answer_for_which_no_tree_pays() -> None:
+    beliefs = Beliefs(StepCosts({9: STEP_S, 18: 10 * STEP_S, 64: 90 * STEP_S}))
+    decision = SpeculationPolicy(PolicySection(), beliefs).decide(RoundInputs(others=8))
+    assert decision.verify == decision.num_wanted == 0 and not decision.follow
