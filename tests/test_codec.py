@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from slipstream.base.config import DraftSection
-from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError, SlipstreamError
+from slipstream.base.errors import InvalidRequest, ModelChanged, PairingError, RemoteProtocolError, SlipstreamError
 from slipstream.protocol.chat import Begun, ChatOptions, Delta, Message, PromptToken, TextToken, Usage
 from slipstream.protocol.grammar import KINDS, MAX_SOURCE, Grammar
 from slipstream.protocol.identity import Identity
@@ -473,6 +473,15 @@ def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None
 def test_what_stands_on_a_limit_is_taken(request_: Request) -> None:
     assert asked(encode_answer_request(3, request_)) == [(3, request_)]
     SERVED.check(request_, 2 * CONTEXT)
+
+
+def test_a_target_answers_for_no_other_model() -> None:
+    """One that was exchanged since its router's last poll would go on with an answer of the model before."""
+    for identity in (None, SERVED.identity):
+        SERVED.check(replace(REQUEST, identity=identity), CONTEXT)
+    for other in ("weights", "dtype", "quantize", "kernels"):
+        with pytest.raises(ModelChanged):
+            SERVED.check(replace(REQUEST, identity=replace(SERVED.identity, **{other: "other"})), CONTEXT)
 
 
 @pytest.mark.parametrize(("field", "start"), [
