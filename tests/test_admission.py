@@ -288,6 +288,24 @@ async def test_who_gives_up_takes_nothing_and_several_answers_are_not_overtaken(
         (A, 5), (replace(B, requests=1), 3))] == [2, 1], "more than may run have half of the places that may"
 
 
+async def test_who_has_had_its_share_is_told_at_once_that_others_come_before() -> None:
+    now = [0.0]
+    admission = Admission(2, 5.0, RouterMetrics("tiny"), lambda: now[0])
+    for place in [await admission.enter(A, 1) for _ in range(2)]:
+        now[0] += 2.0
+        admission.leave(place)  # after two seconds, and after four
+    running = [await admission.enter(A, 1) for _ in range(2)]
+    waiting = [asyncio.create_task(admission.enter(B, 1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert admission.queued == 2
+    with pytest.raises(CapacityError) as refused:
+        await asyncio.wait_for(admission.enter(A, 2), 60)
+    assert refused.value.retry_after_s == pytest.approx(6.0, rel=0.1), "two of its own, behind two"
+    for place in running:
+        admission.leave(place)
+    assert [(await task).tenant for task in waiting] == [B, B]
+
+
 async def test_who_is_let_in_and_gives_up_in_the_same_moment_gives_its_place_back() -> None:
     """A client that leaves just then would hold a place until the router begins anew."""
     admission = Admission(1, 30.0, RouterMetrics("tiny"))
