@@ -23,7 +23,7 @@ from slipstream.engine.ops.races import race_for
 from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import PROFILE_CONTEXT, TYPICAL_CONTEXT, Memory, ModelRunner, cores, default_slots
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.trial import AGAIN_S, Grammars, Trial
+from slipstream.grammar.trial import TARGET_CPU_S, Grammars, Trial
 from slipstream.models.folder import called, load_tokenizer, resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -112,7 +112,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
 def grammars(folder: Path, vocab_size: int) -> Grammars | None:
     """The grammar compiler for the model in ``folder``; None where its tokenizer cannot be used for grammars."""
     try:
-        return Grammars(Vocabulary(load_tokenizer(folder), vocab_size), Trial(folder, AGAIN_S))
+        return Grammars(Vocabulary(load_tokenizer(folder), vocab_size), Trial(folder, TARGET_CPU_S))
     except ModelError as error:
         logger("target").warning("answers are bound to no grammar", problem=str(error))
         return None

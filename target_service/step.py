@@ -48,7 +48,7 @@ import numpy as np
 import torch
 
 from slipstream.base.errors import DeviceFull
-from slipstream.choosing.sampling import GREEDY, ChoiceRows, Draws, choose, coins, greatest, shares
+from slipstream.choosing.sampling import GREEDY, ChoiceRows, Draws, choose, greatest, log_probabilities, uniform_draws
 from slipstream.choosing.scores import chosen_logprobs, prompt_scores
 from slipstream.choosing.transfer import to_device
 from slipstream.engine.batch import BatchBuilder
@@ -455,8 +455,8 @@ def _relaxed(tree: DraftTree, target_choices: abc.Sequence[int], logits: torch.T
              thresholds: Thresholds) -> list[int]:
     device = logits.device
     parents, tokens = (to_device(column[1:], device, torch.int64) for column in (tree.parents, tree.tokens))
-    chances = shares(logits, choice_rows)[parents, tokens].exp().tolist()
-    return relaxed(tree, target_choices, [1.0, *chances], coins(choice_rows), thresholds)
+    chances = log_probabilities(logits, choice_rows)[parents, tokens].exp().tolist()
+    return relaxed(tree, target_choices, [1.0, *chances], uniform_draws(choice_rows), thresholds)
 
 
 def _choice_rows(sequence: Sequence, tree: DraftTree, levels: list[int], first: int) -> ChoiceRows:

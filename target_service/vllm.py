@@ -282,7 +282,8 @@ class VllmAnswer:
     async def _begin(self) -> None:
         try:
             if self._request.grammar is not None and self._trials is not None:
-                self._params = await self._trials.after(self._request.grammar, self._request.owner, self._made)
+                self._params = await self._trials.run_after_check(self._request.grammar, self._request.owner,
+                                                                  self._made)
             with self._refusing():
                 collected = await self._engine.add_request(self._name, prompt(self._request), self._params)
         except SlipstreamError:

@@ -28,7 +28,7 @@ import slipstream
 from slipstream.base.config import Config, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, Unavailable
 from slipstream.following.rounds import SOCKET
-from slipstream.grammar.trial import AGAIN_S, Trial, Trials
+from slipstream.grammar.trial import TARGET_CPU_S, Trial, Trials
 from slipstream.models.folder import called, code_digest, resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -259,7 +259,7 @@ def _bounds(running: Any) -> Bounds:
 def trials_of(folder: Path) -> Trials | None:
     """Trials of grammars for the model in ``folder``; None where its tokenizer cannot be used for them, or crashes the
     process that tries it."""
-    trial = Trial(folder, AGAIN_S)
+    trial = Trial(folder, TARGET_CPU_S)
     try:
         trial.check(JSON_OBJECT)
     except (ModelError, InvalidRequest, Unavailable) as error:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream.base.errors import InvalidRequest
-from slipstream.grammar.compiling import as_lark, json_options, restate
+from slipstream.grammar.compiling import as_lark, json_options, rewrite_for_llguidance
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import NEEDS, PromptScores, Request, TokenLogprob
 
@@ -136,7 +136,7 @@ def structured(grammar: Grammar) -> dict[str, Any]:
         return {"choice": content}
     if not isinstance(content, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
-    restate(content)
+    rewrite_for_llguidance(content)
     own = content.get("x-guidance")
     ours = {name: value for name, value in json_options(grammar.source, content).items() if value is not None}
     return {"json": {**content, "x-guidance": {**(own if isinstance(own, dict) else {}), **ours}}}

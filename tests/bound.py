@@ -36,7 +36,7 @@ from slipstream.drafting import Drafter, create
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.matcher import Ends, Masks, Matcher
+from slipstream.grammar.matcher import Masks, Matcher, StopTokens
 from slipstream.grammar.trial import Grammars
 from slipstream.models.folder import load_tokenizer, resolve
 from slipstream.observe.log import configure
@@ -245,7 +245,7 @@ class Bench:
 
     def behind(self, bound: Bound, one: Request, said: Sequence[int]) -> Matcher:
         """One that has seen nothing but ``said``."""
-        return self.vocabulary.compile(bound.grammar, Ends(one.sampling.stop_token_ids), said)
+        return self.vocabulary.compile(bound.grammar, StopTokens(one.sampling.stop_token_ids), said)
 
     def asked(self, batch: int) -> list[tuple[str, str, Bound, Request]]:
         """Kind of grammar, way to choose, grammar and request of each answer."""

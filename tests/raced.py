@@ -41,7 +41,7 @@ from slipstream.engine.ops.races import (
     DeviceRace,
     difference,
     plain_rows,
-    takes,
+    supports,
     trial,
 )
 from slipstream.protocol.requests import Sampling
@@ -68,7 +68,7 @@ def rows_of(sampling: Sampling, count: int) -> ChoiceRows:
 
 
 def choices(rows: int) -> int:
-    """Of all kinds of sessions, of which it takes some: tokens as ``choosing`` says, children too."""
+    """Of all kinds of sessions, of which it supports some: tokens as ``choosing`` says, children too."""
     dice, taken = np.random.default_rng(SEED), 0
     for logits, sessions in cases(SEED, rows):
         sessions = [session if dice.random() < 0.3 else simple(session) for session in sessions]
@@ -79,7 +79,7 @@ def choices(rows: int) -> int:
         bare = [replace(session, allowed=None) for session in sessions]  # masks have no words for these ids
         same_children(ranked(logits, sessions, k, None, race), ranked(logits, sessions, k))
         same_children(ranked(logits, bare, k, some, race_of(width, some)), ranked(logits, bare, k, some))
-        taken += sum(len(session.rows) for session in sessions if takes(session, True, width))
+        taken += sum(len(session.rows) for session in sessions if supports(session, True, width))
     return taken
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.matcher import Ends
+from slipstream.grammar.matcher import StopTokens
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import Piece, Request, Sampling
@@ -81,7 +81,7 @@ def vocabulary(folders: dict[str, Path]) -> Vocabulary:
 
 def keeps_to(grammar: Grammar, tokens: list[int], finish: str, vocabulary: Vocabulary) -> bool:
     """Whether every token is allowed by one that saw the whole answer and nothing else."""
-    matcher = vocabulary.compile(grammar, Ends((EOS,)))
+    matcher = vocabulary.compile(grammar, StopTokens((EOS,)))
     said = tokens[:-1] if tokens[-1] == EOS else tokens
     return matcher.commit(said) == len(said) and (tokens[-1] != EOS or finish == "stop")
 
@@ -207,10 +207,10 @@ def test_what_has_too_many_readings_ends_without_being_read_again() -> None:
     tokenizer = tiny_tokenizer(("aa", "aaaa", 8 * "a", 16 * "a"))
     vocabulary, grammar = Vocabulary(tokenizer, tokenizer.get_vocab_size()), Grammar(
         "lark", 'start: e\ne: e e e | e e | "a" | "b"')
-    plain, drafted = (vocabulary.compile(grammar, Ends((EOS,))) for _ in range(2))
+    plain, drafted = (vocabulary.compile(grammar, StopTokens((EOS,))) for _ in range(2))
     begun, known = list[int](), frozenset({0})
     for matcher in (plain, drafted):
-        matcher._begun = begun.append  # type: ignore[assignment]
+        matcher._new_matcher = begun.append  # type: ignore[assignment]
     while known:
         ids = range(31)
         tree = DraftTree(1, [0, *30 * b"a"], [at - 1 for at in ids], [*ids], [-float(at) for at in ids])

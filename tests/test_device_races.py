@@ -16,7 +16,7 @@ from bench.gpu.shapes import TINY, config_of
 from slipstream.base.offload import command
 from slipstream.choosing.sampling import ChoiceRows, Winners, choose, rank, ranked
 from slipstream.engine.ops.fused import triton_unsupported_reason
-from slipstream.engine.ops.races import difference, plain_rows, race_for, takes
+from slipstream.engine.ops.races import difference, plain_rows, race_for, supports
 from slipstream.engine.proof import question_for
 from slipstream.protocol.requests import Sampling
 from tests.test_fused import needs_triton, own_python
@@ -44,7 +44,7 @@ class Specified:
             pad = torch.nn.functional.pad
             tokens += pad(ids, (0, most - few)).ravel().tolist()
             scores += pad(torch.log_softmax(shares, 1), (0, most - few), value=-torch.inf).ravel().tolist()
-            taken = takes(session, most == 1, self.width)
+            taken = supports(session, most == 1, self.width)
             sure += [int(taken and bool(best > -torch.inf)) for best in shares[:, 0]]
         return Winners(tokens, scores, sure)
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.gpu.shapes import SMALL, config_of, decoder_shapes, head_shapes
 from slipstream.choosing.logits import FIRST_WIDTH
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choices, rank, shares
+from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choices, log_probabilities, rank
 from slipstream.drafting.graph import Shape, TreeLoop
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import BlockHead
@@ -228,4 +228,4 @@ def test_choices_wait_for_nothing(name: str) -> None:
         tokens, scores = rank(logits[:3], asked, 4)
         assert tokens.device == scores.device == THERE
         if not sampling.greedy:
-            assert shares(logits[:3], asked).device == THERE
+            assert log_probabilities(logits[:3], asked).device == THERE

@@ -14,9 +14,9 @@ from router_service.dialects.formats import grammar_of
 from router_service.dialects.tools import ToolUse
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.matcher import Ends
+from slipstream.grammar.matcher import StopTokens
 from slipstream.grammar.patterns import without_lookaheads
-from slipstream.grammar.trial import tried
+from slipstream.grammar.trial import refusal_reason
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.tree import DraftTree
@@ -143,7 +143,7 @@ def test_a_name_that_others_depend_on_may_be_that_of_a_note(tiny_folder: Path) -
 def goes(schema: Any, text: str, folder: Path) -> bool:
     """Whether an answer bound to ``schema`` may begin with ``text``."""
     vocabulary = Vocabulary(load_tokenizer(folder), VOCAB)
-    matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), Ends((EOS,)))
+    matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), StopTokens((EOS,)))
     return matcher.commit([*text.encode()]) == len(text.encode())
 
 
@@ -254,7 +254,7 @@ def test_what_else_is_denied_is_refused_by_name(schema: Any, tiny_folder: Path) 
 def test_what_is_bound_twice_is_followed_to_its_end(schema: Any, text: str, tiny_folder: Path) -> None:
     """A mask's work had a bound by which the answer ended with an error behind its first letter, each time."""
     vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
-    matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), Ends((EOS,)))
+    matcher = vocabulary.compile(Grammar("json_schema", json.dumps(schema)), StopTokens((EOS,)))
     for token in text.encode():
         assert matcher.masks(DraftTree.root_only(1, 0))[1], matcher.problem
         assert matcher.commit([token])
@@ -267,7 +267,7 @@ def test_what_cannot_be_followed_late_in_an_answer_is_refused_at_once_and_by_nam
         costly = {"type": "string", "pattern": pattern, "maxLength": 20_000}
         late = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"items": costly}},
                 "required": ["a", "b"]}
-        problem = tried(vocabulary, Grammar("json_schema", json.dumps(late)))
+        problem = refusal_reason(vocabulary, Grammar("json_schema", json.dumps(late)))
         assert problem.startswith(said) and bool(problem) == bool(said) and len(problem) < 400
 
 

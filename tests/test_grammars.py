@@ -21,7 +21,7 @@ from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, Un
 from slipstream.base.offload import Child
 from slipstream.base.turns import Turns
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.matcher import Ends
+from slipstream.grammar.matcher import StopTokens
 from slipstream.grammar.trial import MAX_EACH, TOO_MUCH, Trial, Trials
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
@@ -97,14 +97,14 @@ def test_what_is_wrong_or_costs_too_much_is_refused(grammar: Grammar, trial: Tri
         trial.check(grammar)
     assert refused.value.field == "grammar" and len(refused.value.message) < 400
     trial.check(Grammar("regex", "[a-z]+"))
-    assert not trial.passed(grammar)
+    assert not trial.has_passed(grammar)
 
 
 @pytest.mark.parametrize("grammar", FINE.values(), ids=FINE)
 def test_what_only_looks_dear_is_taken(grammar: Grammar, trial: Trial) -> None:
-    assert not trial.passed(grammar)
+    assert not trial.has_passed(grammar)
     trial.check(grammar)
-    assert trial.passed(grammar), "it need not wait for others again"
+    assert trial.has_passed(grammar), "it need not wait for others again"
 
 
 def test_a_trial_takes_no_more_than_it_is_given(tiny_folder: Path) -> None:
@@ -119,7 +119,7 @@ def test_what_took_too_much_is_tried_again(trial: Trial, monkeypatch: pytest.Mon
     """A large schema that was met in a slow moment was refused until the process ended."""
     grammar = Grammar("regex", "[p-r]+")
     with monkeypatch.context() as slow:
-        slow.setattr(trial, "_tried", lambda _: TOO_MUCH)
+        slow.setattr(trial, "_ask", lambda _: TOO_MUCH)
         with pytest.raises(InvalidRequest, match="more work"):
             trial.check(grammar)
     trial.check(grammar)
@@ -128,7 +128,7 @@ def test_what_took_too_much_is_tried_again(trial: Trial, monkeypatch: pytest.Mon
 def test_what_one_namespace_tried_tells_another_nothing(trial: Trial) -> None:
     grammar = Grammar("regex", "[x-z]+")
     trial.check(grammar, "one")
-    assert trial.passed(grammar, "one") and not trial.passed(grammar, "other")
+    assert trial.has_passed(grammar, "one") and not trial.has_passed(grammar, "other")
 
 
 async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
@@ -258,7 +258,7 @@ def test_one_answer_leaves_nothing_of_its_grammar_to_another(tiny_folder: Path) 
 
     def said(most: int) -> int:
         """Tokens until the answer has built all that one may."""
-        matcher, letters = vocabulary.compile(dear, Ends((EOS,))), random.Random(3)
+        matcher, letters = vocabulary.compile(dear, StopTokens((EOS,))), random.Random(3)
         for count in range(most):
             _, known = matcher.masks(DraftTree.root_only(1, 0))
             if not known:
@@ -283,7 +283,7 @@ def allowed(mask: NDArray[np.uint32]) -> list[int]:
 class Said:
     """An answer, and what may follow it by a matcher that has seen nothing else."""
 
-    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, ends: Ends) -> None:
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, ends: StopTokens) -> None:
         self._vocabulary, self._grammar, self._ends = vocabulary, grammar, ends
         self.tokens: list[int] = []
 
@@ -314,7 +314,7 @@ def test_masks_of_trees_are_those_of_matchers_that_saw_each_path_alone(tiny_fold
     ended = 0
     for turn in range(24):
         grammar = SHORT[turn % len(SHORT)]
-        ends = Ends((EOS, 65)[: 1 + turn // 4 % 2], int(dice.choice([0, 5, 1000])))
+        ends = StopTokens((EOS, 65)[: 1 + turn // 4 % 2], int(dice.choice([0, 5, 1000])))
         matcher, said = vocabulary.compile(grammar, ends), Said(vocabulary, grammar, ends)
         for _ in range(10):
             tree = drafted(dice, said)
@@ -339,8 +339,8 @@ def test_what_a_grammar_forces_keeps_to_it_and_asking_changes_nothing(tiny_folde
     vocabulary, dice, forced = Vocabulary(load_tokenizer(tiny_folder), VOCAB), np.random.default_rng(7), 0
     counts = Grammar("lark", 'start: list "END"\nlist[max_tokens=3]: /[a-f]+/')
     for grammar in (*SHORT, Grammar("choice", '["one way", "one wa\u00e9"]'), counts):
-        asked, other = (vocabulary.compile(grammar, Ends((EOS,))) for _ in range(2))
-        assert asked.begins() and other.begins()
+        asked, other = (vocabulary.compile(grammar, StopTokens((EOS,))) for _ in range(2))
+        assert asked.allows_anything() and other.allows_anything()
         for _ in range(12):
             told = [*asked.forced()]
             assert not (told and grammar is counts), "it cannot be rolled back"
@@ -367,7 +367,8 @@ def test_what_a_grammar_forces_keeps_to_it_and_asking_changes_nothing(tiny_folde
     (r'"a&&b--]"', "a&&b--]", True)])
 def test_what_an_ebnf_spells_by_numbers_or_in_classes_is_what_it_says(ebnf: str, text: str, fits: bool,
                                                                       tiny_folder: Path) -> None:
-    matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("ebnf", f"root ::= {ebnf}"), Ends((EOS,)))
+    matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("ebnf", f"root ::= {ebnf}"),
+                                                                     StopTokens((EOS,)))
     whole = matcher.commit([*text.encode()]) == len(text.encode())
     assert (whole and EOS in allowed(matcher.masks(DraftTree.root_only(1, 0))[0][0])) == fits
 
@@ -385,7 +386,7 @@ def test_a_name_that_is_spelt_otherwise_has_no_other_value(changes: dict[str, An
                                                            tiny_folder: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **changes}
     matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
-                                                                    Ends((EOS,)))
+                                                                    StopTokens((EOS,)))
     assert (matcher.commit([*text.encode()]) == len(text)) == fits
 
 
@@ -403,7 +404,7 @@ def test_what_a_schema_notes_for_its_readers_is_no_reason_to_refuse_it(schema: A
                                                                        tiny_folder: Path) -> None:
     """What Pydantic writes of a path, a password or bytes got 400, what Zod writes of every record, GenSON of all."""
     matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
-                                                                    Ends((EOS,)))
+                                                                    StopTokens((EOS,)))
     assert (matcher.commit([*text.encode()]) == len(text)) == fits
 
 
@@ -428,7 +429,7 @@ def test_what_llguidance_takes_otherwise_is_what_the_schema_says(schema: Any, te
                                                                  tiny_folder: Path) -> None:
     """A 29th of February in any year and a 60th second of any minute came, which no client reads as a date."""
     matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
-                                                                    Ends((EOS,)))
+                                                                    StopTokens((EOS,)))
     assert (matcher.commit([*text.encode()]) == len(text)) == fits
 
 
@@ -450,7 +451,7 @@ def test_alternatives_that_exclude_each_other_are_told_apart(schema: Any, text: 
     """What Pydantic writes of models that a field with a default tells apart, and OpenAPI of a reference or null, got
     400, and so did all that was recursive."""
     matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("json_schema", json.dumps(schema)),
-                                                                    Ends((EOS,)))
+                                                                    StopTokens((EOS,)))
     assert (matcher.commit([*text.encode()]) == len(text)) == fits
 
 
@@ -458,7 +459,7 @@ def test_a_token_that_a_model_lacks_is_neither_allowed_nor_forced() -> None:
     """Its tokenizer has more, as Gemma 3's has one of images: a draft of it would be outside of the embedding."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens(["<image>"])
-    matcher = Vocabulary(tokenizer, VOCAB).compile(Grammar("lark", 'start: "ab" <image> "y"'), Ends((EOS,)))
+    matcher = Vocabulary(tokenizer, VOCAB).compile(Grammar("lark", 'start: "ab" <image> "y"'), StopTokens((EOS,)))
     assert matcher.forced() == [97, 98] and matcher.commit([97]) == 1 and matcher.forced() == [98]
     assert matcher.commit([98]) == 1 and matcher.forced() == []
     assert allowed(matcher.masks(DraftTree.root_only(3, 0))[0][0]) == [EOS], "nothing else is left"
@@ -466,7 +467,7 @@ def test_a_token_that_a_model_lacks_is_neither_allowed_nor_forced() -> None:
 
 def test_a_draft_of_what_a_tokenizer_lacks_breaks_nothing() -> None:
     """A model mostly has more tokens, which are padding: a draft, or a prompt, may hold them."""
-    matcher = Vocabulary(tiny_tokenizer(), VOCAB + 60).compile(Grammar("regex", "[a-z]{9}"), Ends((EOS,)))
+    matcher = Vocabulary(tiny_tokenizer(), VOCAB + 60).compile(Grammar("regex", "[a-z]{9}"), StopTokens((EOS,)))
     for token in range(VOCAB, VOCAB + 60):
         tree = DraftTree(3, [0, token, 97, 98], [-1, 0, 0, 2], [0, 1, 2, 3], [0.0, -1.0, -2.0, -3.0])
         assert matcher.kept(tree) == [0, 2, 3] and matcher.masks(tree)[1] == {0, 2, 3}, token
@@ -478,8 +479,8 @@ def test_a_draft_of_what_a_tokenizer_lacks_breaks_nothing() -> None:
     (Grammar("lark", 'start: "<|im_start|>" <|im_start|> "<|unk|>"'), [*b"<|im_start|>", 256, *b"<|unk|>"])])
 def test_the_text_of_a_special_token_is_spelt_as_text(grammar: Grammar, said: list[int]) -> None:
     """The token itself was forced, by which the grammar does not go on: the answer ended in its midst."""
-    matcher = Vocabulary(tiny_tokenizer(), VOCAB).compile(grammar, Ends((EOS,)))
-    assert matcher.begins()
+    matcher = Vocabulary(tiny_tokenizer(), VOCAB).compile(grammar, StopTokens((EOS,)))
+    assert matcher.allows_anything()
     for at, token in enumerate(said):
         assert allowed(matcher.masks(DraftTree.root_only(1, 0))[0][0]) == [token]
         forced = [*matcher.forced()]
@@ -493,7 +494,7 @@ def test_what_drafts_have_walked_changes_no_mask(answer: int) -> None:
     """With tokens that close several rules of a recursive grammar at once."""
     tokenizer, dice = tiny_tokenizer(("))", "((", "+(", ")+")), np.random.default_rng(answer)
     recursive = 'root ::= term (sign term)*\nsign ::= "+" | "*"\nterm ::= [0-9]{1,3} | "(" root ")"\n'
-    vocabulary, ends = Vocabulary(tokenizer, tokenizer.get_vocab_size()), Ends((EOS,))
+    vocabulary, ends = Vocabulary(tokenizer, tokenizer.get_vocab_size()), StopTokens((EOS,))
     drafted, plain = (vocabulary.compile(Grammar("ebnf", recursive), ends) for _ in range(2))
     said = list[int]()
     for _ in range(40):
@@ -530,15 +531,15 @@ class Counted:
 def test_what_is_forced_is_asked_for_once_however_long_it_is(tiny_folder: Path, spelt: str) -> None:
     vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
     text = "the answer to the question is " * 400
-    matcher = vocabulary.compile(Grammar("choice", json.dumps([text])), Ends((EOS,)))
-    assert matcher.begins()
+    matcher = vocabulary.compile(Grammar("choice", json.dumps([text])), StopTokens((EOS,)))
+    assert matcher.allows_anything()
     matcher._matcher = counted = Counted(matcher._matcher)
     said, whole = 0, [*text.encode()]
     for turn in range(200):
         told = [*matcher.forced()]
         assert told == (whole[said:][:64] if spelt == "as told" or not turn else [])
         if spelt == "otherwise" and not turn:
-            matcher._coming[-1] = VOCAB  # as if another token had spelt it: here each byte has one
+            matcher._pending_forced[-1] = VOCAB  # as if another token had spelt it: here each byte has one
         new = whole[said : said + 1 + turn % 5]
         assert matcher.commit(new) == len(new)
         said += len(new)
@@ -549,8 +550,8 @@ def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> N
     """A draft goes, as often as it is let, where the grammar explodes; the answer never does."""
     vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
     matcher = vocabulary.compile(Grammar("lark", 'start: /a*/ "b" T\nT: /(x+y+){0,999}x+/ & /(.|\\n){0,20000}/'),
-                                 Ends((EOS,), 90))
-    plain = vocabulary.compile(Grammar("lark", "start: /a*/ \"b\""), Ends((EOS,), 90))
+                                 StopTokens((EOS,), 90))
+    plain = vocabulary.compile(Grammar("lark", "start: /a*/ \"b\""), StopTokens((EOS,), 90))
     for said in range(20):
         tree = chain(said + 1, [*b"b" + 25 * b"xy"])
         kept = matcher.kept(tree)
@@ -566,12 +567,12 @@ def test_a_long_text_that_a_schema_counts_is_said_and_goes_on_elsewhere(bound: d
                                                                        tiny_folder: Path) -> None:
     """It ended with an error behind 7,500 characters, then 16,700: its lexer has a state of its own for each."""
     vocabulary, grammar = Vocabulary(load_tokenizer(tiny_folder), VOCAB), Grammar("json_schema", json.dumps(bound))
-    matcher, text = vocabulary.compile(grammar, Ends((EOS,))), [*b'"', *25_000 * b"a"]
+    matcher, text = vocabulary.compile(grammar, StopTokens((EOS,))), [*b'"', *25_000 * b"a"]
     for base, token in enumerate(text, 1):
         masks, known = matcher.masks(DraftTree.root_only(base, 0))
         assert known and token in allowed(masks[0]), (base, matcher.problem)
         assert matcher.commit([token]) == 1
-    elsewhere = vocabulary.compile(grammar, Ends((EOS,)), text)
+    elsewhere = vocabulary.compile(grammar, StopTokens((EOS,)), text)
     assert (elsewhere.masks(DraftTree.root_only(1, 0))[0] == matcher.masks(DraftTree.root_only(1, 0))[0]).all()
 
 
@@ -582,11 +583,11 @@ def test_a_grammar_that_counts_tokens_goes_on_alike_with_drafts_and_after_a_brea
     vocabulary, grammar = Vocabulary(load_tokenizer(tiny_folder), VOCAB), Grammar("lark", lark)
     for seed in range(4):
         dice, said = np.random.default_rng(seed), list[int]()
-        plain, drafted = (vocabulary.compile(grammar, Ends((EOS,))) for _ in range(2))
+        plain, drafted = (vocabulary.compile(grammar, StopTokens((EOS,))) for _ in range(2))
         for base in range(1, 12):
             right = allowed(plain.masks(DraftTree.root_only(base, 0))[0][0])
             tree = chain(base, [right[-1], right[0], 83])
-            again = vocabulary.compile(grammar, Ends((EOS,)), said)
+            again = vocabulary.compile(grammar, StopTokens((EOS,)), said)
             for matcher in (drafted, again):
                 masks, known = matcher.masks(tree.select(matcher.kept(tree)))
                 assert 0 in known and allowed(masks[0]) == right, (said, matcher.problem)

@@ -12,7 +12,7 @@ from scipy import stats
 
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
 from slipstream.base.errors import ConfigError
-from slipstream.choosing.sampling import ChoiceRows, choose, coins, shares
+from slipstream.choosing.sampling import ChoiceRows, choose, log_probabilities, uniform_draws
 from slipstream.cli.doctor import checks
 from slipstream.drafting import Drafter, create
 from slipstream.protocol.requests import Piece, Request, Sampling
@@ -79,7 +79,7 @@ def test_acc_takes_children_as_often_as_it_says(acc: float) -> None:
     Sampling(temperature=1.0, logit_bias=((2, 5.0), (7, -100.0)))])
 def test_probabilities_are_those_that_choices_are_drawn_by(sampling: Sampling) -> None:
     logits = torch.randn(3, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 2
-    law = shares(logits, rows(sampling, 3)).exp()
+    law = log_probabilities(logits, rows(sampling, 3)).exp()
     assert torch.allclose(law.sum(1), torch.ones(3, dtype=torch.float64))
     assert torch.equal(law > 0, adjusted(logits, rows(sampling, 3)) > -math.inf)
     wide = logits[:1].expand(4000, -1)
@@ -92,10 +92,10 @@ def test_probabilities_are_those_that_choices_are_drawn_by(sampling: Sampling) -
 
 def test_coins_are_uniform_and_keyed() -> None:
     sampling = Sampling(temperature=1.0, seed=3)
-    values = coins(rows(sampling, 4000))
+    values = uniform_draws(rows(sampling, 4000))
     assert stats.kstest(values, "uniform").pvalue > 1e-4 and min(values) > 0 and max(values) < 1
-    assert coins(rows(sampling, 1, first=100)) == [values[95]]
-    assert coins(rows(Sampling(temperature=1.0, seed=4), 1, first=100)) != [values[95]]
+    assert uniform_draws(rows(sampling, 1, first=100)) == [values[95]]
+    assert uniform_draws(rows(Sampling(temperature=1.0, seed=4), 1, first=100)) != [values[95]]
 
 
 SAMPLED = Sampling(temperature=1.0, seed=5)

@@ -101,7 +101,7 @@ async def test_what_waits_for_its_grammar_is_handed_back_too(tiny_folder: Path) 
     async with target(tiny_folder) as rig:
         assert rig.grammars is not None
         grammar, held = Grammar("regex", "[a-e]+"), threading.Event()
-        before = rig.grammars.after(grammar, "another", held.wait)
+        before = rig.grammars.run_after_check(grammar, "another", held.wait)
         sampling = Sampling(stop_token_ids=(EOS,))
         waiting = asyncio.create_task(rig.answer(Request("r", PROMPT, sampling, 1500, grammar=grammar)))
         await eventually(lambda: rig.service.num_waiting == 1)

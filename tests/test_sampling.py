@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.choosing.noise import leaders, noise, row_keys
+from slipstream.choosing.noise import best_under_noise, noise, row_keys
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choose, rank, ranked
 from slipstream.choosing.scores import chosen_logprobs
 from slipstream.protocol.requests import Sampling, TokenLogprob
@@ -217,7 +217,7 @@ def test_leaders_are_the_best_of_all(vocab: int) -> None:
         heat = torch.tensor([1.0, 0.3, 1e-300, 2.0, 50.0], dtype=torch.float64)
         keys = row_keys([vocab] * 5, [3, 9, 4, 1, 7], torch.device("cpu"))
         whole = logits.to(torch.float64) / heat[:, None] + noise(keys, torch.arange(vocab)[None])
-        ids, scores = leaders(logits, heat, keys, most)
+        ids, scores = best_under_noise(logits, heat, keys, most)
         assert ids.max() < vocab
         best, where = scores.topk(most, 1)
         truth = whole.topk(most, 1).values

@@ -14,7 +14,7 @@ from router_service.text.marks import THOUGHTS, Style
 from router_service.text.tokens import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.matcher import Ends
+from slipstream.grammar.matcher import StopTokens
 from slipstream.protocol.chat import MAX_CALLS, MAX_TOOLS
 from slipstream.protocol.grammar import MAX_SOURCE, Grammar
 from slipstream.protocol.requests import Sampling
@@ -156,7 +156,7 @@ async def test_an_answer_that_is_bound_to_a_schema_may_call_all_the_same(tiny_fo
     for text, fits in (('{"day":"Mon"}', True), ('{"day":"Fri"}', False), ('{"name":"now","arguments":{}}', True),
                        ('{"name":"weather","arguments":{"city":"Rome"}}', True), ('{"name":"weather"}', False),
                        ('{"name":"other","arguments":{}}', False)):
-        assert (vocabulary.compile(bound, Ends((0,))).commit(list(text.encode())) == len(text)) == fits, text
+        assert (vocabulary.compile(bound, StopTokens((0,))).commit(list(text.encode())) == len(text)) == fits, text
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
@@ -191,7 +191,7 @@ def test_what_one_tool_refers_to_is_its_own(where: str, own: dict[str, str], ref
     vocabulary = Vocabulary(tiny_tokenizer(), 256)
     for name, value in (("one", 1), ("two", 2)):
         for x in (1, 2):
-            matcher = vocabulary.compile(use.grammar(), Ends((0,)))
+            matcher = vocabulary.compile(use.grammar(), StopTokens((0,)))
             text = f'[{{"name": "{name}", "arguments": {{"x": {x}}}}}]'.encode()
             assert (matcher.commit(list(text)) == len(text)) == (x == value), (name, x)
 
@@ -207,7 +207,7 @@ def test_a_schema_beside_tools_may_refer_by_name_and_hold_another(referring: dic
     assert large is not None and large.beside_schema("response_format", referring) == (loose, loose)
     for grammar, calls in ((bound, False), (loose, True)):
         for text, fits in ((b'"Mon"', True), (b'{"name":"weather","arguments":{"any":[1]}}', calls)):
-            matcher = Vocabulary(tiny_tokenizer(), 256).compile(grammar, Ends((0,)))
+            matcher = Vocabulary(tiny_tokenizer(), 256).compile(grammar, StopTokens((0,)))
             assert (matcher.commit(list(text)) == len(text)) == fits
 
 
@@ -219,7 +219,7 @@ def test_what_looks_like_a_reference_and_is_a_value_or_a_name_stays_as_it_is(nam
     use = use_of([parameters(given)], "required", None)
     assert use is not None
     written = json.dumps([{"name": "weather", "arguments": {"x": value, "y": value, named: "Mon"}}])
-    matcher = Vocabulary(tiny_tokenizer(), 256).compile(use.grammar(), Ends((0,)))
+    matcher = Vocabulary(tiny_tokenizer(), 256).compile(use.grammar(), StopTokens((0,)))
     assert matcher.commit(list(written.encode())) == len(written)
 
 
@@ -235,7 +235,8 @@ def test_what_describes_many_tools_takes_no_room_of_what_forces_a_call() -> None
     with pytest.raises(InvalidRequest, match=r"tool_choice: .* of tools .* is larger than \d+ bytes; send fewer"):
         large.grammar()
     written = b'[{"name":"f1","arguments":{"description":"z"}}]'
-    assert Vocabulary(tiny_tokenizer(), 256).compile(use.grammar(), Ends((0,))).commit(list(written)) == len(written)
+    matcher = Vocabulary(tiny_tokenizer(), 256).compile(use.grammar(), StopTokens((0,)))
+    assert matcher.commit(list(written)) == len(written)
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
@@ -247,7 +248,7 @@ def test_arguments_may_be_named_elsewhere_in_a_schema(choice: Any) -> None:
         assert use is not None
         text = '{"city": "Paris"}'
         text = text if use.named else f'[{{"name": "weather", "arguments": {text}}}]'
-        assert vocabulary.compile(use.grammar(), Ends((0,))).commit(list(text.encode())) == len(text), parameters
+        assert vocabulary.compile(use.grammar(), StopTokens((0,))).commit(list(text.encode())) == len(text), parameters
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])

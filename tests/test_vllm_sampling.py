@@ -18,7 +18,7 @@ from slipstream_vllm.adapter_0_32 import patch_sampling, patch_seeds, rows_of
 from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import Known, sampling_of
 
-from slipstream.choosing.sampling import ChoiceRows, choose, shares
+from slipstream.choosing.sampling import ChoiceRows, choose, log_probabilities
 from slipstream.protocol.messages import Open
 from slipstream.protocol.requests import Sampling
 from slipstream.wire.codec import FrameLimits, decode_target_frame, encode_target_frames
@@ -261,7 +261,7 @@ def test_the_law_is_that_of_the_model(params: Params, draft: Draft | None) -> No
     first = max(range(VOCAB), key=[text[0] for text in texts].count)
     seen = np.bincount([text[at] for text in texts if text[0] == first], minlength=VOCAB)
     session = row(sampling_of(params, "", 0, VOCAB), len(PROMPT) + at)
-    law = shares(logits_after([*PROMPT, first])[None], session)[0].exp().numpy()
+    law = log_probabilities(logits_after([*PROMPT, first])[None], session)[0].exp().numpy()
     assert not seen[law == 0.0].any()
     likely = law * seen.sum() >= 5
     expected = np.append(law[likely], law[~likely].sum()) * seen.sum()

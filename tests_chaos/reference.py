@@ -18,7 +18,7 @@ from slipstream.choosing.logits import TokenHistory
 from slipstream.choosing.permitted import Permitted
 from slipstream.choosing.sampling import ChoiceRows, choose
 from slipstream.choosing.scores import chosen_logprobs, prompt_scores
-from slipstream.grammar.matcher import Ends, Matcher
+from slipstream.grammar.matcher import Matcher, StopTokens
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import NEEDS, Finish, Piece, Request, TargetInfo
 from slipstream.protocol.tree import DraftTree
@@ -67,7 +67,7 @@ class Whole:
         if request.allowed_token_ids or request.bad_words:
             self._rule = Permitted.of(request, VOCAB)
         if request.grammar is not None:
-            ends = Ends(request.sampling.stop_token_ids, request.sampling.min_tokens)
+            ends = StopTokens(request.sampling.stop_token_ids, request.sampling.min_tokens)
             self._rule = vocabulary().compile(request.grammar, ends)
         assert not request.answered
 

@@ -23,7 +23,7 @@ from router_service.text.template import Problem, Renderer, trial
 from router_service.text.tokens import ChatTemplate
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.matcher import Ends
+from slipstream.grammar.matcher import StopTokens
 from slipstream.grammar.trial import Trial
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import KINDS, Grammar
@@ -149,7 +149,7 @@ def grammar(data: bytes) -> None:
     tried, vocabulary = _tried()
     tried.check(asked)
     try:
-        alone, drafted = (vocabulary.compile(asked, Ends((EOS,))) for _ in range(2))
+        alone, drafted = (vocabulary.compile(asked, StopTokens((EOS,))) for _ in range(2))
     except InvalidRequest as error:
         raise AssertionError("it passed its trial") from error
     rng, answer = np.random.default_rng(data[1]), list[int]()

@@ -53,7 +53,7 @@ from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerOps, LayerWeights, Rope, Step, linear
-from slipstream.engine.ops.races import race_for, takes
+from slipstream.engine.ops.races import race_for, supports
 from slipstream.protocol.messages import Commit, Features, Open
 from slipstream.protocol.requests import Sampling
 
@@ -64,7 +64,7 @@ RATIOS = {8: "<= 1.03", 16: "<= 1.05", 32: "<= 1.08", 64: "<= 1.15"}
 RATES = {8: "1210 modelled on H100", 32: "4111 modelled on H100", 64: "6823 modelled on H100"}
 TOPK, STEPS, NODES = 8, 9, 60  # of a tree; the root's own row is a step without a loop
 LISTED = ("T = 1", 1)  # the choice whose kernels are listed, and its rows
-LAYERS = 16  # of one graph: what its start takes is shared among them
+LAYERS = 16  # of one graph: what its start supports is shared among them
 
 
 def stepper(model: CausalModel, slots: int) -> Callable[[int, int, int], Part]:
@@ -166,7 +166,7 @@ def choose_stage(given: Given) -> Iterator[Finding]:
             asked, what = choice_rows(sampling, rows), f"{name}, {rows} rows of {vocab} tokens"
             choosing = partial(choose, logits[:rows], asked)
             yield Finding(what, 1e6 * seconds(choosing, given.device, given.repeats), "us")
-            if all(takes(session, True, vocab) for session in asked):
+            if all(supports(session, True, vocab) for session in asked):
                 ours = f"{what}, by kernels of our own"
                 choosing = partial(choose, logits[:rows], asked, None, race)
                 yield Finding(ours, 1e6 * seconds(choosing, given.device, given.repeats), "us", "< 200 on H100")

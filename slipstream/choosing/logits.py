@@ -104,11 +104,12 @@ def penalise(rows: torch.Tensor, columns: Columns, sampling: Sampling, history: 
     before = rows[row_of, where]
     seen, known_history = columns.find(np.fromiter(counts.keys(), np.int64, len(counts)))
     committed = np.fromiter(counts.values(), np.int64, len(counts))
-    rows[:, seen] = _lowered(rows[:, seen], committed, known_history, sampling)
-    rows[row_of, where] = _lowered(before, table[:, 2], known, sampling)
+    rows[:, seen] = _penalised(rows[:, seen], committed, known_history, sampling)
+    rows[row_of, where] = _penalised(before, table[:, 2], known, sampling)
 
 
-def _lowered(values: torch.Tensor, counts: NDArray[np.int64], known: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def _penalised(values: torch.Tensor, counts: NDArray[np.int64], known: torch.Tensor,
+               sampling: Sampling) -> torch.Tensor:
     count = to_device(np.ascontiguousarray(counts), values.device, torch.float64)[known]
     repetition = sampling.repetition_penalty
     if repetition != 1.0:
@@ -145,12 +146,12 @@ def is_filtered(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
-def survivors(logits: torch.Tensor, heat: torch.Tensor, samplings: Sequence[Sampling],
+def survivors(logits: torch.Tensor, temperature: torch.Tensor, samplings: Sequence[Sampling],
               at_least: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """The best tokens of each row: their log probabilities plus a constant of the row, float64 [R, K], -inf where
     filtered; and their columns, int64 [R, K].
 
-    logits: [R, V]. heat: temperatures, float64 [R]. samplings: one a row. at_least: the smallest K, if V is as large.
+    logits: [R, V]. temperature: float64 [R]. samplings: one a row. at_least: the smallest K, if V is as large.
     """
     vocab = logits.shape[1]
     limits = [min(s.top_k or vocab, vocab) for s in samplings]
@@ -158,17 +159,17 @@ def survivors(logits: torch.Tensor, heat: torch.Tensor, samplings: Sequence[Samp
     top_p = _column([s.top_p if s.top_p < 1.0 else math.inf for s in samplings], logits)
     min_p = _column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in samplings], logits)
     whole = (top_p < 1.0) & (top_k == vocab)
-    highest, heat = logits.amax(1, keepdim=True), heat[:, None]
-    log_mass = torch.zeros_like(heat)
+    highest, temperature = logits.amax(1, keepdim=True), temperature[:, None]
+    log_mass = torch.zeros_like(temperature)
     # The host knows whether any row needs it, without a copy. Rows that do not need it are not shifted.
     if any(s.top_p < 1.0 and limit == vocab for s, limit in zip(samplings, limits, strict=True)):
-        log_mass = torch.where(whole, _log_mass(logits - highest, heat), log_mass)
+        log_mass = torch.where(whole, _log_mass(logits - highest, temperature), log_mass)
     first = FIRST_WIDTH_CPU if logits.device.type == "cpu" else FIRST_WIDTH
     width = max(first, at_least, *(limit + 1 for limit in limits if limit < vocab))
     while True:
         values, columns = _best(logits, min(width, vocab))
-        values = (values.to(torch.float64) - highest).div_(heat).sub_(log_mass)
-        inside_k = (values > -math.inf) & (values >= _at(values, top_k - 1))
+        values = (values.to(torch.float64) - highest).div_(temperature).sub_(log_mass)
+        inside_k = (values > -math.inf) & (values >= _value_at(values, top_k - 1))
         keep = inside_k & _nucleus(values, inside_k, top_p, top_k < vocab) & (values >= values[:, :1] + min_p)
         # All that top-k leaves must be among the candidates: top-p needs their mass.
         cut = keep[:, -1:] | (inside_k[:, -1:] & (top_k < vocab))
@@ -191,10 +192,10 @@ def _best(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
     return found.values, chosen.gather(1, places // BLOCK) * BLOCK + places % BLOCK
 
 
-def _log_mass(below: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
-    """float64 [R, 1]: log of the sum of exp(below / heat). below: [R, V], at most 0."""
+def _log_mass(below: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """float64 [R, 1]: log of the sum of exp(below / temperature). below: [R, V], at most 0."""
     kind = torch.promote_types(below.dtype, torch.float32)
-    shares = below.to(kind).div(heat.clamp(min=COLDEST).to(kind)).exp_()
+    shares = below.to(kind).div(temperature.clamp(min=COLDEST).to(kind)).exp_()
     shares = F.pad(shares, (0, -shares.shape[1] % BLOCK))
     return shares.view(len(shares), -1, BLOCK).sum(-1).to(torch.float64).sum(1, keepdim=True).log_()
 
@@ -203,7 +204,7 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return to_device(values, like.device, torch.float64)[:, None]
 
 
-def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _value_at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """[R, 1]: ``values`` [R, K] at ``index`` [R, 1]; -inf where that is not among the K."""
     seen = values.shape[1]
     return values.gather(1, index.clamp(max=seen - 1)).masked_fill(index >= seen, -math.inf)

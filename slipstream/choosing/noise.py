@@ -5,8 +5,8 @@ Rules:
    block by block. The least E of the ``BLOCK`` ids of a block is exponential with BLOCK times the rate, and each id is
    equally likely to have it. Every other E is the least one plus an exponential number of its own (exponential numbers
    are memoryless). The distribution is exactly that of independent noise.
-2. So one hash gives the largest noise of a block, which bounds the scores of its tokens. ``leaders`` computes noise
-   only for tokens that could be among the best: a few dozen of a whole vocabulary.
+2. So one hash gives the largest noise of a block, which bounds the scores of its tokens. ``best_under_noise``
+   computes noise only for tokens that could be among the best: a few dozen of a whole vocabulary.
 3. Hashes are made by SplitMix64's finaliser (Steele, Lea, Flood, 2014), applied first to the seed, then with the
    position (``row_keys``), then with the token or block. The top 52 bits give a uniform number strictly between 0 and
    1; the low 6 bits of a block's hash name the token with the least E.
@@ -48,50 +48,51 @@ def noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     return least.add_(own).log_().neg_()
 
 
-def leaders(logits: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor,
-            most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids int64 [R, K] and scores float64 [R, K] = logits / heat + noise, in any order. They contain the ``most``
-    best tokens of each row and all that equal the last of these; rows with fewer are filled up with scores of -inf.
+def best_under_noise(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor,
+                     most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids int64 [R, K] and scores float64 [R, K] = logits / temperature + noise, in any order. They contain
+    the ``most`` best tokens of each row and all that equal the last of these; rows with fewer are filled up with scores
+    of -inf.
 
-    logits: [R, V] of any floating type. heat: float64 [R], above 0. keys: int64 [R].
+    logits: [R, V] of any floating type. temperature: float64 [R], above 0. keys: int64 [R].
     """
-    (rows, vocab), heat = logits.shape, heat[:, None]
+    (rows, vocab), temperature = logits.shape, temperature[:, None]
     blocks = -(-vocab // BLOCK)
     padded = logits if vocab == blocks * BLOCK else F.pad(logits, (0, blocks * BLOCK - vocab), value=-math.inf)
     grid = padded.view(rows, blocks, BLOCK)
     peaks = _peaks(keys, blocks)
-    bounds = grid.amax(-1).to(torch.float64).div_(heat).add_(peaks)
-    floor = _floor(grid, heat, keys, bounds, most)
+    bounds = grid.amax(-1).to(torch.float64).div_(temperature).add_(peaks)
+    floor = _score_floor(grid, temperature, keys, bounds, most)
     if logits.device.type != "cpu":
         ids = torch.arange(blocks * BLOCK, device=keys.device).clamp_(max=vocab - 1)[None]
-        return ids.expand(rows, -1), _everywhere(grid, heat, noise(keys, ids), peaks, floor)
+        return ids.expand(rows, -1), _dense_scores(grid, temperature, noise(keys, ids), peaks, floor)
     row, block = (bounds >= floor).nonzero(as_tuple=True)
-    tiles = grid[row, block].to(torch.float64).div_(heat[row])  # [P, BLOCK]
+    tiles = grid[row, block].to(torch.float64).div_(temperature[row])  # [P, BLOCK]
     pair, place = (tiles + peaks[row, block, None] >= floor[row]).nonzero(as_tuple=True)
     row, ids = row[pair], block[pair] * BLOCK + place
     scores = tiles[pair, place] + noise(keys[row], ids[:, None])[:, 0]
-    return _in_rows(row, ids.clamp_(max=vocab - 1), scores, rows, most)
+    return _grouped_by_row(row, ids.clamp_(max=vocab - 1), scores, rows, most)
 
 
-def _everywhere(grid: torch.Tensor, heat: torch.Tensor, every: torch.Tensor, peaks: torch.Tensor,
-                floor: torch.Tensor) -> torch.Tensor:
-    """The scores of ``leaders`` in a row of all tokens, -inf for the others. every: the noise of all tokens. On a GPU
-    this is cheaper than a host that waits to learn which tokens are needed."""
-    tiles = grid.to(torch.float64).div_(heat[..., None])
+def _dense_scores(grid: torch.Tensor, temperature: torch.Tensor, every: torch.Tensor, peaks: torch.Tensor,
+                  floor: torch.Tensor) -> torch.Tensor:
+    """The scores of ``best_under_noise`` in a row of all tokens, -inf for the others. every: the noise of all
+    tokens. On a GPU this is cheaper than a host that waits to learn which tokens are needed."""
+    tiles = grid.to(torch.float64).div_(temperature[..., None])
     keep = (tiles + peaks[..., None] >= floor[..., None]).flatten(1)
     return every.add_(tiles.flatten(1)).masked_fill_(~keep, -math.inf)
 
 
-def _floor(grid: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor, bounds: torch.Tensor,
-           most: int) -> torch.Tensor:
+def _score_floor(grid: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, bounds: torch.Tensor,
+                 most: int) -> torch.Tensor:
     """float64 [R, 1]: a lower bound of the ``most`` best scores, from the likeliest tokens of the blocks with the
     highest bounds. grid: [R, blocks, BLOCK]."""
     count = 2 * most + 6
     if count > bounds.shape[1]:
-        return torch.full_like(heat, -math.inf)
+        return torch.full_like(temperature, -math.inf)
     chosen = bounds.topk(count, 1).indices
     values, places = grid.gather(1, chosen[..., None].expand(-1, -1, BLOCK)).max(-1)
-    scores = values.to(torch.float64).div_(heat).add_(noise(keys, chosen * BLOCK + places))
+    scores = values.to(torch.float64).div_(temperature).add_(noise(keys, chosen * BLOCK + places))
     return scores.topk(most, 1).values[:, -1:] - SLACK
 
 
@@ -101,8 +102,8 @@ def _peaks(keys: torch.Tensor, blocks: int) -> torch.Tensor:
     return _exponential(hashes).div_(BLOCK).log_().neg_()
 
 
-def _in_rows(row: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, rows: int,
-             most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _grouped_by_row(row: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, rows: int,
+                    most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``ids`` and ``scores`` [P], sorted into rows [R, K], K at least ``most``. row: int64 [P], ascending."""
     counts = torch.bincount(row, minlength=rows)
     column = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]

@@ -27,7 +27,8 @@ Masks = NDArray[np.uint32]  # [N, W]: bit i of word w is token 32 * w + i
 class Permitted:
     """The permitted tokens of one answer; a ``target_service.sequence.Rule``. It belongs to one thread at a time."""
 
-    __slots__ = ("_allowed", "_count", "_lengths", "_longer", "_longest", "_min_tokens", "_never", "_stops", "_tail")
+    __slots__ = ("_allowed", "_always_forbidden", "_count", "_last_tokens", "_lengths", "_longest", "_min_tokens",
+                 "_stops", "_tail")
 
     ended = False  # only a grammar can end an answer
 
@@ -37,14 +38,14 @@ class Permitted:
         of the answer so far."""
         every = np.full((vocab_size + 31) // 32, 0xFFFFFFFF, np.uint32)
         self._allowed = _bits(allowed, len(every)) if allowed else every
-        self._never = _bits([word[0] for word in words if len(word) == 1], len(every))
+        self._always_forbidden = _bits([word[0] for word in words if len(word) == 1], len(every))
         self._stops, self._min_tokens = _bits(stops, len(every)), min_tokens
         # All tokens of a bad word but the last -> the last tokens of the words that begin so.
-        self._longer: dict[tuple[int, ...], list[int]] = {}
+        self._last_tokens: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             if len(word) > 1:
-                self._longer.setdefault(tuple(word[:-1]), []).append(word[-1])
-        self._lengths = sorted({len(before) for before in self._longer})
+                self._last_tokens.setdefault(tuple(word[:-1]), []).append(word[-1])
+        self._lengths = sorted({len(before) for before in self._last_tokens})
         self._longest = max(self._lengths, default=0)
         self._tail: list[int] = []  # the answer's last tokens, as many as the longest bad word needs
         self._count = 0
@@ -89,16 +90,16 @@ class Permitted:
 
     def _mask(self, path: list[int]) -> Masks:
         text = [*self._tail, *path]
-        unsaid = [last for length in self._lengths if length <= len(text)
-                  for last in self._longer.get(tuple(text[-length:]), ())]
-        open_ = self._allowed & ~self._never
-        if unsaid:
-            open_ &= ~_bits(unsaid, len(open_))
+        forbidden = [last for length in self._lengths if length <= len(text)
+                     for last in self._last_tokens.get(tuple(text[-length:]), ())]
+        permitted = self._allowed & ~self._always_forbidden
+        if forbidden:
+            permitted &= ~_bits(forbidden, len(permitted))
         if self._count + len(path) < self._min_tokens:
-            open_ &= ~self._stops
-        if not open_.any():
-            open_ = self._stops.copy() if self._stops.any() else self._allowed.copy()
-        return open_
+            permitted &= ~self._stops
+        if not permitted.any():
+            permitted = self._stops.copy() if self._stops.any() else self._allowed.copy()
+        return permitted
 
 
 def _bits(tokens: Sequence[int], words: int) -> Masks:

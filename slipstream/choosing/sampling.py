@@ -37,12 +37,27 @@ from slipstream.choosing.logits import (
     penalise,
     survivors,
 )
-from slipstream.choosing.noise import leaders, noise, row_keys
+from slipstream.choosing.noise import best_under_noise, noise, row_keys
 from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import Sampling
 
-__all__ = ["GREEDY", "Children", "ChoiceRows", "Draws", "Race", "TokenHistory", "Winners", "adjusted_rows", "choices",
-           "choose", "coins", "greatest", "rank", "ranked", "shares"]
+__all__ = [
+    "GREEDY",
+    "Children",
+    "ChoiceRows",
+    "Draws",
+    "Race",
+    "TokenHistory",
+    "Winners",
+    "adjusted_rows",
+    "choices",
+    "choose",
+    "greatest",
+    "log_probabilities",
+    "rank",
+    "ranked",
+    "uniform_draws",
+]
 
 COINS = 0x5851F42D4C957F2D  # added to the seed, so that coins are independent of the noise
 CELLS_AT_ONCE_CPU, ROWS_AT_ONCE = 200_000, 64  # bounds of a copy: a CPU's fits its cache, a GPU's needs few launches
@@ -96,7 +111,7 @@ class Draws:
     """How tokens are chosen in a call that wants only these, of rows without penalties, bias, grammar or filters. R
     entries each; all empty: every row is greedy."""
 
-    heats: Sequence[float] = ()  # temperatures; 0: greedy
+    temperatures: Sequence[float] = ()  # 0: greedy
     seeds: Sequence[int] = ()
     positions: Sequence[int] = ()  # of the tokens to be chosen
 
@@ -135,46 +150,47 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int]
     if best is not None and plain == len(sessions):
         return best
     if race is not None:
-        left = sessions if best is None else [session for session in sessions if not session.plain_greedy]
-        won = race(logits, left, 1)
-        if won is not None:
-            return _told(logits, left, won, best)
-    return _written([0] * len(logits), _parts(logits, sessions, best))
+        remaining = sessions if best is None else [session for session in sessions if not session.plain_greedy]
+        winners = race(logits, remaining, 1)
+        if winners is not None:
+            return _merge_winners(logits, remaining, winners, best)
+    return _fill_in([0] * len(logits), _choices_by_rows(logits, sessions, best))
 
 
-def _written(chosen: list[int], parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> list[int]:
-    """``chosen``, after the choices of ``parts`` (see ``_parts``) were written to it."""
+def _fill_in(chosen: list[int], parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> list[int]:
+    """``chosen``, after the choices of ``parts`` (see ``_choices_by_rows``) were written to it."""
     values: list[int] = torch.cat([tokens for _, tokens in parts]).cpu().tolist() if parts else []
     for row, token in zip((row for rows, _ in parts for row in rows), values, strict=True):
         chosen[row] = token
     return chosen
 
 
-def _told(logits: torch.Tensor, sessions: Sequence[ChoiceRows], won: Winners, best: list[int] | None) -> list[int]:
+def _merge_winners(logits: torch.Tensor, sessions: Sequence[ChoiceRows], winners: Winners,
+                   best: list[int] | None) -> list[int]:
     chosen, first = [0] * len(logits) if best is None else best.copy(), 0
     for session in sessions:
         rows = session.rows
-        chosen[rows.start : rows.stop] = won.tokens[first : first + len(rows)]
+        chosen[rows.start : rows.stop] = winners.tokens[first : first + len(rows)]
         first += len(rows)
-    return _written(chosen, _parts(logits, _unsure(sessions, won), best))
+    return _fill_in(chosen, _choices_by_rows(logits, _unsure(sessions, winners), best))
 
 
-def _unsure(sessions: Sequence[ChoiceRows], won: Winners) -> list[ChoiceRows]:
+def _unsure(sessions: Sequence[ChoiceRows], winners: Winners) -> list[ChoiceRows]:
     """The rows that a race was not sure of: whole sessions, or single rows of a session."""
-    if all(won.sure):
+    if all(winners.sure):
         return []
-    left, first = list[ChoiceRows](), 0
+    remaining, first = list[ChoiceRows](), 0
     for session in sessions:
-        sure = won.sure[first : first + len(session.rows)]
+        sure = winners.sure[first : first + len(session.rows)]
         first += len(session.rows)
-        left += ([session.part(slice(place, place + 1)) for place, known in enumerate(sure) if not known] if any(sure)
-                 else [session])
-    return left
+        remaining += ([session.part(slice(place, place + 1)) for place, known in enumerate(sure) if not known]
+                      if any(sure) else [session])
+    return remaining
 
 
 def choices(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
     """int64 [R]: what ``choose`` returns, as a tensor on the device of ``logits``."""
-    parts = _parts(logits, sessions, None)
+    parts = _choices_by_rows(logits, sessions, None)
     chosen = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     if not parts:
         return chosen
@@ -182,56 +198,57 @@ def choices(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tenso
     return chosen.index_copy_(0, rows, torch.cat([tokens for _, tokens in parts]))
 
 
-def _parts(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
-           best: list[int] | None) -> list[tuple[Sequence[int], torch.Tensor]]:
+def _choices_by_rows(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
+                     best: list[int] | None) -> list[tuple[Sequence[int], torch.Tensor]]:
     """Pairs of rows and their choices, int64, on the device."""
     parts: list[tuple[Sequence[int], torch.Tensor]] = []
     plain = [row for s in sessions if s.plain_greedy for row in s.rows]
     if plain and best is not None:
         parts.append((plain, to_device([best[row] for row in plain], logits.device)))
     elif plain:
-        parts.append((plain, _argmax(_picked(logits, plain))))
+        parts.append((plain, _argmax(_select_rows(logits, plain))))
     for session in sessions:
         if session.sampling.greedy and not session.plain_greedy:
             parts.append((session.rows, _argmax(adjusted_rows(logits, session))))
-    for few in _alike([session for session in sessions if not session.sampling.greedy], logits):
-        found = _survivors(_gathered(logits, few), few, None) if is_filtered(few[0].sampling) else _race(logits, few)
-        parts.append((_rows_of(few), _lowest_winner(*found)))
+    for group in _groups([session for session in sessions if not session.sampling.greedy], logits):
+        found = (_survivors(_group_rows(logits, group), group, None) if is_filtered(group[0].sampling)
+                 else _leading(logits, group))
+        parts.append((_rows_of(group), _lowest_winner(*found)))
     return parts
 
 
-def _alike(sessions: Sequence[ChoiceRows], logits: torch.Tensor, spread: bool = False) -> list[list[ChoiceRows]]:
+def _groups(sessions: Sequence[ChoiceRows], logits: torch.Tensor, scattered: bool = False) -> list[list[ChoiceRows]]:
     """The sessions in groups that are computed at once. A group is all greedy or all sampled, all adjusted (in float64)
     or none, all filtered or none. Groups that copy whole rows have a bounded number of rows. spread: sampled rows are
-    copied to wider ones (``_spread``)."""
+    copied to wider ones (``_scattered``)."""
     kinds: dict[tuple[bool, bool, bool], list[ChoiceRows]] = {}
     for session in sessions:
         kind = session.sampling.greedy, session.adjusted, is_filtered(session.sampling)
         kinds.setdefault(kind, []).append(session)
     on_cpu = logits.device.type == "cpu"
     most = max(4, CELLS_AT_ONCE_CPU // logits.shape[1]) if on_cpu else ROWS_AT_ONCE
-    return [few for (greedy, is_adjusted, filtered), alike in kinds.items()
-            for few in ([alike] if not is_adjusted and (greedy or (on_cpu and not filtered and not spread))
-                        else _packs(alike, most))]
+    return [group for (greedy, is_adjusted, filtered), alike in kinds.items()
+            for group in ([alike] if not is_adjusted and (greedy or (on_cpu and not filtered and not scattered))
+                          else _bounded_groups(alike, most))]
 
 
-def _picked(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _select_rows(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return logits if rows == list(range(len(logits))) else logits.index_select(0, to_device(rows, logits.device))
 
 
-def shares(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
+def log_probabilities(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
     """float64 [r, V]: the log probabilities with which tokens are drawn in the rows of one sampled session, after
     penalties, bias, temperature and filters; -inf for filtered tokens. logits: [R, V]."""
     assert not session.sampling.greedy
-    rows, heat = _own_rows(logits, session, None), _heat([session], logits.device)
+    rows, temperature = _session_rows(logits, session, None), _temperatures([session], logits.device)
     if not is_filtered(session.sampling):
-        return torch.log_softmax(rows.to(torch.float64) / heat[:, None], 1)
-    values, columns = survivors(rows, heat, [session.sampling] * len(rows))
+        return torch.log_softmax(rows.to(torch.float64) / temperature[:, None], 1)
+    values, columns = survivors(rows, temperature, [session.sampling] * len(rows))
     whole = torch.full_like(rows, -math.inf, dtype=torch.float64)
     return whole.scatter_(1, columns, torch.log_softmax(values, 1))
 
 
-def coins(session: ChoiceRows) -> list[float]:
+def uniform_draws(session: ChoiceRows) -> list[float]:
     """Uniform numbers in (0, 1), one a row: a function of seed and position, independent of the noise."""
     seeds = [(session.sampling.seed + COINS) % (1 << 64)] * len(session.rows)
     keys = row_keys(seeds, session.positions, torch.device("cpu"))
@@ -253,17 +270,17 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
 
 def _rank(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int,
           vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``rank``, for all sessions of one group (``_alike``)."""
-    sampling, rows = sessions[0].sampling, _gathered(logits, sessions, vocabulary)
+    """As ``rank``, for all sessions of one group (``_groups``)."""
+    sampling, rows = sessions[0].sampling, _group_rows(logits, sessions, vocabulary)
     if sampling.greedy:
         # A draft ranks greedy rows most often, so they stay float32 unless they are adjusted.
         scores, columns = rows.to(torch.promote_types(rows.dtype, torch.float32)), None
     elif is_filtered(sampling):
         columns, scores = _survivors(rows, sessions, vocabulary, k)
     else:
-        spread = _spread(rows, vocabulary)
-        columns, scores = leaders(spread, _heat(sessions, rows.device), _keys(sessions, rows.device),
-                                  min(k + RUNNERS_UP, spread.shape[1]))
+        scattered = _scattered(rows, vocabulary)
+        columns, scores = best_under_noise(scattered, _temperatures(sessions, rows.device),
+                                           _keys(sessions, rows.device), min(k + RUNNERS_UP, scattered.shape[1]))
         vocabulary = None
     most = min(k + RUNNERS_UP, scores.shape[1])
     if sampling.greedy:
@@ -287,19 +304,19 @@ Children = tuple[Sequence[int], Sequence[float]]  # tokens of one row, best firs
 def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabulary: torch.Tensor | None = None,
            race: Race | None = None) -> list[Children]:
     """``rank`` for every row of all ``sessions``, in their order. race: made for ``vocabulary``."""
-    told: dict[int, Children] = {}
+    children: dict[int, Children] = {}
     sampled = [session for session in sessions if not session.sampling.greedy]
-    won = race(logits, sampled, k + RUNNERS_UP) if race is not None and sampled else None
-    left = [session for session in sessions if won is None or session.sampling.greedy]
-    if won is not None:
-        begins = range(0, len(won.tokens), k + RUNNERS_UP)
-        told |= {row: (won.tokens[begin : begin + k], won.scores[begin : begin + k])
-                 for row, begin in zip(_rows_of(sampled), begins, strict=True)}
-        left += _unsure(sampled, won)
-    for few in _alike(left, logits, vocabulary is not None):
-        tokens, scores = _rank(logits, few, k, vocabulary)
-        told |= zip(_rows_of(few), zip(tokens.tolist(), scores.tolist(), strict=True), strict=True)
-    return [told[row] for session in sessions for row in session.rows]
+    winners = race(logits, sampled, k + RUNNERS_UP) if race is not None and sampled else None
+    remaining = [session for session in sessions if winners is None or session.sampling.greedy]
+    if winners is not None:
+        begins = range(0, len(winners.tokens), k + RUNNERS_UP)
+        children |= {row: (winners.tokens[begin : begin + k], winners.scores[begin : begin + k])
+                     for row, begin in zip(_rows_of(sampled), begins, strict=True)}
+        remaining += _unsure(sampled, winners)
+    for group in _groups(remaining, logits, vocabulary is not None):
+        tokens, scores = _rank(logits, group, k, vocabulary)
+        children |= zip(_rows_of(group), zip(tokens.tolist(), scores.tolist(), strict=True), strict=True)
+    return [children[row] for session in sessions for row in session.rows]
 
 
 def greatest(logits: torch.Tensor) -> list[int]:
@@ -317,34 +334,34 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(wide.detach().numpy().argmax(1))
 
 
-def _race(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+def _leading(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``_survivors``, for sampled sessions without filters: columns and scores of the tokens that could win."""
-    rows = _gathered(logits, sessions)
-    return leaders(rows, _heat(sessions, rows.device), _keys(sessions, rows.device), 1)
+    rows = _group_rows(logits, sessions)
+    return best_under_noise(rows, _temperatures(sessions, rows.device), _keys(sessions, rows.device), 1)
 
 
-def _own_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None) -> torch.Tensor:
+def _session_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None) -> torch.Tensor:
     """[r, V]: a session's rows, adjusted: a float64 copy if anything changes them, else a view of ``logits``."""
     if session.adjusted:
         return adjusted_rows(logits, session, vocabulary)
     return logits[session.rows.start:session.rows.stop]
 
 
-def _gathered(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
-              vocabulary: torch.Tensor | None = None) -> torch.Tensor:
-    """[r, V]: the rows of sessions that are all adjusted or all not (see ``_own_rows``)."""
+def _group_rows(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
+                vocabulary: torch.Tensor | None = None) -> torch.Tensor:
+    """[r, V]: the rows of sessions that are all adjusted or all not (see ``_session_rows``)."""
     if len(sessions) == 1:
-        return _own_rows(logits, sessions[0], vocabulary)
+        return _session_rows(logits, sessions[0], vocabulary)
     if sessions[0].adjusted:
         return torch.cat([adjusted_rows(logits, s, vocabulary) for s in sessions])
-    return _picked(logits, _rows_of(sessions))
+    return _select_rows(logits, _rows_of(sessions))
 
 
 def _rows_of(sessions: Sequence[ChoiceRows]) -> list[int]:
     return [row for s in sessions for row in s.rows]
 
 
-def _spread(rows: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+def _scattered(rows: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
     """``rows`` [r, V'] over the target's ids up to the greatest of ``vocabulary``, -inf where it has none."""
     if vocabulary is None:
         return rows
@@ -352,7 +369,7 @@ def _spread(rows: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor
     return whole.index_copy_(1, vocabulary, rows)
 
 
-def _heat(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
+def _temperatures(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
     """float64 [r]: the temperature of each row."""
     return to_device([max(s.sampling.temperature, 1e-300) for s in sessions for _ in s.rows], device, torch.float64)
 
@@ -363,18 +380,18 @@ def _keys(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
                     [position for s in sessions for position in s.positions], device)
 
 
-def _packs(sessions: Sequence[ChoiceRows], most: int) -> list[list[ChoiceRows]]:
+def _bounded_groups(sessions: Sequence[ChoiceRows], most: int) -> list[list[ChoiceRows]]:
     """The sessions in groups of at most ``most`` rows; one with more rows is split."""
-    packs: list[list[ChoiceRows]] = []
-    room = 0
+    groups: list[list[ChoiceRows]] = []
+    free_rows = 0
     for session in sessions:
         for part in session.split(most):
-            if len(part.rows) > room:
-                packs.append([])
-                room = most
-            packs[-1].append(part)
-            room -= len(part.rows)
-    return packs
+            if len(part.rows) > free_rows:
+                groups.append([])
+                free_rows = most
+            groups[-1].append(part)
+            free_rows -= len(part.rows)
+    return groups
 
 
 def adjusted_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
@@ -402,7 +419,7 @@ def _survivors(rows: torch.Tensor, sessions: Sequence[ChoiceRows], vocabulary: t
     """Columns int64 [R, K] and scores float64 [R, K] = logits / T + noise of filtered sessions; -inf for what was
     filtered. rows: [R, V], penalties done."""
     samplings = [s.sampling for s in sessions for _ in s.rows]
-    scaled, columns = survivors(rows, _heat(sessions, rows.device), samplings, at_least)
+    scaled, columns = survivors(rows, _temperatures(sessions, rows.device), samplings, at_least)
     ids = columns if vocabulary is None else vocabulary[columns]
     return columns, noise(_keys(sessions, rows.device), ids).add_(scaled)
 

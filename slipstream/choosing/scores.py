@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from slipstream.choosing.sampling import ChoiceRows, adjusted_rows, shares
+from slipstream.choosing.sampling import ChoiceRows, adjusted_rows, log_probabilities
 from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import LogprobsMode, PromptScores, TokenLogprob
 
@@ -31,15 +31,15 @@ def chosen_logprobs(logits: torch.Tensor, session: ChoiceRows, nodes: Sequence[i
     rows, from 0) of ``logits`` [R, V]. mode: see rule 1."""
     rows = logits[[session.rows.start + node for node in nodes]]
     if mode == "raw":
-        return _told(torch.log_softmax(rows.to(torch.float64), 1), chosen, top)
+        return _token_logprobs(torch.log_softmax(rows.to(torch.float64), 1), chosen, top)
     own = replace(session, rows=range(len(nodes)), positions=[session.positions[node] for node in nodes],
                   num_output=[session.num_output[node] for node in nodes],
                   paths=[session.paths[node] for node in nodes],
                   allowed=None if session.allowed is None else session.allowed[list(nodes)])
     if mode == "processed" and not own.sampling.greedy:
-        return _told(shares(rows, own), chosen, top)
-    heat = 1.0 if own.sampling.greedy else own.sampling.temperature
-    return _told(torch.log_softmax(adjusted_rows(rows, own) / max(heat, 1e-300), 1), chosen, top)
+        return _token_logprobs(log_probabilities(rows, own), chosen, top)
+    temperature = 1.0 if own.sampling.greedy else own.sampling.temperature
+    return _token_logprobs(torch.log_softmax(adjusted_rows(rows, own) / max(temperature, 1e-300), 1), chosen, top)
 
 
 def prompt_scores(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], tokens: Sequence[int], start: int,
@@ -61,7 +61,7 @@ def _parts(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], t
         yield own[:, 0], (scores > own).sum(1) + 1, best.indices.flatten(), best.values.flatten()
 
 
-def _told(scores: torch.Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
+def _token_logprobs(scores: torch.Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
     """scores: log probabilities, float64 [R, V]; tokens of -inf cannot be chosen, so they are no alternatives."""
     own = scores.gather(1, to_device(chosen, scores.device)[:, None])[:, 0].tolist()
     if top == 0:

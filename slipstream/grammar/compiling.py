@@ -24,37 +24,38 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
-from slipstream.grammar.conditions import by_value
-from slipstream.grammar.exclusive import any_of, meant
-from slipstream.grammar.matcher import Ends, Matcher
+from slipstream.grammar.conditions import rewrite_conditions
+from slipstream.grammar.exclusive import resolved, rewrite_one_of
+from slipstream.grammar.matcher import Matcher, StopTokens
 from slipstream.grammar.patterns import NARROWER, OF_FORMATS, without_lookaheads
-from slipstream.grammar.presence import by_properties
+from slipstream.grammar.presence import rewrite_presence
 from slipstream.protocol.grammar import Grammar
 
-STATES, MORE = 20_000, 16  # of a lexer, and for each token that an answer has: 0.4 KB each, less than keys and values
+# States of a lexer, and further ones for each token of the answer: 0.4 KB each, less than keys and values.
+LEXER_STATES, STATES_PER_TOKEN = 20_000, 16
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
-FAR = MOST - 1023  # the last double within
-BESIDE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not"})  # what else may bind an object
-MOST_NAMES = 16  # of which one at least is said: the grammar grows with their square
+LAST_DOUBLE = MOST - 1023  # the last double within
+APPLICATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not"})  # keywords that may add rules for an object
+MOST_NAMES = 16  # properties of which at least one must be there: the grammar grows with their square
 MOST_WRITTEN = 1 << 16  # bytes of values of names that are listed
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
-OF_A_URI = "#/?!$&'()*+,;=:@%"
-INSIDE = 1e-9  # of a bound that is excluded: as near as anybody comes
-LEAVES = frozenset({"pattern", "multipleOf"})
-OF_A_LEAF = frozenset({*LEAVES, *BOUNDS, "type", "format", "minLength", "maxLength"})
+URI_SAFE = "#/?!$&'()*+,;=:@%"
+EXCLUSIVE_MARGIN = 1e-9  # how near to an excluded bound a number may come
+COSTLY_KEYWORDS = frozenset({"pattern", "multipleOf"})
+LEAF_KEYWORDS = frozenset({*COSTLY_KEYWORDS, *BOUNDS, "type", "format", "minLength", "maxLength"})
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
-# Those that JSON Schema has: any other one is a note for readers, and binds nobody.
+# The formats of JSON Schema. Any other format is an annotation and restricts nothing.
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4",
                      "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
                      "relative-json-pointer", "regex"})
-# What llguidance lets through of them and no calendar or clock has: the 29th of a February, and seconds by the 60th.
+# Excludes what llguidance allows and no calendar or clock has: February 29 in other years, and second 60.
 DAYS = ("^([0-9]{4}-(0[13-9]|1[0-2])-|[0-9]{4}-02-([01][0-9]|2[0-8])|"
         "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)")
 EXACTLY = {"date": DAYS, "time": "^[^:]*:[^:]*:[0-5]", "date-time": f"{DAYS}[^:]*:[^:]*:[0-5]"}
 # Of times, which lets no offset through, as Zod's does not: the format demands one.
 NO_OFFSET = re.compile(r"(?!.*(\[[+-]|[+-]\]))\^(\\[d.]|[\d\[\](){}|?:,*+-])+\$", re.ASCII)
-NOTES = {"deprecated": bool, "discriminator": dict, "nullable": bool}
+ANNOTATIONS = {"deprecated": bool, "discriminator": dict, "nullable": bool}
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 END = "<|end of what a grammar allows|>"
 # In EBNF: what the converter cuts zeros off, so that it is another character or none; and what is two characters there,
@@ -63,16 +64,16 @@ MISREAD = re.compile(r"\\u(?![dD][89a-fA-F])([\da-fA-F]{4})|\\U([\da-fA-F]{8})|\
                      re.DOTALL | re.ASCII)
 BY_BYTE = re.compile(r"\\x([\da-fA-F]{2})|\\.", re.DOTALL | re.ASCII)  # older ones of llguidance know it in no literal
 SPACE = r" |\n {0,32}"  # between the parts of JSON: with any amount allowed, a small model writes nothing else
-PLAIN = 'nrbtf\\"'  # where an object may have other names: by \u0061 one would be "a" again, its value anything
+PLAIN_ESCAPES = 'nrbtf\\"'  # where an object may have other names: by \u0061 one would be "a" again, its value anything
 # A schema that speaks, itself or in a pattern, of characters which JSON writes by numbers alone.
 CONTROL = re.compile(r"\\u00[01]|\\u007[fF]|\x7f|\\x|\\u{")
-MAX_WORDS = 300  # characters of a refusal
+MAX_MESSAGE = 300  # characters of llguidance's message in a refusal
 
 
 class Vocabulary:
     """The tokens that matchers allow. Threads may share it."""
 
-    __slots__ = ("_end", "_marks", "_size", "_tokens")
+    __slots__ = ("_end", "_size", "_spellings", "_tokens")
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         """size: of the model's vocabulary. Takes most of a second, in which no other thread runs. Raises ModelError for
@@ -85,16 +86,17 @@ class Vocabulary:
         try:
             self._tokens = LLTokenizer(own.to_str(), eos_token=self._end)
         except ValueError as error:
-            raise ModelError(f"tokenizer.json: grammars cannot use it: {str(error)[:MAX_WORDS]}") from error
-        self._marks = {i: spelt[0] for i, text in specials.items() if (spelt := self._tokens.greedy_tokenize(text))}
+            raise ModelError(f"tokenizer.json: grammars cannot use it: {str(error)[:MAX_MESSAGE]}") from error
+        self._spellings = {i: spelt[0] for i, text in specials.items() if (spelt := self._tokens.greedy_tokenize(text))}
 
-    def compile(self, grammar: Grammar, ends: Ends, answered: Sequence[int] = ()) -> Matcher:
-        """A matcher of an answer that stands behind ``answered``. Other threads may run. Raises InvalidRequest."""
-        written = _written(grammar)
+    def compile(self, grammar: Grammar, stop: StopTokens, answered: Sequence[int] = ()) -> Matcher:
+        """A matcher of an answer that begins with ``answered``. Other threads may run. Raises InvalidRequest."""
+        source = _llguidance_grammar(grammar)
         words = (self._tokens.vocab_size + 31) // 32
-        matcher = Matcher(lambda said: LLMatcher(self._tokens, written, log_level=0, limits=_limits(said)), words,
-                          self._end, self._size, ends, self._marks, len(answered))
-        if matcher.problem or not matcher.begins():
+        matcher = Matcher(
+            lambda num_answered: LLMatcher(self._tokens, source, log_level=0, limits=_limits(num_answered)), words,
+            self._end, self._size, stop, self._spellings, len(answered))
+        if matcher.problem or not matcher.allows_anything():
             raise _refused(matcher.problem or "it allows nothing at all")
         if matcher.commit(answered) < len(answered):
             raise InvalidRequest("answered", "the grammar does not allow it")
@@ -103,18 +105,19 @@ class Vocabulary:
         return matcher
 
 
-def _limits(said: int) -> LLParserLimits:
-    """Of an answer of so many tokens."""
+def _limits(num_answered: int) -> LLParserLimits:
+    """llguidance's limits for an answer of so many tokens."""
     # Measured: a schema of 200 properties has 807 items in a row. What is ambiguous without end takes 20 ms for the
     # mask that breaks the limit; a quarter of the step's fuel is too little for an address (^[^\s@]+@[^\s@]+\.[^\s@]+$)
     # of at most 320 characters.
     return LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000,
-                          step_max_items=3000, max_lexer_states=STATES + MORE * said, max_grammar_size=50_000,
+                          step_max_items=3000, max_lexer_states=LEXER_STATES + STATES_PER_TOKEN * num_answered,
+                          max_grammar_size=50_000,
                           verbose_errors=False)
 
 
-def _written(grammar: Grammar) -> str:
-    """As llguidance reads it."""
+def _llguidance_grammar(grammar: Grammar) -> str:
+    """The grammar in llguidance's own format. Raises InvalidRequest."""
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.source))
     if grammar.kind in ("lark", "ebnf"):
@@ -122,86 +125,86 @@ def _written(grammar: Grammar) -> str:
     try:
         content = json.loads(grammar.source)
     except (ValueError, RecursionError) as error:
-        raise _no_json(error) from error
+        raise _not_json(error) from error
     if grammar.kind == "choice":
         if not (isinstance(content, list) and content and all(isinstance(text, str) and text for text in content)):
             raise InvalidRequest("grammar", "must be a list of texts")
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, content))}"))
     if not isinstance(content, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
-    for part in _parts(content):
+    for part in _subschemas(content):
         _check_bounds(part)
         _check_constants([part.get("const"), part.get("enum")])
-    source = json.dumps(content) if restate(content) else grammar.source
+    source = json.dumps(content) if rewrite_for_llguidance(content) else grammar.source
     options: Any = json_options(grammar.source, content)
     try:
         return str(LLMatcher.grammar_from_json_schema(source, overrides=options))
     except ValueError as error:  # Python's reader takes NaN and halves of characters
-        raise _no_json(error) from error
+        raise _not_json(error) from error
 
 
 def as_lark(grammar: Grammar) -> str:
-    """A "lark" or "ebnf" grammar in Lark's notation, of which llguidance itself sees that it is. An EBNF that fills its
-    bytes with rules takes seconds. Raises InvalidRequest."""
+    """A "lark" or "ebnf" grammar in Lark's notation, marked so that llguidance recognises it. An EBNF of many rules and
+    the largest allowed size takes seconds. Raises InvalidRequest."""
     if grammar.kind == "lark":
         return grammar.source if is_lark_syntax(grammar.source) else f"%llguidance {{}}\n{grammar.source}"
     try:
-        read = str(gbnf_to_lark(MISREAD.sub(_reread, grammar.source)))
+        read = str(gbnf_to_lark(MISREAD.sub(_fix_escape, grammar.source)))
         return BY_BYTE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], read)
     except Exception as error:  # the converter has no class of its own for all that it cannot take
         words = " ".join(str(error).split()) or type(error).__name__
-        raise InvalidRequest("grammar", f"is no EBNF: {words[:MAX_WORDS]}") from error
+        raise InvalidRequest("grammar", f"is no EBNF: {words[:MAX_MESSAGE]}") from error
 
 
 def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
-    """How llguidance is to write JSON of ``schema``, which ``source`` says."""
-    plain = any(map(_is_open, _parts(schema))) and not CONTROL.search(source)
-    return {"whitespace_pattern": SPACE, "json_allowed_escapes": PLAIN if plain else None}
+    """llguidance's options for JSON of ``schema``. source: its text."""
+    plain = any(map(_is_open, _subschemas(schema))) and not CONTROL.search(source)
+    return {"whitespace_pattern": SPACE, "json_allowed_escapes": PLAIN_ESCAPES if plain else None}
 
 
-def restate(schema: dict[str, Any]) -> bool:
-    """Write ``schema`` so that llguidance knows it, where that means the same, and without what it refuses although it
-    binds nobody. Returns whether there was any."""
-    changed, parts = False, [*_parts(schema)]
+def rewrite_for_llguidance(schema: dict[str, Any]) -> bool:
+    """Rewrite ``schema`` in place: keywords that llguidance does not know become ones of the same meaning, and
+    annotations that it refuses are removed. Returns whether anything changed."""
+    changed, parts = False, [*_subschemas(schema)]
     alone = not any("$id" in part for part in parts[1:])  # what refers to itself there is another
     for part in parts if alone else ():
-        changed = by_value(schema, part) or changed
-    for part in _parts(schema):
-        changed = by_properties(part) or changed
-    changed = any_of(schema, _parts(schema)) or changed
-    for part in _parts(schema):
-        changed = _reworded(part) or changed
-    for part in _parts(schema):
-        if alone and "$ref" in part and meant(schema, part).get("enum") == []:  # for which llguidance refuses all
+        changed = rewrite_conditions(schema, part) or changed
+    for part in _subschemas(schema):
+        changed = rewrite_presence(part) or changed
+    changed = rewrite_one_of(schema, _subschemas(schema)) or changed
+    for part in _subschemas(schema):
+        changed = _rewrite_keywords(part) or changed
+    for part in _subschemas(schema):
+        if alone and "$ref" in part and resolved(schema, part).get("enum") == []:  # for which llguidance refuses all
             del part["$ref"]
             part["enum"], changed = [], True
-    notes = [(part, name) for part in _parts(schema) for name in part if _is_note(name, part[name])]
+    notes = [(part, name) for part in _subschemas(schema) for name in part if _is_annotation(name, part[name])]
     for part, name in notes:
         del part[name]
-    named = [_named(schema, part) for part in reversed([*_parts(schema)])]
+    named = [_rewrite_property_names(schema, part) for part in reversed([*_subschemas(schema)])]
     return changed or bool(notes) or any(named)
 
 
-def leaves(grammar: Grammar) -> list[tuple[str, Grammar]]:
-    """What of a schema may cost much wherever an answer comes to it, by itself, and its name."""
+def costly_parts(grammar: Grammar) -> list[tuple[str, Grammar]]:
+    """The parts of a schema that may be costly wherever an answer reaches them: a name and a grammar of each alone."""
     found: dict[str, str] = {}
-    for part in _parts(json.loads(grammar.source)) if grammar.kind == "json_schema" else ():
+    for part in _subschemas(json.loads(grammar.source)) if grammar.kind == "json_schema" else ():
         if isinstance(names := part.get("patternProperties"), dict):
             closed = part.get("additionalProperties") is False
             alone: dict[str, Any] = {"type": "object", "patternProperties": dict.fromkeys(names, True),
                                      "additionalProperties": not closed}
             found[json.dumps(alone)] = f"patternProperties {', '.join(names)}"
-        for name in LEAVES & part.keys():
-            alone = {key: part[key] for key in OF_A_LEAF & part.keys()}
+        for name in COSTLY_KEYWORDS & part.keys():
+            alone = {key: part[key] for key in LEAF_KEYWORDS & part.keys()}
             found[json.dumps(alone)] = f"{name} {part[name]}"
     return [(what, Grammar("json_schema", source)) for source, what in found.items()]
 
 
-def _named(whole: dict[str, Any], part: dict[str, Any]) -> bool:
-    """Names that are listed are properties, and names of a pattern such."""
+def _rewrite_property_names(whole: dict[str, Any], part: dict[str, Any]) -> bool:
+    """``propertyNames`` with listed names becomes ``properties``, with a pattern ``patternProperties``."""
     if "propertyNames" not in part or part.keys() & {"properties", "patternProperties"}:
         return False
-    names, value = meant(whole, part["propertyNames"]), part.get("additionalProperties", True)
+    names, value = resolved(whole, part["propertyNames"]), part.get("additionalProperties", True)
     listed = [names["const"]] if "const" in names else names.get("enum")
     kept = names.keys() - {"type", "title", "description"}
     if isinstance(listed, list) and all(isinstance(name, str) for name in listed) and kept in ({"const"}, {"enum"}):
@@ -217,7 +220,7 @@ def _named(whole: dict[str, Any], part: dict[str, Any]) -> bool:
     return True
 
 
-def _reworded(part: dict[str, Any]) -> bool:
+def _rewrite_keywords(part: dict[str, Any]) -> bool:
     form, changed = part.get("format"), False
     if "not" in part and (part["not"] == {} or part["not"] is True):  # nothing, as Go and Zod write it
         del part["not"]
@@ -234,28 +237,29 @@ def _reworded(part: dict[str, Any]) -> bool:
     elif form == "time" and isinstance(part.get("pattern"), str) and NO_OFFSET.fullmatch(part["pattern"]):
         del part["format"]
         changed = True
-    if isinstance(pattern := part.get("pattern"), str) and pattern != (said := without_lookaheads(pattern)):
-        part["pattern"], changed = said, True
-    if isinstance(ref := part.get("$ref"), str) and ref != (spelt := quote(ref, OF_A_URI, errors="replace")):
+    if isinstance(pattern := part.get("pattern"), str) and pattern != (replacement := without_lookaheads(pattern)):
+        part["pattern"], changed = replacement, True
+    if isinstance(ref := part.get("$ref"), str) and ref != (spelt := quote(ref, URI_SAFE, errors="replace")):
         part["$ref"], changed = spelt, True  # zod-to-json-schema leaves an umlaut, a space or a bracket as it is
     for name in COUNTS & part.keys():
         if isinstance(count := part[name], float) and count.is_integer():  # as languages write it that have no others
             part[name], changed = int(count), True
-    return any([changed, _within_reach(part), _within_one(part), _shut(part), _counted(part)])
+    return any([changed, _clamp_bounds(part), _narrow_exclusive_bound(part), _rewrite_unevaluated(part),
+                _rewrite_property_counts(part)])
 
 
-def _shut(part: dict[str, Any]) -> bool:
-    """What is not evaluated is what is additional, where nothing beside it evaluates anything."""
-    if "unevaluatedProperties" not in part or part.keys() & {*BESIDE, "dependentSchemas", "if"}:
+def _rewrite_unevaluated(part: dict[str, Any]) -> bool:
+    """``unevaluatedProperties`` becomes ``additionalProperties`` where no other keyword evaluates properties."""
+    if "unevaluatedProperties" not in part or part.keys() & {*APPLICATORS, "dependentSchemas", "if"}:
         return False
     rest = part.pop("unevaluatedProperties")
     part.setdefault("additionalProperties", rest)
     return True
 
 
-def _counted(part: dict[str, Any]) -> bool:
-    """llguidance counts the properties of an object where each that is named is required, or one alone may be there.
-    What the others say already goes, and of one at least it is told which that may be."""
+def _rewrite_property_counts(part: dict[str, Any]) -> bool:
+    """llguidance counts an object's properties only if all named ones are required, or only one is possible. Counts
+    that other keywords imply are removed; a ``minProperties`` of 1 becomes ``anyOf`` over the names."""
     names, required = part.get("properties"), part.get("required", [])
     if not (isinstance(names, dict) and isinstance(required, list)) or names.keys() <= {*map(str, required)}:
         return False
@@ -263,7 +267,7 @@ def _counted(part: dict[str, Any]) -> bool:
     over = []
     if type(least) is int and least <= len({*map(str, required)}):
         over.append("minProperties")
-    elif least == 1 != most and len(names) <= MOST_NAMES and not part.keys() & BESIDE:
+    elif least == 1 != most and len(names) <= MOST_NAMES and not part.keys() & APPLICATORS:
         over.append("minProperties")
         part["anyOf"] = [{"required": [name]} for name in names]
     closed = part.get("additionalProperties") is False and not part.get("patternProperties")
@@ -274,44 +278,46 @@ def _counted(part: dict[str, Any]) -> bool:
     return bool(over)
 
 
-def _within_reach(part: dict[str, Any]) -> bool:
-    """Languages write where their types end: 64 bits of an integer, beyond whose last double llguidance knows no
-    number, but cuts what is above an integer; and doubles, which bind no number that anybody reads."""
+def _clamp_bounds(part: dict[str, Any]) -> bool:
+    """Bounds at the ends of a language's types: llguidance knows no integer beyond the last double within 64 bits, so
+    these are moved there; those at the ends of a double restrict no readable number and are removed."""
     kinds, changed = part.get("type"), False
     whole = isinstance(kinds, str | list) and "integer" in kinds and "number" not in kinds
     for name, sign in BOUNDS.items():
         bound = part.get(name)
-        if not isinstance(bound, int | float) or not sign * bound > FAR or (whole and sign > 0):
+        if not isinstance(bound, int | float) or not sign * bound > LAST_DOUBLE or (whole and sign > 0):
             continue
         changed = True
         if sign * bound >= sys.float_info.max and not whole:
             del part[name]
         else:
-            part[name] = sign * FAR
+            part[name] = sign * LAST_DOUBLE
     return changed
 
 
-def _within_one(part: dict[str, Any]) -> bool:
-    """Of bounds within one and the next integer, llguidance lets the one nearer to 0 through where it is excluded."""
+def _narrow_exclusive_bound(part: dict[str, Any]) -> bool:
+    """If both bounds lie between two neighbouring integers, llguidance allows the excluded bound that is nearer to 0:
+    it becomes an included bound slightly inside."""
     for excluding, near, far, sign in (("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
                                        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1)):
         known = {name: sign * part[name] for name in BOUNDS if type(part.get(name)) in (int, float)}
         excluded, end = known.get(excluding, math.nan), min([known[name] for name in far if name in known],
                                                             default=math.inf)
         if excluded % 1 == 0 and 0 <= excluded < end < excluded + 1:
-            inside = max(excluded + min(INSIDE, (end - excluded) / 2), known.get(near, -math.inf))
+            inside = max(excluded + min(EXCLUSIVE_MARGIN, (end - excluded) / 2), known.get(near, -math.inf))
             del part[excluding]
             part[near] = sign * inside
             return True
     return False
 
 
-def _is_note(name: str, value: Any) -> bool:
-    """A format of a library's own, as Pydantic has for paths; that names are texts, as Zod writes of a record; a
-    dialect that nobody defines, as GenSON names; and what OpenAPI adds, which llguidance bears but beside what refers
-    to itself."""
-    if name in NOTES or name.startswith("x-"):
-        return isinstance(value, NOTES.get(name, str | bool | int | float))  # an object may hold what is referred to
+def _is_annotation(name: str, value: Any) -> bool:
+    """Whether a keyword restricts nothing: a library's own format (Pydantic's for paths), ``propertyNames`` of any
+    string (Zod's records), an unknown ``$schema`` (GenSON's), and OpenAPI's additions, which llguidance refuses in
+    recursive schemas only."""
+    if name in ANNOTATIONS or name.startswith("x-"):
+        # An object may hold a schema that others refer to.
+        return isinstance(value, ANNOTATIONS.get(name, str | bool | int | float))
     if name == "format":
         return isinstance(value, str) and value not in FORMATS
     if name == "$schema":
@@ -321,7 +327,7 @@ def _is_note(name: str, value: Any) -> bool:
     return name == "propertyNames" and value in ({}, {"type": "string"})
 
 
-def _reread(found: re.Match[str]) -> str:
+def _fix_escape(found: re.Match[str]) -> str:
     code, doubled = found[1] or found[2], found[3] or found[4]
     if doubled:
         return f"{doubled}\\x{ord(doubled):02x}"
@@ -330,13 +336,13 @@ def _reread(found: re.Match[str]) -> str:
     return f"\\x{int(code, 16):02x}" if int(code, 16) < 128 else chr(int(code, 16))
 
 
-def _no_json(error: Exception) -> InvalidRequest:
-    return InvalidRequest("grammar", f"is not JSON: {str(error)[:MAX_WORDS]}")
+def _not_json(error: Exception) -> InvalidRequest:
+    return InvalidRequest("grammar", f"is not JSON: {str(error)[:MAX_MESSAGE]}")
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All schemas in it, its own first."""
-    left: list[tuple[Any, bool]] = [(schema, False)]  # and whether its names are the client's own
+def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All schemas within ``schema``, itself first."""
+    left: list[tuple[Any, bool]] = [(schema, False)]  # and whether its keys are property names, not keywords
     while left:
         part, named = left.pop()
         if isinstance(part, list):
@@ -349,12 +355,12 @@ def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _is_open(part: dict[str, Any]) -> bool:
-    """Whether an object may have other names than those whose values are bound."""
+    """Whether an object may have properties besides those with a schema."""
     return ("properties" in part or "patternProperties" in part) and part.get("additionalProperties") is not False
 
 
 def _check_bounds(part: dict[str, Any]) -> None:
-    """Raises InvalidRequest for one that llguidance rounds to one which lets other answers through."""
+    """Raises InvalidRequest for a bound that llguidance would round to one that allows other answers."""
     for name, sign in BOUNDS.items():
         bound = part.get(name)
         if not isinstance(bound, int | float) or abs(bound) <= EXACT:
@@ -365,7 +371,7 @@ def _check_bounds(part: dict[str, Any]) -> None:
 
 
 def _check_constants(left: list[Any]) -> None:
-    """Those in ``left``, which is emptied. Raises InvalidRequest for one that llguidance makes another."""
+    """Raises InvalidRequest for a constant in ``left`` that llguidance would change. It empties ``left``."""
     # It is written as a double, by the shortest digits that give the same double: another integer.
     while left:
         part = left.pop()
@@ -377,4 +383,4 @@ def _check_constants(left: list[Any]) -> None:
 
 def _refused(problem: str) -> InvalidRequest:
     words = " ".join(problem.replace("<non-verbose/>", "").split())
-    return InvalidRequest("grammar", f"cannot be compiled: {words[:MAX_WORDS]}")
+    return InvalidRequest("grammar", f"cannot be compiled: {words[:MAX_MESSAGE]}")

@@ -1,4 +1,5 @@
-"""``oneOf`` whose alternatives exclude each other is ``anyOf``: of those llguidance sees few, none behind a reference.
+"""Rewrites ``oneOf`` whose alternatives exclude each other into ``anyOf``: llguidance itself recognises few of these,
+and none behind a reference.
 
 Rules:
 1. Two exclude each other by their types, by the values that they list, or, being objects, by a property that both
@@ -25,40 +26,40 @@ KINDS: Mapping[type, str] = {bool: "boolean", int: "number", float: "number", st
 ALL = frozenset(KINDS.values())
 
 
-def any_of(whole: Schema, parts: Iterable[Schema]) -> bool:
-    """Write ``oneOf`` of the ``parts`` of ``whole`` so, where that means the same. Returns whether any was."""
+def rewrite_one_of(whole: Schema, parts: Iterable[Schema]) -> bool:
+    """Rewrite ``oneOf`` in the ``parts`` of ``whole`` where the meaning stays. Returns whether anything changed."""
     parts = list(parts)
     if any("$id" in part for part in parts if part is not whole):  # what refers to itself there is no part of ``whole``
         return False
-    changed, marked = False, list[tuple[Schema, str]]()
+    changed, to_require = False, list[tuple[Schema, str]]()
     for part in parts:
         listed = part.get("oneOf")
         if not isinstance(listed, list) or "anyOf" in part or len(listed) > MOST:
             continue
-        said = [meant(whole, one) for one in listed]
-        mark = _mark(whole, part, said)
-        if all(_exclude(whole, a, b, mark) for a, b in combinations(said, 2)):
+        alternatives = [resolved(whole, one) for one in listed]
+        discriminators = _discriminators(whole, part, alternatives)
+        if all(_exclude(whole, a, b, discriminators) for a, b in combinations(alternatives, 2)):
             part["anyOf"] = part.pop("oneOf")
-            marked += [(one, name) for one in said if "object" in _kinds(one) for name in mark]
+            to_require += [(one, name) for one in alternatives if "object" in _kinds(one) for name in discriminators]
             changed = True
-    for one, name in marked:  # last: what the others let through is what was written
+    for one, name in to_require:  # last: what the others let through is what was written
         if name not in _required(one):
             one["required"] = [*_required(one), name]
     return changed
 
 
-def _mark(whole: Schema, part: Schema, said: Iterable[Schema]) -> tuple[str, ...]:
-    """The property that tells its objects apart, if there is one and each of them says by which values."""
-    told = part.get("discriminator")
-    name = told.get("propertyName") if isinstance(told, dict) else None
-    if isinstance(name, str) and all(_values(whole, _properties(one).get(name)) for one in said
+def _discriminators(whole: Schema, part: Schema, alternatives: Iterable[Schema]) -> tuple[str, ...]:
+    """The property that a ``discriminator`` names, if each object among the alternatives lists its values."""
+    discriminator = part.get("discriminator")
+    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    if isinstance(name, str) and all(_values(whole, _properties(one).get(name)) for one in alternatives
                                      if "object" in _kinds(one)):
         return (name,)
     return ()
 
 
-def meant(whole: Schema, part: Any) -> Schema:
-    """What ``part`` refers to, or itself; {}: nobody knows."""
+def resolved(whole: Schema, part: Any) -> Schema:
+    """What ``part`` refers to, or itself; {}: unknown."""
     for _ in range(DEEP):
         if part is False:
             return {"enum": []}
@@ -66,11 +67,11 @@ def meant(whole: Schema, part: Any) -> Schema:
             return {}
         if "$ref" not in part:
             return part
-        part = _at(whole, part["$ref"])
+        part = _lookup(whole, part["$ref"])
     return {}
 
 
-def _at(whole: Any, ref: Any) -> Any:
+def _lookup(whole: Any, ref: Any) -> Any:
     if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
         return None
     for step in unquote(ref).split("/")[1:]:
@@ -81,7 +82,7 @@ def _at(whole: Any, ref: Any) -> Any:
     return whole
 
 
-def _exclude(whole: Schema, a: Schema, b: Schema, mark: tuple[str, ...]) -> bool:
+def _exclude(whole: Schema, a: Schema, b: Schema, discriminators: tuple[str, ...]) -> bool:
     kinds, others = _kinds(a), _kinds(b)
     if not kinds & others:
         return True
@@ -90,12 +91,12 @@ def _exclude(whole: Schema, a: Schema, b: Schema, mark: tuple[str, ...]) -> bool
         return not values & further
     if kinds | others != {"object"}:
         return False
-    both = {*_required(a), *mark} & {*_required(b), *mark}
-    return any(_apart(whole, _properties(a).get(name), _properties(b).get(name)) for name in both) or (
+    both = {*_required(a), *discriminators} & {*_required(b), *discriminators}
+    return any(_disjoint(whole, _properties(a).get(name), _properties(b).get(name)) for name in both) or (
         _forbids(a, b) or _forbids(b, a))
 
 
-def _apart(whole: Schema, a: Any, b: Any) -> bool:
+def _disjoint(whole: Schema, a: Any, b: Any) -> bool:
     values, others = _values(whole, a), _values(whole, b)
     return bool(values and others) and not values & others
 
@@ -108,7 +109,7 @@ def _forbids(a: Schema, b: Schema) -> bool:
 
 
 def _kinds(part: Schema) -> frozenset[str]:
-    """The types that it lets through, or more."""
+    """The types that pass, or more."""
     kinds = part.get("type")
     if not isinstance(kinds, str | list):
         listed = _listed(part)
@@ -118,8 +119,8 @@ def _kinds(part: Schema) -> frozenset[str]:
 
 
 def _values(whole: Schema, part: Any) -> frozenset[tuple[str, Any]]:
-    """All that it lets through; empty: nobody knows."""
-    listed = _listed(meant(whole, part))
+    """All values that pass; empty: unknown."""
+    listed = _listed(resolved(whole, part))
     if listed is None or any(isinstance(value, list | dict) for value in listed):
         return frozenset()
     return frozenset((KINDS[type(value)], value) for value in listed)

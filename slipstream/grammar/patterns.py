@@ -50,9 +50,9 @@ def without_lookaheads(pattern: str) -> str:
     """An equal or stricter pattern without lookaheads; ``pattern`` itself if it is not a known one."""
     if (known := KNOWN.get(pattern)) is not None:
         return known
-    for form, said in DECIMALS:
+    for form, replacement in DECIMALS:
         if found := form.fullmatch(pattern):
-            return said(*map(int, found.groups()))
+            return replacement(*map(int, found.groups()))
     return pattern
 
 
@@ -70,15 +70,15 @@ def _digits(most: int) -> str:
     return rf"^[+-]?(0*\d{{1,{most}}}|{split})$"
 
 
-def _form(behind: str) -> re.Pattern[str]:
+def _pydantic_form(behind: str) -> re.Pattern[str]:
     """Of Pydantic's, "#" being a number."""
     return re.compile(re.escape(rf"^(?!^[-+.]*$)[+-]?0*{behind}").replace(r"\#", r"(\d{1,6})"))
 
 
 DECIMALS: tuple[tuple[re.Pattern[str], Callable[..., str]], ...] = (
-    (_form(r"\d*\.?\d*$"), lambda: r"^[+-]?\d+(\.\d*)?$"),
-    (_form(r"\d*\.?\d{0,#}0*$"), lambda places: rf"^[+-]?\d+(\.\d{{0,{places}}}0*)?$"),
-    (_form(r"(?:\d{0,#}|(?=[\d.]{1,#}0*$)\d{0,#}\.\d{0,#}0*$)"), lambda whole, most, _, places:
+    (_pydantic_form(r"\d*\.?\d*$"), lambda: r"^[+-]?\d+(\.\d*)?$"),
+    (_pydantic_form(r"\d*\.?\d{0,#}0*$"), lambda places: rf"^[+-]?\d+(\.\d{{0,{places}}}0*)?$"),
+    (_pydantic_form(r"(?:\d{0,#}|(?=[\d.]{1,#}0*$)\d{0,#}\.\d{0,#}0*$)"), lambda whole, most, _, places:
         _decimal(whole, min(places, most - 1 - whole) if most - 1 > whole else 0)),
-    (_form(r"(?:\d{0,#}|(?=[\d.]{1,#}0*$)\d*\.\d*0*$)"), lambda most, _: _digits(most)),
+    (_pydantic_form(r"(?:\d{0,#}|(?=[\d.]{1,#}0*$)\d*\.\d*0*$)"), lambda most, _: _digits(most)),
 )

@@ -7,7 +7,7 @@ Rules:
 1. A trial is what the target does with a grammar: it is compiled with the model's own tokens, and followed for
    ``STEPS`` tokens; and so is each pattern of a schema alone, until ``LEAVES_S`` are over: an answer would end with an
    error where it comes to one that costs too much. Each trial has a fork of the process, ``CPU_S`` of the processor and
-   a part of the usual stack. A target allows ``AGAIN_S``: what just passed at a router passes there.
+   a part of the usual stack. A target allows ``TARGET_CPU_S``: what just passed at a router passes there.
 2. Whatever ends a trial is a refusal of that grammar; the process with the tokens lives on.
 3. The process is started by the first grammar, or before (``warm``), because that takes a second, and again if it has
    ended. A service waits for it before it takes requests, because its start would slow the first answers' steps and
@@ -46,64 +46,64 @@ from tokenizers import Tokenizer
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.base.offload import Child, bounded
 from slipstream.base.turns import Turns
-from slipstream.grammar.compiling import MAX_WORDS, Vocabulary, leaves
-from slipstream.grammar.matcher import Ends, Matcher
+from slipstream.grammar.compiling import MAX_MESSAGE, Vocabulary, costly_parts
+from slipstream.grammar.matcher import Matcher, StopTokens
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.protocol.requests import Request
 from slipstream.protocol.tree import DraftTree
 
 CPU_S = 0.06  # of one trial: common grammars take a tenth of it; a refusal is to come within 100 ms
-AGAIN_S = 2 * CPU_S
+TARGET_CPU_S = 2 * CPU_S
 MEMORY = 1 << 30  # bytes that the process may map
 STACK = 2 << 20  # bytes: a thread that answers has four times as much
 STEPS, LEAF_STEPS = 8, 4
 LEAVES_S = CPU_S / 3
 WARM_S = 30.0
-REMEMBERED = 512
+MAX_REMEMBERED = 512
 MAX_EACH, MAX_WAITING = 64, 256
 TOO_MUCH = "cannot be compiled: it takes more work than a request may"
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class Trial:
-    """Of grammars for one model. Threads may share it; they wait for one another."""
+    """Tries grammars for one model. Threads may share it; they wait for one another."""
 
     def __init__(self, folder: Path, cpu_s: float = CPU_S) -> None:
         """folder: of the model, with a tokenizer.json; cpu_s: of a trial."""
         self._opening = json.dumps([str(folder / "tokenizer.json"), cpu_s]).encode()
         self._lock = threading.Lock()
         self.child: Child | None = None
-        self._known: OrderedDict[bytes, str] = OrderedDict()  # digest -> problem
+        self._results: OrderedDict[bytes, str] = OrderedDict()  # digest -> problem
 
     def warm(self) -> threading.Thread:
-        """Have the process ready before somebody waits for it; returns at once. The thread ends when it is."""
-        thread = threading.Thread(target=self._ready, daemon=True, name="trial")
+        """Start the process; returns at once. The thread ends when the process is ready."""
+        thread = threading.Thread(target=self._start, daemon=True, name="trial")
         thread.start()
         return thread
 
     def wait(self) -> None:
-        """Have it ready; no longer than WARM_S, as answers without a grammar do not need it."""
+        """Wait until the process is ready; at most WARM_S, as answers without a grammar do not need it."""
         self.warm().join(WARM_S)
 
-    def _ready(self) -> None:
+    def _start(self) -> None:
         with self._lock, suppress(ModelError, Unavailable, OSError):  # the next grammar is told
-            self._begun()
+            self._running_child()
 
-    def passed(self, grammar: Grammar, namespace: str = "") -> bool:
-        """Whether it did before; waits for nobody."""
-        return self._known.get(_digest(grammar, namespace)) == ""
+    def has_passed(self, grammar: Grammar, namespace: str = "") -> bool:
+        """Whether the grammar passed a trial before. It does not wait."""
+        return self._results.get(_digest(grammar, namespace)) == ""
 
     def check(self, grammar: Grammar, namespace: str = "") -> None:
         """Raises InvalidRequest, also for a grammar that costs too much; blocks meanwhile."""
         digest = _digest(grammar, namespace)
         with self._lock:
-            problem = self._known.get(digest)
+            problem = self._results.get(digest)
             if problem is None:
-                problem = self._tried(grammar)
+                problem = self._ask(grammar)
                 if problem != TOO_MUCH:
-                    self._known[digest] = problem
-                if len(self._known) > REMEMBERED:
-                    self._known.popitem(last=False)
+                    self._results[digest] = problem
+                if len(self._results) > MAX_REMEMBERED:
+                    self._results.popitem(last=False)
         if problem:
             raise InvalidRequest("grammar", problem)
 
@@ -112,7 +112,7 @@ class Trial:
         if self.child is not None:
             self.child.end()
 
-    def _begun(self) -> Child:
+    def _running_child(self) -> Child:
         if self.child is None or self.child.ended:
             self.child = Child(__spec__.name)
             reply = self.child.ask(self._opening)
@@ -123,8 +123,8 @@ class Trial:
                 raise ModelError(f"tokenizer.json: grammars cannot use it: {reply}")
         return self.child
 
-    def _tried(self, grammar: Grammar) -> str:
-        reply = self._begun().ask(json.dumps([grammar.kind, grammar.source]).encode())
+    def _ask(self, grammar: Grammar) -> str:
+        reply = self._running_child().ask(json.dumps([grammar.kind, grammar.source]).encode())
         if reply is None:
             self.warm()
             raise Unavailable("the process that tries grammars has ended; try again")
@@ -144,69 +144,70 @@ class Trials:
         await asyncio.to_thread(self._trial.wait)
 
     async def check(self, grammar: Grammar, namespace: str = "") -> None:
-        """As ``Trial.check``, in its turn; who passed before waits for nobody. Raises CapacityError, too."""
-        if not self._trial.passed(grammar, namespace):
-            await self.after(grammar, namespace, lambda: None, patient=False)
+        """As ``Trial.check``, in its turn; a grammar that passed before does not wait. Raises CapacityError, too."""
+        if not self._trial.has_passed(grammar, namespace):
+            await self.run_after_check(grammar, namespace, lambda: None, patient=False)
 
-    def after(self, grammar: Grammar, namespace: str, work: Callable[[], Made],
-              patient: bool = True) -> asyncio.Future[Made]:
-        """``work``, in its turn, when ``grammar`` has been tried. patient: see ``Turns.run``."""
+    def run_after_check(self, grammar: Grammar, namespace: str, work: Callable[[], Result],
+                        patient: bool = True) -> asyncio.Future[Result]:
+        """Run ``work`` in its turn, after a trial of ``grammar``. patient: see ``Turns.run``."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Made] = loop.create_future()
-        self._turns.run(namespace, partial(self._tried, grammar, namespace, work), future, loop.call_soon_threadsafe,
+        future: asyncio.Future[Result] = loop.create_future()
+        self._turns.run(namespace, partial(self._check_and_run, grammar, namespace, work), future,
+                        loop.call_soon_threadsafe,
                         patient=patient)
         return future
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Cancel all that wait, and end the process."""
         self._turns.close()
         self._trial.close()
 
-    def _tried(self, grammar: Grammar, namespace: str, work: Callable[[], Made]) -> Made:
+    def _check_and_run(self, grammar: Grammar, namespace: str, work: Callable[[], Result]) -> Result:
         self._trial.check(grammar, namespace)
         return work()
 
 
 class Grammars(Trials):
-    """Of one model, compiled for our own engine."""
+    """Compiles grammars of one model for our own engine."""
 
     def __init__(self, vocabulary: Vocabulary, trial: Trial) -> None:
         super().__init__(trial)
         self._vocabulary = vocabulary
 
     def compile(self, request: Request) -> asyncio.Future[Matcher]:
-        """A matcher of its own that stands where ``request`` goes on; it may fail with InvalidRequest."""
+        """A new matcher that begins where ``request`` continues; it may fail with InvalidRequest."""
         assert request.grammar is not None
         sampling = request.sampling
-        ends = Ends(sampling.stop_token_ids, sampling.min_tokens)
+        stop = StopTokens(sampling.stop_token_ids, sampling.min_tokens)
         answered = request.tokens[len(request.tokens) - request.answered :]
-        return self.after(request.grammar, request.owner,
-                          partial(self._vocabulary.compile, request.grammar, ends, answered))
+        return self.run_after_check(request.grammar, request.owner,
+                                    partial(self._vocabulary.compile, request.grammar, stop, answered))
 
 
 def _digest(grammar: Grammar, namespace: str) -> bytes:
     return sha256(f"{namespace} {grammar.kind} {grammar.source}".encode()).digest()
 
 
-def tried(vocabulary: Vocabulary, grammar: Grammar) -> str:
-    """Why ``grammar`` is refused; "" where it is not."""
+def refusal_reason(vocabulary: Vocabulary, grammar: Grammar) -> str:
+    """Why ``grammar`` is refused; "" if it is not."""
     began_s = time.thread_time()
     try:
-        matcher = vocabulary.compile(grammar, Ends((0,)))
+        matcher = vocabulary.compile(grammar, StopTokens((0,)))
     except InvalidRequest as error:
         return error.message
-    if not _goes_on(matcher, STEPS):
+    if not _can_follow(matcher, STEPS):
         return TOO_MUCH
-    for what, leaf in leaves(grammar):
+    for what, leaf in costly_parts(grammar):
         if time.thread_time() - began_s > LEAVES_S:
             break
         with suppress(InvalidRequest):  # what it is beside others has its say above
-            if not _goes_on(vocabulary.compile(leaf, Ends((0,))), LEAF_STEPS):
-                return f"cannot be followed: {what[:MAX_WORDS]} takes more work than a token may"
+            if not _can_follow(vocabulary.compile(leaf, StopTokens((0,))), LEAF_STEPS):
+                return f"cannot be followed: {what[:MAX_MESSAGE]} takes more work than a token may"
     return ""
 
 
-def _goes_on(matcher: Matcher, steps: int) -> bool:
+def _can_follow(matcher: Matcher, steps: int) -> bool:
     root, rng = DraftTree.root_only(1, 0), np.random.default_rng(0)
     for _ in range(steps):
         masks, known = matcher.masks(root)
@@ -218,22 +219,22 @@ def _goes_on(matcher: Matcher, steps: int) -> bool:
     return True
 
 
-def _apart(vocabulary: Vocabulary, grammar: Grammar, cpu_s: float) -> str:
-    """``tried`` in a fork of this process."""
-    ours, theirs = os.pipe()
+def _tried_in_fork(vocabulary: Vocabulary, grammar: Grammar, cpu_s: float) -> str:
+    """``refusal_reason`` in a fork of this process."""
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process, whatever that is doing
-        told: list[str] = []
+        reasons: list[str] = []
         threading.stack_size(STACK)
-        thread = threading.Thread(target=lambda: told.append(tried(vocabulary, grammar)))
+        thread = threading.Thread(target=lambda: reasons.append(refusal_reason(vocabulary, grammar)))
         thread.start()
         thread.join()
-        os.write(theirs, (told[0] if told else TOO_MUCH).encode() + b"\n")
+        os.write(write_end, (reasons[0] if reasons else TOO_MUCH).encode() + b"\n")
         os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as told_by:
-        problem = told_by.read()
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        problem = pipe.read()
     os.waitpid(child, 0)
     return problem[:-1].decode() if problem.endswith(b"\n") else TOO_MUCH
 
@@ -244,19 +245,20 @@ def main() -> None:
     vocabulary: Vocabulary | None = None
     cpu_s = CPU_S
     for line in sys.stdin.buffer:
-        asked: Any = json.loads(line)
+        request: Any = json.loads(line)
         if vocabulary is None:
             problem = ""
             try:
-                file, cpu_s = asked
+                file, cpu_s = request
                 tokenizer = Tokenizer.from_file(file)
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
                 vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size())
-                tried(vocabulary, JSON_OBJECT)  # what the first one of all builds, each fork would else build again
+                # What the first grammar of all builds, each fork would else build again.
+                refusal_reason(vocabulary, JSON_OBJECT)
             except Exception as error:
                 problem = str(error)[:200] or type(error).__name__
         else:
-            problem = _apart(vocabulary, Grammar(*asked), cpu_s)
+            problem = _tried_in_fork(vocabulary, Grammar(*request), cpu_s)
         sys.stdout.write(json.dumps(problem) + "\n")
         sys.stdout.flush()

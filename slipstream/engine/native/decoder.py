@@ -116,7 +116,7 @@ class NativeDecoder:
         assert join is None or isinstance(join, NativeLinear)
         width = len(taps) * self.config.hidden_size if join is None else join.packed.outer
         assert (width if taps else 0) == (0 if features is None else features.shape[1])
-        few, drawn = len(batch.host.logit_rows), draws is not None and bool(draws.heats)
+        few, drawn = len(batch.host.logit_rows), draws is not None and bool(draws.temperatures)
         alone = draws is not None and self._head.screens(few)
         listed = self.listed(batch.num_rows, Taps(taps, join), few, alone)
         listed.program.run(self.frame(batch, pool, features, draws if alone and draws is not None else GREEDY))

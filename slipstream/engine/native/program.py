@@ -480,8 +480,8 @@ class BatchFrame:
                       batch.logit_rows.data_ptr(), len(batch.host.logit_rows),
                       None if features is None else features.data_ptr())
         told: array[int] | None = None
-        if draws.heats:
-            told = array("B", b"".join(map(DRAW.pack, draws.seeds, draws.heats, draws.positions)))
+        if draws.temperatures:
+            told = array("B", b"".join(map(DRAW.pack, draws.seeds, draws.temperatures, draws.positions)))
             assert len(told) == DRAW.size * frame.num_picked
             frame.draws = told.buffer_info()[0]
         return BatchFrame(frame, batch, kv, cos, sin, segments, features, told)

@@ -1,8 +1,8 @@
 """Triton kernels that find the best columns of rows of logits on a GPU: under keyed noise, or without noise.
 
 Rules:
-1. A score is float64: logit / heat + noise (that of ``choosing.noise``; the integers are equal bit for bit), or the
-   logit itself. Scores are compared as integers of the same order, with -0 as 0 and NaN above all; among equals the
+1. A score is float64: logit / temperature + noise (that of ``choosing.noise``; the integers are equal bit for bit), or
+   the logit itself. Scores are compared as integers of the same order, with -0 as 0 and NaN above all; among equals the
    lowest column comes first.
 2. ``part_winners`` finds the best of a part of a row, ``winners`` the best of all parts, and their log shares: with
    noise, of the sum over these K; without, of the sum over the whole row. They are ordered by rounded log share, the
@@ -122,9 +122,9 @@ def part_winners(logits: tl.tensor, asked: tl.tensor, vocabulary: tl.tensor, key
         base = tl.where(highest == -float("inf"), 0.0, highest)
         tl.store(sums + (row * PARTS + part) * 2 + 1, tl.sum(tl.exp(values - base), 0))
     else:
-        key, heat = tl.load(asked + ASKED * row), float_at(asked, row, 2)
+        key, temperature = tl.load(asked + ASKED * row), float_at(asked, row, 2)
         ids = column.to(tl.int64) if vocabulary is None else tl.load(vocabulary + column, inside, 0)
-        scores = values.to(tl.float64) / heat + gumbel(key, ids)
+        scores = values.to(tl.float64) / temperature + gumbel(key, ids)
     left = tl.where(inside, ordered(scores), SMALLEST)
     first = (row * PARTS + part) * most
     for place in range(most):
@@ -183,24 +183,24 @@ def winners(keys: tl.tensor, columns: tl.tensor, sums: tl.tensor, vocabulary: tl
 def part_masses(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl.tensor, greatest_of: tl.tensor,
                 masses: tl.tensor, counts: tl.tensor, most: tl.tensor, held: tl.tensor, WIDTH: tl.constexpr,
                 PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr) -> None:
-    """Counts and masses of one part of one row. For each of ``tokens`` [R, most] (columns) it takes the columns with
-    greater logits: their number, plus CLOSE for each that is hardly greater, goes to ``counts`` int64 [R, PARTS,
-    most + 2], the sum of their exp((logit - the row's greatest) / heat) to ``masses`` float64 [R, PARTS, most + 2].
-    The next of ``masses`` is that of all columns. greatest_of: int64 [R, held], the columns of the greatest logits in
-    order; top-k picks its last survivor there. Then the last of ``masses`` is the mass of all logits not less than that
-    one, and the last two of ``counts`` are the numbers of logits that are greater, and not less. None: no top-k with
-    top-p. logits, asked, sums: see ``part_winners``."""
+    """Counts and masses of one part of one row. For each of ``tokens`` [R, most] (columns) it takes the columns
+    with greater logits: their number, plus CLOSE for each that is hardly greater, goes to ``counts`` int64 [R,
+    PARTS, most + 2], the sum of their exp((logit - the row's greatest) / temperature) to ``masses`` float64 [R,
+    PARTS, most + 2]. The next of ``masses`` is that of all columns. greatest_of: int64 [R, held], the columns of
+    the greatest logits in order; top-k picks its last survivor there. Then the last of ``masses`` is the mass of
+    all logits not less than that one, and the last two of ``counts`` are the numbers of logits that are greater,
+    and not less. None: no top-k with top-p. logits, asked, sums: see ``part_winners``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * PART + tl.arange(0, PART)
     source = logits + tl.load(asked + ASKED * row + 1) * WIDTH
     values = tl.load(source + column, column < WIDTH, -float("inf"))
-    highest, heat = greatest(sums, row, PARTS, PARTS_BLOCK), float_at(asked, row, 2)
-    depths = (values.to(tl.float64) - highest) / heat
+    highest, temperature = greatest(sums, row, PARTS, PARTS_BLOCK), float_at(asked, row, 2)
+    depths = (values.to(tl.float64) - highest) / temperature
     shares = tl.exp(depths)
     first = (row * PARTS + part) * (most + 2)
     for place in range(most):
         own = tl.load(source + tl.load(tokens + row * most + place))
-        above, depth = values > own, (own.to(tl.float64) - highest) / heat
+        above, depth = values > own, (own.to(tl.float64) - highest) / temperature
         is_close = above & (depths - depth <= (1 + tl.abs(depth)) * SAME_NEAR)
         tl.store(counts + first + place, tl.sum(above.to(tl.int64) + CLOSE * is_close.to(tl.int64), 0))
         tl.store(masses + first + place, tl.sum(tl.where(above, shares, 0.0), 0))

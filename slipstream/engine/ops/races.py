@@ -74,17 +74,17 @@ def race_kernels() -> Any:
     return importlib.import_module("slipstream.engine.ops.race_kernels")
 
 
-def takes(session: ChoiceRows, filtered: bool, width: int) -> bool:
+def supports(session: ChoiceRows, filtered: bool, width: int) -> bool:
     """Whether a race of ``width`` columns supports a session's rows (rule 2). filtered: whether it supports filtered
     rows in this call."""
     sampling = session.sampling
     if sampling.greedy or session.adjusted:
         return False
-    fits = sampling.top_k <= GREATEST or not joint(sampling, width)
+    fits = sampling.top_k <= GREATEST or not has_joint_filters(sampling, width)
     return not is_filtered(sampling) or (filtered and fits and sampling.temperature >= COLD)
 
 
-def joint(sampling: Sampling, width: int) -> bool:
+def has_joint_filters(sampling: Sampling, width: int) -> bool:
     """Whether top-p counts only the mass that top-k left."""
     return 0 < sampling.top_k < width and sampling.top_p < 1.0
 
@@ -104,20 +104,20 @@ class DeviceRace:
 
     def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
         """See ``sampling.Race``."""
-        takes_it = [takes(session, most == 1 and self.vocabulary is None, self.width) for session in sessions]
-        taken = [session for session, is_taken in zip(sessions, takes_it, strict=True) if is_taken]
+        supported = [supports(session, most == 1 and self.vocabulary is None, self.width) for session in sessions]
+        taken = [session for session, is_taken in zip(sessions, supported, strict=True) if is_taken]
         count = sum(len(session.rows) for session in taken)
         if not count or most > MOST or logits.dtype != torch.float32 or logits.shape[1] != self.width:
             return None
         logits, asked = logits.contiguous(), to_device(_asked(taken), logits.device)
         samplings = [session.sampling for session in taken]
-        top_k = max((sampling.top_k for sampling in samplings if joint(sampling, self.width)), default=0)
+        top_k = max((sampling.top_k for sampling in samplings if has_joint_filters(sampling, self.width)), default=0)
         found = (self._survivors(logits, asked, count, top_k) if any(map(is_filtered, samplings)) else
                  self._best(logits, asked, None, count, most, most))
-        told: NDArray[np.int64] = found.cpu().numpy()
-        known = np.repeat(takes_it, [len(session.rows) for session in sessions])
+        results: NDArray[np.int64] = found.cpu().numpy()
+        known = np.repeat(supported, [len(session.rows) for session in sessions])
         tokens, scores = np.zeros((len(known), most), np.int64), np.zeros((len(known), most))
-        tokens[known], scores[known] = told[0], told[1].view(np.float64)
+        tokens[known], scores[known] = results[0], results[1].view(np.float64)
         known &= ~np.isnan(scores[:, 0])
         return Winners(tokens.ravel().tolist(), scores.ravel().tolist(), known.tolist())
 
@@ -183,9 +183,9 @@ def noisy_rows(samplings: Sequence[Sampling], counts: Sequence[int], positions: 
     the logarithm of min-p; floats as their bits. A survivor of top-k has fewer than top-k likelier tokens, one of top-p
     less than that mass above it. counts: the number of rows of each sampling."""
     keys = row_keys([s.seed for s, count in zip(samplings, counts, strict=True) for _ in range(count)], positions, CPU)
-    heats, top_p, min_p = np.repeat(np.array([*map(_floats, samplings)]), counts, 0).view(np.int64).T
+    temperatures, top_p, min_p = np.repeat(np.array([*map(_floats, samplings)]), counts, 0).view(np.int64).T
     top_k = np.repeat([sampling.top_k or EVERY for sampling in samplings], counts)
-    return np.stack((keys.numpy(), np.array(rows), heats, top_k, top_p, min_p), 1)
+    return np.stack((keys.numpy(), np.array(rows), temperatures, top_k, top_p, min_p), 1)
 
 
 def _floats(sampling: Sampling) -> tuple[float, float, float]:
@@ -227,8 +227,8 @@ def compared(race: DeviceRace, device: torch.device, rows: int) -> Iterator[tupl
     rng, vocabulary = torch.Generator().manual_seed(rows), race.vocabulary
     logits = (32 * torch.randn(rows, race.width, generator=rng)).round().div(8).to(device)
     cuts, k = (range(rows // 2), range(rows // 2, rows)), min(TRIAL_CHILDREN, race.width)
-    sessions = [ChoiceRows(Sampling(temperature=heat, seed=rows), cut, cut, cut, None, [()] * len(cut))
-                for heat, cut in zip((0.6, 1.0), cuts, strict=True) if cut]
+    sessions = [ChoiceRows(Sampling(temperature=temperature, seed=rows), cut, cut, cut, None, [()] * len(cut))
+                for temperature, cut in zip((0.6, 1.0), cuts, strict=True) if cut]
     right = choose(logits, sessions) if vocabulary is None else [
         tokens[0] for tokens, _ in ranked(logits, sessions, 1, vocabulary)]
     yield "choices", _chosen(race, logits, sessions), torch.tensor(right).double()
