@@ -347,7 +347,8 @@ class Gateway:
                 prompts.append(self.codec.encode(prompt, room, plan.add_special_tokens) if isinstance(prompt, str)
                                else prompt)
         if last is not None:
-            keep = last if last >= 0 else max(info.max_context - (plan.options.max_tokens or 1), 1)
+            left = info.max_context - (plan.options.max_tokens or 1)
+            keep = last if last >= 0 else left if left > 0 else info.max_context - 1  # the answer gets what is left
             prompts = [prompt[max(len(prompt) - keep, 0):] for prompt in prompts]
         return prompts
 

@@ -487,6 +487,8 @@ async def test_prompts_are_cut_at_their_beginning(tiny_folder: Path) -> None:
     async with routing(tiny_folder, target) as r:
         long = PROMPT * CONTEXT
         assert (await r.post(COMPLETIONS, prompt=long)).status_code == 400
+        await r.post(COMPLETIONS, prompt=PROMPT, truncate_prompt_tokens=-1, max_tokens=CONTEXT)
+        assert bytes([*target.requests[-1].tokens]).decode() == PROMPT, "all of it fits"
         for last, left in ((4, 4), (-1, CONTEXT - 7), (CONTEXT - 7, CONTEXT - 7)):
             cut = await r.post(COMPLETIONS, prompt=long, truncate_prompt_tokens=last, max_tokens=7)
             assert cut.status_code == 200
