@@ -173,7 +173,7 @@ class Surface:
         tokens = await _while_connected(request, partial(self._gateway.tokens, plan))
         counted = {"count": len(tokens), "max_model_len": self._gateway.info.max_context, "tokens": tokens}
         pieces = self._gateway.codec.pieces
-        body = await self._gateway.lanes.beside(  # there may be more than any answer has
+        body = await self._gateway.lanes.off_loop(  # there may be more than any answer has
             len(tokens), lambda: orjson.dumps(counted | ({"token_strs": pieces(tokens)} if with_strings else {})),
             request.scope[TENANT].id)
         return Response(body, headers=self._ignored_header(unknown), media_type="application/json")
@@ -259,7 +259,7 @@ class Surface:
                         raise TooLarge("body", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
         except TimeoutError:
             raise InvalidRequest("body", f"did not arrive within {BODY_S:g} s") from None
-        await self._gateway.lanes.pause(len(data))
+        await self._gateway.lanes.wait_to_parse(len(data))
         return read_body(data), UnknownFields(self._gateway.strict)
 
     async def _answer(self, request: Request, reply_type: type[ChatReply | TextReply], plan: Plan, body: Generation,
@@ -281,7 +281,7 @@ class Surface:
         answers = [CollectedAnswer(reply.detailed) for _ in range(run.job.num_answers)]
         await _consume(run, client, lambda number, delta: answers[number].add(delta))
         deltas = [answer.deltas for answer in answers]
-        content = await self._gateway.lanes.beside(
+        content = await self._gateway.lanes.off_loop(
             run.num_returned, lambda: orjson.dumps(reply.whole(deltas, run.usage())), run.place.tenant.id)
         return Response(content, headers=headers, media_type="application/json")
 
@@ -391,7 +391,7 @@ class Surface:
                         chunks.chunk(choice, old)  # what follows counts from there
                         yield COMMENT  # computing all of it again takes time
                     event_id = ids.after(delta)
-                data = (chunks.chunk(choice, delta) if not delta.prompt else await self._gateway.lanes.beside(
+                data = (chunks.chunk(choice, delta) if not delta.prompt else await self._gateway.lanes.off_loop(
                     run.job.num_scores, partial(chunks.chunk, choice, delta), run.place.tenant.id))
                 if data or pending:
                     yield pending + framed(data, event_id) if data else pending

@@ -125,7 +125,7 @@ class GatewayFront:
             return None
         if job.begun:
             # Piece by piece, as it came: the search for marks goes over a long text again and again.
-            await self._gateway.lanes.beside(
+            await self._gateway.lanes.off_loop(
                 len(job.begun), lambda: deque(map(markups[0].push, self._gateway.begun(job)), 0), self._tenant.id)
         return markups[0]
 

@@ -132,8 +132,8 @@ class Gateway:
 
     def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Plan:
         """Raises InvalidRequest, NotFound or Unavailable."""
-        options, names = self._with_defaults(body).options(), body.names()
-        messages = [message.given() for message in body.messages]
+        options, names = self._with_defaults(body).options(), body.template_variables()
+        messages = [message.for_template() for message in body.messages]
         has_calls = any(message.role == "tool" or message.tool_calls for message in body.messages)
         if not self.codec.style.takes_tools:
             if has_calls or options.tool_use is not None:
@@ -325,7 +325,7 @@ class Gateway:
         bad_words = [tokens for i, word in enumerate(plan.options.bad_words)
                      for tokens in self._bad_word_tokens(i, word)]
         job = Job(plan.endpoint, plan.model, tuple(array("i", prompt) for prompt in prompts), limits, plan.options,
-                  info.vocab_size, not plan.messages or plan.turn.continued, echoed_texts=echoed,
+                  info.vocab_size, not plan.messages or plan.turn.continue_final_message, echoed_texts=echoed,
                   bad_words=tuple(dict.fromkeys(bad_words)))
         if job.num_scores > MAX_SCORES:
             raise InvalidRequest(plan.options.fields_by_need["prompt_logprobs"], f"asks for {job.num_scores} log "
@@ -571,7 +571,7 @@ class Run:
         for tally in (completion.tally for completion in self.completions):
             metrics.answered(tally.tokens, tally.drafted, tally.accepted, self.mode)
             if metrics.for_vllm is not None:
-                metrics.for_vllm.answered(tally.drafts, tally.drafted, tally.accepted, tally.reached)
+                metrics.for_vllm.answered(tally.drafted_rounds, tally.drafted, tally.accepted, tally.reached)
         if self._failed:
             return
         complete = (len(self.completions) == self.job.num_answers

@@ -61,12 +61,12 @@ class Routing:
 
 
 RENDERING: dict[str, Child] = {}
-START = ChatTemplate._started
+START = ChatTemplate._start_process
 
 
 def rendering(template: ChatTemplate) -> Child:
     """The process that renders it, for one router after the other: to start one takes longer than most tests."""
-    opening = json.dumps(template._opening)
+    opening = json.dumps(template._config)
     if opening not in RENDERING or RENDERING[opening].ended:
         RENDERING[opening] = START(template)
         if len(RENDERING) > 4:  # most templates are of one test
@@ -81,7 +81,7 @@ async def routing(folder: Path, *targets: Backend, policy: PolicySection | None 
     ports = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
     config = Config.model_validate({"model": {"path": str(folder)}, "router": {**ports, **section},
                                     "target": {"policy": policy or PolicySection()}})
-    with patch.object(ChatTemplate, "_started", rendering):
+    with patch.object(ChatTemplate, "_start_process", rendering):
         service = RouterService(config, {f"t{i}": target for i, target in enumerate(targets)})
     await service.start()
     found = Routing(service)

@@ -256,7 +256,7 @@ async def test_between_large_bodies_the_loop_is_others() -> None:
             await asyncio.sleep(0)
 
     async def body(size: int) -> None:
-        await lanes.pause(size)
+        await lanes.wait_to_parse(size)
         seen.append("body")
 
     async with background_tasks(others()):

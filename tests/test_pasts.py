@@ -138,7 +138,7 @@ def test_what_a_model_thought_between_its_calls_comes_back_to_its_template() -> 
 def test_what_others_call_reasoning_comes_back_to_the_template(said: dict[str, Any], comes: str | None) -> None:
     turns = [*HELLO, {"role": "assistant", "content": "Noon.", **said}, *HELLO]
     body = parse(ChatBody, {"model": "m", "messages": turns})
-    assert body.messages[1].given().get("reasoning_content") == comes
+    assert body.messages[1].for_template().get("reasoning_content") == comes
 
 
 def test_reasoning_that_is_no_text_is_a_field_that_nobody_knows() -> None:

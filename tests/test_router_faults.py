@@ -75,7 +75,7 @@ async def test_what_nobody_foresaw_is_counted_once(tiny_folder: Path, monkeypatc
 
     async with routing(tiny_folder, EchoTarget()) as r:
         front, hello = GatewayFront(r.service.gateway, ANYONE), (Message("user", "hello"),)
-        for kind, name in ((GatewayFront, "_markup"), (ChatReply, "_told"), (MessagesReply, "events")):
+        for kind, name in ((GatewayFront, "_markup"), (ChatReply, "_fields_of"), (MessagesReply, "events")):
             monkeypatch.setattr(kind, name, broken)
         assert (await r.post("/v1/messages", messages=HELLO, max_tokens=4)).status_code == 500
         streamed = events((await r.post(CHAT, messages=HELLO, stream=True)).text)
@@ -403,7 +403,7 @@ class BrokenGateway:
     def lanes(self) -> BrokenGateway:
         return self
 
-    async def pause(self, size: int) -> None:
+    async def wait_to_parse(self, size: int) -> None:
         """Nobody else reads."""
 
     def plan_chat(self, body: ChatBody) -> Plan:

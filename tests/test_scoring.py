@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from router_service.dialects.chat import ChatReply
 from router_service.dialects.openai import MAX_ANSWER_SCORES
-from router_service.dialects.prompts import AT_ONCE, Prompts
+from router_service.dialects.prompts import BATCH_TOKENS, Prompts
 from router_service.text.deltas import TextDelta
 from router_service.text.tokens import Completion, TextCodec
 from slipstream.base.config import TargetSection
@@ -409,7 +409,7 @@ async def test_scores_of_a_prompt_take_little_until_they_are_told(folders: dict[
     assert delta.prompt[1].part(102, 103).tops(1) == [[(421, -1.0 / 421)]]
 
 
-@pytest.mark.parametrize("count", [1, 2, AT_ONCE, AT_ONCE + 1, AT_ONCE + 2, 3 * AT_ONCE])
+@pytest.mark.parametrize("count", [1, 2, BATCH_TOKENS, BATCH_TOKENS + 1, BATCH_TOKENS + 2, 3 * BATCH_TOKENS])
 def test_scores_that_are_written_in_parts_are_those_of_one(count: int, folders: dict[str, Path]) -> None:
     rng, codec = np.random.default_rng(count), TextCodec(folders["target"])
     tokens = rng.integers(1, 128, count).tolist()
@@ -428,13 +428,13 @@ def test_scores_that_are_written_in_parts_are_those_of_one(count: int, folders: 
         "top_logprobs": [None, *({text: value} | {codec.token_text(row[0][0]): row[0][1]}
                                  for text, value, row in zip(texts[1:], own[1:], top[1:], strict=True)), {}],
         "text_offset": [*range(count), count]}
-    entries = orjson.loads(orjson.dumps(prompts.entries(0, parts)))
+    entries = orjson.loads(orjson.dumps(prompts.prompt_logprobs(0, parts)))
     assert entries[0] is None and [entry[str(token)]["rank"] for entry, token in zip(
         entries[1:], tokens[1:], strict=True)] == [
             next((place for place, (i, _) in enumerate(row, 1) if i == token), rank)
             for token, rank, row in zip(tokens[1:], ranks[1:], top[1:], strict=True)]
     told = list(prompts.scored(parts))
-    assert [token.id for part in told for token in part] == tokens and max(map(len, told)) <= AT_ONCE + 1
+    assert [token.id for part in told for token in part] == tokens and max(map(len, told)) <= BATCH_TOKENS + 1
 
 
 async def test_where_no_prompt_is_told_none_is_scored(routed: Routing) -> None:

@@ -391,7 +391,7 @@ def test_a_template_for_tools_is_taken_where_there_are_tools(tiny_folder: Path, 
             try:
                 assert codec.style.takes_tools == (i == 0)
                 assert codec.text(codec.chat(USER)) == "\n[user: x]\n"
-                assert codec.text(codec.chat(USER, Turn(names=TOOLS))) == f"{wanted}\n[user: x]\n"
+                assert codec.text(codec.chat(USER, Turn(variables=TOOLS))) == f"{wanted}\n[user: x]\n"
                 if i == 0:
                     assert codec.text(codec.chat([calls_of("c0")])) == "\n   <tool_call>\n[assistant: ec0]\n"
             finally:

@@ -158,7 +158,7 @@ def test_chat_gives_the_prompt_that_transformers_gives(folder: Path, codec: Text
                 {"role": "assistant", "content": "<think>x"}, {"role": "user", "content": ""}]
     for prompt in (True, False):
         wanted = oracle.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=True)["input_ids"]
-        assert codec.chat(messages, Turn(begun=prompt)) == wanted
+        assert codec.chat(messages, Turn(add_generation_prompt=prompt)) == wanted
 
 
 def test_a_final_message_goes_on_as_transformers_lets_it(folder: Path, codec: TextCodec) -> None:
@@ -168,17 +168,17 @@ def test_a_final_message_goes_on_as_transformers_lets_it(folder: Path, codec: Te
     for last in ("Once upon a time", " two\n"):
         messages = [{"role": "user", "content": "a tale"}, {"role": "assistant", "content": last}]
         wanted = oracle.apply_chat_template(messages, continue_final_message=True, tokenize=True)["input_ids"]
-        tokens = codec.chat(messages, Turn(begun=False, continued=True))
+        tokens = codec.chat(messages, Turn(add_generation_prompt=False, continue_final_message=True))
         assert tokens == wanted or byte_level_oracle.decode(tokens) == byte_level_oracle.decode(wanted) + last[-1]
 
 
 def test_names_reach_the_template_as_text_and_replace_none_of_its_own() -> None:
     template = ChatTemplate("{{ bos_token }}{{ mood }}{{ messages[0].content }}", {"bos_token": "<s>"}, ["<s>"])
-    turn = Turn(names={"mood": "<s>", "bos_token": "no"})
+    turn = Turn(variables={"mood": "<s>", "bos_token": "no"})
     assert template.render([{"role": "user", "content": "x"}], turn) == ["<s>", "<s>", "x"]
     silent = ChatTemplate("{{ messages | length }}", {}, [])
     with pytest.raises(InvalidRequest, match="does not write the final message") as caught:
-        silent.render([{"role": "user", "content": "x"}], Turn(continued=True))
+        silent.render([{"role": "user", "content": "x"}], Turn(continue_final_message=True))
     assert caught.value.field == "messages"
 
 

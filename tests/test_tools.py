@@ -302,7 +302,7 @@ def test_a_template_that_takes_tools_is_given_them() -> None:
                             "{{ m.tool_calls[0].function.arguments.city }}{% endif %}{% endfor %}", {}, ["<s>"])
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "<s>"}}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    parts = template.render(messages, Turn(names={"tools": [NOW]}))
+    parts = template.render(messages, Turn(variables={"tools": [NOW]}))
     assert parts == [json.dumps([NOW]) + "assistant", "<s>", ""], "an argument ends no turn"
 
 

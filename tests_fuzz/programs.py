@@ -19,7 +19,7 @@ from zlib import crc32
 
 import numpy as np
 
-from router_service.text.template import Problem, Renderer, trial
+from router_service.text.template import Renderer, TemplateProblem, trial
 from router_service.text.tokens import ChatTemplate
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
@@ -112,7 +112,7 @@ def template(data: bytes) -> None:
         return
     try:
         parts = rendered(source)
-    except Problem:
+    except TemplateProblem:
         return
     except Exception:  # whoever runs it takes that for a refusal
         return

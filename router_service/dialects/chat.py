@@ -33,7 +33,7 @@ from router_service.dialects.openai import (
     read_json,
     unknown_of,
 )
-from router_service.dialects.prompts import AT_ONCE, LOWEST, parts_of, written
+from router_service.dialects.prompts import BATCH_TOKENS, MIN_LOGPROB, batches_of, json_list
 from router_service.dialects.tools import Json, ToolUse, use_of
 from router_service.dialects.usage import usage_fields
 from router_service.text.calls import Call, call_id
@@ -45,10 +45,10 @@ from slipstream.models.folder import NAMED_TOKENS
 from slipstream.protocol.chat import MAX_CALLS, MAX_ITEMS, Usage
 from slipstream.protocol.requests import MAX_TOP_LOGPROBS, TokenLogprob
 
-MAX_NAMES = 64  # for the chat template
-MAX_NAMED = 64 << 10  # bytes of JSON of all that they name
+MAX_VARIABLES = 64  # of the chat template
+MAX_VARIABLES_BYTES = 64 << 10  # of all of them as JSON
 RESERVED = frozenset({*NAMED_TOKENS, "messages", "tools", "documents", "add_generation_prompt",
-                      "continue_final_message", "chat_template", "tokenize"})  # names that a template has from us
+                      "continue_final_message", "chat_template", "tokenize"})  # variables that we set
 
 
 class Message(StrictModel):
@@ -59,8 +59,8 @@ class Message(StrictModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
-    def given(self) -> dict[str, Any]:
-        """For a template: what is there."""
+    def for_template(self) -> dict[str, Any]:
+        """The fields that are set."""
         extra = {name: value for name in ("name", "tool_calls", "tool_call_id", "reasoning_content")
                  if (value := getattr(self, name))}
         return {"role": self.role, "content": self.content, **extra}
@@ -91,7 +91,7 @@ class ChatBody(Generation):
         at_most("messages", len(value), "items")
         at_most("messages", sum(_num_parts(message) for message in value), "text parts in all")
         called = [message for message in value if isinstance(message, dict) and message.get("tool_calls")]
-        if called and _num_written(called) > MAX_CONTAINERS:
+        if called and _num_argument_containers(called) > MAX_CONTAINERS:
             raise InvalidRequest("messages", f"hold more than {MAX_CONTAINERS} lists and objects in the arguments of "
                                  "their calls")
         return [_plain_message(f"messages[{i}]", message, unknown_of(info)) for i, message in enumerate(value)]
@@ -103,15 +103,15 @@ class ChatBody(Generation):
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
-    def _named(cls, value: Any) -> Any:
+    def _template_variables(cls, value: Any) -> Any:
         if value is None:
             return value
         if not isinstance(value, dict):
             raise InvalidRequest("chat_template_kwargs", "must be an object")
-        if len(value) > MAX_NAMES:
-            raise InvalidRequest("chat_template_kwargs", f"must have at most {MAX_NAMES} names")
-        if len(orjson.dumps(value)) > MAX_NAMED:
-            raise InvalidRequest("chat_template_kwargs", f"are larger than {MAX_NAMED} bytes")
+        if len(value) > MAX_VARIABLES:
+            raise InvalidRequest("chat_template_kwargs", f"must have at most {MAX_VARIABLES} names")
+        if len(orjson.dumps(value)) > MAX_VARIABLES_BYTES:
+            raise InvalidRequest("chat_template_kwargs", f"are larger than {MAX_VARIABLES_BYTES} bytes")
         for name in value:
             if name in RESERVED or not name.isidentifier():
                 raise InvalidRequest(f"chat_template_kwargs.{name[:64]}", "is not a name that a request may give")
@@ -131,11 +131,11 @@ class ChatBody(Generation):
                        reasoning_in_content=self.separate_reasoning is False,
                        return_reasoning=self.include_reasoning is not False, **_tool_grammar(options, tool_use))
 
-    def names(self) -> dict[str, Any]:
-        """What the template is given besides messages and tools."""
+    def template_variables(self) -> dict[str, Any]:
+        """The template's variables besides messages and tools."""
         effort = self.reasoning_effort
-        asked = {} if effort is None else {"reasoning_effort": effort, **dict.fromkeys(THINKING, effort != "none")}
-        return {**asked, **(self.chat_template_kwargs or {})}
+        variables = {} if effort is None else {"reasoning_effort": effort, **dict.fromkeys(THINKING, effort != "none")}
+        return {**variables, **(self.chat_template_kwargs or {})}
 
 
 def _tool_grammar(options: Options, use: ToolUse | None) -> dict[str, Any]:
@@ -181,13 +181,13 @@ def _plain_message(at: str, message: Any, unknown: UnknownFields) -> Any:
     return plain
 
 
-def _part(at: str, part: Any, gave: bool, unknown: UnknownFields) -> str:
-    """The text of a part. ``gave``: of what a tool gave, where others do not end the conversation."""
+def _part(at: str, part: Any, from_tool: bool, unknown: UnknownFields) -> str:
+    """The text of a part. ``from_tool``: of a tool's result, in which files do not end the conversation."""
     part = legible(part)
     kind = kind_of(part)
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    if gave and kind in UNSEEN:
+    if from_tool and kind in UNSEEN:
         unknown.add(kind, f"{at}.", ())
         return UNSEEN[kind]
     raise InvalidRequest(at, "only parts of type 'text' are supported by this server", "unsupported_parameter")
@@ -200,13 +200,13 @@ def _calls(at: str, calls: Any) -> list[Json]:
     return [_call(f"{at}[{i}]", call) for i, call in enumerate(calls)]
 
 
-def _num_written(messages: Sequence[Json]) -> int:
-    """Lists and objects in what ``messages``, all with calls, hold written as JSON: in the arguments of these."""
+def _num_argument_containers(messages: Sequence[Json]) -> int:
+    """Lists and objects in the JSON of all arguments of the calls in ``messages``, which all have some."""
     calls = [call for message in messages if isinstance(message["tool_calls"], list)
              for call in message["tool_calls"] if isinstance(call, dict)]
-    given = [function.get("arguments") for call in calls if isinstance(function := call.get("function"), dict)]
-    # One after the other: where one is no JSON, and ends what can be counted, reading ends, too.
-    return num_containers(_bytes(",".join([text for text in given if isinstance(text, str)])))
+    arguments = [function.get("arguments") for call in calls if isinstance(function := call.get("function"), dict)]
+    # Joined: if one is no JSON and ends what can be counted, reading ends there, too.
+    return num_containers(_bytes(",".join([text for text in arguments if isinstance(text, str)])))
 
 
 def _bytes(text: str) -> bytes:
@@ -245,25 +245,25 @@ class ChatReply:
         self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": job.model,
                             "system_fingerprint": identity or None}
         self._markups = job.markups(codec)  # one a choice; [] leaves all to the content
-        self._tell_reasoning = options.return_reasoning
-        self._codec, self._name = codec, options.token_namer(codec)
+        self._return_reasoning = options.return_reasoning
+        self._codec, self._token_name = codec, options.token_namer(codec)
         self._logprobs = options.top_logprobs is not None
         self._stop_ids = options.sampling.stop_token_ids
         self._prompt: Json = {"prompt_token_ids": list(job.prompts[0])} if options.return_token_ids else {}
-        self._scored = job.returned_prompts(codec)
-        self.detailed = self._logprobs or options.return_token_ids or bool(self._markups) or self._scored is not None
+        self._prompts = job.returned_prompts(codec)
+        self.detailed = self._logprobs or options.return_token_ids or bool(self._markups) or self._prompts is not None
 
     def opening(self, number: int) -> Json | None:
         return self._chunk([_choice(number, {"role": "assistant", "content": ""})]) | self._prompt
 
     def chunk(self, number: int, delta: TextDelta) -> Json | None:
-        told, first = self._told(number, delta), self._scores_of(number, delta)
-        if not (first or told or delta.finish or (delta.tokens and (self._logprobs or self._prompt))):
+        fields, scores = self._fields_of(number, delta), self._scores_of(number, delta)
+        if not (scores or fields or delta.finish or (delta.tokens and (self._logprobs or self._prompt))):
             return None
-        choice = _choice(number, told, self._finish(number, delta), self._logprobs_of(delta.tokens))
+        choice = _choice(number, fields, self._finish(number, delta), self._logprobs_of(delta.tokens))
         if delta.finish:
             choice["stop_reason"] = delta.ended_by(self._stop_ids)
-        return self._chunk([choice | self._ids_of(delta.tokens)]) | first
+        return self._chunk([choice | self._ids_of(delta.tokens)]) | scores
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._chunk([]) | usage_fields(usage, self._reasoning_tokens)
@@ -272,7 +272,7 @@ class ChatReply:
         choices = []
         for number, deltas in enumerate(answers):
             tokens = [token for delta in deltas for token in delta.tokens]
-            message = _message([self._told(number, delta) for delta in deltas])
+            message = _message([self._fields_of(number, delta) for delta in deltas])
             choices.append({"index": number, "message": message, "finish_reason": self._finish(number, deltas[-1]),
                             "stop_reason": deltas[-1].ended_by(self._stop_ids), "logprobs": self._logprobs_of(tokens),
                             **self._ids_of(tokens)})
@@ -285,24 +285,24 @@ class ChatReply:
 
     def _scores_of(self, number: int, delta: TextDelta) -> Json:
         """Of the prompt, with the first delta of the first answer."""
-        if self._scored is None or number:
+        if self._prompts is None or number:
             return {}
-        scored, self._scored = self._scored, None
-        return {"prompt_logprobs": scored.entries(0, delta.prompt)}
+        prompts, self._prompts = self._prompts, None
+        return {"prompt_logprobs": prompts.prompt_logprobs(0, delta.prompt)}
 
-    def _told(self, number: int, delta: TextDelta) -> Json:
+    def _fields_of(self, number: int, delta: TextDelta) -> Json:
         """What ``delta`` adds to the message of a choice."""
         if not self._markups:
             return {"content": delta.text} if delta.text else {}
         parts = self._markups[number].take(delta)
-        told: Json = {}
-        if parts.reasoning and self._tell_reasoning:
-            told["reasoning_content"] = parts.reasoning
+        fields: Json = {}
+        if parts.reasoning and self._return_reasoning:
+            fields["reasoning_content"] = parts.reasoning
         if parts.content:
-            told["content"] = parts.content
+            fields["content"] = parts.content
         if parts.calls:
-            told["tool_calls"] = [_told_call(call) for call in parts.calls]
-        return told
+            fields["tool_calls"] = [_call_delta(call) for call in parts.calls]
+        return fields
 
     def _finish(self, number: int, delta: TextDelta) -> str:
         return finish_of(delta.finish, self._markups[number]) if self._markups else delta.finish
@@ -314,35 +314,35 @@ class ChatReply:
         if not self._logprobs:
             return None
         entries = ([self._scored_token(token.id, token.logprob) for token in part if token.logprob is not None]
-                   for part in parts_of(tokens))
-        content = written(entries) if len(tokens) > AT_ONCE else next(entries, [])
+                   for part in batches_of(tokens))
+        content = json_list(entries) if len(tokens) > BATCH_TOKENS else next(entries, [])
         return {"content": content, "refusal": None}
 
     def _scored_token(self, token: int, scored: TokenLogprob | PackedLogprob) -> Json:
         return {**self._entry(token, scored.logprob), "top_logprobs": [self._entry(*one) for one in scored.top]}
 
     def _entry(self, token: int, logprob: float) -> Json:
-        return {"token": self._name(token), "logprob": max(logprob, LOWEST),
+        return {"token": self._token_name(token), "logprob": max(logprob, MIN_LOGPROB),
                 "bytes": list(self._codec.token_bytes(token))}
 
     def _ids_of(self, tokens: Sequence[AnswerToken]) -> Json:
         return {"token_ids": [token.id for token in tokens]} if self._prompt else {}
 
 
-def _told_call(call: Call) -> Json:
+def _call_delta(call: Call) -> Json:
     if not call.name:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, "id": call_id(), "type": "function",
             "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _message(told: Sequence[Json]) -> Json:
-    """What deltas say as a whole message, whose calls bear no index."""
-    content, reasoning = ("".join([part[name] for part in told if name in part])
+def _message(deltas: Sequence[Json]) -> Json:
+    """The fields of deltas joined to a message, whose calls have no index."""
+    content, reasoning = ("".join([delta[name] for delta in deltas if name in delta])
                           for name in ("content", "reasoning_content"))
     calls: list[Json] = []
     arguments: list[list[str]] = []  # of each call
-    for call in (call for part in told for call in part.get("tool_calls", ())):
+    for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
         if "id" in call:
             calls.append({"id": call["id"], "type": "function", "function": call["function"]})
             arguments.append([])

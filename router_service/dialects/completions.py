@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, SkipValidation, field_validator
 
 from router_service.dialects.openai import Generation, Job, Options, WholeNumber, at_most
-from router_service.dialects.prompts import AT_ONCE, LOWEST, alternatives, parts_of, written
+from router_service.dialects.prompts import BATCH_TOKENS, MIN_LOGPROB, alternatives, batches_of, json_list
 from router_service.dialects.tools import Json
 from router_service.dialects.usage import usage_fields
 from router_service.text.deltas import AnswerToken, PackedLogprob, TextDelta
@@ -69,10 +69,10 @@ class TextReply:
     def __init__(self, answer_id: str, created: int, job: Job, codec: TextCodec, identity: str) -> None:
         self._head: Json = {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created,
                             "model": job.model, "system_fingerprint": identity or None}
-        self._job, self._name = job, job.options.token_namer(codec)
+        self._job, self._token_name = job, job.options.token_namer(codec)
         self._logprobs = job.options.top_logprobs is not None
-        self._scored = job.returned_prompts(codec)
-        self.detailed = self._logprobs or job.options.return_token_ids or self._scored is not None
+        self._prompts = job.returned_prompts(codec)
+        self.detailed = self._logprobs or job.options.return_token_ids or self._prompts is not None
         self._lengths: dict[int, int] = {}  # of each answer's text so far: offsets of logprobs count from its start
 
     def opening(self, number: int) -> Json | None:
@@ -93,23 +93,23 @@ class TextReply:
     def _choice(self, number: int, deltas: Sequence[TextDelta]) -> Json:
         tokens = [token for delta in deltas for token in delta.tokens]
         began = number in self._lengths
-        scored = None if began else self._scored
-        shown = "" if scored is None else scored.text(number)
+        prompts = None if began else self._prompts
+        echoed = "" if prompts is None else prompts.text(number)
         logprobs: Json | None = None
         if self._logprobs:
-            columns = self._columns(tokens, self._lengths.get(number, len(shown)))
-            if scored is not None and scored.echoed is not None:
-                logprobs = scored.columns(number, deltas[0].prompt, columns)
+            columns = self._columns(tokens, self._lengths.get(number, len(echoed)))
+            if prompts is not None and prompts.echo_logprobs is not None:
+                logprobs = prompts.columns(number, deltas[0].prompt, columns)
             else:
-                few = len(tokens) <= AT_ONCE
-                logprobs = {name: next(iter(parts), []) if few else written(parts) for name, parts in columns.items()}
-        text = shown + "".join(delta.text for delta in deltas)
+                few = len(tokens) <= BATCH_TOKENS
+                logprobs = {name: next(iter(parts), []) if few else json_list(parts) for name, parts in columns.items()}
+        text = echoed + "".join(delta.text for delta in deltas)
         self._lengths[number] = self._lengths.get(number, 0) + len(text)
         choice: Json = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
         if deltas[-1].finish:
             choice["stop_reason"] = deltas[-1].ended_by(self._job.options.sampling.stop_token_ids)
-        if scored is not None and scored.told is not None:
-            choice["prompt_logprobs"] = scored.entries(number, deltas[0].prompt)
+        if prompts is not None and prompts.top_logprobs is not None:
+            choice["prompt_logprobs"] = prompts.prompt_logprobs(number, deltas[0].prompt)
         if self._job.options.return_token_ids:
             choice["token_ids"] = [token.id for token in tokens]
             if not began:
@@ -123,9 +123,9 @@ class TextReply:
             if token.logprob is not None:
                 rows.append((offset, token.id, token.logprob))
             offset += len(token.text)
-        name = self._name
-        return {"tokens": ([name(token) for _, token, _ in part] for part in parts_of(rows)),
-                "token_logprobs": ([max(own.logprob, LOWEST) for _, _, own in part] for part in parts_of(rows)),
+        name = self._token_name
+        return {"tokens": ([name(token) for _, token, _ in part] for part in batches_of(rows)),
+                "token_logprobs": ([max(own.logprob, MIN_LOGPROB) for _, _, own in part] for part in batches_of(rows)),
                 "top_logprobs": ([alternatives(name, (token, own.logprob), own.top) for _, token, own in part]
-                                 for part in parts_of(rows)),
-                "text_offset": ([offset for offset, _, _ in part] for part in parts_of(rows))}
+                                 for part in batches_of(rows)),
+                "text_offset": ([offset for offset, _, _ in part] for part in batches_of(rows))}

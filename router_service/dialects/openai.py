@@ -496,7 +496,7 @@ class Plan:
     @property
     def size(self) -> int:
         """Characters and token ids."""
-        begun, names = 0 if self.begun is None else len(self.begun.tokens), _num_bytes(self.turn.names)
+        begun, names = 0 if self.begun is None else len(self.begun.tokens), _num_bytes(self.turn.variables)
         words = sum(MESSAGE_CHARS + len(word) for word in self.options.bad_words)  # each is spelt by itself
         return self.num_chars or sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + names + begun + words
 
@@ -539,7 +539,7 @@ class Job:
         schemas, most = ({}, None) if tool_use is None else (tool_use.schemas, None if tool_use.parallel else 1)
         if options.grammar_binds_calls:
             return [Markup(BARE, schemas, either=True) for _ in range(count)]
-        thinks = codec.thinks(self.prompts[0])
+        thinks = codec.starts_in_reasoning(self.prompts[0])
         return [Markup(codec.style, schemas, thinks, most, mixed=options.reasoning_in_content) for _ in range(count)]
 
     @property

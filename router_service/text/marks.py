@@ -50,9 +50,9 @@ class Style:
     takes_tools: bool = False
 
     @staticmethod
-    def of(template: str, toolless: bool = False) -> Style:
-        """Of a chat template's source; ``toolless``: it writes nothing of tools that it is given."""
-        takes_tools = not toolless and GIVEN_TOOLS.search(template) is not None
+    def of(template: str, ignores_tools: bool = False) -> Style:
+        """Of a chat template's source; ``ignores_tools``: it writes nothing of tools that it is given."""
+        takes_tools = not ignores_tools and GIVEN_TOOLS.search(template) is not None
         if ANALYSIS[0] in template:
             return Style(HEADERS if takes_tools else ("<tool_call>",), ANALYSIS, takes_tools)
         openers = tuple(mark for mark in OPENERS if mark in template)

@@ -1,8 +1,8 @@
 """What a chat template omits from small test conversations, and the rewritings of messages that make it appear.
 
 Each entry of ``REWRITINGS`` tests a template for one omission, with the rewritings found so far, and returns the
-rewritings needed. ``told`` renders a conversation, with or without tools; "" means that the template refused it, which
-is no omission.
+rewritings needed. ``render`` gives the prompt of a conversation, with or without tools; "" means that the template
+refused it, which is no omission.
 """
 
 from __future__ import annotations
@@ -32,54 +32,54 @@ OTHER = {"id": "otherscall", "type": "function", "function": {"name": "weather",
 RESULT = {"role": "tool", "tool_call_id": "theircall", "name": "weather", "content": "Hello results"}
 SEVERAL = (CALLED[0], {**CALLED[1], "tool_calls": [*CALLED[1]["tool_calls"], OTHER]})
 MARKS = ("<tool_call>", "<|tool_call|>")  # before calls, in the words of templates that ask for them
-Told = Callable[[Messages, Mapping[str, Any]], str]
+Render = Callable[[Messages, Mapping[str, Any]], str]
 
 
-def written(told: Told, *roles: str) -> list[str]:
+def written(render: Render, *roles: str) -> list[str]:
     """The messages whose text is in the prompt."""
-    said = [(role, f"Hello {i} {role}s") for i, role in enumerate(roles)]
-    text = told([{"role": role, "content": words} for role, words in said], {})
-    return [role for role, words in said if words in text]
+    messages = [(role, f"Hello {i} {role}s") for i, role in enumerate(roles)]
+    text = render([{"role": role, "content": words} for role, words in messages], {})
+    return [role for role, words in messages if words in text]
 
 
-def writes_tools(told: Told) -> bool:
+def writes_tools(render: Render) -> bool:
     """Whether a template writes anything of the tools that it is given."""
-    asked = [{"role": role, "content": "Hello"} for role in ("system", "user")]
-    offered = told(asked, TOOLS)
-    return offered == "" or offered.count("weather") != told(asked, {}).count("weather")
+    conversation = [{"role": role, "content": "Hello"} for role in ("system", "user")]
+    with_tools = render(conversation, TOOLS)
+    return with_tools == "" or with_tools.count("weather") != render(conversation, {}).count("weather")
 
 
-def _system(told: Told, _: str) -> Sequence[Rewriting]:
-    """Nothing of what the system says is written, or nothing of what it says later."""
-    if written(told, "system", "user") == ["user"]:
+def _system(render: Render, _: str) -> Sequence[Rewriting]:
+    """No system message is written, or none after the first."""
+    if written(render, "system", "user") == ["user"]:
         return [by_users]
-    return [one_system] if any(written(told, *roles).count("system") == 1 for roles in LATER) else []
+    return [one_system] if any(written(render, *roles).count("system") == 1 for roles in LATER) else []
 
 
-def _calls(told: Told, source: str) -> Sequence[Rewriting]:
-    """No calls are written, or the first alone of several in one message."""
-    called = told(CALLED, TOOLS)
-    if called and "Hello calls" not in called and "theircall" not in called:
+def _calls(render: Render, source: str) -> Sequence[Rewriting]:
+    """No calls are written, or only the first of several in one message."""
+    text_of_calls = render(CALLED, TOOLS)
+    if text_of_calls and "Hello calls" not in text_of_calls and "theircall" not in text_of_calls:
         return [partial(in_words, marks=[mark for mark in MARKS if mark in source])]
-    first = "Hello" in called and "otherscall" not in told(SEVERAL, TOOLS)
-    return [one_by_one] if first and "otherscall" in told(one_by_one(SEVERAL), TOOLS) else []
+    only_first = "Hello" in text_of_calls and "otherscall" not in render(SEVERAL, TOOLS)
+    return [one_by_one] if only_first and "otherscall" in render(one_by_one(SEVERAL), TOOLS) else []
 
 
-def _results(told: Told, _: str) -> Sequence[Rewriting]:
+def _results(render: Render, _: str) -> Sequence[Rewriting]:
     """No results of tools are written, nor which call they are of."""
-    whole = told((*CALLED, RESULT), TOOLS)
-    named = whole.count("theircall") > told(CALLED, TOOLS).count("theircall")
-    return [results_by_users] if whole and "Hello results" not in whole and not named else []
+    text = render((*CALLED, RESULT), TOOLS)
+    names_call = text.count("theircall") > render(CALLED, TOOLS).count("theircall")
+    return [results_by_users] if text and "Hello results" not in text and not names_call else []
 
 
-def _system_before(told: Told, _: str) -> Sequence[Rewriting]:
-    """Nothing of the system is written where the last message is the assistant's, or a tool's."""
-    forgetful = []
-    for last, said in (("assistant", CALLED), ("tool", (*CALLED, RESULT))):
-        text = told([{"role": "system", "content": "Hello system"}, *said], TOOLS)
+def _system_before(render: Render, _: str) -> Sequence[Rewriting]:
+    """No system message is written if the last message is the assistant's, or a tool's."""
+    omitting = []
+    for last, messages in (("assistant", CALLED), ("tool", (*CALLED, RESULT))):
+        text = render([{"role": "system", "content": "Hello system"}, *messages], TOOLS)
         if text and "Hello system" not in text:
-            forgetful.append(last)
-    return [partial(by_last_user, where_last=forgetful)] if forgetful else []
+            omitting.append(last)
+    return [partial(by_last_user, where_last=omitting)] if omitting else []
 
 
 REWRITINGS = (_system, _calls, _results, _system_before)

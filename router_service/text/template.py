@@ -58,71 +58,71 @@ class Renderer:
         self._template = compiled(source)
         self.source = source
         self.in_parts = False  # whether texts are given as lists of parts
-        self.rewritings: list[Rewriting] = []  # without which it leaves out a part of what is said, in order
+        self.rewritings: list[Rewriting] = []  # without which it omits a part of the messages, in order
         self._thinking = "message.thinking" in source and "reasoning_content" not in source
 
-    def told(self, messages: Messages, names: Mapping[str, Any] | None = None) -> str:
+    def render_or_empty(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
         """The prompt; "" where there is none."""
         try:
-            return "".join(self.render(messages, names=names))
-        except Problem:
+            return "".join(self.render(messages, variables=variables))
+        except TemplateProblem:
             return ""
 
-    def render(self, messages: Messages, begun: bool = True, continued: bool = False,
-               names: Mapping[str, Any] | None = None) -> list[str]:
-        """As ``ChatTemplate.render``, which asks for it. Raises Problem."""
-        given: Any = [messages, names or {}]
+    def render(self, messages: Messages, add_generation_prompt: bool = True, continue_final_message: bool = False,
+               variables: Mapping[str, Any] | None = None) -> list[str]:
+        """As ``ChatTemplate.render``, which asks for it. Raises TemplateProblem."""
+        given: Any = [messages, variables or {}]
         guards = _Guards.find(given, self._specials)
         if guards is not None:
             given = guards.put_into(given)
-        if continued:
+        if continue_final_message:
             *before, last = given[0]
-            text = self._read([*before, {**last, "content": f"{last['content']}{END}"}], False, given[1])
+            text = self._render_first([*before, {**last, "content": f"{last['content']}{END}"}], False, given[1])
             text, mark, _ = text.rpartition(END)
             if not mark:
-                raise Problem(REFUSED, "the model's chat template does not write the final message as it is")
+                raise TemplateProblem(REFUSED, "the model's chat template does not write the final message as it is")
         else:
-            text = self._read(given[0], begun, given[1])
+            text = self._render_first(given[0], add_generation_prompt, given[1])
         return [text] if guards is None else guards.split(text)
 
-    def _read(self, messages: Messages, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
-        """The first of the ``readings`` that can be rendered. Raises Problem."""
-        refusal = Problem(REFUSED, "")
+    def _render_first(self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+        """The first of the ``readings`` that can be rendered. Raises TemplateProblem."""
+        refusal = TemplateProblem(REFUSED, "")
         for rewriting in self.rewritings:
             messages = rewriting(messages)
         for reading in readings(messages):
             try:
-                return self._text(reading, add_generation_prompt, given)
-            except (Problem, MemoryError):
+                return self._render_text(reading, add_generation_prompt, variables)
+            except (TemplateProblem, MemoryError):
                 raise
             except SecurityError as error:
-                raise Problem(BROKEN, f"does what the sandbox forbids: {error}") from error
+                raise TemplateProblem(BROKEN, f"does what the sandbox forbids: {error}") from error
             except TemplateError as error:
-                refusal = Problem(REFUSED, f"the model's chat template refuses: {str(error)[:200]}")
+                refusal = TemplateProblem(REFUSED, f"the model's chat template refuses: {str(error)[:200]}")
             except Exception as error:
-                refusal = Problem(REFUSED, f"the model's chat template cannot render them ({type(error).__name__}); "
-                                  "give every message a role and a text content")
+                refusal = TemplateProblem(REFUSED, "the model's chat template cannot render them "
+                                          f"({type(error).__name__}); give every message a role and a text content")
         raise refusal
 
-    def _text(self, messages: Messages, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
+    def _render_text(self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         """Raises whatever the template does."""
-        if self._thinking:  # as GPT-OSS' calls it, which takes none beside words
+        if self._thinking:  # GPT-OSS' name for it; its template takes none beside content
             messages = [{**message, "thinking": message["reasoning_content"]} if message.get("reasoning_content")
                         and not message["content"] else message for message in messages]
         if self.in_parts:
             messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-        names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
-                 "add_generation_prompt": add_generation_prompt}
-        written, chunks = 0, []
-        for chunk in self._template.generate(names):
+        context = {"tools": None, "documents": None, **variables, **self._named, "messages": messages,
+                   "add_generation_prompt": add_generation_prompt}
+        length, chunks = 0, []
+        for chunk in self._template.generate(context):
             chunks.append(chunk)
-            written += len(chunk)
-            if written > MAX_RENDERED:
-                raise Problem(COSTLY, f"longer than {MAX_RENDERED} characters when rendered")
+            length += len(chunk)
+            if length > MAX_RENDERED:
+                raise TemplateProblem(COSTLY, f"longer than {MAX_RENDERED} characters when rendered")
         return "".join(chunks)
 
 
-class Problem(Exception):
+class TemplateProblem(Exception):
     """Why there is no prompt: one of the kinds above, and words for whoever asked."""
 
     def __init__(self, kind: str, words: str) -> None:
@@ -132,13 +132,13 @@ class Problem(Exception):
 
 
 def compiled(source: str) -> Template:
-    """Raises Problem when ``source`` is not a template."""
+    """Raises TemplateProblem when ``source`` is not a template."""
     try:
         return sandbox().from_string(source)
     except MemoryError:
         raise
     except Exception as error:  # jinja2's own, and what Python says of the program that jinja2 has made of it
-        raise Problem(BROKEN, f"not a template: {type(error).__name__}: {str(error)[:200]}") from error
+        raise TemplateProblem(BROKEN, f"not a template: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 class _Guards:
@@ -163,7 +163,7 @@ class _Guards:
         for code in PRIVATE_USE:
             if chr(code) not in used and chr(code + 1) not in used:
                 return _Guards(specials, found, (chr(code), chr(code + 1)))
-        raise Problem(REFUSED, "hold special tokens and every private-use character")
+        raise TemplateProblem(REFUSED, "hold special tokens and every private-use character")
 
     def put_into(self, given: Any) -> Any:
         index = {text: i for i, text in enumerate(self._found)}
@@ -188,22 +188,23 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def trial(renderer: Renderer) -> None:
-    """Findings about the template from small test conversations. Raises Problem for a faulty template."""
+    """Findings about the template from small test conversations. Raises TemplateProblem for a faulty template."""
     for roles in TRIALS:
         try:
             renderer.render([{"role": role, "content": "Hello"} for role in roles])
-        except Problem as problem:
+        except TemplateProblem as problem:
             if problem.kind != REFUSED:
                 raise
-    if not written(renderer.told, "user"):
+    if not written(renderer.render_or_empty, "user"):
         renderer.in_parts = True
-        renderer.in_parts = written(renderer.told, "user") == ["user"]
-    elif not renderer.told((*CALLED, RESULT), TOOLS):  # of a call without words it may look at the first part
-        talk = [{"role": role, "content": "Hello"} for role in TRIALS[-1]]
-        text, renderer.in_parts = renderer.told(talk), True
-        renderer.in_parts = renderer.told(talk) == text and renderer.told((*CALLED, RESULT), TOOLS) != ""
+        renderer.in_parts = written(renderer.render_or_empty, "user") == ["user"]
+    elif not renderer.render_or_empty((*CALLED, RESULT), TOOLS):  # it may read the first part of a call without words
+        messages = [{"role": role, "content": "Hello"} for role in TRIALS[-1]]
+        text, renderer.in_parts = renderer.render_or_empty(messages), True
+        renderer.in_parts = (renderer.render_or_empty(messages) == text
+                             and renderer.render_or_empty((*CALLED, RESULT), TOOLS) != "")
     for rewriting in REWRITINGS:
-        renderer.rewritings += rewriting(renderer.told, renderer.source)
+        renderer.rewritings += rewriting(renderer.render_or_empty, renderer.source)
 
 
 def main() -> None:
@@ -212,18 +213,18 @@ def main() -> None:
     renderer: Renderer | None = None
     cpu_s = CPU_S
     for line in sys.stdin.buffer:
-        asked = json.loads(line)
-        cpu_s = cpu_s if renderer else asked.pop("cpu_s")
+        request = json.loads(line)
+        cpu_s = cpu_s if renderer else request.pop("cpu_s")
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process, whatever that is doing
         try:
             if renderer is None:
-                renderer = Renderer(**asked)
+                renderer = Renderer(**request)
                 trial(renderer)
-                reply: Any = {"toolless": not writes_tools(renderer.told)}
+                reply: Any = {"ignores_tools": not writes_tools(renderer.render_or_empty)}
             else:
-                reply = {"parts": renderer.render(*asked)}
+                reply = {"parts": renderer.render(*request)}
             written = json.dumps(reply)
-        except Problem as problem:
+        except TemplateProblem as problem:
             written = json.dumps({"problem": problem.kind, "words": problem.words})
         except MemoryError:
             written = json.dumps({"problem": COSTLY, "words": f"takes more than {MEMORY >> 20} MiB when rendered"})

@@ -51,18 +51,18 @@ LONG_TEXT = 16_384  # characters, or token ids
 MAX_TEXTS = 8 << 21  # characters or token ids of one that wait: a body of 2 MiB takes one to three seconds
 LARGE_BODY = 1 << 16  # bytes: two milliseconds of the event loop at worst
 PAUSE_S = 0.005  # a token takes several turns of the loop from its target to its client
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 Messages = Sequence[Mapping[str, Any]] | bytes  # or as JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How a prompt ends: with the beginning of the assistant's turn (``begun``), or inside the last message
-    (``continued``). ``names``: further variables for the template."""
+    """How a prompt ends: with the beginning of the assistant's turn, or inside the final message. ``variables``:
+    further ones for the template."""
 
-    begun: bool = True
-    continued: bool = False
-    names: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 ASSISTANT = Turn()
@@ -71,7 +71,7 @@ ASSISTANT = Turn()
 class ChatTemplate:
     """The template of one model. Threads may share it; they render one after the other."""
 
-    __slots__ = ("_cpu_s", "_lock", "_opening", "process", "toolless")
+    __slots__ = ("_config", "_cpu_s", "_lock", "ignores_tools", "process")
 
     def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str], cpu_s: float = CPU_S) -> None:
         """``named`` are the template's bos_token and its like, ``specials`` the texts of all special tokens.
@@ -79,22 +79,23 @@ class ChatTemplate:
         Raises ModelError when ``source`` is not a template, or does in a trial what it must not.
         """
         self._cpu_s = cpu_s
-        self._opening = {"source": source, "named": dict(named), "specials": list(specials), "cpu_s": cpu_s}
+        self._config = {"source": source, "named": dict(named), "specials": list(specials), "cpu_s": cpu_s}
         self._lock = threading.Lock()
-        self.toolless = False  # whether it writes nothing of the tools that it is given
-        self.process = self._started()  # another one where it has ended
+        self.ignores_tools = False  # whether it writes nothing of the given tools
+        self.process = self._start_process()  # replaced by another one when it has ended
 
     def render(self, messages: Messages, turn: Turn = ASSISTANT) -> list[str]:
         """The prompt in order: plain text, the text of a special token that must not become the token, plain text, and
         so on. Raises InvalidRequest("messages") for messages that the template refuses, or that take more than the
         limits; blocks meanwhile."""
-        given = messages if isinstance(messages, bytes) else json.dumps(messages).encode()
-        asked = b"[%b,%b]" % (given, json.dumps([turn.begun, turn.continued, turn.names]).encode()[1:-1])
+        json_messages = messages if isinstance(messages, bytes) else json.dumps(messages).encode()
+        ending = json.dumps([turn.add_generation_prompt, turn.continue_final_message, turn.variables]).encode()
+        line = b"[%b,%b]" % (json_messages, ending[1:-1])
         with self._lock:
             if self.process.ended:
-                self.process = self._restarted()
+                self.process = self._restart_process()
             process = self.process
-            reply = process.ask(asked)
+            reply = process.ask(line)
         if reply is None:
             if process.out_of_time:
                 raise InvalidRequest("messages", "the model's chat template does not end with them within "
@@ -107,29 +108,29 @@ class ChatTemplate:
         return parts
 
     def close(self) -> None:
-        """End the process, which would else end with this object."""
+        """End the process, which would otherwise end with this object."""
         self.process.end()
 
-    def _restarted(self) -> Child:
+    def _restart_process(self) -> Child:
         try:
-            return self._started()
-        except ModelError as error:  # it has done well before: somebody ended it again
+            return self._start_process()
+        except ModelError as error:  # it worked before, so somebody ended it again
             raise Unavailable("the chat template's process has ended; try again") from error
 
-    def _started(self) -> Child:
+    def _start_process(self) -> Child:
         process = Child(Renderer.__module__)
-        reply = process.ask(json.dumps(self._opening).encode())
+        reply = process.ask(json.dumps(self._config).encode())
         if reply is None:
-            late = f"does not end within {self._cpu_s:g} s of the processor"
-            raise ModelError(f"chat_template: {late if process.out_of_time else 'ends its process'}")
+            too_slow = f"does not end within {self._cpu_s:g} s of the processor"
+            raise ModelError(f"chat_template: {too_slow if process.out_of_time else 'ends its process'}")
         if "problem" in reply:
             raise ModelError(f"chat_template: {reply['words']}")
-        self.toolless = reply["toolless"]
+        self.ignores_tools = reply["ignores_tools"]
         return process
 
 
 class TextCodec:
-    """The tokenizer and the chat template of one model folder. Nothing about it changes; threads may share it.
+    """The tokenizer and the chat template of one model folder. Immutable; threads may share it.
 
     ``stop_token_ids`` end an answer (the model's end-of-text and end-of-turn tokens); ``vocab_size`` is the
     tokenizer's, which may be below the model's. ``specials``: special tokens and their texts; ``marks``: those of them
@@ -152,16 +153,17 @@ class TextCodec:
         self._alphabet, self.starts_with_space = spelling(written.get("decoder") or {"type": "none"})
         self._longest = longest_token(written, vocab)
         self._bytes: dict[int, bytes] = {}  # of ordinary tokens that were asked for
-        self._texts: dict[int, str | None] = {}  # what ``whole_text`` said
+        self._texts: dict[int, str | None] = {}  # of ``complete_text``
         source = template_source(folder)
         self._template = None if source is None else ChatTemplate(*source, self.specials.values())
-        self.style = Style.of("" if source is None else source[0], self._template is None or self._template.toolless)
+        ignores_tools = self._template is None or self._template.ignores_tools
+        self.style = Style.of("" if source is None else source[0], ignores_tools)
         self.marks = marks(self.specials, self.style)
         self.stop_token_ids: tuple[int, ...] = end_tokens(folder)
         self.defaults: Mapping[str, Any] = sampling_defaults(folder)
 
     def close(self) -> None:
-        """No conversation is asked for any more."""
+        """Call it when no conversation needs the template any more."""
         if self._template is not None:
             self._template.close()
 
@@ -185,10 +187,10 @@ class TextCodec:
                 tokens += self._literals[part] if i % 2 else next(plain)
         return tokens
 
-    def thinks(self, prompt: Sequence[int]) -> bool:
-        """Whether the answer to ``prompt`` begins in the midst of reasoning."""
-        tail = prompt[-TAIL:]
-        # What a user says of marks is theirs: a turn that has ended counts no more.
+    def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether the answer to ``prompt`` begins inside of reasoning."""
+        tail = prompt[-TAIL_TOKENS:]
+        # Marks in a user's text do not count: only the turn that has not ended does.
         ended = [i for i, token in enumerate(tail, start=1) if token in self.specials and token not in self.marks]
         end = b"".join(map(self.token_bytes, tail[max(ended, default=0):])).decode("utf-8", "replace")
         return self.style.thoughts is not None and end.rfind(self.style.thoughts[0]) > end.rfind(self.style.thoughts[1])
@@ -219,8 +221,8 @@ class TextCodec:
         """``tokens`` as the vocabulary has them, with its own signs for spaces and bytes; "" for an id without one."""
         return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
-    def whole_text(self, token: int) -> str | None:
-        """The text of a token that is whole characters, whatever stands before it; "" for a special one. None for one
+    def complete_text(self, token: int) -> str | None:
+        """The text of a token of complete characters, whatever is before it; "" for a special one. None for a token
         that may need its neighbours."""
         try:
             return self._texts[token]
@@ -257,32 +259,32 @@ def too_long(field: str, room: int, length: str) -> InvalidRequest:
 class Detokenizer:
     """The text of one answer, token by token."""
 
-    __slots__ = ("_at_start", "_codec", "_open", "_shown", "_utf8")
+    __slots__ = ("_at_start", "_codec", "_incomplete", "_shown_specials", "_utf8")
 
-    def __init__(self, codec: TextCodec, shown: Collection[int] = (), within: bool = False) -> None:
-        """``shown``: special tokens that the text has. ``within``: it goes on from another text."""
+    def __init__(self, codec: TextCodec, shown_specials: Collection[int] = (), continues: bool = False) -> None:
+        """``shown_specials``: special tokens that the text has. ``continues``: it continues another text."""
         self._codec = codec
-        self._shown = shown
+        self._shown_specials = shown_specials
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = codec.starts_with_space and not within
-        self._open = False  # whether a character is unfinished
+        self._at_start = codec.starts_with_space and not continues
+        self._incomplete = False  # whether a character is unfinished
 
     def push(self, token: int) -> str:
         """The text that is complete with ``token``; "" while a character is unfinished, and for special tokens that are
         not shown."""
-        text = None if self._open or token in self._shown else self._codec.whole_text(token)
+        text = None if self._incomplete or token in self._shown_specials else self._codec.complete_text(token)
         if text is None:
-            if token in self._codec.specials and token not in self._shown:
+            if token in self._codec.specials and token not in self._shown_specials:
                 return ""
             text = self._utf8.decode(self._codec.token_bytes(token))
-            self._open = self._utf8.getstate()[0] != b""
-        return self._begin(text) if self._at_start else text
+            self._incomplete = self._utf8.getstate()[0] != b""
+        return self._without_first_space(text) if self._at_start else text
 
     def flush(self) -> str:
         """What is left at the end of an answer: U+FFFD for an unfinished character, else ""."""
-        return self._begin(self._utf8.decode(b"", final=True))
+        return self._without_first_space(self._utf8.decode(b"", final=True))
 
-    def _begin(self, text: str) -> str:
+    def _without_first_space(self, text: str) -> str:
         if self._at_start and text:
             self._at_start = False
             return text.removeprefix(" ")
@@ -314,14 +316,14 @@ class Tally:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    drafts: int = 0  # rounds that verified any
-    reached: Counter[int] = field(default_factory=Counter)  # how many of them accepted so many
+    drafted_rounds: int = 0  # rounds that verified draft nodes
+    reached: Counter[int] = field(default_factory=Counter)  # number of accepted nodes -> how many of these rounds
     cached_tokens: int = 0
     lossy: bool = False
     first_state: State | None = None
 
 
-TAIL = 64  # tokens: a character has at most four bytes
+TAIL_TOKENS = 64  # enough for a character, which has at most four bytes
 
 
 class Completion:
@@ -330,35 +332,36 @@ class Completion:
 
     def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
                  identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
-                 shown: Collection[int] = (), within: bool = False, all_told: bool = False) -> None:
-        """``keep_stop``: the stop string or token that ends it is part of its text. ``shown``: so are these special
-        tokens. ``within``: it goes on from its prompt's. ``all_told``: tokens that are no part of its text, as they end
-        it, are told with none."""
+                 shown_specials: Collection[int] = (), continues: bool = False,
+                 return_all_tokens: bool = False) -> None:
+        """``keep_stop``: the stop string or token that ends the answer is part of its text. ``shown_specials``: so are
+        these special tokens. ``continues``: the text continues its prompt's. ``return_all_tokens``: also those that end
+        the answer, without text."""
         self.identity = identity
         self.tally = Tally()
         self.finished = False
         self._answer = answer
         self._pieces = aiter(answer)
-        self._silent = frozenset(request.sampling.stop_token_ids)
+        self._stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self._vocab_size = vocab_size
-        self._detokenizer = Detokenizer(codec, shown, within)
-        self._all_told, self._keep_stop = all_told, keep_stop
+        self._detokenizer = Detokenizer(codec, shown_specials, continues)
+        self._return_all_tokens, self._keep_stop = return_all_tokens, keep_stop
         self._ended_by: int | None = None
-        self._prompt = len(request.tokens) - request.answered
+        self._prompt_length = len(request.tokens) - request.answered
         self._scores: list[PromptScores] = []
-        self._unscored = 0 if request.prompt_logprobs is None else len(request.tokens) - 1
+        self._num_unscored = 0 if request.prompt_logprobs is None else len(request.tokens) - 1
         self._stops = StopStrings(stops, keep_stop) if stops else None
         self._held: deque[tuple[int, AnswerToken]] = deque()  # each with the length of the text up to its end
-        self._early = request.sampling.min_tokens  # tokens to come in whose texts no stop string ends
+        self._min_tokens_left = request.sampling.min_tokens  # until a stop string counts
         self._length = 0  # of the text so far
-        self._clear = 0  # of the text that may go out
-        self._before = partial(self._recall, request, stops) if request.answered else None
+        self._released_length = 0  # of the text that may go out
+        self._replay = partial(self._replay_answered, request, stops) if request.answered else None
 
-    def _recall(self, request: Request, stops: Sequence[str]) -> None:
-        """Be as one that has given the tokens that are there. A text's end is all that matters of it: less than a
-        character, and what could still become a stop string. Raises InvalidRequest where the answer was over."""
-        end = min(max([TAIL, *map(len, stops)]), request.answered)
-        self._early -= request.answered - end
+    def _replay_answered(self, request: Request, stops: Sequence[str]) -> None:
+        """Take over the state after the tokens that were answered before. Only the end of their text matters: an
+        unfinished character, and what may become a stop string. Raises InvalidRequest if the answer was over."""
+        end = min(max([TAIL_TOKENS, *map(len, stops)]), request.answered)
+        self._min_tokens_left -= request.answered - end
         for token in request.tokens[len(request.tokens) - end:]:
             if self._push(token, False, None):
                 raise InvalidRequest("begun.tokens", "a stop string ends them")
@@ -370,18 +373,18 @@ class Completion:
     async def __anext__(self) -> TextDelta:
         if self.finished:
             raise StopAsyncIteration
-        if self._before is not None:
-            before, self._before = self._before, None
-            before()
+        if self._replay is not None:
+            replay, self._replay = self._replay, None
+            replay()
         piece = await anext(self._pieces)
         while not (piece.tokens or piece.finish):
             self._score(piece)
             piece = await anext(self._pieces)
         self._score(piece)
         delta = self._take(piece)
-        if self._unscored:
-            delta = delta._replace(prompt=_whole(self._scores, self._unscored))
-            self._scores, self._unscored = [], 0
+        if self._num_unscored:
+            delta = delta._replace(prompt=_checked_scores(self._scores, self._num_unscored))
+            self._scores, self._num_unscored = [], 0
         if delta.finish:
             self.finished = True
             await self._answer.aclose()
@@ -392,14 +395,14 @@ class Completion:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that came."""
+        """The stop string that ended the text."""
         return None if self._stops is None else self._stops.matched
 
     def _score(self, piece: Piece) -> None:
-        if not self.tally.tokens:  # where an answer goes on, a target counts what was answered into its prompt
-            self.tally.cached_tokens = min(max(self.tally.cached_tokens, piece.cached_tokens), self._prompt)
+        if not self.tally.tokens:  # a target that resumes an answer counts the answered tokens as prompt
+            self.tally.cached_tokens = min(max(self.tally.cached_tokens, piece.cached_tokens), self._prompt_length)
         if piece.prompt is not None:
-            if piece.prompt.start == 1:  # it begins, at another target maybe
+            if piece.prompt.start == 1:  # it begins again, at another target
                 self._scores.clear()
             self._scores.append(_packed(piece.prompt))
 
@@ -410,17 +413,17 @@ class Completion:
         tally.lossy = tally.lossy or piece.lossy
         if piece.drafted:
             tally.drafted += piece.drafted
-            tally.drafts += 1
+            tally.drafted_rounds += 1
             tally.reached[piece.accepted] += 1
         for i, token in enumerate(piece.tokens):
             last = piece.finish == "stop" and i == len(piece.tokens) - 1
             tally.tokens += 1
             tally.accepted += i < piece.accepted
             logprob = piece.logprobs[i] if i < len(piece.logprobs) else None
-            if last and token in self._silent:
+            if last and token in self._stop_token_ids:
                 self._ended_by = token
                 if not self._keep_stop:
-                    if self._all_told:
+                    if self._return_all_tokens:
                         self._held.append((self._length, AnswerToken(token, "", i < piece.accepted, logprob)))
                     break
             if self._push(token, i < piece.accepted, logprob):
@@ -435,11 +438,11 @@ class Completion:
             raise Unavailable("the target sent a token outside its vocabulary")
         text = self._detokenizer.push(token)
         self._length += len(text)
-        self._early -= 1
+        self._min_tokens_left -= 1
         self._held.append((self._length, AnswerToken(token, text, drafted, logprob)))
         if self._stops is None:  # nothing is ever held back
             return False
-        self._clear += len(self._stops.push(text, self._early < 0))
+        self._released_length += len(self._stops.push(text, self._min_tokens_left < 0))
         return self._stops.matched is not None
 
     def _released(self) -> list[AnswerToken]:
@@ -448,19 +451,19 @@ class Completion:
             self._held.clear()
             return tokens
         tokens = []
-        while self._held and self._held[0][0] <= self._clear:
+        while self._held and self._held[0][0] <= self._released_length:
             tokens.append(self._held.popleft()[1])
         return tokens
 
     def _end(self, finish: Finish, num_tokens: int) -> TextDelta:
         cut = self._stops is not None and self._stops.matched is not None
         if not cut:
-            self._clear = self._length
+            self._released_length = self._length
         tokens = self._released()
-        if self._held and self._clear > self._held[0][0] - len(self._held[0][1].text):
+        if self._held and self._released_length > self._held[0][0] - len(self._held[0][1].text):
             end, token = self._held.popleft()
-            tokens.append(token._replace(text=token.text[: len(token.text) - (end - self._clear)]))
-        if self._all_told:
+            tokens.append(token._replace(text=token.text[: len(token.text) - (end - self._released_length)]))
+        if self._return_all_tokens:
             tokens += [token._replace(text="") for _, token in self._held]
         self._held.clear()
         delta = self._delta(tokens, "" if cut else self._detokenizer.flush(), finish, num_tokens)
@@ -477,9 +480,8 @@ def _packed(scores: PromptScores) -> PromptScores:
                         array("i", scores.top_ids), array("d", scores.top_logprobs))
 
 
-def _whole(parts: Sequence[PromptScores], count: int) -> tuple[PromptScores, ...]:
-    """Parts that follow one another: of so many tokens, from the second on. Raises Unavailable where they are of
-    others."""
+def _checked_scores(parts: Sequence[PromptScores], count: int) -> tuple[PromptScores, ...]:
+    """``parts``, which must be of ``count`` tokens from the second on, in order. Raises Unavailable."""
     ends = [1, *(part.start + len(part.logprobs) for part in parts)]
     if [part.start for part in parts] != ends[:-1] or ends[-1] != 1 + count:
         raise Unavailable("the target sent scores of other tokens than the prompt's")
@@ -496,8 +498,8 @@ class Lanes:
         self._long = Turns("long-texts", 1.0, "too many long prompts wait to be read; try again later", MAX_TEXTS)
         self._large = asyncio.Lock()
 
-    async def run(self, size: int, work: Callable[[], Made], tenant: str = "", at_once: bool = False,
-                  patient: bool = False) -> Made:
+    async def run(self, size: int, work: Callable[[], Result], tenant: str = "", at_once: bool = False,
+                  patient: bool = False) -> Result:
         """Run ``work`` on a text of that size; returns or raises what it does. ``at_once``: the work never blocks, so a
         brief text needs no thread. Raises CapacityError beyond ``MAX_TEXTS`` of a tenant's long texts, except for
         ``patient`` work (a finished answer that is only to be written), which waits."""
@@ -506,15 +508,15 @@ class Lanes:
         loop = asyncio.get_running_loop()
         if size <= LONG_TEXT:
             return await loop.run_in_executor(self._short, work)
-        future: asyncio.Future[Made] = loop.create_future()
+        future: asyncio.Future[Result] = loop.create_future()
         self._long.run(tenant, work, future, loop.call_soon_threadsafe, size, patient)
         return await future
 
-    async def beside(self, size: int, work: Callable[[], Made], tenant: str) -> Made:
-        """What ``work`` on so many numbers of an answer gives, beside the event loop if they are many."""
+    async def off_loop(self, size: int, work: Callable[[], Result], tenant: str) -> Result:
+        """The result of ``work`` on so many numbers of an answer, off the event loop if they are many."""
         return await self.run(size, work, tenant, at_once=True, patient=True)
 
-    async def pause(self, size: int) -> None:
+    async def wait_to_parse(self, size: int) -> None:
         """Wait until a body of so many bytes may be parsed, which blocks the event loop. Code after it without an await
         belongs to the same turn."""
         if size > LARGE_BODY:
@@ -522,6 +524,6 @@ class Lanes:
                 await asyncio.sleep(PAUSE_S)
 
     def close(self) -> None:
-        """Nobody waits any more; work that has begun ends by itself."""
+        """Call it when nobody waits any more; work that has begun ends by itself."""
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.close()
