@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from slipstream.base.errors import Unavailable
-from slipstream.cli.process import SHARED_CORES, answers
+from slipstream.cli.process import SHARED_CORES, http_ok
 from slipstream.wire.target import TargetClient
 
 LOGS = Path("build/bench/logs")
@@ -111,7 +111,7 @@ class Process:
     async def ready(self) -> None:
         """Wait until it takes work. Raises Unavailable with the end of its log."""
         deadline_s = time.monotonic() + self.ready_s
-        while self.metrics_port and not await asyncio.to_thread(answers, f"127.0.0.1:{self.metrics_port}", self.page):
+        while self.metrics_port and not await asyncio.to_thread(http_ok, f"127.0.0.1:{self.metrics_port}", self.page):
             ended = self.process is None or self.process.poll() is not None
             if ended or time.monotonic() > deadline_s:
                 said = self.log.read_text(errors="replace")[-2000:]

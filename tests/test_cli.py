@@ -32,7 +32,15 @@ from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
 from slipstream.cli.host import first_answer, leave, show_places
-from slipstream.cli.process import SHARED_CORES, START_S, Launch, joined, places, require_free, until_signalled
+from slipstream.cli.process import (
+    SHARED_CORES,
+    START_S,
+    Launch,
+    listen_addresses,
+    require_free,
+    until_signalled,
+    with_local_addresses,
+)
 from slipstream.cli.terminal import Conversation, Told, ask, complain, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
 from slipstream.wire.client import AsyncClient
@@ -59,7 +67,7 @@ def screen(**options: Any) -> tuple[Console, io.StringIO]:
 
 
 def on_free_ports() -> tuple[str, ...]:
-    keys = places(Config())
+    keys = listen_addresses(Config())
     ports: set[int] = set()
     while len(ports) < len(keys):
         ports.add(free_port())
@@ -387,16 +395,16 @@ def test_a_command_that_needs_another_extra_says_which(command: str) -> None:
 
 
 def test_services_of_a_launch_find_each_other() -> None:
-    moved = joined(load(None, ("target.listen=127.0.0.1:7001", "draft.listen=127.0.0.1:7002")))
+    moved = with_local_addresses(load(None, ("target.listen=127.0.0.1:7001", "draft.listen=127.0.0.1:7002")))
     assert moved.router.targets == ("127.0.0.1:7001",) and moved.target.drafts == ("127.0.0.1:7002",)
-    kept = joined(load(None, ("router.targets=[10.0.0.1:50051]", "target.drafts=[]")))
+    kept = with_local_addresses(load(None, ("router.targets=[10.0.0.1:50051]", "target.drafts=[]")))
     assert kept.router.targets == ("10.0.0.1:50051",) and kept.target.drafts == ()
 
 
 @pytest.mark.parametrize(("settings", "shared"), [((), True), (("target.shared_cores=false",), False),
                                                   (("model.device=cuda",), False), (("draft.device=cuda",), False)])
 def test_services_on_one_machine_share_the_cores_of_a_cpu(settings: tuple[str, ...], shared: bool) -> None:
-    assert joined(load(None, settings)).target.shared_cores is shared
+    assert with_local_addresses(load(None, settings)).target.shared_cores is shared
     assert load(None, settings).target.shared_cores is False, "nobody but a launch knows"
 
 

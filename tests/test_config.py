@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.base.address import host_port
-from slipstream.base.config import Config, config_yaml, dumped, load
+from slipstream.base.config import Config, config_yaml, dump_yaml, load
 from slipstream.base.errors import ConfigError
 from slipstream.cli.commands import app
-from slipstream.cli.process import joined, places
+from slipstream.cli.process import listen_addresses, with_local_addresses
 
 
 @pytest.mark.parametrize(("override", "told"), [
@@ -106,7 +106,7 @@ def test_what_only_begins_like_a_number_is_text() -> None:
 def test_a_text_that_looks_like_a_number_is_printed_as_text(tmp_path: Path, name: str) -> None:
     """As folders of checkpoints are called by their learning rate, or by a commit."""
     config = load(None, (f"model.path='{name}'",))
-    for number, text in enumerate((config_yaml(config), dumped(config.model_dump(mode="json")))):
+    for number, text in enumerate((config_yaml(config), dump_yaml(config.model_dump(mode="json")))):
         file = tmp_path / f"{number}.yaml"
         file.write_text(text, encoding="utf-8")
         assert load(file).model.path == name
@@ -119,16 +119,17 @@ def test_config_prints_what_is_in_force(tmp_path: Path) -> None:
     assert load(file).router.max_in_flight == 3
     moved = ("target.listen=127.0.0.1:7001", "draft.listen=127.0.0.1:7002")
     for changes in ((), moved):  # a launch finds the rest out, as without a file
-        assert joined(load(file, changes)).target == joined(load(None, changes)).target
-        assert joined(load(file, changes)).router.targets == joined(load(None, changes)).router.targets
+        from_file, given = (with_local_addresses(load(path, changes)) for path in (file, None))
+        assert from_file.target == given.target and from_file.router.targets == given.router.targets
     result = CliRunner().invoke(app, ["config", "--set", "target.shared_cores=false", "--set", "target.drafts=[]"])
     file.write_text(result.output)
-    assert not joined(load(file)).target.shared_cores and joined(load(file)).target.drafts == ()
+    loaded = with_local_addresses(load(file))
+    assert not loaded.target.shared_cores and loaded.target.drafts == ()
 
 
 def test_no_default_port_is_one_that_a_system_gives_to_clients() -> None:
     """Linux hands out 32768 to 60999, others from 49152: a service that starts later finds its port taken."""
-    ports = [host_port(address)[1] for address in places(Config()).values()]
+    ports = [host_port(address)[1] for address in listen_addresses(Config()).values()]
     assert len(set(ports)) == len(ports) == 7 and max(ports) < 32768
 
 

@@ -23,7 +23,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.cli import colocated
 from slipstream.cli.commands import app
 from slipstream.cli.host import first_key
-from slipstream.cli.process import joined
+from slipstream.cli.process import with_local_addresses
 from tests.certificates import authority, issue, laid, needs_openssl
 from tests.test_cli import on_free_ports, read_until
 
@@ -40,7 +40,7 @@ def test_every_setting_of_the_router_is_walked_through_or_changes_nothing_for_a_
 def test_what_listens_everywhere_is_dialled_at_home(listen: str, dialled: str) -> None:
     assert reachable(listen) == dialled
     config = Config.model_validate({"target": {"listen": listen}, "draft": {"listen": listen}})
-    assert joined(config).router.targets == joined(config).target.drafts == (dialled,)
+    assert with_local_addresses(config).router.targets == with_local_addresses(config).target.drafts == (dialled,)
 
 
 def test_the_first_key_of_a_file_is_a_word_of_a_line(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from bench.fleet import free_port
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import PartLost, Unavailable
-from slipstream.cli.process import answers
+from slipstream.cli.process import http_ok
 from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.following.following import Following
@@ -146,13 +146,13 @@ async def test_an_engine_thread_that_dies_ends_its_answers_and_the_target(tiny_f
         page = MetricsServer("127.0.0.1:0", rig.metrics.registry, lambda: True, vitals)
         page.start()
         await eventually(lambda: vitals.ready)
-        assert await asyncio.to_thread(answers, f"127.0.0.1:{page.port}", "/ready")
+        assert await asyncio.to_thread(http_ok, f"127.0.0.1:{page.port}", "/ready")
         with pytest.raises(RuntimeError, match="the device is gone"):
             await rig.answer(Request("r", (1, 2, 3), Sampling(), 500), lambda pieces: rig.worker.post(dies))
         with pytest.raises(PartLost, match="target-worker has ended: RuntimeError: the device is gone"):
             await wait_until_stopped(asyncio.Event(), vitals)
-        assert not await asyncio.to_thread(answers, f"127.0.0.1:{page.port}", "/ready")
-        assert await asyncio.to_thread(answers, f"127.0.0.1:{page.port}", "/live")
+        assert not await asyncio.to_thread(http_ok, f"127.0.0.1:{page.port}", "/ready")
+        assert await asyncio.to_thread(http_ok, f"127.0.0.1:{page.port}", "/live")
         with pytest.raises(Unavailable):
             await rig.answer(Request("r", (1, 2, 3), Sampling(), 5))
         await asyncio.to_thread(page.close)
@@ -197,7 +197,7 @@ async def test_a_draft_whose_thread_dies_ends_with_the_reason_and_its_targets_kn
     link = DraftLink(f"127.0.0.1:{port}", HELLO, heard, lambda target, draft: None)
     async with background_tasks(link.run()):
         await eventually(lambda: link.status().connected)
-        assert await asyncio.to_thread(answers, f"127.0.0.1:{metrics}", "/ready")
+        assert await asyncio.to_thread(http_ok, f"127.0.0.1:{metrics}", "/ready")
         link.send([Open(1, ints(1, 2, 1, 2), 4, Sampling())])
         _, told = await process.communicate()
         await eventually(lambda: not link.status().connected)

@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from bench.fleet import free_port, service
-from slipstream.cli.process import answers
+from slipstream.cli.process import http_ok
 from slipstream.wire.tls import FILE_NAMES as NAMES_OF_FILES
 from slipstream.wire.tls import TlsFiles
 from tests.certificates import authority, issue, laid, needs_openssl, replace_files
@@ -43,7 +43,7 @@ async def peer(services: Fleet, model: Path, certificates: Path | None,
     process.start()
     try:
         async with asyncio.timeout(300):
-            while not await asyncio.to_thread(answers, process.address, "/live"):
+            while not await asyncio.to_thread(http_ok, process.address, "/live"):
                 await asyncio.sleep(0.2)
         async with httpx.AsyncClient(timeout=60) as http:
             yield (await http.get(f"http://{process.address}/health")).status_code, process.log

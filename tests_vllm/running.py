@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from slipstream.cli.process import answers
+from slipstream.cli.process import http_ok
 from slipstream.models.folder import resolve
 
 MODEL = "smollm2-135m"
@@ -48,7 +48,7 @@ class Server:
     def wait(self, within_s: float = 300.0) -> None:
         """Until it takes work."""
         deadline_s = time.monotonic() + within_s
-        while not answers(self._page, self._path):
+        while not http_ok(self._page, self._path):
             assert self.process.poll() is None and time.monotonic() < deadline_s, self._log.read_text()[-3000:]
             time.sleep(0.2)
 

@@ -35,17 +35,17 @@ Peers = Annotated[tuple[str, ...], BeforeValidator(dialled)]  # host:port or kub
 
 
 def _engine(given: Any) -> Any:
-    whole = isinstance(given, Mapping) and list(given) == ["vllm"] and isinstance(given["vllm"], Mapping)
-    if not whole and given not in ("ours", "vllm"):
-        raise ValueError(f"'{str(given)[:LONGEST]}' is not known; write ours, vllm, or {{vllm: {{max_num_seqs: 32}}}} "
-                         "with arguments of vLLM's")
+    is_vllm_section = isinstance(given, Mapping) and list(given) == ["vllm"] and isinstance(given["vllm"], Mapping)
+    if not is_vllm_section and given not in ("ours", "vllm"):
+        raise ValueError(f"'{str(given)[:MAX_SHOWN_CHARS]}' is not known; write ours, vllm, or "
+                         "{vllm: {max_num_seqs: 32}} with arguments of vLLM's")
     return given
 
 
 Engine = Annotated[Literal["ours", "vllm"] | dict[Literal["vllm"], dict[str, Any]], BeforeValidator(_engine)]
 
-# The names that pydantic gives to mistakes -> our words; {input} and pydantic's own context are filled in.
-WORDS: Mapping[str, str] = MappingProxyType({
+# Pydantic's names of mistakes -> our messages; {input} and pydantic's own context are filled in.
+MESSAGES: Mapping[str, str] = MappingProxyType({
     "model_type": "is a section: write its settings below it, one a line, or --set {key}.NAME=VALUE",
     "string_type": "{input} is not text; YAML takes it as such in quotes: '{input}'",
     "int_type": "'{input}' is not a whole number",
@@ -66,13 +66,13 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "string_pattern_mismatch": "'{input}' is no such address; write http://HOST:PORT, or https://",
 })
 _FOLDER = "write wire.tls.folder: tls.crt, tls.key and ca.crt stand in it"
-# Settings that went -> what to write instead.
-GONE: Mapping[str, str] = MappingProxyType({
+# Removed settings -> what to write instead.
+REMOVED_SETTINGS: Mapping[str, str] = MappingProxyType({
     "wire.tls.certificate": _FOLDER, "wire.tls.key": _FOLDER, "wire.tls.authority": _FOLDER,
     "wire.tls.server_name": "a server's certificate bears the name that is dialled",
 })
-FOUND = ("drafts", "shared_cores", "targets")  # what services of one machine find out unless it was set
-LONGEST = 80  # characters of a wrong value that are shown
+DETECTED_SETTINGS = ("drafts", "shared_cores", "targets")  # detected by services on one machine unless they are set
+MAX_SHOWN_CHARS = 80  # of a wrong value
 BRACKETED = re.compile(r"\[[0-9A-Fa-f:.]+\]:[0-9]+")  # an address of IPv6, with which YAML begins a list
 
 
@@ -240,8 +240,8 @@ class Config(Section):
         return self.model_copy(update={"target": self.target.model_copy(update={"shared_cores": shared})})
 
 
-class _Once(yaml.SafeLoader):
-    """YAML in which no key stands twice in a section: what the first one says would be lost."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML in which no key is repeated in a section: the first value would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set[str]()
@@ -253,12 +253,12 @@ class _Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Quoting(yaml.SafeDumper):
-    """Quotes a text that ``_Once`` would take for a number, such as a folder 1e-5."""
+class _QuotingDumper(yaml.SafeDumper):
+    """Quotes a text that ``_UniqueKeyLoader`` would take for a number, such as a folder 1e-5."""
 
 
 # YAML 1.1 has a point in every such number; Helm writes 0.00005 as 5e-05.
-for _kind in (_Once, _Quoting):
+for _kind in (_UniqueKeyLoader, _QuotingDumper):
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"),
                                 list("-+0123456789"))
 
@@ -271,7 +271,7 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Con
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = _Once(Path(path).read_text(encoding="utf-8")).get_single_data() or {}
+            tree = _UniqueKeyLoader(Path(path).read_text(encoding="utf-8")).get_single_data() or {}
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -281,14 +281,14 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Con
         if not isinstance(tree, dict):
             raise ConfigError(f"{path}: expected sections like 'target:', found {type(tree).__name__}")
     for override in overrides:
-        _apply(tree, override)
+        _apply_override(tree, override)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_mistake(problem) for problem in error.errors())) from error
+        raise ConfigError("\n".join(_describe_mistake(problem) for problem in error.errors())) from error
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"--set {override}: write section.key=value")
@@ -304,28 +304,28 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         tree[last] = value
         return
     try:
-        tree[last] = _Once(value).get_single_data() if value else ""
+        tree[last] = _UniqueKeyLoader(value).get_single_data() if value else ""
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"--set {override}: not a YAML value") from error
     except ConfigError as error:
         raise ConfigError(f"--set {override}: {error}") from error
 
 
-def _mistake(problem: Any) -> str:
+def _describe_mistake(problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "configuration"
     if problem["type"] == "extra_forbidden":
-        if key in GONE:
-            return f"{key}: is no setting any more; {GONE[key]}"
+        if key in REMOVED_SETTINGS:
+            return f"{key}: is no setting any more; {REMOVED_SETTINGS[key]}"
         known = _keys_at([str(part) for part in problem["loc"][:-1]])
-        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
-        return f"{key}: unknown key; " + (f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}")
-    words = WORDS.get(problem["type"])
+        similar = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+        return f"{key}: unknown key; " + (f"did you mean '{similar[0]}'?" if similar else f"known: {', '.join(known)}")
+    message = MESSAGES.get(problem["type"])
     if problem["input"] is None and problem["type"] == "string_type":
         return f"{key}: stands there without a value; write '' for none, or leave it out"
-    if words is None:
+    if message is None:
         return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
-    found = "nothing" if problem["input"] is None else str(problem["input"])[:LONGEST]
-    return f"{key}: {words.format(key=key, input=found, **problem.get('ctx', {}))}"
+    found = "nothing" if problem["input"] is None else str(problem["input"])[:MAX_SHOWN_CHARS]
+    return f"{key}: {message.format(key=key, input=found, **problem.get('ctx', {}))}"
 
 
 def _keys_at(sections: list[str]) -> list[str]:
@@ -370,19 +370,19 @@ def _comment(field: FieldInfo) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def dumped(value: Any, **layout: Any) -> str:
-    """``value`` as YAML that ``load`` takes for the same."""
-    text: str = yaml.dump(value, Dumper=_Quoting, sort_keys=False, **layout)
+def dump_yaml(value: Any, **layout: Any) -> str:
+    """``value`` as YAML from which ``load`` reads the same."""
+    text: str = yaml.dump(value, Dumper=_QuotingDumper, sort_keys=False, **layout)
     return text
 
 
 def _scalar(value: Any) -> str:
     """Sections in a list, and one that is left empty, as users write them: what differs from the defaults."""
     if isinstance(value, list | tuple):
-        value = [_differing(one) for one in value]
-    text = dumped(_differing(value), default_flow_style=True, allow_unicode=True, width=10_000)
+        value = [_non_default(item) for item in value]
+    text = dump_yaml(_non_default(value), default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _differing(value: Any) -> Any:
+def _non_default(value: Any) -> Any:
     return value.model_dump(mode="json", exclude_defaults=True) if isinstance(value, BaseModel) else value

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream import __version__
-from slipstream.base.config import FOUND, Config, Dtype, config_yaml, load
+from slipstream.base.config import DETECTED_SETTINGS, Config, Dtype, config_yaml, load
 from slipstream.base.errors import ConfigError, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.cli.terminal import Conversation, ask, complain, plain_table
 from slipstream.models.folder import settled
@@ -191,7 +191,7 @@ def show_config(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
     Example: `slipstream config --set target.policy.max_nodes=8 > slipstream.yaml`
     """
-    print(config_yaml(load(config, tuple(overrides or ())), FOUND), end="")
+    print(config_yaml(load(config, tuple(overrides or ())), DETECTED_SETTINGS), end="")
 
 
 @app.command()

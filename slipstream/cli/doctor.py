@@ -25,7 +25,7 @@ from typing import Literal
 from slipstream.base.address import service_address
 from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError, SlipstreamError
-from slipstream.cli.process import given_twice, places, refused
+from slipstream.cli.process import listen_addresses, listen_error, shared_address
 from slipstream.following.pool import SUSPECT_ROUNDS, Agreement
 from slipstream.models.folder import KNOWN, default_root, resolve, settled_draft
 from slipstream.protocol.tree import Thresholds
@@ -294,7 +294,7 @@ def _beginning(config: Config) -> Iterator[Check]:
     """Settings with which a service would refuse to start: plain text, discovery, spans, trace."""
     from slipstream.wire.server import bind_guard
 
-    for key, address in places(config).items():
+    for key, address in listen_addresses(config).items():
         section, public = key.partition(".")[0], key if key.startswith("router.") else ""
         if key.endswith("metrics_listen") or (config.wire.tls.folder and not public):
             continue
@@ -344,13 +344,13 @@ def _exactness(config: Config) -> Iterator[Check]:
 
 
 def _ports(config: Config) -> Iterator[Check]:
-    listens = places(config)
-    taken = {key: error for key, address in listens.items() if (error := refused(address)) is not None}
+    listens = listen_addresses(config)
+    taken = {key: error for key, address in listens.items() if (error := listen_error(address)) is not None}
     for key, error in taken.items():
         yield Check("ports", "warn", f"{listens[key]}: {(error.strerror or str(error)).lower()}",
                     f"stop what listens there (an earlier run?), or choose another: --set {key}=127.0.0.1:PORT")
-    if twice := given_twice(listens):
-        yield Check("ports", "warn", twice.partition("; ")[0], "where both run on this machine give each a port of its "
-                    f"own: --set {twice.partition(':')[0]}=127.0.0.1:PORT")
-    if not taken and not twice:
+    if shared := shared_address(listens):
+        yield Check("ports", "warn", shared.partition("; ")[0], "where both run on this machine give each a port of "
+                    f"its own: --set {shared.partition(':')[0]}=127.0.0.1:PORT")
+    if not taken and not shared:
         yield Check("ports", "ok", ", ".join(listens.values()))

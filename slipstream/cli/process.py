@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.base.address import host_port, reachable
-from slipstream.base.config import Config, dumped, load
+from slipstream.base.config import Config, dump_yaml, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
 from slipstream.observe.log import configure, logger
@@ -50,8 +50,8 @@ STDIN = 0
 # Environment variables that libraries read when they are loaded. gRPC reads messages on the thread that waits for them:
 # its newer engine passes them between threads, which have to wake up. Where services share the cores, threads of the
 # model wait without spinning: a thread that spins on the core of another service makes a step ten times slower.
-ENGINES = ("client", "listener", "for_all_other_endpoints")
-GRPC = {"GRPC_EXPERIMENTS": ",".join(f"-event_engine_{engine}" for engine in ENGINES)}
+EVENT_ENGINES = ("client", "listener", "for_all_other_endpoints")
+GRPC = {"GRPC_EXPERIMENTS": ",".join(f"-event_engine_{engine}" for engine in EVENT_ENGINES)}
 SHARED_CORES = {"GOMP_SPINCOUNT": "0", **GRPC}
 
 Serve = Callable[[Config, asyncio.Event, Callable[[], None]], Awaitable[None]]  # the last is called once it is ready
@@ -77,11 +77,11 @@ def main(name: str, serve: Serve) -> None:
 def run(config: Config, serve: Serve, while_input: bool = False) -> None:
     """As ``main``, with a given configuration; errors are raised to the caller."""
     configure(config.log)
-    open_files()
+    raise_open_files_limit()
     asyncio.run(until_signalled(config, serve, while_input))
 
 
-def open_files() -> None:
+def raise_open_files_limit() -> None:
     """Raise the limit of open files to the hard limit. The soft limit, often 1,024, is for programs that use select."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -94,31 +94,31 @@ async def until_signalled(config: Config, serve: Serve, while_input: bool = Fals
     number, as shells expect. while_input: the end of standard input (a pipe) drains too, and does not count as a
     signal."""
     stop, ready = asyncio.Event(), asyncio.Event()
-    heard: set[str] = set()
+    stopped_by: set[str] = set()
 
-    def begun() -> None:
+    def on_ready() -> None:
         ready.set()
         gc.freeze()
 
-    def ask(number: int, by: str) -> None:
+    def request_stop(number: int, source: str) -> None:
         if not ready.is_set():
             logger("start").info("ended before it was ready", signal=number)
-        if by in heard or not ready.is_set():
+        if source in stopped_by or not ready.is_set():
             os._exit(128 + number)
-        heard.add(by)
+        stopped_by.add(source)
         stop.set()
 
-    def read() -> None:
+    def on_input() -> None:
         if not os.read(STDIN, 1):
             loop.remove_reader(STDIN)
-            ask(signal.SIGTERM, "input")
+            request_stop(signal.SIGTERM, "input")
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ask, number, "signal")
+        loop.add_signal_handler(number, request_stop, number, "signal")
     if while_input:
-        loop.add_reader(STDIN, read)
-    await serve(config, stop, begun)
+        loop.add_reader(STDIN, on_input)
+    await serve(config, stop, on_ready)
 
 
 def prepare_libraries(config: Config) -> None:
@@ -155,7 +155,7 @@ class Service:
             return ""
 
 
-def joined(config: Config) -> Config:
+def with_local_addresses(config: Config) -> Config:
     """``config`` for three services on one machine: ``target.drafts`` and ``router.targets`` become the addresses of
     this launch, unless they are set."""
     target, router = config.target, config.router
@@ -166,16 +166,16 @@ def joined(config: Config) -> Config:
     return config.model_copy(update={"target": target, "router": router}).on_one_machine()
 
 
-def places(config: Config) -> dict[str, str]:
+def listen_addresses(config: Config) -> dict[str, str]:
     """Every setting with a listening address of the three services -> its address."""
     return {f"{name}.{key}": getattr(section, key)
             for name, section in (("router", config.router), ("target", config.target), ("draft", config.draft))
             for key in ("listen", "grpc_listen", "metrics_listen") if hasattr(section, key)}
 
 
-def given_twice(wanted: Mapping[str, str]) -> str:
-    """A sentence about the first address in ``wanted`` (see ``places``) that two settings share; "": none. Only the
-    router's API and metrics may share one."""
+def shared_address(wanted: Mapping[str, str]) -> str:
+    """A sentence about the first address in ``wanted`` (see ``listen_addresses``) that two settings share; "": none.
+    Only the router's API and metrics may share one."""
     for key, address in wanted.items():
         first = next(key for key, other in wanted.items() if other == address)
         if first != key and (first, key) != ("router.listen", "router.metrics_listen"):
@@ -185,37 +185,38 @@ def given_twice(wanted: Mapping[str, str]) -> str:
 
 def require_free(config: Config) -> None:
     """Raises ConfigError naming each address that is taken or shared or has no port, with a flag that helps."""
-    wanted = places(config)
+    wanted = listen_addresses(config)
     for key, address in wanted.items():
         if host_port(address)[1] == 0:
             raise ConfigError(f"{key}: {address!r} leaves the port open: the services have to find each other; name "
                               f"one with --set {key}=HOST:PORT")
-    if twice := given_twice(wanted):
-        raise ConfigError(twice)
-    _require(wanted)
+    if shared := shared_address(wanted):
+        raise ConfigError(shared)
+    _require_bindable(wanted)
 
 
 def require_own(config: Config, *names: str) -> None:
     """As ``require_free`` for one process, whose ports may be 0. Called before it loads a model, which takes minutes.
     ``names``: of its services, or of settings."""
-    own = {key: address for key, address in places(config).items() if not {key, key.split(".")[0]}.isdisjoint(names)}
-    _require({key: address for key, address in own.items() if host_port(address)[1]})
+    own = {key: address for key, address in listen_addresses(config).items()
+           if not {key, key.split(".")[0]}.isdisjoint(names)}
+    _require_bindable({key: address for key, address in own.items() if host_port(address)[1]})
 
 
-def _require(wanted: Mapping[str, str]) -> None:
+def _require_bindable(wanted: Mapping[str, str]) -> None:
     lines, ports = [], {host_port(address)[1] for address in wanted.values()}
     for key, address in wanted.items():
-        problem = refused(address)
-        if problem is None:
+        error = listen_error(address)
+        if error is None:
             continue
         host, port = host_port(address)
-        if problem.errno != errno.EADDRINUSE:
-            lines.append(f"{key}: cannot listen on {address}: {problem.strerror or problem}; "
+        if error.errno != errno.EADDRINUSE:
+            lines.append(f"{key}: cannot listen on {address}: {error.strerror or error}; "
                          f"choose another address with --set {key}=HOST:PORT")
             continue
-        other = next(p for p in _other_ports(port) if p not in ports and refused(f"{host}:{p}") is None)
-        ports.add(other)
-        lines.append(f"{key}: port {port} is taken; stop what uses it, or add --set {key}={host}:{other}")
+        free_port = next(p for p in _other_ports(port) if p not in ports and listen_error(f"{host}:{p}") is None)
+        ports.add(free_port)
+        lines.append(f"{key}: port {port} is taken; stop what uses it, or add --set {key}={host}:{free_port}")
     if sum(" is taken; " in line for line in lines) > 1:
         lines.append("is Slipstream running already? `slipstream chat` talks to it")
     if lines:
@@ -226,9 +227,9 @@ class Launch:
     """Draft, target and router as processes. Their logs and configuration go to ``folder``."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self.config = joined(config)
+        self.config = with_local_addresses(config)
         self.folder = folder
-        listens = places(self.config)
+        listens = listen_addresses(self.config)
         self.services = [Service(name, listens[f"{name}.metrics_listen"], folder / f"{name}.log")
                          for name in ("draft", "target", "router")]
 
@@ -237,7 +238,7 @@ class Launch:
         require_free(self.config)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(dumped(self.config.model_dump(mode="json")))
+            self._file.write_text(dump_yaml(self.config.model_dump(mode="json")))
             for service in self.services:
                 service.log.write_bytes(b"")
         except OSError as error:
@@ -254,7 +255,7 @@ class Launch:
             for service in waited:
                 if service.exit_code is not None:
                     raise Unavailable(f"the {service.name} service ended before it was ready "
-                                      f"({_ending(service.exit_code)}); its log, {service.log}, ends with:\n"
+                                      f"({_exit_reason(service.exit_code)}); its log, {service.log}, ends with:\n"
                                       f"{service.tail()}")
             if time.monotonic() > deadline_s:
                 service = waited[0]
@@ -310,7 +311,7 @@ class Launch:
         service.restart_at_s = 0.0
 
     def _is_ready(self, service: Service) -> bool:
-        service.ready = service.ready or answers(reachable(service.metrics_listen), "/ready")
+        service.ready = service.ready or http_ok(reachable(service.metrics_listen), "/ready")
         return service.ready
 
     def _supervise(self, service: Service, now_s: float, report: Report) -> None:
@@ -319,15 +320,15 @@ class Launch:
             return
         if service.restart_at_s == 0.0:
             service.restart_at_s = now_s + service.pause_s
-            report(f"the {service.name} service ended ({_ending(code)}); it starts again in {service.pause_s:.0f} s; "
-                   f"its log is {service.log}")
+            report(f"the {service.name} service ended ({_exit_reason(code)}); it starts again in "
+                   f"{service.pause_s:.0f} s; its log is {service.log}")
             service.pause_s = min(2 * service.pause_s, RESTART_MAX_S)
         elif now_s >= service.restart_at_s:
             self._spawn(service)
             report(f"the {service.name} service is back as process {service.pid}")
 
 
-def answers(address: str, path: str) -> bool:
+def http_ok(address: str, path: str) -> bool:
     """Whether an HTTP GET of ``path`` at ``address`` (host:port) gives 200 within a second."""
     host, port = host_port(address)
     connection = http.client.HTTPConnection(host, port, timeout=1.0)
@@ -340,7 +341,7 @@ def answers(address: str, path: str) -> bool:
         connection.close()
 
 
-def refused(address: str) -> OSError | None:
+def listen_error(address: str) -> OSError | None:
     """The error of listening at ``address`` (host:port); None if that works."""
     host, port = host_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -358,5 +359,5 @@ def _other_ports(port: int) -> Iterator[int]:
     return (1024 + (port + step * 10 - 1024) % (65536 - 1024) for step in range(1, 6000))
 
 
-def _ending(code: int) -> str:
+def _exit_reason(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from router_service.text.tokens import TextCodec
-from slipstream.base.config import Config, GrowthSection, LogSection, dumped
+from slipstream.base.config import Config, GrowthSection, LogSection, dump_yaml
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli.host import QUESTIONS
 from slipstream.cli.terminal import plain_table
@@ -243,7 +243,7 @@ def _as_yaml(config: Config, best: Measured, gain: float, found: Compared | None
     }
     told = "".join(f"# {line}.\n" for line in (found.why() if found is not None else ()))
     return (f"# Written by slipstream tune: acceptance length {best.acceptance_length:.2f}, about {gain:.2f} times "
-            f"plain decoding\n# on the device where it ran.\n{told}" + dumped(wanted))
+            f"plain decoding\n# on the device where it ran.\n{told}" + dump_yaml(wanted))
 
 
 def _ms(seconds: float) -> str:
