@@ -8,7 +8,7 @@ Rules:
 3. An answer that another target began goes on unchanged if it is greedy, or sampled with keyed noise. Any other begun
    answer is refused.
 4. vLLM's workers decide whether an answer is drafted for; this module tells them which must not be. Their report of a
-   step (``Rounds``) goes with its pieces; a piece does not wait for it.
+   step (``StepReports``) goes with its pieces; a piece does not wait for it.
 5. The engine is polled between steps, whether answers run or not, because vLLM waits for ever for a machine that is
    gone. If the engine does not answer, all answers end with Unavailable, and the service ends.
 6. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish. When
@@ -52,20 +52,30 @@ from slipstream.protocol.requests import (
     Without,
 )
 from target_service.drain import drain
-from target_service.vllm_words import TAKES, Bounds, check, chosen, field_of, parameters, prompt, resumes, scores
+from target_service.vllm_words import (
+    SUPPORTED,
+    Bounds,
+    can_resume,
+    check,
+    chosen_logprobs,
+    field_of,
+    parameters,
+    prompt,
+    prompt_scores,
+)
 
-LOOK_S = 1.0  # seconds between two looks at the gauges and at the engine's health
-BUSY_LOOKS = 10  # looks between two questions to the engine while answers run: each question makes all workers wait
-IDLE_LOOKS = 60  # looks without an answer after which an idle engine counts as stuck
+POLL_S = 1.0  # between two checks of the gauges and of the engine's health
+BUSY_POLLS = 10  # checks between two calls of the workers while answers run: each call makes all workers wait
+IDLE_POLLS = 60  # checks without a reply after which an idle engine counts as stuck
 ENDED = "vLLM's engine has ended; the service has to be restarted"
 FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 # What ``slipstream_vllm.worker.Drafted`` adds to vLLM's workers.
 DRAFTS, ALLOW = "slipstream_drafts", "slipstream_allow"
 HEALTH = "check_health"  # a method of vLLM's own workers
-PER_READ = 64  # most reports of steps that are read at once
+MAX_READS = 64  # most reports of steps that are read at once
 
 
-class Collected(Protocol):
+class OutputCollector(Protocol):
     """Where vLLM leaves the outputs of one request."""
 
     request_id: str  # as vLLM's engine names it
@@ -74,8 +84,8 @@ class Collected(Protocol):
     def get_nowait(self) -> Any: ...
 
 
-class Cores(Protocol):
-    """What ``collective_rpc`` asks all of, to tell the answer of the first."""
+class CoreClient(Protocol):
+    """What ``collective_rpc`` calls in all cores, to return the answer of the first."""
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         """The answer of each."""
@@ -88,28 +98,28 @@ class Engine(Protocol):
     @property
     def errored(self) -> bool: ...
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Collected: ...
+    async def add_request(self, request_id: str, prompt: Any, params: Any) -> OutputCollector: ...
 
     async def abort(self, request_id: str, internal: bool = False) -> None: ...
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any: ...
 
     @property
-    def engine_core(self) -> Cores: ...
+    def engine_core(self) -> CoreClient: ...
 
     def shutdown(self) -> None: ...
 
 
 @dataclass(slots=True)
-class Fill:
+class CacheUsage:
     """How full the KV cache of each core of vLLM is, as its newest step said, and how many requests lost theirs to
     others so far."""
 
-    shares: dict[int, float] = field(default_factory=dict)
-    preempted: int = 0
+    by_core: dict[int, float] = field(default_factory=dict)
+    num_preempted: int = 0
 
 
-class Rounds:
+class StepReports:
     """Reports of vLLM's workers about their steps, received over a local datagram socket and kept until the pieces of
     that step leave. Late or unknown reports are dropped."""
 
@@ -119,10 +129,10 @@ class Rounds:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(str(path))
-        self._of: dict[str, dict[int, tuple[StepReport, RequestReport]]] = {}
+        self._by_request: dict[str, dict[int, tuple[StepReport, RequestReport]]] = {}
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def receiving(self) -> Iterator[None]:
         """Receive reports on the running event loop while the block runs."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket, self._read)
@@ -131,51 +141,51 @@ class Rounds:
         finally:
             loop.remove_reader(self._socket)
 
-    def follow(self, request: str) -> None:
-        self._of[request] = {}
+    def track(self, request: str) -> None:
+        self._by_request[request] = {}
 
     def forget(self, request: str) -> None:
-        self._of.pop(request, None)
+        self._by_request.pop(request, None)
 
     def take(self, request: str, length: int) -> tuple[StepReport, RequestReport] | None:
         """The report of the step after which ``request`` had so many tokens; None: it has not come, or was lost."""
-        known = self._of.get(request, {})
-        taken = known.pop(length, None)
-        for passed in [other for other in known if other < length]:
-            del known[passed]
-        return taken
+        by_length = self._by_request.get(request, {})
+        report = by_length.pop(length, None)
+        for older in [other for other in by_length if other < length]:
+            del by_length[older]
+        return report
 
     def close(self) -> None:
         self._socket.close()
         rmtree(self.path.parent, ignore_errors=True)
 
     def _read(self) -> None:
-        for _ in range(PER_READ):
+        for _ in range(MAX_READS):
             try:
                 step = decode(self._socket.recv(1 << 20))
             except OSError:  # there is no more
                 return
             if step is None:
                 continue
-            for told in step.requests:
-                if told.request in self._of:
-                    self._of[told.request][told.length] = step, told
+            for report in step.requests:
+                if report.request in self._by_request:
+                    self._by_request[report.request][report.length] = step, report
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class LoadedEngine:
     """An engine that is loaded. ``params`` makes its sampling parameters; ``refusals``: the errors that it raises for
     requests that it refuses."""
 
     engine: Engine
     version: str
     params: Callable[..., Any]
-    refusals: tuple[type[Exception], ...]
+    refusal_errors: tuple[type[Exception], ...]
     served: Served
-    drafted: bool  # whether it has drafts
+    has_drafts: bool  # whether it has drafts
     keyed: bool  # whether a seed fixes a sampled answer
-    fill: Fill
-    rounds: Rounds
+    cache_usage: CacheUsage
+    reports: StepReports
     trials: Trials | None = None  # of grammars; None: vLLM's tokenizer cannot be used for grammars
     bounds: Bounds = field(default_factory=Bounds)
     step_s: float = 300.0  # vLLM's own time limit of a step
@@ -185,80 +195,82 @@ class Running:
 class VllmAnswer:
     """One running answer as its reader sees it. Implements ``requests.Answer``. It begins with its iteration."""
 
-    def __init__(self, running: Running, name: str, request: Request, metrics: TargetMetrics,
-                 spans: Spans | None, over: Callable[[VllmAnswer], None]) -> None:
-        """over: called when the answer ends or is handed back. Raises InvalidRequest."""
-        self._engine, self._drafted, self._rounds, self._name = running.engine, running.drafted, running.rounds, name
-        self._refusals, self._keyed, self._trials = running.refusals, running.keyed, running.trials
+    def __init__(self, loaded: LoadedEngine, name: str, request: Request, metrics: TargetMetrics,
+                 spans: Spans | None, on_end: Callable[[VllmAnswer], None]) -> None:
+        """on_end: called when the answer ends or is handed back. Raises InvalidRequest."""
+        self._engine, self._has_drafts, self._reports = loaded.engine, loaded.has_drafts, loaded.reports
+        self._name = name
+        self._refusals, self._keyed, self._trials = loaded.refusal_errors, loaded.keyed, loaded.trials
         self._request = request
         self._span = None if spans is None else spans.begin(
             "target.answer", request.trace, prompt=len(request.tokens) - request.answered, answered=request.answered)
         extra = {HEADER: self._span.parent} if self._span is not None and self._span.parent else {}
         if not request.speculate:
             extra[SWITCH] = PLAIN
-        followed = {"extra_args": extra} if running.drafted and extra else {}
+        more = {"extra_args": extra} if loaded.has_drafts and extra else {}
 
         def made() -> Any:
-            asked = parameters(request, running.keyed)
-            with self._refusing():
-                return running.params(**asked, **followed)
+            arguments = parameters(request, loaded.keyed)
+            with self._naming_refusals():
+                return loaded.params(**arguments, **more)
 
-        self._made = made
+        self._make_params = made
         try:
-            check(request, running.drafted, running.keyed, running.bounds)
+            check(request, loaded.has_drafts, loaded.keyed, loaded.bounds)
             self._params = made() if request.grammar is None else None  # which is read when it was tried
         except Exception:
             if self._span is not None:
                 self._span.end(tokens=0, failed=1)
             raise
-        self._metrics, self._gone = metrics, over
+        self._metrics, self._on_end = metrics, on_end
         self._allowed = request.speculate
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
-        self._said: set[asyncio.Task[None]] = set()
-        self._known = ""  # its id in the engine; "": it does not run
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._engine_id = ""  # its id in the engine; "": it does not run
         self._tokens = self._pieces = self._accepted = self._verified = self._looked_up = 0
-        self._told = self._over = False
+        self._first_piece_sent = self._closed = False
         self._outcome = "cancelled"
 
     def set_speculation(self, allowed: bool) -> None:
         if allowed != self._allowed:
             self._allowed = allowed
-            self._tell()
+            self._send_allowed()
 
     def hand_back(self) -> None:
         """End it with Draining, if another target can continue it."""
-        begun = self._told or not self._outputs.empty()  # be its tokens still behind its prompt's scores, or unread
-        if begun and not resumes(self._request, self._keyed):
+        # Its tokens may still be behind its prompt's scores, or unread.
+        begun = self._first_piece_sent or not self._outputs.empty()
+        if begun and not can_resume(self._request, self._keyed):
             return
         self._outcome = "handed_back"
-        self._gone(self)  # whether its reader is quick or slow
+        self._on_end(self)  # whether its reader is quick or slow
         self._outputs.put_nowait(Draining("the target is shutting down; another one will go on"))
 
     def fail(self, error: Unavailable) -> None:
         self._outputs.put_nowait(error)
 
     async def aclose(self) -> None:
-        if self._over:
+        if self._closed:
             return
-        self._over = True
+        self._closed = True
         if self._span is not None:
             self._span.end(tokens=self._tokens, failed=int(self._outcome in ("failed", "refused")))
         self._metrics.request(self._outcome)
-        self._gone(self)
-        known, self._known = self._known, ""
-        self._rounds.forget(known)
-        if known:
+        self._on_end(self)
+        engine_id, self._engine_id = self._engine_id, ""
+        self._reports.forget(engine_id)
+        if engine_id:
             with suppress(Exception):  # an engine that has ended; its reader is told so
-                await self._engine.abort(known, internal=True)
+                await self._engine.abort(engine_id, internal=True)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
             await self._begin()
-            while not self._over:
+            while not self._closed:
                 output = await self._outputs.get()
                 if isinstance(output, Exception):
                     raise output
-                for part in scores(output.prompt_logprobs, self._request.prompt_logprobs or 0) \
+                for part in prompt_scores(output.prompt_logprobs, self._request.prompt_logprobs or 0) \
                         if output.prompt_logprobs else ():
                     yield self._first(Piece((), prompt=part, state=self._state), output)
                 completion = output.outputs[0]
@@ -266,8 +278,8 @@ class VllmAnswer:
                     piece = self._piece(output, completion)
                     if piece.finish:
                         self._outcome = piece.finish
-                        self._rounds.forget(self._known)
-                        self._known = ""
+                        self._reports.forget(self._engine_id)
+                        self._engine_id = ""
                         await self.aclose()
                     yield piece
         except Exception as error:
@@ -283,8 +295,8 @@ class VllmAnswer:
         try:
             if self._request.grammar is not None and self._trials is not None:
                 self._params = await self._trials.run_after_check(self._request.grammar, self._request.owner,
-                                                                  self._made)
-            with self._refusing():
+                                                                  self._make_params)
+            with self._naming_refusals():
                 collected = await self._engine.add_request(self._name, prompt(self._request), self._params)
         except SlipstreamError:
             self._outcome = "refused"
@@ -293,17 +305,17 @@ class VllmAnswer:
             with suppress(Exception):
                 await self._engine.abort(self._name)
             raise
-        self._known = collected.request_id
-        self._rounds.follow(self._known)
+        self._engine_id = collected.request_id
+        self._reports.track(self._engine_id)
         # Take each step's output separately: vLLM joins unread outputs, and then the counts of drafts are lost.
         collected.put = self._outputs.put_nowait
         if (early := collected.get_nowait()) is not None:
             self._outputs.put_nowait(early)
         if self._allowed is not self._request.speculate:
-            self._tell()
+            self._send_allowed()
 
     @contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def _naming_refusals(self) -> Iterator[None]:
         try:
             yield
         except self._refusals as error:
@@ -312,33 +324,34 @@ class VllmAnswer:
 
     @property
     def _state(self) -> State:
-        return "speculate" if self._drafted and self._allowed else "plain"
+        return "speculate" if self._has_drafts and self._allowed else "plain"
 
-    def _tell(self) -> None:
+    def _send_allowed(self) -> None:
         """Tell the workers whether they may draft for it."""
-        if self._known and self._drafted:
-            task = asyncio.get_running_loop().create_task(self._say(self._known, self._allowed))
-            self._said.add(task)
-            task.add_done_callback(self._said.discard)
+        if self._engine_id and self._has_drafts:
+            task = asyncio.get_running_loop().create_task(self._call_allow(self._engine_id, self._allowed))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _say(self, known: str, allowed: bool) -> None:
+    async def _call_allow(self, engine_id: str, allowed: bool) -> None:
         with suppress(Exception):  # an engine that has ended tells its answers so
-            await self._engine.collective_rpc(ALLOW, args=(known, allowed))
+            await self._engine.collective_rpc(ALLOW, args=(engine_id, allowed))
 
     def _piece(self, output: Any, completion: Any) -> Piece:
         wanted = self._request.max_tokens > 0
         tokens = tuple(map(int, completion.token_ids)) if wanted else ()
-        ranked = chosen(tokens, completion.logprobs, self._request.top_logprobs) if wanted else ()
+        ranked = chosen_logprobs(tokens, completion.logprobs, self._request.top_logprobs) if wanted else ()
         piece = Piece(tokens, max(0, len(tokens) - 1), 0, ranked, state=self._state)
         self._tokens += len(tokens)
-        if (taken := self._rounds.take(self._known, len(self._request.tokens) + self._tokens)) is not None:
-            step, told = taken
-            self._looked_up += told.looked_up and told.drafted > 0
-            piece = piece._replace(drafted=told.drafted, verify_s=step.seconds, wait_s=told.waited_s, state=told.state,
-                                   plain_s=0.0 if told.looked_up else step.plain_s, late=told.late)
+        if (found := self._reports.take(self._engine_id, len(self._request.tokens) + self._tokens)) is not None:
+            step, report = found
+            self._looked_up += report.looked_up and report.drafted > 0
+            piece = piece._replace(drafted=report.drafted, verify_s=step.seconds, wait_s=report.waited_s,
+                                   state=report.state, plain_s=0.0 if report.looked_up else step.plain_s,
+                                   late=report.late)
             if self._span is not None:
-                self._span.event("round", drafted=told.drafted, accepted=piece.accepted, step_s=step.seconds,
-                                 wait_s=told.waited_s, mode=told.state)
+                self._span.event("round", drafted=report.drafted, accepted=piece.accepted, step_s=step.seconds,
+                                 wait_s=report.waited_s, mode=report.state)
         if output.finished:
             piece = self._last(piece, completion)
         self._pieces += 1
@@ -348,9 +361,9 @@ class VllmAnswer:
 
     def _first(self, piece: Piece, output: Any) -> Piece:
         """Add the fields of an answer's first piece."""
-        if self._told:
+        if self._first_piece_sent:
             return piece
-        self._told = True
+        self._first_piece_sent = True
         cached = output.num_cached_tokens or 0
         self._metrics.prompt(len(self._request.tokens), cached)
         return piece._replace(cached_tokens=cached)
@@ -381,43 +394,44 @@ class VllmAnswer:
         return piece._replace(finish=FINISHES[completion.finish_reason])
 
 
-def together(told: Iterable[Iterable[DraftStatus]]) -> tuple[DraftStatus, ...]:
-    """What each core says of its drafts, as of one: of a draft that some have not, what the first of these says."""
-    known = dict[str, DraftStatus]()
-    for draft in itertools.chain.from_iterable(told):
-        if draft.address not in known or known[draft.address].connected:
-            known[draft.address] = draft
-    return tuple(known.values())
+def merged_statuses(statuses_by_core: Iterable[Iterable[DraftStatus]]) -> tuple[DraftStatus, ...]:
+    """The drafts of all cores as one list: of a draft that some lack, the status of the first of these."""
+    merged = dict[str, DraftStatus]()
+    for draft in itertools.chain.from_iterable(statuses_by_core):
+        if draft.address not in merged or merged[draft.address].connected:
+            merged[draft.address] = draft
+    return tuple(merged.values())
 
 
-def added(told: Sequence[Counts]) -> Counts:
-    """What each core counts, as of one. When a series began is no count."""
+def summed_counts(counts_by_core: Sequence[Counts]) -> Counts:
+    """The sums of all cores' counts. When a series began is no count."""
     sums = dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]]()
-    for family, samples in itertools.chain.from_iterable(told):
-        of = sums.setdefault(family, {})
+    for family, samples in itertools.chain.from_iterable(counts_by_core):
+        family_sums = sums.setdefault(family, {})
         for name, labels, value in samples:
             key = name, tuple(labels.items())
-            of[key] = min(of.get(key, value), value) if name.endswith("_created") else of.get(key, 0.0) + value
-    return [(family, [(name, dict(labels), value) for (name, labels), value in of.items()])
-            for family, of in sums.items()]
+            family_sums[key] = (min(family_sums.get(key, value), value) if name.endswith("_created")
+                                else family_sums.get(key, 0.0) + value)
+    return [(family, [(name, dict(labels), value) for (name, labels), value in family_sums.items()])
+            for family, family_sums in sums.items()]
 
 
 class VllmService:
     """Takes requests for one vLLM. Make and use it on one event loop."""
 
-    def __init__(self, running: Running, config: TargetSection, metrics: TargetMetrics, spans: Spans | None,
+    def __init__(self, loaded: LoadedEngine, config: TargetSection, metrics: TargetMetrics, spans: Spans | None,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        self._running, self._config, self._metrics, self._spans = running, config, metrics, spans
+        self._loaded, self._config, self._metrics, self._spans = loaded, config, metrics, spans
         self._clock = clock
-        self._most = config.max_sessions * running.cores  # answers that run at once
+        self._max_running = config.max_sessions * loaded.cores  # answers that run at once
         self._numbers = itertools.count(1)
         self._answers: set[VllmAnswer] = set()
         self._drafts = tuple(DraftStatus(address, False, problem="not connected yet") for address in config.drafts
-                             if running.drafted)
+                             if loaded.has_drafts)
         self._draining = False
         self.vitals = Vitals("target", clock)
-        self._lost: Unavailable | None = None
-        self._ran = True  # whether an answer ran since the last question to the engine
+        self._fatal_error: Unavailable | None = None
+        self._had_answers = True  # whether an answer ran since the last question to the engine
         self._idle = False  # whether none has run since the last question that it answered
         self._preempted = 0  # preemptions that are counted already
 
@@ -425,31 +439,32 @@ class VllmService:
         """Begin an answer. Raises InvalidRequest, CapacityError, Draining or Unavailable."""
         if self._draining and not request.answered:
             raise Draining("the target is shutting down; another one will take the request")
-        if self._lost is not None or self._running.engine.errored:
-            raise self._lost or Unavailable(ENDED)
-        if request.grammar is not None and self._running.trials is None:  # and ``info`` says so
+        if self._fatal_error is not None or self._loaded.engine.errored:
+            raise self._fatal_error or Unavailable(ENDED)
+        if request.grammar is not None and self._loaded.trials is None:  # and ``info`` says so
             raise InvalidRequest("grammar", "this model's tokenizer is of no use for one", "unsupported_parameter")
-        served = self._running.served
+        served = self._loaded.served
         served.check(request, min(served.max_context, served.num_slots))
-        if (waiting := len(self._answers) - self._most) > MAX_WAITING:
+        if (waiting := len(self._answers) - self._max_running) > MAX_WAITING:
             raise CapacityError(f"{waiting} requests are waiting already")
         name = f"{request.request_id or 'request'}-{next(self._numbers)}"
-        answer = VllmAnswer(self._running, name, request, self._metrics, self._spans, self._answers.discard)
+        answer = VllmAnswer(self._loaded, name, request, self._metrics, self._spans, self._answers.discard)
         self._answers.add(answer)
-        self._ran, self._idle = True, False
+        self._had_answers, self._idle = True, False
         return answer
 
     async def info(self) -> TargetInfo:
-        served, all_, most = self._running.served, len(self._answers), self._most
+        served, num_answers, max_running = self._loaded.served, len(self._answers), self._max_running
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
-                          min(all_, most), max(0, all_ - most), self._draining, self._drafts,
-                          engine=f"vllm {self._running.version}", without=self._without,
+                          min(num_answers, max_running), max(0, num_answers - max_running), self._draining,
+                          self._drafts, engine=f"vllm {self._loaded.version}", without=self._without,
                           identity=served.identity,
-                          takes=tuple(need for need in TAKES if need != "grammar" or self._running.trials is not None))
+                          takes=tuple(need for need in SUPPORTED
+                                      if need != "grammar" or self._loaded.trials is not None))
 
     @property
     def _without(self) -> tuple[Without, ...]:
-        return ("trees",) if self._running.keyed else ("keyed_sampling", "trees", "resumed_samples")
+        return ("trees",) if self._loaded.keyed else ("keyed_sampling", "trees", "resumed_samples")
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new requests and wait for the running ones. After ``grace_s`` seconds those that another vLLM can
@@ -467,67 +482,67 @@ class VllmService:
         with that error."""
         pulse = self.vitals.pulse("vLLM")
         try:
-            with self._running.rounds.heard():
-                for looks in itertools.count():
+            with self._loaded.reports.receiving():
+                for polls in itertools.count():
                     pulse.last_beat_s = self.vitals.clock()
-                    self._look()
-                    if not self._answers or looks % BUSY_LOOKS == 0:
-                        await self.ask()
-                    await asyncio.sleep(LOOK_S)
+                    self._check_engine()
+                    if not self._answers or polls % BUSY_POLLS == 0:
+                        await self.poll_workers()
+                    await asyncio.sleep(POLL_S)
         except Unavailable as error:
-            self._lost = error
+            self._fatal_error = error
             for answer in list(self._answers):
                 answer.fail(error)
             raise
 
-    async def ask(self) -> None:
+    async def poll_workers(self) -> None:
         """Ask the workers for the status of their drafts, which they give between two steps. Raises Unavailable if the
         engine has ended, or if no answer comes within the time that its present work may take."""
-        self._ran = bool(self._answers)
-        drafted = self._running.drafted
-        asked = asyncio.ensure_future(self._running.engine.engine_core.call_utility_all_async(
-            "collective_rpc", DRAFTS if drafted else HEALTH, None, (), None))
+        self._had_answers = bool(self._answers)
+        has_drafts = self._loaded.has_drafts
+        reply = asyncio.ensure_future(self._loaded.engine.engine_core.call_utility_all_async(
+            "collective_rpc", DRAFTS if has_drafts else HEALTH, None, (), None))
         try:
-            await self._answered(asked)
+            await self._wait_for_reply(reply)
         finally:
-            asked.cancel()
-        self._idle = not self._ran
-        if asked.exception() or not drafted:
+            reply.cancel()
+        self._idle = not self._had_answers
+        if reply.exception() or not has_drafts:
             return
-        # Of the workers of a core one talks to them; where it is on another machine, nobody may tell.
-        if told := [answer for core in asked.result() for answer in core if answer]:
-            self._drafts = together([[DraftStatus(*draft) for draft in known] for _, known, _ in told])
-            self._metrics.drafts_expected(max(expected for expected, _, _ in told))
+        # Of the workers of a core one connects to drafts; where that is on another machine, none may report.
+        if answers := [answer for core in reply.result() for answer in core if answer]:
+            self._drafts = merged_statuses([[DraftStatus(*draft) for draft in known] for _, known, _ in answers])
+            self._metrics.drafts_expected(max(expected for expected, _, _ in answers))
             self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))
-            self._metrics.registry.show_external(added([counts for _, _, counts in told]))
+            self._metrics.registry.show_external(summed_counts([counts for _, _, counts in answers]))
 
-    async def _answered(self, asked: asyncio.Future[Any]) -> None:
-        """Wait for the answer. Looks are counted and not seconds, because while this process is stopped the engine may
-        have answered in time."""
+    async def _wait_for_reply(self, reply: asyncio.Future[Any]) -> None:
+        """Wait for ``reply``. Polls are counted and not seconds, because while this process is stopped the engine may
+        have replied in time."""
         await asyncio.sleep(0)  # requests that were submitted before go first
         idle = self._idle
-        looks = IDLE_LOOKS if idle else round(2 * self._running.step_s / LOOK_S)  # one step runs, another is queued
-        for _ in range(looks):
-            await asyncio.wait({asked}, timeout=LOOK_S)
-            if asked.done():
+        max_polls = IDLE_POLLS if idle else round(2 * self._loaded.step_s / POLL_S)  # one step runs, another is queued
+        for _ in range(max_polls):
+            await asyncio.wait({reply}, timeout=POLL_S)
+            if reply.done():
                 return
-            self._look()
+            self._check_engine()
         does = "with nothing to do" if idle else "while answers ran"
         more = "" if idle else ". Where a step may take so long, raise VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
-        raise Unavailable(f"vLLM's engine is stuck: no sign for {looks * LOOK_S:.0f} s {does}. A process or a machine "
-                          f"of it may be gone; the service has to be restarted, on all its machines{more}")
+        raise Unavailable(f"vLLM's engine is stuck: no sign for {max_polls * POLL_S:.0f} s {does}. A process or a "
+                          f"machine of it may be gone; the service has to be restarted, on all its machines{more}")
 
-    def _look(self) -> None:
-        if self._running.engine.errored:
+    def _check_engine(self) -> None:
+        if self._loaded.engine.errored:
             raise Unavailable(ENDED)
-        running, total = len(self._answers), self._running.served.num_slots
-        free = round(total * (1.0 - sum(self._running.fill.shares.values()) / self._running.cores))
-        self._metrics.sessions(min(running, self._most), max(0, running - self._most))
+        running, total = len(self._answers), self._loaded.served.num_slots
+        free = round(total * (1.0 - sum(self._loaded.cache_usage.by_core.values()) / self._loaded.cores))
+        self._metrics.sessions(min(running, self._max_running), max(0, running - self._max_running))
         self._metrics.slots(total, free, 0)  # vLLM counts cached prompts as free
-        preempted, self._preempted = self._preempted, self._running.fill.preempted
+        preempted, self._preempted = self._preempted, self._loaded.cache_usage.num_preempted
         self._metrics.preempted(self._preempted - preempted)
 
     def end(self) -> None:
-        self._running.rounds.close()  # first: while it is there, vLLM's processes leave a signal to this one
-        self._running.engine.shutdown()
+        self._loaded.reports.close()  # first: while it is there, vLLM's processes leave a signal to this one
+        self._loaded.engine.shutdown()
         self.vitals.disarm_exit()

@@ -37,20 +37,20 @@ from slipstream.observe.vitals import Vitals
 from slipstream.protocol.grammar import JSON_OBJECT
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Served
-from target_service.vllm import Fill, Rounds, Running, VllmService
+from target_service.vllm import CacheUsage, LoadedEngine, StepReports, VllmService
 from target_service.vllm_words import Bounds
 
 EXTENSION = "slipstream_vllm.worker.Drafted"
 # Arguments that only set sizes and the address where machines meet: they do not change answers.
-ROOM = ("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "master_addr",
-        "master_port", "node_rank")
+SIZE_ARGUMENTS = ("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "master_addr",
+                  "master_port", "node_rank")
 ROOT, CHOOSING = Path(slipstream.__file__).parent, ("choosing",)
 RAW = "raw_logprobs"
 V2_SCORES = 1024  # rows of a prompt that vLLM's second model runner scores at once; the first one scores all of a step
 MEET_S = 30.0
 # A machine that is lost silently is noticed after a minute.
-SILENT = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
-OURS_ALONE = {  # settings that do not apply to vLLM -> what to do instead
+KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
+NOT_FOR_VLLM = {  # settings that do not apply to vLLM -> what to do instead
     "model.engine": "vLLM has its own", "model.kernels": "vLLM has its own",
     "model.threads": "set OMP_NUM_THREADS and VLLM_CPU_OMP_THREADS_BIND", "target.slots":
     "write {vllm: {gpu_memory_utilization: 0.9}}, or VLLM_CPU_KVCACHE_SPACE on a CPU",
@@ -63,7 +63,7 @@ def arguments(config: Config, folder: Path, name: str, known: Sequence[str]) -> 
     """The arguments of vLLM's engine; ``known``: the names that it has. They are the same at each start, because vLLM
     caches compiled code by its arguments. Raises ConfigError naming the key."""
     model, target, given = config.model, config.target, dict(config.target.vllm or {})
-    for setting, instead in OURS_ALONE.items():
+    for setting, instead in NOT_FOR_VLLM.items():
         section, field = setting.split(".")
         value = getattr(getattr(config, section), field)
         if value != (ModelSection() if section == "model" else TargetSection()).model_dump()[field]:
@@ -151,7 +151,7 @@ def _args(config: Config, folder: Path, name: str) -> Any:
     return AsyncEngineArgs(**wanted, structured_outputs_config=grammars)
 
 
-def start(config: Config) -> Running:
+def start(config: Config) -> LoadedEngine:
     """Load the model into vLLM. Takes minutes for a large one; raises ConfigError or ModelError."""
     version = vllm_version()
     from slipstream_vllm.sampling import refusal
@@ -161,25 +161,25 @@ def start(config: Config) -> Running:
 
     folder = resolve(config.model.path)
     name = config.router.model_name or called(folder)
-    fill, rounds = Fill(), Rounds(Path(tempfile.mkdtemp(prefix="slipstream-")) / "rounds")
+    cache_usage, reports = CacheUsage(), StepReports(Path(tempfile.mkdtemp(prefix="slipstream-")) / "rounds")
 
-    class Filled(StatLoggerBase):  # type: ignore[misc]
+    class UsageLogger(StatLoggerBase):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             self._core = engine_index
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is not None:
-                fill.shares[self._core] = scheduler_stats.kv_cache_usage
+                cache_usage.by_core[self._core] = scheduler_stats.kv_cache_usage
             if iteration_stats is not None:
-                fill.preempted += iteration_stats.num_preempted_reqs
+                cache_usage.num_preempted += iteration_stats.num_preempted_reqs
 
         def log_engine_initialized(self) -> None: ...
 
     try:
-        os.environ[SOCKET] = str(rounds.path)  # for its processes
-        engine = _engine(config, folder, name, Filled)
+        os.environ[SOCKET] = str(reports.path)  # for its processes
+        engine = _engine(config, folder, name, UsageLogger)
     except Exception as error:
-        rounds.close()
+        reports.close()
         if isinstance(error, ConfigError):
             raise
         raise ModelError(f"vLLM {version} did not start: {error}") from error
@@ -191,32 +191,34 @@ def start(config: Config) -> Running:
                     identity_of(engine.vllm_config, folder, version, config.target.vllm or {}, keyed))
     logger("target").info("model ready", model=name, engine=f"vllm {version}", dtype=str(model.dtype), slots=slots,
                           max_context=served.max_context, drafts=drafts(config))
-    return Running(engine, version, params_of(), (VLLMClientError, ValueError), served, drafts(config), keyed, fill,
-                   rounds, trials_of(folder), _bounds(engine.vllm_config), envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
-                   len(engine.engine_core.core_engines))
+    return LoadedEngine(engine, version, params_of(), (VLLMClientError, ValueError), served, drafts(config), keyed,
+                        cache_usage, reports, trials_of(folder), _bounds(engine.vllm_config),
+                        envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+                        len(engine.engine_core.core_engines))
 
 
-def _engine(config: Config, folder: Path, name: str, told: type) -> Any:
-    """vLLM's, as its own ``from_engine_args`` makes it. ``told``: of its steps, as its stat loggers are."""
+def _engine(config: Config, folder: Path, name: str, stat_logger: type) -> Any:
+    """vLLM's, as its own ``from_engine_args`` makes it. ``stat_logger``: of its steps."""
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    asked = _args(config, folder, name)
-    shape = asked.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    args = _args(config, folder, name)
+    vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if drafts(config):
-        check_layers(shape)
-    return AsyncLLM.from_vllm_config(shape, stat_loggers=[told], enable_log_requests=asked.enable_log_requests,
-                                     disable_log_stats=asked.disable_log_stats)
+        check_layers(vllm_config)
+    return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[stat_logger],
+                                     enable_log_requests=args.enable_log_requests,
+                                     disable_log_stats=args.disable_log_stats)
 
 
-def check_layers(shape: Any) -> None:
-    """``shape``: vLLM's configuration. Raises ConfigError for states of layers that its model has not: a worker would
-    say it, and the service, minutes later, no more than that vLLM did not start."""
+def check_layers(vllm_config: Any) -> None:
+    """Raises ConfigError for states of layers that vLLM's model has not: a worker would name them, but the service,
+    minutes later, would say no more than that vLLM did not start."""
     from slipstream_vllm.features import Taps
 
-    options = shape.additional_config["slipstream"]
+    options = vllm_config.additional_config["slipstream"]
     try:
-        Taps(tuple(options.get("layers", ())), shape.model_config.hf_text_config.num_hidden_layers)
+        Taps(tuple(options.get("layers", ())), vllm_config.model_config.hf_text_config.num_hidden_layers)
     except ConfigError as error:
         raise ConfigError(f"target.engine.vllm.additional_config.{error}") from error
 
@@ -317,7 +319,7 @@ class Node:
         with met, suppress(OSError):  # it is silent
             met.settimeout(None)
             met.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in SILENT.items():
+            for option, value in KEEPALIVE.items():
                 met.setsockopt(socket.IPPROTO_TCP, option, value)
             while met.recv(1):
                 pass
@@ -337,7 +339,7 @@ def identity_of(running: Any, folder: Path, version: str, given: Mapping[str, An
     import torch
     from vllm.platforms import current_platform
 
-    model, told = running.model_config, {name: given[name] for name in sorted(given) if name not in ROOM}
+    model, told = running.model_config, {name: given[name] for name in sorted(given) if name not in SIZE_ARGUMENTS}
     kernels = (f"vllm {version}, torch {torch.__version__}, {current_platform.get_device_name()}, "
                f"ranks {running.parallel_config.world_size}")
     if keyed:

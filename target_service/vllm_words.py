@@ -30,7 +30,7 @@ from slipstream.grammar.compiling import as_lark, json_options, rewrite_for_llgu
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import NEEDS, PromptScores, Request, TokenLogprob
 
-TAKES = tuple(need for need in NEEDS if need != "logprobs_mode")  # grammars only where the tokenizer allows them
+SUPPORTED = tuple(need for need in NEEDS if need != "logprobs_mode")  # grammars only where the tokenizer allows them
 OWN_SEEDS = 1 << 63  # vLLM's second model runner crashes with a larger seed; it never draws where sampling is keyed
 SCORED_BYTES = 1 << 30  # most bytes of a prompt's log probabilities: vLLM makes all rows of a step at once
 FIELD_OF: Mapping[str, str] = {"logprobs": "top_logprobs", "structured_outputs": "grammar"}  # vLLM's name -> our field
@@ -58,14 +58,14 @@ def field_of(parameter: str | None, request: Request) -> str:
     return FIELD_OF.get(parameter, parameter)
 
 
-def resumes(request: Request, keyed: bool) -> bool:
+def can_resume(request: Request, keyed: bool) -> bool:
     """Whether another vLLM could go on with the answer to ``request``. ``keyed``: a seed fixes a sampled one."""
     sampling = request.sampling
     return ((sampling.greedy or keyed) and sampling.presence_penalty == sampling.frequency_penalty == 0.0
             and request.grammar is None and all(len(word) == 1 for word in request.bad_words))
 
 
-def leaves(request: Request) -> bool:
+def leaves_choice(request: Request) -> bool:
     """Whether at every place of its answer some allowed token may be chosen."""
     barred = {word[-1] for word in request.bad_words}
     if request.sampling.min_tokens:
@@ -77,7 +77,7 @@ def check(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> None:
     """Raises InvalidRequest for the first field that vLLM cannot honour."""
     sampling, words = request.sampling, request.bad_words
     checks: tuple[tuple[str, bool, str], ...] = (
-        ("answered", not request.answered or resumes(request, keyed),
+        ("answered", not request.answered or can_resume(request, keyed),
          "an answer that another target began cannot go on in vLLM if it is sampled with vLLM's own noise, has "
          "presence or frequency penalties, bad words of several tokens, or is bound to a grammar"),
         ("min_p", not drafted or sampling.greedy or sampling.min_p == 0.0,
@@ -91,8 +91,8 @@ def check(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> None:
          "vLLM would take too much memory (max_num_batched_tokens is too large)"),
         ("bad_words", len(words) <= bounds.bad_words and sum(map(len, words)) <= bounds.bad_tokens,
          f"vLLM takes {bounds.bad_words} runs of tokens, of {bounds.bad_tokens} in all; each word is one or two runs"),
-        ("allowed_token_ids", leaves(request), "bad_words and min_tokens may leave none of them, and vLLM would choose "
-         "another token there"),
+        ("allowed_token_ids", leaves_choice(request), "bad_words and min_tokens may leave none of them, and vLLM would "
+         "choose another token there"),
     )
     for field, holds, message in checks:
         if not holds:
@@ -151,7 +151,7 @@ def prompt(request: Request) -> dict[str, Any]:
 ENTRIES = 1 << 13  # log probabilities in one part of a prompt's scores
 
 
-class Flat(Protocol):
+class FlatLogprobs(Protocol):
     """vLLM's ``FlatLogprobs`` of a prompt, token after token: none for the first; for each other token its own value,
     then those of the best."""
 
@@ -160,29 +160,30 @@ class Flat(Protocol):
     ranks: list[int]
 
 
-def chosen(tokens: Sequence[int], told: Sequence[Mapping[int, Any]] | None,
-           wanted: int | None) -> tuple[TokenLogprob, ...]:
-    """The log probabilities of chosen tokens. told: vLLM's entries for each of ``tokens``; wanted: alternatives."""
-    if wanted is None or not told:
+def chosen_logprobs(tokens: Sequence[int], entries_by_token: Sequence[Mapping[int, Any]] | None,
+                    num_top: int | None) -> tuple[TokenLogprob, ...]:
+    """Log probabilities of chosen tokens. entries_by_token: vLLM's, for each of ``tokens``; num_top: alternatives."""
+    if num_top is None or not entries_by_token:
         return ()
-    found = list[TokenLogprob]()
-    for token, place in zip(tokens, told, strict=True):
-        best = sorted((entry.rank, other, entry.logprob) for other, entry in place.items()
-                      if entry.rank is not None and entry.rank <= wanted and entry.logprob > -math.inf)
-        found.append(TokenLogprob(place[token].logprob, tuple((other, logprob) for _, other, logprob in best[:wanted])))
-    return tuple(found)
+    logprobs = list[TokenLogprob]()
+    for token, entries in zip(tokens, entries_by_token, strict=True):
+        best = sorted((entry.rank, other, entry.logprob) for other, entry in entries.items()
+                      if entry.rank is not None and entry.rank <= num_top and entry.logprob > -math.inf)
+        top = tuple((other, logprob) for _, other, logprob in best[:num_top])
+        logprobs.append(TokenLogprob(entries[token].logprob, top))
+    return tuple(logprobs)
 
 
-def scores(told: Flat, wanted: int) -> Iterator[PromptScores]:
-    """The scores of a prompt, in parts. told: vLLM's; wanted: alternatives of each token."""
-    each = 1 + wanted
-    ids, logs = np.array(told.token_ids).reshape(-1, each), np.array(told.logprobs).reshape(-1, each)
-    ranks = np.array(told.ranks).reshape(-1, each)[:, 0]
-    if wanted:
+def prompt_scores(flat: FlatLogprobs, num_top: int) -> Iterator[PromptScores]:
+    """The scores of a prompt, in parts. flat: vLLM's; num_top: alternatives of each token."""
+    row_width = 1 + num_top
+    ids, logs = np.array(flat.token_ids).reshape(-1, row_width), np.array(flat.logprobs).reshape(-1, row_width)
+    ranks = np.array(flat.ranks).reshape(-1, row_width)[:, 0]
+    if num_top:
         own = logs[:, 0]
         ranks = np.where(own >= logs[:, -1], 1 + (logs[:, 1:] > own[:, None]).sum(1), ranks)
-    rows = max(1, ENTRIES // each)
+    rows = max(1, ENTRIES // row_width)
     for first in range(0, len(logs), rows):
-        some = slice(first, first + rows)
-        yield PromptScores(1 + first, tuple(logs[some, 0].tolist()), tuple(ranks[some].tolist()),
-                           tuple(ids[some, 1:].flatten().tolist()), tuple(logs[some, 1:].flatten().tolist()))
+        part = slice(first, first + rows)
+        yield PromptScores(1 + first, tuple(logs[part, 0].tolist()), tuple(ranks[part].tolist()),
+                           tuple(ids[part, 1:].flatten().tolist()), tuple(logs[part, 1:].flatten().tolist()))

@@ -17,7 +17,7 @@ import pytest
 import slipstream_sglang
 from slipstream_sglang import KNOWN, adapter_0_5_23, adapter_fits
 from slipstream_sglang.adapter_0_5_23 import NAME, NODES, adapt
-from slipstream_sglang.trees import laid_out
+from slipstream_sglang.trees import batch_arrays
 
 from bench.fleet import free_port
 from draft_service.worker import DraftWorker
@@ -201,18 +201,18 @@ def test_what_stands_for_pictures_is_told_as_a_token_of_the_model(known: dict[st
 
 def test_a_tree_is_laid_out_as_masks() -> None:
     tree = DraftTree(5, [7, 1, 2, 3], [-1, 0, 0, 1], [0, 1, 2, 3], [0.0] * 4)
-    tokens, mask = laid_out([7, 9], [tree, None], 5)
+    tokens, mask = batch_arrays([7, 9], [tree, None], 5)
     assert tokens.tolist() == [7, 1, 2, 3, 0, 9, 0, 1, 2, 3]
     assert mask.reshape(2, 5, 5)[0].astype(int).tolist() == [
         [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 0, 0, 1]]
-    stale, _ = laid_out([8], [tree], 5)
+    stale, _ = batch_arrays([8], [tree], 5)
     assert stale.tolist() == [8, 0, 1, 2, 3]
 
 
 def test_a_sampled_token_comes_as_often_as_the_model_says() -> None:
     """SGLang adds up the chances of siblings: one that two of them carry would come twice as often."""
     tree = DraftTree(5, [7, 0, 2, 1], [-1, 0, 0, 1], [0, 1, 2, 3], [0.0] * 4)
-    tokens, mask = laid_out([7, 9], [tree, None], 8)
+    tokens, mask = batch_arrays([7, 9], [tree, None], 8)
     for one, ancestors in zip(tokens.reshape(2, 8), mask.reshape(2, 8, 8), strict=True):
         below = [(int(np.flatnonzero(ancestors[node, :node])[-1]), int(one[node])) for node in range(1, 8)]
         assert len(set(below)) == 7, below

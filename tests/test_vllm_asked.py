@@ -17,7 +17,7 @@ from slipstream.grammar.compiling import SPACE
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.protocol.requests import Request, Sampling
 from target_service.vllm_start import params_of
-from target_service.vllm_words import FIELD_OF, Bounds, check, field_of, parameters, resumes, structured
+from target_service.vllm_words import FIELD_OF, Bounds, can_resume, check, field_of, parameters, structured
 
 ASKED = Request("r", (5, 6, 7), Sampling(temperature=0.5, stop_token_ids=(2,)), 12)
 OTHERWISE: dict[str, Any] = {
@@ -131,7 +131,7 @@ def test_what_goes_on_elsewhere_is_what_is_taken_from_there() -> None:
                     asked("bad_words", ((3,), (4,))), asked("bad_words", ((3, 4),)),
                     asked("allowed_token_ids", (3, 4)), asked("prompt_logprobs", 2)):
         for keyed in (True, False):
-            with nullcontext() if resumes(request, keyed) else pytest.raises(InvalidRequest, match="another target"):
+            with nullcontext() if can_resume(request, keyed) else pytest.raises(InvalidRequest, match="another target"):
                 check(request.after((7,)), True, keyed, BOUNDS)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from slipstream_vllm import features
 from slipstream_vllm.adapter_0_32 import batch_of, final_norm, rows_of
-from slipstream_vllm.features import Rows, States, Taps
+from slipstream_vllm.features import FeatureStore, RowEncoder, Taps
 from slipstream_vllm.options import Options
 
 from slipstream.base.errors import ConfigError, PairingError
@@ -47,7 +47,7 @@ NORMED = FeatureSpec(LAYERS, 2, "float32", Projection(2, 6, "float32", b"n" * 32
 def test_states_are_normed_one_by_one_before_a_projection() -> None:
     states = torch.tensor([[3.0, 4.0, 0.0, 2.0, -1.0, 1.0]])
     wanted = [part / (part.pow(2).mean() + 1e-5).sqrt() for part in states[0].split(2)]
-    found = Rows(NORMED, torch.device("cpu"))(states)[0]
+    found = RowEncoder(NORMED, torch.device("cpu"))(states)[0]
     assert torch.allclose(found, torch.from_numpy(WEIGHTS) @ (torch.cat(wanted) * torch.from_numpy(NORMS)))
 
 
@@ -142,7 +142,7 @@ class Engine:
     def __init__(self, runner: Runner, spec: FeatureSpec = PLAIN, places: int = 512, late: bool = False) -> None:
         """late: the model gives its last states before what stands for its final norm."""
         self.runner, self.spec, self.late = runner, spec, late
-        self.states = States(Taps(LAYERS, NUM_LAYERS), places * 3 * HIDDEN * 4)
+        self.states = FeatureStore(Taps(LAYERS, NUM_LAYERS), places * 3 * HIDDEN * 4)
         self.states.allocate(HIDDEN, torch.float32, torch.device("cpu"), torch.neg if late else None)
         self._later_s = 0.0
         self.chains = Chains(OPTIONS.section(4), TargetMetrics("function"), lambda: time.monotonic() + self._later_s,
@@ -288,12 +288,12 @@ def test_what_cannot_be_given_is_refused_by_name_and_nothing_raises() -> None:
 
 
 def test_a_projection_that_there_is_no_memory_for_costs_its_draft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(spec: FeatureSpec, device: torch.device) -> Rows:
+    def full(spec: FeatureSpec, device: torch.device) -> RowEncoder:
         if spec.projection is not None:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return Rows(spec, device)
+        return RowEncoder(spec, device)
 
-    monkeypatch.setattr(features, "Rows", full)
+    monkeypatch.setattr(features, "RowEncoder", full)
     engine, large = Engine(Runner({"a": PROMPT}, {"a": range(1, 30)})), Heard()
     engine.comes()
     engine.step({"a": len(PROMPT)})
@@ -309,12 +309,12 @@ def test_a_projection_that_there_is_no_memory_for_costs_its_draft_alone(monkeypa
 
 def test_where_there_is_no_memory_for_a_texts_rows_they_are_a_gap_and_it_is_opened_once(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    def few(self: Rows, states: torch.Tensor) -> torch.Tensor:
+    def few(self: RowEncoder, states: torch.Tensor) -> torch.Tensor:
         if len(states) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return states
 
-    monkeypatch.setattr(Rows, "__call__", few)
+    monkeypatch.setattr(RowEncoder, "__call__", few)
     engine = Engine(Runner({"a": PROMPT}, {"a": range(1, 30)}))
     engine.comes()
     engine.step({"a": len(PROMPT)})

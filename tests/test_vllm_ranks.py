@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from slipstream_vllm import remote, signals
-from slipstream_vllm.remote import RemoteDrafter, speaks
+from slipstream_vllm.remote import RemoteDrafter, is_drafting_rank
 
 from slipstream.base.errors import ConfigError
 from slipstream.following.rounds import SOCKET
 from slipstream.protocol.messages import TargetHello
-from target_service.vllm import Rounds
+from target_service.vllm import StepReports
 
 
 def parallel(rank: int, tensor: int = 1, stages: int = 1, prefill: int = 1, backend: str = "mp") -> Any:
@@ -31,7 +31,7 @@ def parallel(rank: int, tensor: int = 1, stages: int = 1, prefill: int = 1, back
     (1, 1, 1, 0), (2, 1, 1, 0), (8, 4, 1, 24), (1, 3, 1, 2), (2, 2, 2, 4)])
 def test_the_rank_whose_proposals_vllm_takes_speaks(tensor: int, stages: int, prefill: int, speaker: int) -> None:
     ranks = range(tensor * stages * prefill)
-    assert [rank for rank in ranks if speaks(parallel(rank, tensor, stages, prefill))] == [speaker]
+    assert [rank for rank in ranks if is_drafting_rank(parallel(rank, tensor, stages, prefill))] == [speaker]
 
 
 def test_a_model_has_the_name_under_which_vllm_serves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +52,8 @@ def test_a_model_has_the_name_under_which_vllm_serves_it(tmp_path: Path, monkeyp
 
 def test_ranks_that_schedule_for_themselves_are_refused() -> None:
     with pytest.raises(ConfigError, match="external_launcher"):
-        speaks(parallel(1, 2, backend="external_launcher"))
-    assert speaks(parallel(0, backend="external_launcher")), "one rank has nobody to part from"
+        is_drafting_rank(parallel(1, 2, backend="external_launcher"))
+    assert is_drafting_rank(parallel(0, backend="external_launcher")), "one rank has nobody to part from"
 
 
 @pytest.mark.parametrize("ending", ["first", "second", "alone"])
@@ -65,7 +65,7 @@ def test_a_signal_to_all_is_left_to_the_target_that_serves_the_answers(ending: s
     before = {number: signal.signal(number, lambda number, _: heard.append(number))
               for number in (signal.SIGTERM, signal.SIGINT)}
     (tmp_path / "of").mkdir()  # which goes with it
-    rounds = Rounds(tmp_path / "of" / "rounds")
+    rounds = StepReports(tmp_path / "of" / "rounds")
 
     def loop(_: Any) -> None:
         if ending != "alone":

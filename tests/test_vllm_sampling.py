@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 from slipstream_vllm.adapter_0_32 import patch_sampling, patch_seeds, rows_of
 from slipstream_vllm.remote import RemoteDrafter
-from slipstream_vllm.sampling import Known, sampling_of
+from slipstream_vllm.sampling import SamplingCache, sampling_of
 
 from slipstream.choosing.sampling import ChoiceRows, choose, log_probabilities
 from slipstream.protocol.messages import Open
@@ -175,7 +175,7 @@ patch_sampling(Runner)
 def answers(asked: Sequence[Params], tokens: int, draft: Draft | None = None, prompt: Sequence[int] = PROMPT,
             mode: str = "raw_logprobs") -> tuple[list[list[int]], int]:
     """Texts without the prompt, and how many draft tokens were accepted."""
-    runner, known, accepted = Runner(asked, prompt, mode), Known(0, VOCAB), 0
+    runner, known, accepted = Runner(asked, prompt, mode), SamplingCache(0, VOCAB), 0
     while min(map(len, runner.texts)) < len(prompt) + tokens:
         chains = [list[int]() for _ in asked]
         if draft is not None:

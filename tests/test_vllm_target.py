@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from slipstream_vllm.options import Options
-from slipstream_vllm.remote import RemoteDrafter, Teller, listener
+from slipstream_vllm.remote import RemoteDrafter, StepReporter, step_reporter
 from slipstream_vllm.worker import Drafted
 
 from slipstream.base.config import Config, TargetSection, load
@@ -37,7 +37,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service import vllm_start, vllm_words
 from target_service.__main__ import serve
-from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Rounds, Running, VllmService
+from target_service.vllm import ALLOW, DRAFTS, HEALTH, CacheUsage, LoadedEngine, StepReports, VllmService
 from target_service.vllm_start import arguments, check_layers, trials_of
 from tests.loop import hurried, still
 from tests.test_following import PROMPT as SAID
@@ -86,7 +86,7 @@ class FakeEngine:
     hold: bool = False  # no answer gets further than its first token
     tells: bool = False  # its workers tell of their steps
     looked_up: bool = False  # the texts' own chains, and tells so
-    rounds: Rounds | None = None
+    rounds: StepReports | None = None
     errored: bool = False
     stuck: bool = False  # nothing comes from it any more
     expected: int = 1
@@ -130,7 +130,7 @@ class FakeEngine:
             over = stopped or left == 0
             if self.tells and self.rounds is not None:
                 told = RequestReport(collected.request_id, len(text), 4 * (count > 1), 0.01, "shadow", self.looked_up)
-                Teller(str(self.rounds.path)).tell(StepReport(0.03, 0.02, (told,)))
+                StepReporter(str(self.rounds.path)).send(StepReport(0.03, 0.02, (told,)))
                 await asyncio.sleep(0)
             collected.put(output(new, "stop" if stopped else "length" if over else None, params["logprobs"],
                                  SimpleNamespace(num_draft_tokens=sum(drafted), per_step_drafted=drafted,
@@ -210,17 +210,17 @@ class Tried:
 
 @asynccontextmanager
 async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, spans: Spans | None = None,
-                 tries: bool = True, metrics: TargetMetrics | None = None, fill: Fill | None = None,
+                 tries: bool = True, metrics: TargetMetrics | None = None, fill: CacheUsage | None = None,
                  **settings: Any) -> AsyncIterator[VllmService]:
-    engine.rounds = Rounds(Path(tempfile.mkdtemp()) / "rounds")
+    engine.rounds = StepReports(Path(tempfile.mkdtemp()) / "rounds")
     served = Served("function", 260, 512, "", 1024, IDENTITY)
-    running = Running(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
-                      fill or Fill({0: 0.25}), engine.rounds, Trials(Tried()) if tries else None,
-                      cores=1 + len(engine.others))
+    running = LoadedEngine(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
+                           fill or CacheUsage({0: 0.25}), engine.rounds, Trials(Tried()) if tries else None,
+                           cores=1 + len(engine.others))
     loop = asyncio.get_running_loop()
     service = VllmService(running, TargetSection(**settings), metrics or TargetMetrics("function"), spans,
                           lambda: loop.time())
-    with engine.rounds.heard():
+    with engine.rounds.receiving():
         yield service
     service.end()
 
@@ -353,7 +353,7 @@ def test_an_engine_with_nothing_to_do_hears_of_its_drafts_when_it_is_asked() -> 
     events, metrics = SimpleQueue[Callable[[], None] | None](), TargetMetrics("function")
     drafter = RemoteDrafter.__new__(RemoteDrafter)
     drafter.chains = Chains(OPTIONS.section(4), metrics, inbox=Inbox(events=events))
-    drafter.metrics, drafter.speaks, drafter._links = metrics, True, SimpleNamespace(expected=1, statuses=list)
+    drafter.metrics, drafter.connects, drafter._links = metrics, True, SimpleNamespace(expected=1, statuses=list)
     worker, link = Drafted(), Heard()
     worker.model_runner = SimpleNamespace(drafter=drafter)
 
@@ -376,14 +376,14 @@ def chosen_all(runner: Runner) -> bool:
 
 
 def test_workers_tell_of_each_step_and_need_nobody_who_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert listener() is None
+    assert step_reporter() is None
     path = tmp_path / "rounds"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
         ear.bind(str(path))
         ear.setblocking(False)
         runner = Runner(["a", "b"], 400)
         monkeypatch.setenv(SOCKET, str(path))  # by the target that has it
-        chains = Chains(OPTIONS.section(4), TargetMetrics("function"), on_step=listener())
+        chains = Chains(OPTIONS.section(4), TargetMetrics("function"), on_step=step_reporter())
         with following(chains):
             accepted = play(runner, chains, 10)  # the system keeps ten until somebody reads
             steps = list[StepReport]()
@@ -603,7 +603,7 @@ async def test_what_it_says_of_itself() -> None:
     async with served(FakeEngine(), drafts=["127.0.0.1:8052"], max_sessions=1) as service:
         info = await service.info()
         assert info.drafts == (DraftStatus("127.0.0.1:8052", False, problem="not connected yet"),)
-        await service.ask()
+        await service.poll_workers()
         service.submit(request())
         service.submit(request())
         info = await service.info()
@@ -616,9 +616,9 @@ async def test_drafts_that_are_gone_are_not_told_as_they_were() -> None:
     """With discovery a draft that went is forgotten, and none may be left. Their Deployment still lists two."""
     engine, metrics = FakeEngine(expected=2), TargetMetrics("function")
     async with served(engine, metrics=metrics, drafts=["kubernetes:///draft.llm:50052"]) as service:
-        await service.ask()
+        await service.poll_workers()
         engine.drafts = ()
-        await service.ask()
+        await service.poll_workers()
         assert (await service.info()).drafts == ()
     page = metrics.registry.page("")[1].decode()
     assert 'slipstream_drafts_connected{model="function",service="target"} 0.0' in page
@@ -634,10 +634,10 @@ async def test_what_workers_count_of_drafts_is_on_the_targets_page() -> None:
     engine.counts.verified("eagle3", 4, 2)
     engine.counts.rounds([(4, 2, "used")])  # which the target counts itself, of its answers
     async with served(engine, metrics=metrics) as service:
-        await service.ask()
+        await service.poll_workers()
         page = metrics.registry.page("")[1].decode().splitlines()
         engine.counts.invalid_growth()
-        await service.ask()
+        await service.poll_workers()
         later = metrics.registry.page("")[1].decode().splitlines()
     of = 'model="function",service="target"'
     assert f"slipstream_invalid_growths_total{{{of}}} 1.0" in page
@@ -657,12 +657,12 @@ async def test_of_data_parallel_cores_all_are_told_of() -> None:
         for _ in range(wrong):
             core.counts.invalid_growth()
         core.counts.step(3, 0.1, 0.2, 0.3)
-    async with served(engine, metrics=metrics, fill=Fill({0: 0.75, 1: 0.25}), max_sessions=1) as service:
-        await service.ask()
+    async with served(engine, metrics=metrics, fill=CacheUsage({0: 0.75, 1: 0.25}), max_sessions=1) as service:
+        await service.poll_workers()
         for _ in range(3):
             service.submit(request())
         info = await service.info()
-        service._look()
+        service._check_engine()
     assert info.drafts == (DraftStatus(*DRAFT), DraftStatus(*lost))
     assert (info.sessions_running, info.sessions_waiting) == (2, 1)
     page, of = metrics.registry.page("")[1].decode(), 'model="function",service="target"'
@@ -703,13 +703,13 @@ async def test_a_machine_that_is_told_to_end_computes_until_the_first_one_has(mo
 
 
 async def test_answers_that_vllm_puts_back_for_others_are_counted() -> None:
-    engine, metrics, fill = FakeEngine(), TargetMetrics("function"), Fill({0: 0.25}, 3)
+    engine, metrics, fill = FakeEngine(), TargetMetrics("function"), CacheUsage({0: 0.25}, 3)
     async with served(engine, metrics=metrics, fill=fill) as service:
         watch = asyncio.create_task(service.watch())
         with still() as passes:
             await pass_by(passes, 2.0)
             before = metrics.registry.page("")[1].decode()
-            fill.preempted = 5
+            fill.num_preempted = 5
             await pass_by(passes, 2.0)
         watch.cancel()
     found = 'slipstream_preemptions_total{model="function",service="target"}'

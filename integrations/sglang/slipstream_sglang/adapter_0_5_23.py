@@ -24,7 +24,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.following.chains import Chains
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
-from slipstream_sglang.trees import Asked, Mask, Tokens, Trees
+from slipstream_sglang.trees import Mask, Tokens, Trees, VerifyRequest
 
 NAME = "SLIPSTREAM"
 NODES = 12  # of a tree, root included, where --speculative-num-draft-tokens is not given
@@ -60,7 +60,7 @@ def adapt() -> None:
             self.links = Links(options, hello_of(given, shape), chains.following, metrics)
 
         def _prepare_draft_tokens(self, batch: Any) -> tuple[Tokens, Mask]:
-            return self.trees.drafted(asked_of(self, batch))
+            return self.trees.propose(requests_of(self, batch))
 
         def _update_ngram_corpus(self, batch: Any) -> None:
             """Do nothing: our drafts keep no n-grams here."""
@@ -85,7 +85,7 @@ def hello_of(server_args: Any, shape: Any) -> TargetHello:
                        text.hidden_size, text.num_hidden_layers, shape.context_len)
 
 
-def asked_of(worker: Any, batch: Any) -> list[Asked]:
+def requests_of(worker: Any, batch: Any) -> list[VerifyRequest]:
     """The requests of ``batch``, in its order."""
     nodes = worker.draft_token_num
     late, counts = list[int](), [0] * len(batch.reqs)
@@ -96,7 +96,7 @@ def asked_of(worker: Any, batch: Any) -> list[Asked]:
         prompt, most = request.origin_input_ids_unpadded, request.sampling_params.max_new_tokens
         newest = late[place * nodes : place * nodes + counts[place]]
         limit = worker.limit if most is None else min(worker.limit, len(prompt) + most)
-        asked.append(Asked(request.rid, prompt, request.output_ids, newest, limit))
+        asked.append(VerifyRequest(request.rid, prompt, request.output_ids, newest, limit))
     return asked
 
 

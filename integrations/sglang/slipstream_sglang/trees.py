@@ -31,7 +31,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class VerifyRequest:
     """One request that is about to be verified. Its text is ``prompt``, ``answer`` and ``newest``, in this order."""
 
     request: str
@@ -54,7 +54,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Verifying:
+class PendingTree:
     """The tree that a request is verifying."""
 
     length: int  # tokens of its text before the step
@@ -68,27 +68,27 @@ class Trees:
     def __init__(self, chains: Chains, nodes: int, vocab_size: int, branches: bool = True) -> None:
         """nodes: of each tree, root included. branches: False for chains only."""
         self.chains, self._nodes, self._vocab_size, self._branches = chains, nodes, vocab_size, branches
-        self._verifying: dict[str, Verifying] = {}
+        self._pending: dict[str, PendingTree] = {}
 
-    def drafted(self, batch: Sequence[Asked]) -> tuple[Tokens, Mask]:
+    def propose(self, batch: Sequence[VerifyRequest]) -> tuple[Tokens, Mask]:
         """Tokens int64 ``[B * N]`` and masks bool ``[B * N * N]``: [b, i, j] is true where node j is node i or an
         ancestor of it."""
-        gone = self._verifying.keys() - {one.request for one in batch}
+        gone = self._pending.keys() - {one.request for one in batch}
         rows = [self._row(one) for one in batch]
         # Fillers are not counted: a step always computes ``nodes`` rows a request, so draft nodes are measured as free.
         self.chains.step(rows, gone, sum(1 + row.drafted for row in rows))
         trees = [self.chains.tree(one.request, self._nodes, self._branches) for one in batch]
-        self._verifying = {one.request: Verifying(one.length, len(tree) - 1, max(tree.levels())) if tree is not None
-                           else Verifying(one.length, 0, 0) for one, tree in zip(batch, trees, strict=True)}
-        return laid_out([one.last(1)[0] for one in batch], trees, self._nodes)
+        self._pending = {one.request: PendingTree(one.length, len(tree) - 1, max(tree.levels())) if tree is not None
+                         else PendingTree(one.length, 0, 0) for one, tree in zip(batch, trees, strict=True)}
+        return batch_arrays([one.last(1)[0] for one in batch], trees, self._nodes)
 
     def forget(self) -> None:
         """Close all requests, because the engine has dropped its KV."""
-        self.chains.step((), list(self._verifying), 0)
-        self._verifying = {}
+        self.chains.step((), list(self._pending), 0)
+        self._pending = {}
 
-    def _row(self, one: Asked) -> Row:
-        before = self._verifying.get(one.request)
+    def _row(self, one: VerifyRequest) -> Row:
+        before = self._pending.get(one.request)
         length = before.length if before is not None and before.length < one.length else one.length - 1
         nodes, depth = (before.nodes, before.depth) if before is not None else (0, 0)
         return Row(one.request, one.length, tuple(self._known(one.last(one.length - length))), nodes,
@@ -98,7 +98,7 @@ class Trees:
         return [int(token) if 0 <= token < self._vocab_size else 0 for token in tokens]
 
 
-def laid_out(roots: Sequence[int], trees: Sequence[DraftTree | None], nodes: int) -> tuple[Tokens, Mask]:
+def batch_arrays(roots: Sequence[int], trees: Sequence[DraftTree | None], nodes: int) -> tuple[Tokens, Mask]:
     """See ``Trees.drafted``. A tree that is None has only the root."""
     tokens = np.zeros((len(roots), nodes), np.int64)
     mask: Any = np.zeros((len(roots), nodes, nodes), np.bool_)

@@ -25,9 +25,9 @@ from slipstream.base.errors import ConfigError
 from slipstream.following.chains import GREEDY, SWITCH, Row
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
-from slipstream_vllm.features import Batch, Final
-from slipstream_vllm.remote import RemoteDrafter
-from slipstream_vllm.sampling import Asked, KeyedSampling, refusal
+from slipstream_vllm.features import Batch, FinalNorm
+from slipstream_vllm.proposer import Proposer
+from slipstream_vllm.sampling import ChoiceRequest, KeyedSampling, refusal
 from slipstream_vllm.signals import patch as patch_signals
 
 NOTHING: Mapping[str, Any] = {}
@@ -59,10 +59,10 @@ def patch() -> None:
     def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any,
                                 hidden_states: Any, sample_hidden_states: Any, aux_hidden_states: Any, *rest: Any,
                                 **named: Any) -> Any:
-        if not isinstance(self.drafter, RemoteDrafter):
+        if not isinstance(self.drafter, Proposer):
             return inner(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states,
                          sample_hidden_states, aux_hidden_states, *rest, **named)
-        if not self.drafter.speaks:
+        if not self.drafter.connects:
             return [[] for _ in self.input_batch.req_ids]
         if (states := self.drafter.states) is not None:
             states.keep(lambda: batch_of(self, scheduler_output, sampled_token_ids), aux_hidden_states, hidden_states,
@@ -87,7 +87,7 @@ def _patch_taps(runner: Any) -> None:
     def setup(self: Any) -> None:
         states = getattr(getattr(self, "drafter", None), "states", None)
         if states is not None:
-            if self.drafter.speaks:
+            if self.drafter.connects:
                 width, dtype, device = self.model_config.get_hidden_size(), self.model_config.dtype, self.device
                 states.allocate(width, dtype, device, final_norm(self.get_model(), width, dtype, device))
             if layers := states.taps.inner:
@@ -98,7 +98,7 @@ def _patch_taps(runner: Any) -> None:
     runner._setup_eagle3_aux_hidden_state_outputs = setup
 
 
-def final_norm(model: Any, width: int, dtype: torch.dtype, device: torch.device) -> Final | None:
+def final_norm(model: Any, width: int, dtype: torch.dtype, device: torch.device) -> FinalNorm | None:
     """The norm that ``model`` applies only when it computes logits; None: its states are right already. Drafters read
     the normed state, but some models of vLLM (MiMo's) return the one before their final norm."""
     norm, logits = getattr(getattr(model, "model", None), "norm", None), getattr(model, "logits_processor", None)
@@ -121,7 +121,7 @@ def final_norm(model: Any, width: int, dtype: torch.dtype, device: torch.device)
         return None
     finally:
         handle.remove()
-    final: Final = norm
+    final: FinalNorm = norm
     return final if given and torch.equal(given[0], normed) else None
 
 
@@ -134,7 +134,7 @@ def _patch_reach(runner: Any) -> None:
     inner = runner._input_fits_in_drafter
 
     def fits(self: Any, common_attn_metadata: Any) -> bool:
-        if isinstance(self.drafter, RemoteDrafter):
+        if isinstance(self.drafter, Proposer):
             return common_attn_metadata is not None
         return bool(inner(self, common_attn_metadata))
 
@@ -181,7 +181,7 @@ def patch_seeds(runner: Any) -> None:
 def keyed_of(runner: Any) -> KeyedSampling | None:
     """The keyed sampling of ``runner``; None: vLLM chooses alone."""
     drafter = getattr(runner, "drafter", None)
-    if not isinstance(drafter, RemoteDrafter) or not drafter.keyed:
+    if not isinstance(drafter, Proposer) or not drafter.keyed:
         return None
     if drafter.chooser is None:
         if why := refusal(runner.vllm_config):
@@ -194,14 +194,14 @@ def keyed_of(runner: Any) -> KeyedSampling | None:
     return chooser
 
 
-def asked_of(runner: Any, keyed: KeyedSampling, spec: Any) -> list[Asked]:
+def asked_of(runner: Any, keyed: KeyedSampling, spec: Any) -> list[ChoiceRequest]:
     """The requests of the batch for which tokens are chosen now; empty if all are greedy."""
     batch = runner.input_batch
-    keyed.known.keep(batch.req_ids)
+    keyed.cache.keep(batch.req_ids)
     if batch.sampling_metadata.all_greedy:
         return []
-    return [Asked(keyed.known.of(request, runner.requests[request].sampling_params)[1],
-                  int(batch.num_tokens_no_spec[place]), spec.num_draft_tokens[place] if spec is not None else 0)
+    return [ChoiceRequest(keyed.cache.of(request, runner.requests[request].sampling_params)[1],
+                          int(batch.num_tokens_no_spec[place]), spec.num_draft_tokens[place] if spec is not None else 0)
             for place, request in enumerate(batch.req_ids)]
 
 
@@ -211,7 +211,7 @@ def _patch_ends(runner: Any) -> None:
 
     def _update_states(self: Any, scheduler_output: Any) -> Any:
         drafter = getattr(self, "drafter", None)
-        if scheduler_output.finished_req_ids and isinstance(drafter, RemoteDrafter):
+        if scheduler_output.finished_req_ids and isinstance(drafter, Proposer):
             drafter.chains.close_finished(scheduler_output.finished_req_ids)
         return inner(self, scheduler_output)
 
@@ -241,7 +241,7 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
         rows.append(Row(request, length, tuple(new), drafted, prompt,
                         longest if most is None else min(prompt + most, longest), tokens,
                         able or asked.temperature == 0.0,
-                        GREEDY if keyed is None else keyed.known.of(request, asked)[0],
+                        GREEDY if keyed is None else keyed.cache.of(request, asked)[0],
                         extra.get(SWITCH) if extra else None, None, extra.get(HEADER) if extra else None,
                         min(scheduled, least - 1) if least > 0 else scheduled, ends(asked, new)))
     return rows

@@ -31,7 +31,7 @@ from slipstream.protocol.pairing import check_pair
 CHUNK = 1024  # most rows of one product
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Indices = NDArray[np.int64]
-Final = Callable[[torch.Tensor], torch.Tensor]
+FinalNorm = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +87,35 @@ class Batch:
         return np.where(blocks > 0, blocks * self.block_size + positions % self.block_size, -1)
 
 
-class States:
+class FeatureStore:
     """The kept rows of states (see the module). Call it only from the engine's thread."""
 
     def __init__(self, taps: Taps, most_bytes: int) -> None:
         self.taps = taps
         self._most_bytes = most_bytes
         self._pool = torch.empty(0, 0)
-        self._final: Final | None = None
-        self._aside: torch.cuda.Stream | None = None
+        self._final_norm: FinalNorm | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
         self._owners: Indices = np.zeros(0, np.int64)  # [places] the slot whose state is there; -1: none
         self._tokens: NDArray[np.int32] = np.zeros(0, np.int32)
-        self._rows: Rows | None = None
+        self._rows: RowEncoder | None = None
         self._batch: Batch | None = None
         self._places: dict[str, int] = {}
-        self._newest: dict[str, tuple[int, int]] = {}  # request -> first of its rows that are sent, number
-        self._sent: Sent | None = None
+        self._newest_rows: dict[str, tuple[int, int]] = {}  # request -> first of its rows that are sent, number
+        self._host_copy: HostCopy | None = None
         self._problem = ""
 
-    def allocate(self, hidden_size: int, dtype: torch.dtype, device: torch.device, final: Final | None = None) -> None:
-        """Allocate the pool. Call it while the engine loads, so that its KV takes the memory that is left. final: the
-        model's final norm, if its forward returns states before it."""
-        self._final = final
+    def allocate(self, hidden_size: int, dtype: torch.dtype, device: torch.device,
+                 final_norm: FinalNorm | None = None) -> None:
+        """Allocate the pool. Call it while the engine loads, so that its KV takes the memory that is left. final_norm:
+        the model's, if its forward returns states before it."""
+        self._final_norm = final_norm
         width = len(self.taps.layers) * hidden_size
         places = max(1, self._most_bytes // (width * dtype.itemsize))
         self._pool = torch.empty(places, width, dtype=dtype, device=device)
-        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._copy_stream = None
+        if device.type == "cuda":
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._owners, self._tokens = np.full(places, -1, np.int64), np.zeros(places, np.int32)
 
     def set_feature_spec(self, spec: FeatureSpec) -> bool:
@@ -121,7 +124,7 @@ class States:
         if spec.layers != self.taps.layers:
             return False
         try:
-            self._rows = Rows(spec, self._pool.device)
+            self._rows = RowEncoder(spec, self._pool.device)
         except torch.OutOfMemoryError:
             return False
         return True
@@ -131,9 +134,10 @@ class States:
         """Keep the states of a step: ``inner`` taps and the ``last`` state, with a row for each row of the forward. For
         requests that a drafter ``reads`` the copy of the committed tokens' rows to the host begins here. It never
         raises: an error means no rows, and one log line for each new problem."""
-        self._batch, self._places, self._newest, self._sent = None, {}, {}, None
+        self._batch, self._places, self._newest_rows, self._host_copy = None, {}, {}, None
         try:
-            self._keep(batch(), self.taps.pick(inner, last if self._final is None else self._final(last)), reads)
+            last = last if self._final_norm is None else self._final_norm(last)
+            self._keep(batch(), self.taps.pick(inner, last), reads)
         except Exception as error:
             if (problem := repr(error)) != self._problem:
                 self._problem = problem
@@ -159,10 +163,10 @@ class States:
 
     def newest_rows(self, request: str) -> bytes | None:
         """The rows for the tokens that the last step committed: of the position before each; None: there are none."""
-        found = self._newest.get(request)
-        if found is None or self._sent is None:
+        found = self._newest_rows.get(request)
+        if found is None or self._host_copy is None:
             return None
-        return self._sent.rows(*found)
+        return self._host_copy.rows(*found)
 
     def rows_since(self, request: str, start: int) -> tuple[int, int, bytes]:
         """The kept rows of a request of the last step, from position ``start`` on and after the last gap. Returns the
@@ -178,7 +182,8 @@ class States:
         at = at[int(gone[-1]) + 1 :] if len(gone) else at
         end = int(batch.ends[place])
         try:
-            parts = [Sent(self._rows(self._pool.index_select(0, self._near(at[first : first + CHUNK]))), self._aside)
+            parts = [HostCopy(self._rows(self._pool.index_select(0, self._near(at[first : first + CHUNK]))),
+                              self._copy_stream)
                      for first in range(0, len(at), CHUNK)]
         except torch.OutOfMemoryError:  # treated as a gap
             return end, 0, b""
@@ -194,10 +199,10 @@ class States:
         if not len(places):
             return
         first = offsets + batch.ends - batch.computed - counts
-        self._sent = Sent(self._rows(self._side_by_side(taps, first[places] + steps)), self._aside)
+        self._host_copy = HostCopy(self._rows(self._side_by_side(taps, first[places] + steps)), self._copy_stream)
         begins = np.cumsum(counts) - counts
-        self._newest = {request: (int(begins[place]), int(counts[place]))
-                        for place, request in enumerate(batch.requests) if counts[place]}
+        self._newest_rows = {request: (int(begins[place]), int(counts[place]))
+                             for place, request in enumerate(batch.requests) if counts[place]}
 
     def _side_by_side(self, taps: Sequence[torch.Tensor], rows: Indices) -> torch.Tensor:
         near = self._near(rows)
@@ -214,7 +219,7 @@ def _spread(counts: Indices) -> tuple[Indices, Indices]:
     return who, np.arange(len(who)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-class Rows:
+class RowEncoder:
     """Applies the projection and the dtype of one spec to states."""
 
     def __init__(self, spec: FeatureSpec, device: torch.device) -> None:
@@ -239,22 +244,22 @@ class Rows:
         return states.to(self._dtype)
 
 
-class Sent:
+class HostCopy:
     """Rows that are being copied to the host. The code for GPUs was reviewed and has never run on one."""
 
-    def __init__(self, rows: torch.Tensor, aside: torch.cuda.Stream | None) -> None:
-        """aside: the stream that copies them; None: they are copied at once."""
+    def __init__(self, rows: torch.Tensor, copy_stream: torch.cuda.Stream | None) -> None:
+        """copy_stream: the stream that copies them; None: they are copied at once."""
         self._event: torch.cuda.Event | None = None
-        if aside is None:
+        if copy_stream is None:
             self._host = rows.cpu().contiguous()
             return
         self._host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        aside.wait_stream(torch.cuda.current_stream(rows.device))
-        with torch.cuda.stream(aside):
+        copy_stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(copy_stream):
             self._host.copy_(rows, non_blocking=True)
-            rows.record_stream(aside)  # its memory is not reused before the copy is done
+            rows.record_stream(copy_stream)  # its memory is not reused before the copy is done
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(aside)
+            self._event.record(copy_stream)
 
     def rows(self, first: int = 0, count: int | None = None) -> bytes:
         """The bytes of ``count`` rows from ``first`` on (None: all); it waits for the copy."""

@@ -14,7 +14,7 @@ from slipstream.observe.log import refuse_private
 NAME = "vllm.slipstream"  # a child of vLLM's own logger: it has its level, form and stream
 
 
-def adopt() -> None:
+def configure_logging() -> None:
     """Configure structlog for vLLM; once a process."""
     if structlog.is_configured():
         return

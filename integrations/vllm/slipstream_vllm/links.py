@@ -27,20 +27,20 @@ class Links:
     """They run until the process ends."""
 
     def __init__(self, options: Options, hello: TargetHello, following: Following, metrics: TargetMetrics,
-                 check: Callable[[TargetHello, DraftHello], str] = check_pair, speaks: bool = True) -> None:
-        """speaks: whether to connect to drafts; else there are no links and no page. Raises ConfigError for unreadable
-        certificates, a taken port of the page, or the address of a Kubernetes service where no cluster is found."""
-        self._addresses, self._kubeconfig = options.drafts if speaks else (), options.kubeconfig
+                 check: Callable[[TargetHello, DraftHello], str] = check_pair, connects: bool = True) -> None:
+        """connects: whether to connect to drafts; else there are no links and no page. Raises ConfigError for
+        unreadable certificates, a taken port of the page, or the address of a Kubernetes service without a cluster."""
+        self._addresses, self._kubeconfig = options.drafts if connects else (), options.kubeconfig
         self._hello, self._following, self._metrics, self._check = hello, following, metrics, check
         self.expected = 0  # number of drafts that there should be
         self._tls = tls_files(options.tls)
         if self._tls is not None:
             self._tls.read()
-        self._counts, begun = WireCounts(), Future[Drafts]()
+        self._counts, started = WireCounts(), Future[Drafts]()
         self._vitals = Vitals("vllm")
-        self._vitals.thread("slipstream-links", lambda: asyncio.run(self._run(begun))).start()
-        self._drafts = begun.result()
-        if options.metrics_listen is not None and speaks:
+        self._vitals.thread("slipstream-links", lambda: asyncio.run(self._run(started))).start()
+        self._drafts = started.result()
+        if options.metrics_listen is not None and connects:
             self.page = MetricsServer(options.metrics_listen, metrics.registry, lambda: self.ready)
             self.page.start()
 
@@ -62,16 +62,16 @@ class Links:
         self.expected = drafts
         self._metrics.drafts_expected(drafts)
 
-    async def _run(self, begun: Future[Drafts]) -> None:
+    async def _run(self, started: Future[Drafts]) -> None:
         try:
             drafts = Drafts(self._connect, self._following)
             async with drafts.kept_connected(self._addresses, self._kubeconfig, self._expect, self._vitals):
-                begun.set_result(drafts)
+                started.set_result(drafts)
                 await export_bytes(self._counts, self._metrics.wire_bytes)
         except BaseException as error:
-            if begun.done():
+            if started.done():
                 raise
-            begun.set_exception(error)
+            started.set_exception(error)
 
     def _connect(self, address: str, name: str) -> DraftLink:
         return DraftLink(address, self._hello, self._following, self._check, tls=with_server_name(self._tls, name),

@@ -25,38 +25,38 @@ from slipstream.following.rounds import SOCKET, StepReport, encode
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
-from slipstream_vllm.lines import adopt
+from slipstream_vllm.lines import configure_logging
 from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
+from slipstream_vllm.proposer import Proposer
 from slipstream_vllm.tokenizer import digest_of
 from slipstream_vllm.versions import adapt
 
 
-class RemoteDrafter:
+class RemoteDrafter(Proposer):
     """The class that ``--speculative-config`` names. vLLM makes one object in each worker."""
 
     def __init__(self, vllm_config: Any) -> None:
         """Raises ConfigError naming the field, or the problem with this vLLM."""
-        adopt()
+        configure_logging()
         adapt()
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         options = Options.of((vllm_config.additional_config or {}).get("slipstream"))
-        self.speaks = speaks(vllm_config.parallel_config)  # whether this rank connects to drafts (rule 1)
-        self.keyed = options.keyed  # whether keyed sampling is wanted; the adapter installs it
-        self.chooser: Any = None  # set by the adapter
+        self.connects = is_drafting_rank(vllm_config.parallel_config)  # rule 1
+        self.keyed, self.chooser = options.keyed, None
         text, name = model.hf_text_config, str(model.served_model_name)  # as vLLM's own metrics call it
         hello = TargetHello(PROTOCOL_VERSION, 0, name, model.get_vocab_size(),
                             digest_of(str(model.tokenizer), getattr(model, "tokenizer_revision", None)),
                             text.hidden_size, text.num_hidden_layers, model.max_model_len)
         self.metrics = metrics = TargetMetrics(name)
         # Imported here, so that importing this package does not import torch.
-        from slipstream_vllm.features import States, Taps
+        from slipstream_vllm.features import FeatureStore, Taps
 
         taps = Taps(options.layers, text.num_hidden_layers)
-        self.states = States(taps, int(options.features_gb * (1 << 30))) if options.layers else None
+        self.states = FeatureStore(taps, int(options.features_gb * (1 << 30))) if options.layers else None
         self.chains = Chains(options.section(speculative.num_speculative_tokens), metrics, states=self.states,
-                             on_step=listener())
-        self._links = Links(options, hello, self.chains.following, metrics, taps.check, self.speaks)
+                             on_step=step_reporter())
+        self._links = Links(options, hello, self.chains.following, metrics, taps.check, self.connects)
 
     @property
     def expected(self) -> int:
@@ -76,7 +76,7 @@ class RemoteDrafter:
                           "what chooses it, or --speculative-config")
 
 
-def speaks(parallel: Any) -> bool:
+def is_drafting_rank(parallel: Any) -> bool:
     """Whether the rank that ``parallel`` (vLLM's ``ParallelConfig``) describes is the one that drafts (rule 1). Stages
     of a pipeline before the last have no proposer. Raises ConfigError."""
     if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
@@ -86,14 +86,14 @@ def speaks(parallel: Any) -> bool:
     return bool(parallel.rank == parallel.world_size - last)
 
 
-def listener() -> Callable[[StepReport], None] | None:
+def step_reporter() -> Callable[[StepReport], None] | None:
     """The function that reports each step to the target; None: no target listens. The socket's path is in the
     environment and not in vLLM's arguments: it differs at each start, and vLLM caches compiled code by arguments."""
     path = os.environ.get(SOCKET)
-    return Teller(path).tell if path else None
+    return StepReporter(path).send if path else None
 
 
-class Teller:
+class StepReporter:
     """Reports the results of steps to the target that serves the engine's answers (``target.engine: vllm``). It never
     blocks and never raises: a report that cannot be sent at once is dropped."""
 
@@ -103,6 +103,6 @@ class Teller:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
 
-    def tell(self, step: StepReport) -> None:
+    def send(self, step: StepReport) -> None:
         with suppress(OSError):
             self._socket.sendto(encode(step), self._path)

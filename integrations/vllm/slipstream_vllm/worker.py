@@ -23,7 +23,7 @@ class Drafted:
         """How many drafts there should be; address, connected, drafter name and problem of each known draft; and the
         counts of metrics. None: this worker is not connected to drafts."""
         drafter = getattr(self.model_runner, "drafter", None)
-        if not isinstance(drafter, RemoteDrafter) or not drafter.speaks:
+        if not isinstance(drafter, RemoteDrafter) or not drafter.connects:
             return None
         drafter.chains.poll()
         return drafter.expected, [astuple(status) for status in drafter.statuses()], drafter.metrics.engine_samples()
