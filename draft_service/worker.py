@@ -56,7 +56,7 @@ from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Span, Spans
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.observe.vitals import Vitals
-from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace, giver_of_hosts
+from slipstream.protocol.conduct import MAX_GROWTHS_AHEAD, FaultRate, Pace, donor_by_host
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -172,7 +172,7 @@ class Intake:
         queues = [waiting for waiting in list(self._queues.values()) if waiting.round_tokens]
         tokens = sum(waiting.round_tokens for waiting in queues)
         for waiting in queues:
-            waiting.paused_until_s = self._clock() + waiting.pace.owes(seconds * waiting.round_tokens / tokens)
+            waiting.paused_until_s = self._clock() + waiting.pace.pause_after_s(seconds * waiting.round_tokens / tokens)
 
     def wait_s(self) -> float | None:
         """Seconds until a waiting item may be taken; None: none waits."""
@@ -233,7 +233,7 @@ class DraftSession:
     def should_grow_ahead(self) -> bool:
         """Whether to grow beyond ``wanted``. A drafter that begins a new tree after a commit first proposes the nodes
         that the target has already. So as many growths may be empty as the sent tree has levels."""
-        if not self.max_ahead or self.wanted < 1 or not self.free_nodes or self.growths_sent >= GROWTHS:
+        if not self.max_ahead or self.wanted < 1 or not self.free_nodes or self.growths_sent >= MAX_GROWTHS_AHEAD:
             return False
         return not self.unlikely_growths or self.unlikely_growths <= self.tree.sent_depth()
 
@@ -433,9 +433,9 @@ class DraftWorker:
     def _refuse(self, peer: Peer, session_id: int, error: RemoteProtocolError, round_: Round) -> None:
         self.metrics.invalid_item()
         faults = self._faults.setdefault(peer, FaultRate())
-        log = self._log.warning if faults.news(error.field) else self._log.debug
+        log = self._log.warning if faults.is_new(error.field) else self._log.debug
         log("invalid message", peer=peer.name, session=session_id, field=error.field)
-        if faults.fault(self._clock()):
+        if faults.exceeded(self._clock()):
             peer.refuse(error.field)
         session = self._sessions.get((peer, session_id))
         if session is not None:
@@ -493,7 +493,7 @@ class DraftWorker:
     def _make_room(self, peer: Peer, round_: Round) -> bool:
         """Make room for a session of ``peer`` (rule 6). Returns whether another peer's oldest session was closed."""
         holders = [holder for holder, _ in self._sessions]
-        if (donor := giver_of_hosts(holders, peer, lambda holder: holder.name.rpartition(":")[0])) is None:
+        if (donor := donor_by_host(holders, peer, lambda holder: holder.name.rpartition(":")[0])) is None:
             return False
         oldest = next(session for session in self._sessions.values() if session.peer == donor)
         self._drop(oldest, DraftEvent.CLOSE, "capacity", round_)

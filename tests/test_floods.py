@@ -23,15 +23,15 @@ from slipstream.following.following import MAX_PENDING_EVENTS as MOST_EVENTS
 from slipstream.following.following import Following, Inbox
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.conduct import (
-    AT_LEAST,
+    FAREWELLS,
     FAULTS,
     FIRST_S,
     FORGIVEN_S,
-    GROWTHS,
     LONGEST_S,
+    MAX_GROWTHS_AHEAD,
     MOST,
-    Absence,
     Allowance,
+    Exclusion,
 )
 from slipstream.protocol.messages import (
     Close,
@@ -106,7 +106,7 @@ async def test_a_draft_is_heard_as_far_as_it_was_asked(kind: str) -> None:
     task.cancel()
     await server.stop(0)
     assert target.downs[0].startswith("protocol: ")
-    assert len(target.items) + len(target.faults) + link.counts.bytes_in // sizes[0] <= AT_LEAST + 4 + 1
+    assert len(target.items) + len(target.faults) + link.counts.bytes_in // sizes[0] <= FAREWELLS + 4 + 1
     (told,) = [line for line in lines if line["event"] == "draft left alone"]
     assert told["problem"] and "-" not in told["problem"]
     assert told["seconds"] == FIRST_S and told["draft"] == link.address
@@ -141,29 +141,29 @@ async def test_a_draft_that_was_left_alone_comes_back_by_itself(monkeypatch: pyt
 
 
 def test_the_time_alone_doubles_ends_and_is_forgotten() -> None:
-    absence, now_s, pauses = Absence(), 1000.0, list[float]()
+    absence, now_s, pauses = Exclusion(), 1000.0, list[float]()
     for _ in range(10):
-        pauses.append(absence.broke(now_s))
+        pauses.append(absence.breach(now_s))
         now_s += pauses[-1] + 1.0
     assert pauses[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and pauses[-2:] == [LONGEST_S, LONGEST_S]
-    assert absence.broke(now_s + FORGIVEN_S + LONGEST_S) == FIRST_S
+    assert absence.breach(now_s + FORGIVEN_S + LONGEST_S) == FIRST_S
 
 
 def test_all_that_an_honest_draft_can_say_is_allowed() -> None:
     """Each level in a frame of its own, and a drop for each commit of a session that it has given up."""
     allowance, level = Allowance(), growth(1)
     for _ in range(1000):
-        allowance.asked([Commit(1, 5, ints(7), ahead=True)])
-        for _ in range(GROWTHS):
-            allowance.said([level])
-        allowance.said([Drop(1, "gap")])
+        allowance.add_request([Commit(1, 5, ints(7), ahead=True)])
+        for _ in range(MAX_GROWTHS_AHEAD):
+            allowance.use([level])
+        allowance.use([Drop(1, "gap")])
     for _ in range(1000):
-        allowance.asked([Commit(1, 5, ints(7)), Features(1, 0, b"", 1, "float32"), Close(1)])
-        allowance.said([level])
-        allowance.said([Drop(1, "gap")])
+        allowance.add_request([Commit(1, 5, ints(7)), Features(1, 0, b"", 1, "float32"), Close(1)])
+        allowance.use([level])
+        allowance.use([Drop(1, "gap")])
     for _ in range(1000):
-        allowance.asked([Commit(1, 5, ints(7), wanted=0)])
-        allowance.said([Drop(1, "unknown")])
+        allowance.add_request([Commit(1, 5, ints(7), wanted=0)])
+        allowance.use([Drop(1, "unknown")])
 
 
 @pytest.mark.parametrize("sessions", [64, 512])
@@ -171,30 +171,30 @@ def test_all_that_an_honest_draft_can_say_of_many_sessions_is_allowed(sessions: 
     """A target stood still for a while, and its draft ran ahead meanwhile, for each of its answers as far as it may."""
     allowance = Allowance()
     for _ in range(3):
-        allowance.asked([Commit(session, 5, ints(7), ahead=True) for session in range(sessions)])
-        for _ in range(GROWTHS):
-            allowance.said([growth(session) for session in range(sessions)])
+        allowance.add_request([Commit(session, 5, ints(7), ahead=True) for session in range(sessions)])
+        for _ in range(MAX_GROWTHS_AHEAD):
+            allowance.use([growth(session) for session in range(sessions)])
     with pytest.raises(RemoteProtocolError, match="more was said"):
         for _ in range(1 + MOST // sessions):
-            allowance.said([growth(session) for session in range(sessions)])
+            allowance.use([growth(session) for session in range(sessions)])
 
 
 def test_a_draft_may_not_grow_for_who_wants_nothing() -> None:
     """Each growth takes the time of the target's threads, read or not."""
     allowance = Allowance()
-    for _ in range(AT_LEAST):
-        allowance.said([growth(1)])
-        allowance.asked([Commit(1, 5, ints(7), wanted=0)])
+    for _ in range(FAREWELLS):
+        allowance.use([growth(1)])
+        allowance.add_request([Commit(1, 5, ints(7), wanted=0)])
     with pytest.raises(RemoteProtocolError, match="more was said"):
-        allowance.said([growth(1)])
+        allowance.use([growth(1)])
 
 
 def test_what_was_not_said_may_be_said_later_up_to_a_bound() -> None:
     allowance = Allowance()
     for _ in range(10_000):
-        allowance.asked([Commit(1, 5, ints(7))])
+        allowance.add_request([Commit(1, 5, ints(7))])
     with pytest.raises(RemoteProtocolError, match="more was said"):
-        allowance.said([Drop(1, "gap")] * MOST)
+        allowance.use([Drop(1, "gap")] * MOST)
 
 
 def following() -> Following:

@@ -24,7 +24,7 @@ class Times:
     def reads(self, pace: Pace, work_s: float) -> float:
         self.worked_s += work_s
         self.now_s += work_s
-        return pace.owes(work_s)
+        return pace.pause_after_s(work_s)
 
 
 def test_reading_takes_its_share_and_no_more() -> None:

@@ -399,12 +399,12 @@ class Following:
 
     def _reject(self, link: Link, link_state: LinkState, session: int, error: RemoteProtocolError) -> None:
         self._metrics.invalid_growth()
-        if link_state.faults.fault(self._clock()):
+        if link_state.faults.exceeded(self._clock()):
             link.refuse(error.field)
         followed = self.sessions.get(session)
         if followed is None or followed.link is not link:
             return
-        log = self._log.warning if link_state.faults.news(error.field) else self._log.debug
+        log = self._log.warning if link_state.faults.is_new(error.field) else self._log.debug
         log("invalid growth", session=session, draft=link.address, field=error.field)
         followed.detach()
         followed.lost(self._clock(), "incompatible", former_link=link)

@@ -26,52 +26,52 @@ from typing import TypeVar
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.protocol.messages import Commit, DraftBound, Growth, Open, TargetBound
 
-Whose = TypeVar("Whose")
-GROWTHS = 32  # for one opening or commit, by a drafter that runs ahead: levels below are not verified
-AT_LEAST = 16  # the farewells of sessions that are no more
-MOST = 2 * GROWTHS * 1024  # all that the largest target asks for at once, each growth in a frame of its own
+Owner = TypeVar("Owner")
+MAX_GROWTHS_AHEAD = 32  # for one opening or commit, by a drafter that runs ahead: levels below are not verified
+FAREWELLS = 16  # items that are always allowed: drops of sessions that have ended
+MOST = 2 * MAX_GROWTHS_AHEAD * 1024  # all that the largest target asks for at once, each growth in a frame of its own
 FAULTS, FAULTS_S = 16, 10.0
 FIRST_S, LONGEST_S, FORGIVEN_S = 1.0, 64.0, 300.0
 BURST_S = 0.05
 
 
-def giver(holders: Iterable[Whose], newcomer: Whose) -> Whose | None:
+def donor(holders: Iterable[Owner], newcomer: Owner) -> Owner | None:
     """Who gives up a place for a ``newcomer`` when all are taken: the holder of most places, if it has at least two
     more than the newcomer; None: nobody. holders: the owner of each place."""
     held = Counter(holders)
-    most = max(held, key=lambda one: held[one])
+    most = max(held, key=lambda owner: held[owner])
     return most if held[most] >= held[newcomer] + 2 else None
 
 
-def giver_of_hosts(holders: Sequence[Whose], newcomer: Whose, host: Callable[[Whose], str]) -> Whose | None:
-    """As ``giver``, among hosts first: one with a stream for each place has them all. Of a host who has most gives."""
-    crowd = giver(map(host, holders), host(newcomer))
-    if crowd is not None:
-        return Counter(one for one in holders if host(one) == crowd).most_common(1)[0][0]
-    own = [one for one in holders if host(one) == host(newcomer)]
-    return giver(own, newcomer) if own else None
+def donor_by_host(holders: Sequence[Owner], newcomer: Owner, host: Callable[[Owner], str]) -> Owner | None:
+    """As ``donor``, among hosts first: one with a stream for each place has them all. Of a host who has most gives."""
+    host_of_most = donor(map(host, holders), host(newcomer))
+    if host_of_most is not None:
+        return Counter(holder for holder in holders if host(holder) == host_of_most).most_common(1)[0][0]
+    own_holders = [holder for holder in holders if host(holder) == host(newcomer)]
+    return donor(own_holders, newcomer) if own_holders else None
 
 
 class Allowance:
-    """What a draft may say on one stream, counted in items, and how many of them may be growths."""
+    """Items that a draft may send on one stream, and how many of them may be growths."""
 
     __slots__ = ("growths", "left")
 
     def __init__(self) -> None:
-        self.left = self.growths = AT_LEAST
+        self.left = self.growths = FAREWELLS
 
-    def asked(self, items: Iterable[DraftBound]) -> None:
+    def add_request(self, items: Iterable[DraftBound]) -> None:
         """Count ``items``, which are sent to the draft: each allows answers."""
         sessions = growths = 0
         for item in items:
             if isinstance(item, Commit | Open):
                 sessions += 1
                 if item.wanted:
-                    growths += GROWTHS if item.ahead else 1
+                    growths += MAX_GROWTHS_AHEAD if item.ahead else 1
         self.left = min(MOST, self.left + 2 * (sessions + growths))  # each may come in a frame of its own
         self.growths = min(MOST, self.growths + growths)
 
-    def said(self, items: Sequence[TargetBound], faults: int = 0) -> None:
+    def use(self, items: Sequence[TargetBound], faults: int = 0) -> None:
         """Count a received frame with its ``items`` and the number of its ``faults``. Raises RemoteProtocolError beyond
         the allowance."""
         self.left -= 1 + len(items) + faults
@@ -81,7 +81,7 @@ class Allowance:
 
 
 class Pace:
-    """Of one stream."""
+    """Pauses the reading of one stream."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         """share: of all time, at most 1."""
@@ -89,7 +89,7 @@ class Pace:
         self._owed_s = 0.0
         self._at_s = clock()
 
-    def owes(self, seconds: float) -> float:
+    def pause_after_s(self, seconds: float) -> float:
         """Count ``seconds`` of work for the stream. Returns for how many seconds to read nothing more of it."""
         now_s = self._clock()
         self._owed_s = max(0.0, self._owed_s - self._share * (now_s - self._at_s)) + seconds
@@ -98,7 +98,7 @@ class Pace:
 
 
 class FaultRate:
-    """Of one stream."""
+    """Counts the faults of one stream."""
 
     __slots__ = ("_at_s", "_faults", "_known")
 
@@ -106,28 +106,28 @@ class FaultRate:
         self._faults = self._at_s = 0.0
         self._known = set[str]()
 
-    def news(self, field: str) -> bool:
+    def is_new(self, field: str) -> bool:
         """Whether ``field`` is wrong for the first time: a faulty peer makes the same mistake in every session."""
         known = field in self._known
         self._known.add(field)
         return not known
 
-    def fault(self, now_s: float) -> bool:
+    def exceeded(self, now_s: float) -> bool:
         """Count one more fault. Returns whether that is one too many."""
         self._faults = max(0.0, self._faults - (now_s - self._at_s) * FAULTS / FAULTS_S) + 1.0
         self._at_s = now_s
         return self._faults > FAULTS
 
 
-class Absence:
-    """Of one peer, over all its streams."""
+class Exclusion:
+    """Pauses of one peer, over all its streams."""
 
     __slots__ = ("_breaches", "_broke_s")
 
     def __init__(self) -> None:
         self._breaches, self._broke_s = 0, 0.0
 
-    def broke(self, now_s: float) -> float:
+    def breach(self, now_s: float) -> float:
         """The peer broke the protocol. Returns for how many seconds it is not used."""
         if now_s - self._broke_s > FORGIVEN_S:
             self._breaches = 0

@@ -47,7 +47,7 @@ from slipstream.base.errors import (
     Unavailable,
 )
 from slipstream.observe.log import logger
-from slipstream.protocol.conduct import Absence, Allowance, Pace
+from slipstream.protocol.conduct import Allowance, Exclusion, Pace
 from slipstream.protocol.messages import (
     Commit,
     DraftBound,
@@ -222,7 +222,7 @@ class Pumps(Generic[Item, Received]):
         while isinstance(data := await stream.read(), bytes):
             began_s = self.cpu_clock()
             self._receive(data)
-            if (pause_s := self.pace.owes(self.cpu_clock() - began_s)) > 0.0:
+            if (pause_s := self.pace.pause_after_s(self.cpu_clock() - began_s)) > 0.0:
                 await asyncio.sleep(pause_s)
             while self.is_full():
                 await asyncio.sleep(POLL_S)
@@ -239,7 +239,7 @@ class Pumps(Generic[Item, Received]):
                 raise
             items, faults = [], ()
         if allowance is not None:
-            allowance.said(cast(Sequence[TargetBound], items), len(faults))
+            allowance.use(cast(Sequence[TargetBound], items), len(faults))
         if items or faults:
             self.on_received(items, faults)
 
@@ -250,7 +250,7 @@ class Pumps(Generic[Item, Received]):
             await self.outbox.filled.wait()
             items = self.outbox.take(self.max_bytes)
             if self.allowance is not None:
-                self.allowance.asked(cast(Sequence[DraftBound], items))
+                self.allowance.add_request(cast(Sequence[DraftBound], items))
             frames, oversized = self.encode(self.incarnation, items, self.max_bytes)
             for frame in frames:
                 await stream.write(frame)
@@ -301,7 +301,7 @@ class DraftLink:
         self._handshake_s = handshake_s
         self._refused_retry_s = refused_retry_s
         self._outbox: Outbox[DraftBound] | None = None
-        self._absence = Absence()
+        self._exclusion = Exclusion()
         self._drafter = ""
         self._problem = "not connected yet"
         self._log = logger("wire", draft=address)
@@ -346,7 +346,7 @@ class DraftLink:
             await asyncio.sleep(random.uniform(0, bound))
 
     async def _leave_alone(self, error: Exception) -> None:
-        pause_s = self._absence.broke(asyncio.get_running_loop().time())
+        pause_s = self._exclusion.breach(asyncio.get_running_loop().time())
         self._problem = f"{LEFT_ALONE}{error}"
         self._log.warning("draft left alone", problem=str(error), seconds=pause_s)
         await asyncio.sleep(pause_s)

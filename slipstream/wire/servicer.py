@@ -22,7 +22,7 @@ import grpc
 
 from slipstream.base.errors import CapacityError, Draining, PairingError, RemoteProtocolError, SlipstreamError
 from slipstream.observe.log import logger
-from slipstream.protocol.conduct import Absence, giver
+from slipstream.protocol.conduct import Exclusion, donor
 from slipstream.protocol.messages import PeerEvents, TargetBound
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, host_of
 from slipstream.wire.codec import (
@@ -59,7 +59,7 @@ class DraftServicer:
         self._hosts: dict[asyncio.Timeout, str] = {}  # host of each stream (by its deadline), the oldest stream first
         self._num_connected = 0
         self._on_connected = on_connected
-        self._pauses: dict[str, tuple[Absence, float]] = {}  # by host: its breaches, paused until
+        self._pauses: dict[str, tuple[Exclusion, float]] = {}  # by host: its breaches, paused until
         self._last_problems: dict[str, str] = {}  # by host: the problem that ended its last stream
         self._draining = asyncio.Event()
         self._log = logger("wire")
@@ -123,7 +123,7 @@ class DraftServicer:
     def _admit(self, deadline: asyncio.Timeout, host: str) -> None:
         """Take a stream from ``host``, which ``deadline`` can end. Raises CapacityError."""
         if len(self._hosts) >= self._max_peers:
-            if (crowd := giver(self._hosts.values(), host)) is None:
+            if (crowd := donor(self._hosts.values(), host)) is None:
                 raise CapacityError(f"already {self._max_peers} targets are connected", retry_after_s=10.0)
             oldest = next(stream for stream, owner in self._hosts.items() if owner == crowd)
             del self._hosts[oldest]
@@ -140,10 +140,10 @@ class DraftServicer:
 
     def _leave_alone(self, host: str) -> None:
         now_s = asyncio.get_running_loop().time()
-        absence, _ = self._pauses.pop(host, (Absence(), 0.0))
+        absence, _ = self._pauses.pop(host, (Exclusion(), 0.0))
         if len(self._pauses) >= MAX_HOSTS:
             del self._pauses[next(iter(self._pauses))]
-        pause_s = absence.broke(now_s)
+        pause_s = absence.breach(now_s)
         self._pauses[host] = absence, now_s + pause_s
         self._log.warning("target left alone", target=host, seconds=pause_s)
 
