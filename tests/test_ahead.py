@@ -18,7 +18,7 @@ from slipstream.protocol.messages import (
 )
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.session import DraftSide, TargetSide
-from slipstream.simulate.timed import SYMBOLS, VOCAB, Device, Law, TimedDrafter, Timing
+from slipstream.simulate.timed import SYMBOLS, VOCAB, Device, SyntheticText, TimedDrafter, Timing
 from tests.test_draft_worker import Listener
 
 TIMING = Timing(draft_s=0.0, levels=3, width=2, acceptance=(0.7, 0.2))
@@ -55,7 +55,7 @@ class Bench:
         raise AssertionError(f"still growing after {limit} turns")
 
     def true_path(self, count: int) -> list[int]:
-        law, tokens, token = Law(TIMING), [], self.side.tokens[-1]
+        law, tokens, token = SyntheticText(TIMING), [], self.side.tokens[-1]
         for position in range(self.side.base - 1, self.side.base - 1 + count):
             token = int(law.following([token], [position])[0])
             tokens.append(token)

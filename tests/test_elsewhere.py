@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from bench.gpu.shapes import SMALL, config_of, decoder_shapes, head_shapes
 from slipstream.choosing.logits import FIRST_WIDTH
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choices, log_probabilities, rank
-from slipstream.drafting.graph import Shape, TreeLoop
+from slipstream.drafting.graph import Shape, TreeGraph
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import BlockHead
 from slipstream.drafting.heads.checkpoint import EagleHead
@@ -202,7 +202,7 @@ def test_rows_of_a_head(kind: str, request: pytest.FixtureRequest) -> None:
 def test_levels_of_a_captured_tree(request: pytest.FixtureRequest) -> None:
     network, shape = EagleNetwork(eagle(False), "bfloat16", THERE, SLOTS, spare_slots=SPARE), Shape(2, 4, 3)
     request.getfixturevalue("elsewhere")
-    loop = TreeLoop(network, Listed(), shape, False, captured)
+    loop = TreeGraph(network, Listed(), shape, False, captured)
     assert {buffer.device for buffer in loop.buffers()} == {THERE}
 
 

@@ -68,7 +68,7 @@ class AtOnce(Both):
                          networks[0].features.width, torch.float64, 1e-9)
 
     def grow(self, sessions: list[int], budgets: Sequence[int] = (), steps: int = 0) -> list[Growth]:
-        for loop in self.at_once.loops():
+        for loop in self.at_once.graphs():
             for buffer in loop.buffers():
                 buffer.fill_(torch.nan if buffer.is_floating_point() else 1 << 20)
         return super().grow(sessions, budgets, steps)
@@ -181,7 +181,7 @@ def test_filters_that_leave_much_are_not_asked_in_a_graph(head: EagleHead) -> No
         both.open(1, 12, sampling)
         (growth,) = both.drafters[0].grow([1], [12])
         trees.append((growth.tokens.tolist(), growth.parents.tolist()))
-        assert len(both.at_once.loops()) == 1
+        assert len(both.at_once.graphs()) == 1
     assert trees[0] == trees[1]
 
 
@@ -193,7 +193,7 @@ def test_where_the_device_chose_other_rows_the_tree_goes_on_level_by_level(head:
 
         def replay() -> None:
             run()
-            picks = list(both[0].at_once.loops()[0].buffers())[3]
+            picks = list(both[0].at_once.graphs()[0].buffers())[3]
             picks[:, 2] = picks[:, 2].flip(-1)  # of the third level's rows
 
         return replay
@@ -211,7 +211,7 @@ def test_what_cannot_be_captured_grows_level_by_level(head: EagleHead) -> None:
     both = AtOnce(head, 4, 4, capture)
     both.open(1, 20)
     both.grow([1])
-    assert not both.at_once.loops() and both.at_once.warm() == 0
+    assert not both.at_once.graphs() and both.at_once.warm() == 0
     both.close()
 
 

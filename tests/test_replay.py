@@ -16,8 +16,8 @@ from slipstream.drafting.rounds import Rounds, Tally
 from slipstream.drafting.tree import GrowingTree
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.simulate.replay import Answers, ReplayedCast
-from slipstream.simulate.simulation import Deployment, of_schedule, simulate
+from slipstream.simulate.replay import RecordedText, ReplayedWorkload
+from slipstream.simulate.simulation import Deployment, simulate, with_schedule
 from slipstream.simulate.timed import Timing
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.tiny import write_tiny_model
@@ -46,19 +46,19 @@ def test_a_place_of_which_nothing_is_said_is_a_root_alone() -> None:
 
 
 def test_plain_decoding_says_the_text_and_drafts_follow_the_head() -> None:
-    cast = ReplayedCast(Answers([written()]))
-    deployment = Deployment(TIMING, cast=cast, host_s=0.0)
-    plain, serial = (simulate(of_schedule(name, deployment), 2.0, 0.5) for name in ("plain", "serial"))
+    workload = ReplayedWorkload(RecordedText([written()]))
+    deployment = Deployment(TIMING, workload=workload, host_s=0.0)
+    plain, serial = (simulate(with_schedule(name, deployment), 2.0, 0.5) for name in ("plain", "serial"))
     assert plain.tokens_per_s == pytest.approx(50.0, rel=0.03) and plain.acceptance_length == 1.0
     # From an odd place a token is accepted and the bonus token behind it ends at an odd place again.
     assert serial.acceptance_length == pytest.approx(2.0, abs=0.1)
 
 
 def test_tables_compare_with_one_device() -> None:
-    cast = ReplayedCast(Answers([written()]))
-    row = schedules(cast, 5.0, 1.0, 1.0)
+    workload = ReplayedWorkload(RecordedText([written()]))
+    row = schedules(workload, 5.0, 1.0, 1.0)
     assert row["bound"] == 1.25 and row["outcomes_by_together"] == number(row, "outcomes") / number(row, "together")
-    beside = second(cast, 5.0, 2, 1.0)
+    beside = second(workload, 5.0, 2, 1.0)
     assert beside["replicas"] == 3 * number(beside, "together")
     assert beside["serial_by_device"] == pytest.approx(number(beside, "serial") / 3 / number(beside, "together"))
     assert beside["serial_by_money"] == pytest.approx(number(beside, "serial") / 2.25 / number(beside, "together"))

@@ -20,11 +20,11 @@ from slipstream.simulate.simulation import (
     Accelerator,
     Deployment,
     Draft,
-    Line,
+    SimulatedLink,
     Target,
     World,
-    of_schedule,
     simulate,
+    with_schedule,
 )
 from slipstream.simulate.timed import Timing
 from target_service.step import should_hold
@@ -34,14 +34,14 @@ SOME = Deployment()
 
 @cache
 def rate(schedule: str, deployment: Deployment = SOME, seconds: float = 2.5) -> float:
-    return simulate(of_schedule(schedule, deployment), seconds, 1.0).tokens_per_s
+    return simulate(with_schedule(schedule, deployment), seconds, 1.0).tokens_per_s
 
 
 def play(deployment: Deployment) -> list[tuple[float, Piece]]:
     """The pieces of an answer, and when they came."""
     world = World()
     target, draft = Target(world, Accelerator(), deployment, 0), Draft(world, Accelerator(), deployment)
-    Line("one", target, draft, deployment.rtt_s / 2 + deployment.hop_s).join()
+    SimulatedLink("one", target, draft, deployment.rtt_s / 2 + deployment.hop_s).connect()
     target.actor.wake(0.0)
     for second in itertools.count(1):
         world.run(second)
@@ -58,7 +58,8 @@ def with_drafts(*slowness: float, seconds: float = 8.0) -> float:
     target = Target(world, Accelerator(), deployment, 0)
     for number, times in enumerate(slowness):
         slow = replace(deployment, timing=replace(deployment.timing, draft_s=times * deployment.timing.draft_s))
-        Line(str(number), target, Draft(world, Accelerator(), slow), deployment.rtt_s / 2 + deployment.hop_s).join()
+        delay_s = deployment.rtt_s / 2 + deployment.hop_s
+        SimulatedLink(str(number), target, Draft(world, Accelerator(), slow), delay_s).connect()
     target.actor.wake(0.0)
     world.run(14.0 + seconds)
     return sum(len(piece.tokens) for at_s, piece in target.pieces if at_s >= 14.0) / seconds
@@ -70,7 +71,7 @@ def test_answers_go_on_with_another_draft_where_one_is_slow(times: float) -> Non
 
 
 def test_a_run_depends_on_its_seed_alone() -> None:
-    ahead = of_schedule("run-ahead", SOME)
+    ahead = with_schedule("run-ahead", SOME)
     once, again, other = (simulate(replace(ahead, timing=Timing(seed=seed)), 1.0, 0.5) for seed in (0, 0, 1))
     assert once == again != other
 
@@ -78,8 +79,8 @@ def test_a_run_depends_on_its_seed_alone() -> None:
 def test_who_waits_for_a_simulation_is_told_how_far_it_is() -> None:
     """Thousands of streams take minutes, and nothing was shown of them."""
     told = list[float]()
-    found = simulate(of_schedule("serial", SOME), 1.0, 0.5, told.append)
-    assert found == simulate(of_schedule("serial", SOME), 1.0, 0.5)
+    found = simulate(with_schedule("serial", SOME), 1.0, 0.5, told.append)
+    assert found == simulate(with_schedule("serial", SOME), 1.0, 0.5)
     assert len(told) > 100 and told == sorted(told) and told[-1] == 1.0
 
 
@@ -87,17 +88,17 @@ def test_whole_answers_of_a_large_batch_have_their_place() -> None:
     """Who is put back computes anew: 64 streams gave a sixth less than their steps do."""
     deployment = Deployment(batch=100)
     target = Target(World(), Accelerator(), deployment, 0)
-    assert target.worker.num_free_slots >= deployment.batch * (2 + deployment.cast.answer)
+    assert target.worker.num_free_slots >= deployment.batch * (2 + deployment.workload.answer)
 
 
 def test_plain_decoding_takes_a_step_a_token() -> None:
-    found = simulate(of_schedule("plain", replace(SOME, host_s=0.0)), 5.0)
+    found = simulate(with_schedule("plain", replace(SOME, host_s=0.0)), 5.0)
     assert found.tokens_per_s == pytest.approx(50.0, rel=0.01) and found.waiting_share < 0.01
     assert found.acceptance_length == 1.0
 
 
 def test_a_serial_round_is_a_step_a_tree_and_a_round_trip() -> None:
-    found = simulate(of_schedule("serial", replace(SOME, rtt_s=0.002, host_s=0.0)), 10.0)
+    found = simulate(with_schedule("serial", replace(SOME, rtt_s=0.002, host_s=0.0)), 10.0)
     round_s = found.acceptance_length / found.tokens_per_s
     assert round_s == pytest.approx(0.020 + 0.005 + 0.002 + 2 * SOME.hop_s, rel=0.02)
 
@@ -109,7 +110,7 @@ def test_running_ahead_beats_one_growth_a_commit() -> None:
 
 
 def test_running_ahead_hardly_feels_a_round_trip() -> None:
-    near, far = (simulate(of_schedule("run-ahead", replace(SOME, rtt_s=rtt_s)), 4.0) for rtt_s in (0.0, 0.001))
+    near, far = (simulate(with_schedule("run-ahead", replace(SOME, rtt_s=rtt_s)), 4.0) for rtt_s in (0.0, 0.001))
     assert far.tokens_per_s > 0.95 * near.tokens_per_s
 
 
@@ -123,7 +124,7 @@ def test_running_ahead_beats_a_drafter_on_the_targets_own_device() -> None:
 def test_growth_far_ahead_beats_one_device_with_a_usual_drafter(draft_s: float) -> None:
     """Where what may be held is wide enough for most outcomes of a round."""
     dear = replace(SOME, timing=Timing(draft_s=draft_s))
-    found = simulate(of_schedule("outcomes", dear), 4.0)
+    found = simulate(with_schedule("outcomes", dear), 4.0)
     assert found.tokens_per_s > 1.12 * rate("colocated", dear)
     assert found.tokens_per_s > 1.03 * rate("run-ahead", dear)
     assert found.hit_length > 3.0
@@ -158,7 +159,7 @@ def test_a_drafter_that_turns_bad_is_left_and_used_again_when_it_is_good(schedul
     """In mid-answer, and seen as a client sees it: by its pieces, each with the state in which it was made."""
     bad_from, bad_to = 400, 900  # positions; the prompt has two
     timing = Timing(seed=seed, wrong=(bad_from, bad_to))
-    plain, drafted = (play(of_schedule(name, replace(SOME, timing=timing))) for name in ("plain", schedule))
+    plain, drafted = (play(with_schedule(name, replace(SOME, timing=timing))) for name in ("plain", schedule))
     assert [token for _, piece in drafted for token in piece.tokens] == [
         token for _, piece in plain for token in piece.tokens]
     ends = list(itertools.accumulate(len(piece.tokens) for _, piece in drafted))
@@ -172,7 +173,7 @@ def test_a_drafter_that_turns_bad_is_left_and_used_again_when_it_is_good(schedul
     assert spent_s[-1] - spent_s[0] < 1.1 * (bad_to - bad_from) / 50, "what was tried in vain cost too much"
 
 
-class Deaf(Line):
+class Deaf(SimulatedLink):
     """Its draft hears nothing, and says nothing."""
 
     def send(self, items: Sequence[DraftBound]) -> None:
@@ -183,7 +184,7 @@ class Deaf(Line):
 def test_a_draft_that_says_nothing_costs_a_request_one_deadline(batch: int) -> None:
     world, deployment = World(), Deployment(batch=batch)
     target = Target(world, Accelerator(), deployment, 0)
-    Deaf("deaf", target, Draft(world, Accelerator(), deployment), 0.0).join()
+    Deaf("deaf", target, Draft(world, Accelerator(), deployment), 0.0).connect()
     target.actor.wake(0.0)
     world.run(1.0)
     deadline_s = deployment.policy.deadline_max_s
@@ -195,7 +196,7 @@ def test_a_draft_that_says_nothing_costs_a_request_one_deadline(batch: int) -> N
 
 def test_unknown_schedules_are_refused() -> None:
     with pytest.raises(ConfigError, match="schedule"):
-        of_schedule("psychic", SOME)
+        with_schedule("psychic", SOME)
 
 
 def test_a_step_is_held_where_one_is_sooner_over_than_two() -> None:

@@ -16,7 +16,7 @@ from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError
 from slipstream.protocol.messages import Commit, Open
 from slipstream.protocol.requests import Request, Sampling
-from slipstream.simulate.timed import SYMBOLS, Device, Law, TimedDrafter, TimedModel, Timing
+from slipstream.simulate.timed import SYMBOLS, Device, SyntheticText, TimedDrafter, TimedModel, Timing
 from target_service.assembly import assemble
 from tests.growth_rules import GrowthLedger
 from tests.pair import drafting, local_link_to
@@ -26,7 +26,7 @@ QUICK = Timing(step_s=0.002, draft_s=0.0004, acceptance=(0.75, 0.12, 0.05), seed
 
 def text(timing: Timing, token: int, position: int, count: int) -> list[int]:
     """The law written down once more: one token after the other."""
-    law, tokens = Law(timing), []
+    law, tokens = SyntheticText(timing), []
     for place in range(position, position + count):
         token = int(law.following([token], [place])[0])
         tokens.append(token)
@@ -40,10 +40,10 @@ def test_streams_never_meet_and_the_seed_changes_them() -> None:
 
 
 def test_children_are_right_as_often_as_they_are_said_to_be() -> None:
-    law, positions = Law(QUICK), np.arange(1, 6001)
+    law, positions = SyntheticText(QUICK), np.arange(1, 6001)
     streams = np.full(len(positions), 2)
     truth = law.following(streams * SYMBOLS, positions)
-    ranked = law.believed(streams, positions)
+    ranked = law.proposed(streams, positions)
     for rank, chance in enumerate(QUICK.acceptance):
         share = np.mean(ranked[:, rank] == truth)
         assert abs(share - chance) < 0.02, (rank, share)

@@ -35,7 +35,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import settled_draft
 from slipstream.simulate import apart
 from slipstream.simulate.apart import Compared, compared, knee, timing_of
-from slipstream.simulate.simulation import AHEAD, Predicted
+from slipstream.simulate.simulation import RUN_AHEAD, Predicted
 from slipstream.train.dialogue import read_prompts
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.tiny import write_tiny_model
@@ -170,7 +170,7 @@ def test_the_command_says_whether_a_device_more_pays(tiny_folder: Path, tiny_dra
         result = CliRunner().invoke(app, [*called, "--link", address])
     assert result.exit_code == 0, result.exception
     assert f"a message to {address} and back takes" in result.output and "÷ one device" in result.output
-    assert load(out).draft.run_ahead in (0, *AHEAD.values())
+    assert load(out).draft.run_ahead in (0, *RUN_AHEAD.values())
     if "take them apart" in result.output or load(out).draft.run_ahead:
         assert f"draft.run_ahead={load(out).draft.run_ahead}:" in result.output
     result = CliRunner().invoke(app, [*called, "--link", address])

@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Tokenizer
 from slipstream.drafting.tree import Indices
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.models.folder import load_tokenizer
-from slipstream.simulate.timed import SYMBOLS, VOCAB, Device, Law, TimedDrafter, TimedModel, Timing
+from slipstream.simulate.timed import SYMBOLS, VOCAB, Device, SyntheticText, TimedDrafter, TimedModel, Timing
 from tests.tiny import EOS, tiny_tokenizer
 from tests.tiny import VOCAB as BYTES_AND_SPECIALS
 
@@ -86,7 +86,7 @@ def streams() -> range:
     return range(FIRST, THOUGHTS)
 
 
-class ScriptedLaw(Law):
+class ScriptedLaw(SyntheticText):
     """Thoughts are thought and calls are called; all else follows the law."""
 
     def __init__(self, timing: Timing) -> None:

@@ -26,7 +26,7 @@ from bench.report import Row, complained, finished, number, save, write
 from bench.timed import Reader, deployed
 from bench.traffic import real
 from slipstream.observe.vitals import background_tasks
-from slipstream.simulate.simulation import AHEAD, SCHEDULES
+from slipstream.simulate.simulation import RUN_AHEAD, SCHEDULES
 from slipstream.simulate.timed import Timing
 
 MEASURED = SCHEDULES[:4]  # growth far ahead is said in simulated time
@@ -52,7 +52,7 @@ class Cell:
         """Its processes, which do not depend on the batch."""
         drafts, role = {"plain": (0, "target"), "colocated": (0, "colocated")}.get(self.schedule, (1, "target"))
         return deployed(Timing(draft_s=self.draft_ms / 1e3), drafts=drafts, rtt_ms=self.rtt_ms, role=role, settings=(
-            f"draft.run_ahead={AHEAD.get(self.schedule, 0)}",))
+            f"draft.run_ahead={RUN_AHEAD.get(self.schedule, 0)}",))
 
 
 def cells_of(schedules: Sequence[str], rtts_ms: Sequence[float], drafts_ms: Sequence[float],

@@ -30,8 +30,8 @@ from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import head_for, packaged_head, resolve
 from slipstream.observe.log import configure
-from slipstream.simulate.replay import Answers, ReplayedCast
-from slipstream.simulate.simulation import Deployment, of_schedule, simulate
+from slipstream.simulate.replay import RecordedText, ReplayedWorkload
+from slipstream.simulate.simulation import Deployment, simulate, with_schedule
 from slipstream.simulate.timed import KNEE_ROWS, Timing
 
 SETS = ("mt_bench", "alpaca", "gsm8k", "humaneval", "cnn_dm")
@@ -71,12 +71,12 @@ def timing_of(draft_ms: float) -> Timing:
     return Timing(STEP_MS / 1e3, draft_knee_rows=KNEE_ROWS, draft_s=draft_ms / 1e3, levels=LEVELS, width=CHILDREN)
 
 
-def schedules(cast: ReplayedCast, draft_ms: float, rtt_ms: float, seconds: float) -> Row:
+def schedules(workload: ReplayedWorkload, draft_ms: float, rtt_ms: float, seconds: float) -> Row:
     """One row of the sweep."""
     timing = timing_of(draft_ms)
-    deployment = Deployment(timing, rtt_s=rtt_ms / 1e3, cast=cast)
+    deployment = Deployment(timing, rtt_s=rtt_ms / 1e3, workload=workload)
 
-    together, serial, ahead, outcomes = (simulate(of_schedule(name, deployment), seconds)
+    together, serial, ahead, outcomes = (simulate(with_schedule(name, deployment), seconds)
                                          for name in ("colocated", "serial", "run-ahead", "outcomes"))
     rate, every = together.tokens_per_s, 1e3 * outcomes.hit_length / STEP_MS
     return {"tree_ms": draft_ms, "round_trip_ms": rtt_ms, "together": rate, "serial": serial.tokens_per_s,
@@ -86,15 +86,15 @@ def schedules(cast: ReplayedCast, draft_ms: float, rtt_ms: float, seconds: float
             "bound": (STEP_MS + draft_ms) / STEP_MS}
 
 
-def second(cast: ReplayedCast, draft_ms: float, targets: int, seconds: float) -> Row:
+def second(workload: ReplayedWorkload, draft_ms: float, targets: int, seconds: float) -> Row:
     """What a second device gives: beside ``targets`` targets, for ``PRICE`` targets' money, at 1 ms. Replicas of a pair
     on one device give as much by device and by money as one of them does."""
     timing = timing_of(draft_ms)
-    deployment = Deployment(timing, targets, cast=cast)
-    one = simulate(of_schedule("colocated", replace(deployment, targets=1)), seconds).tokens_per_s
+    deployment = Deployment(timing, targets, workload=workload)
+    one = simulate(with_schedule("colocated", replace(deployment, targets=1)), seconds).tokens_per_s
     row: dict[str, float] = {"tree_ms": draft_ms, "targets": targets, "together": one, "replicas": (targets + 1) * one}
     for name in ("serial", "outcomes"):
-        found = simulate(of_schedule(name, deployment), seconds)
+        found = simulate(with_schedule(name, deployment), seconds)
         row |= {name: found.tokens_per_s, f"{name}_by_device": found.tokens_per_s / (targets + 1) / one,
                 f"{name}_by_money": found.tokens_per_s / (targets + PRICE) / one}
     return row
@@ -105,12 +105,13 @@ def run(prompts: str, count: int, tokens: int, seconds: float = SECONDS) -> None
     configure(LogSection(level="error"))
     records = recorded(prompts, count, tokens)
     torch.set_num_threads(1)
-    cast = ReplayedCast(Answers(records))
+    workload = ReplayedWorkload(RecordedText(records))
     cells = [(draft_ms, rtt_ms) for draft_ms in DRAFTS_MS for rtt_ms in ROUND_TRIPS_MS]
-    rows = [schedules(cast, *cell, seconds) for cell in track(cells, "schedules")]
-    write("network-real", rows, f"{ModelSection().path} and its head, {len(records)} questions, {len(cast.said)} "
-                                f"tokens, simulated: tokens a second at a step of {STEP_MS:g} ms")
+    rows = [schedules(workload, *cell, seconds) for cell in track(cells, "schedules")]
+    write("network-real", rows, f"{ModelSection().path} and its head, {len(records)} questions, "
+                                f"{len(workload.recorded)} tokens, simulated: tokens a second at a step of "
+                                f"{STEP_MS:g} ms")
     pairs = [(draft_ms, targets) for draft_ms in SECOND_MS for targets in TARGETS]
-    rows = [second(cast, *pair, seconds / 2) for pair in track(pairs, "a second device")]
+    rows = [second(workload, *pair, seconds / 2) for pair in track(pairs, "a second device")]
     write("second-device", rows, f"one draft for so many targets, 1 ms away, which costs {PRICE:g} of a target; "
                                  "replicas: as many devices, a pair on each")

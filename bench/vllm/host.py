@@ -39,7 +39,7 @@ from slipstream.following.following import Event, Inbox
 from slipstream.observe.log import configure
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
-from slipstream.simulate.timed import MAX_CONTEXT, VOCAB, Law, Timing
+from slipstream.simulate.timed import MAX_CONTEXT, VOCAB, SyntheticText, Timing
 
 BATCHES = (1, 8, 64)
 CHAIN = 4
@@ -55,7 +55,7 @@ class SleepingRunner:
 
     count: int
     timing: Timing
-    law: Law = field(init=False)
+    law: SyntheticText = field(init=False)
     max_model_len: int = 1 << 14
     device: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(type="cpu"))
     input_batch: SimpleNamespace = field(init=False)
@@ -66,7 +66,7 @@ class SleepingRunner:
         sampling = SimpleNamespace(max_tokens=self.max_model_len - 64, temperature=0.0, extra_args=None, min_tokens=0,
                                    stop_token_ids=[], eos_token_id=None)
         self.requests = {name: SimpleNamespace(sampling_params=sampling) for name in names}
-        self.law = Law(self.timing)
+        self.law = SyntheticText(self.timing)
         tokens = np.zeros((self.count, self.max_model_len), np.int32)
         tokens[:, :2] = [text(number) for number in range(self.count)]
         self.input_batch = SimpleNamespace(

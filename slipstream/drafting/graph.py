@@ -49,8 +49,8 @@ from slipstream.observe.log import logger
 from slipstream.protocol.requests import Sampling
 
 SESSIONS = (1, 2, 4, 8, 16, 32, 64)
-FEW_ROWS = 64  # most pending rows of a session
-FEW_TOKENS, LITTLE_MASS, MUCH_OF_THE_BEST = 8, 0.5, 0.1  # of filters: top-k, top-p and min-p
+MAX_PENDING_ROWS = 64  # of a session
+NARROW_TOP_K, NARROW_TOP_P, NARROW_MIN_P = 8, 0.5, 0.1  # filters beyond which they are narrow (``is_narrow``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +81,24 @@ class Shape:
 
 
 class GraphBackend:
-    """A ``neural.TreeBackend`` of one shape of trees at a time, with loops for a few numbers of sessions."""
+    """A ``neural.TreeBackend`` of one shape of trees at a time, with graphs for a few numbers of sessions."""
 
     def __init__(self, network: EagleNetwork, attention: PagedAttention, topk: int, levels: int,
                  capture: Capture, sessions: int = SESSIONS[-1]) -> None:
         """levels: below the root's children. sessions: the most that a call may have."""
         self._network, self._attention, self._capture = network, attention, capture
         self._largest, self._sessions = Shape(1, topk, levels), sessions
-        self._loops: dict[tuple[Shape, bool], TreeLoop] = {}
+        self._graphs: dict[tuple[Shape, bool], TreeGraph] = {}
         self.reshape(topk, levels)
 
     def reshape(self, topk: int, levels: int) -> None:
-        """See ``neural.TreeBackend``. Captured loops stay. A shape with more rows or levels than the first one gets
+        """See ``neural.TreeBackend``. Captured graphs stay. A shape with more rows or levels than the first one gets
         none."""
         self._shape, largest = Shape(1, topk, levels), self._largest
         enough = next((count for count in SESSIONS if count >= self._sessions), SESSIONS[-1])
         fits = 0 < levels <= largest.levels and topk <= largest.topk
         self._shapes = [replace(self._shape, sessions=count) for count in SESSIONS if count <= enough and fits]
-        self._draws = topk <= self._network.most_drawn
+        self._supports_sampling = topk <= self._network.most_drawn
 
     @property
     def max_batch(self) -> int:
@@ -106,31 +106,31 @@ class GraphBackend:
         return self._shapes[-1].sessions if self._shapes else 1
 
     def warm(self) -> int:
-        """Capture all loops now, the largest first. Returns how many there are."""
+        """Capture all graphs now, the largest first. Returns how many there are."""
         for shape in reversed(self._shapes):
-            for drawn in (False, True) if self._draws else (False,):
-                self._loop(shape.sessions, drawn)
-        return len(self._loops)
+            for drawn in (False, True) if self._supports_sampling else (False,):
+                self._graph(shape.sessions, drawn)
+        return len(self._graphs)
 
-    def loops(self) -> list[TreeLoop]:
-        """The captured loops."""
-        return list(self._loops.values())
+    def graphs(self) -> list[TreeGraph]:
+        """The captured graphs."""
+        return list(self._graphs.values())
 
     def supports(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
         """See ``neural.TreeBackend``."""
-        fits = rows <= FEW_ROWS and levels <= self._shape.levels and topk == self._shape.topk
-        return fits and (drawn is None or (self._draws and not is_narrow(drawn))) and bool(self._shapes)
+        fits = rows <= MAX_PENDING_ROWS and levels <= self._shape.levels and topk == self._shape.topk
+        return fits and (drawn is None or (self._supports_sampling and not is_narrow(drawn))) and bool(self._shapes)
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
         """See ``neural.TreeBackend``."""
-        seeds, kinds, found = self._caught_up(seeds), list[Indices](), list[Grown]()
+        seeds, kinds, found = self._compute_older_rows(seeds), list[Indices](), list[Grown]()
         is_drawn = np.array([seed.drawn is not None for seed in seeds])
         for places, drawn in ((np.flatnonzero(~is_drawn), False), (np.flatnonzero(is_drawn), True)):
             if len(places):
                 some = [seeds[place] for place in places]
-                loop = self._loop(len(some), drawn)
+                graph = self._graph(len(some), drawn)
                 kinds.append(places)
-                found.append((loop(some) if loop is not None else None) or self._children(some, drawn))
+                found.append((graph(some) if graph is not None else None) or self._grow_root_children(some, drawn))
         if len(found) == 1:
             return found[0]
         tokens, scores, picks, known = (np.concatenate(parts) for parts in zip(
@@ -139,7 +139,7 @@ class GraphBackend:
             np.concatenate(kinds).argsort().tolist())
 
     @torch.inference_mode()
-    def _caught_up(self, seeds: Sequence[Seed]) -> list[Seed]:
+    def _compute_older_rows(self, seeds: Sequence[Seed]) -> list[Seed]:
         """Compute the pending rows for which a graph has no room, the oldest ones. Returns seeds of the others."""
         most, left = self._shape.most_pending, list[Seed]()
         builder, states = BatchBuilder(), list[torch.Tensor]()
@@ -164,7 +164,7 @@ class GraphBackend:
         return left
 
     @torch.inference_mode()
-    def _children(self, seeds: Sequence[Seed], drawn: bool) -> Grown:
+    def _grow_root_children(self, seeds: Sequence[Seed], drawn: bool) -> Grown:
         """Grow only the roots' children, without a graph."""
         builder, network, shape = BatchBuilder(), self._network, self._shape
         for seed in seeds:
@@ -173,33 +173,36 @@ class GraphBackend:
                         seed.context, logits="last")
         out = network.forward(builder.build(network.device, torch.cat([seed.states for seed in seeds])))
         assert out.states is not None
-        best = (network.drawn(out.logits, to_device(asked_of(seeds, Shape(len(seeds), shape.topk, 0)), network.device),
-                              shape.topk) if drawn else network.children(out.logits, shape.topk))
+        if drawn:
+            keys = to_device(noise_keys(seeds, Shape(len(seeds), shape.topk, 0)), network.device)
+            best = network.drawn(out.logits, keys, shape.topk)
+        else:
+            best = network.children(out.logits, shape.topk)
         rows, known = 1 + shape.levels * shape.topk, np.ones(len(seeds), np.int64)
         tokens, scores = (np.pad(part.cpu().numpy()[:, None], ((0, 0), (0, rows - 1), (0, 0))) for part in best)
         picks = np.zeros((len(seeds), shape.levels, shape.topk), np.int64)
         return Grown(tokens, scores, picks, F.pad(out.states[:, None], (0, 0, 0, rows - 1)), known)
 
-    def _loop(self, count: int, drawn: bool) -> TreeLoop | None:
+    def _graph(self, count: int, drawn: bool) -> TreeGraph | None:
         shape = next((shape for shape in self._shapes if shape.sessions >= count), None)
-        if shape is not None and (shape, drawn) not in self._loops:
+        if shape is not None and (shape, drawn) not in self._graphs:
             try:
-                self._loops[shape, drawn] = TreeLoop(self._network, self._attention, shape, drawn, self._capture)
+                self._graphs[shape, drawn] = TreeGraph(self._network, self._attention, shape, drawn, self._capture)
             except RuntimeError as error:
                 self._shapes = [other for other in self._shapes if other.sessions < shape.sessions]
-                self._loops = {kind: loop for kind, loop in self._loops.items() if kind[0] in self._shapes}
+                self._graphs = {kind: graph for kind, graph in self._graphs.items() if kind[0] in self._shapes}
                 logger("draft").warning("no graphs for so many trees at once", sessions=shape.sessions,
                                         reason=in_a_line(error))
-        return None if shape is None else self._loops.get((shape, drawn))
+        return None if shape is None else self._graphs.get((shape, drawn))
 
 
 def is_narrow(sampling: Sampling) -> bool:
     """Whether filters (top-k, top-p, min-p) leave so few tokens that ranks without them are a bad guess. If they leave
     more, ranks are nearly the same, and the target filters anyway."""
-    return 0 < sampling.top_k < FEW_TOKENS or sampling.top_p < LITTLE_MASS or sampling.min_p > MUCH_OF_THE_BEST
+    return 0 < sampling.top_k < NARROW_TOP_K or sampling.top_p < NARROW_TOP_P or sampling.min_p > NARROW_MIN_P
 
 
-def asked_of(seeds: Sequence[Seed], shape: Shape) -> Indices:
+def noise_keys(seeds: Sequence[Seed], shape: Shape) -> Indices:
     """[M, NOISY]: the values of ``races.noisy_rows`` for B roots, then for the K rows of each in every level; rows of
     sessions beyond ``seeds`` hold arbitrary values."""
     wanted = [(seed.drawn or Sampling(), seed.base) for seed in seeds]
@@ -213,26 +216,26 @@ def asked_of(seeds: Sequence[Seed], shape: Shape) -> Indices:
 
 
 def spare_slots(topk: int, levels: int) -> int:
-    """Slots at the end of a pool that the loops need for dummies; 0: such a tree is too large for a loop."""
+    """Slots at the end of a pool that the graphs need for dummies; 0: such a tree is too large for a graph."""
     return Shape(SESSIONS[-1], topk, levels).spare if 0 < topk * levels <= MOST_BITS else 0
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TreeSlots:
     """The slots that a call reads and writes, dummies included; lists of B sessions."""
 
     contexts: list[Indices]  # [C] of computed rows
     pending: list[Indices]  # [M] of pending rows
     trees: Indices  # [B, L * K] level by level
-    filling: Indices  # of the last dummy: it takes all pending rows that are left over
+    padding: Indices  # of the last dummy: it takes all pending rows that are left over
 
     def pending_plan(self) -> PagePlan:
         """The plan of the pending rows: each sees all rows before it."""
-        rows = np.array([*map(len, self.pending), len(self.filling)])
+        rows = np.array([*map(len, self.pending), len(self.padding)])
         known = np.array([*map(len, self.contexts), 0])
         limits = np.arange(1, rows.sum() + 1) + np.repeat(known - np.cumsum(rows) + rows, rows)
         listed = [part for both in zip(self.contexts, self.pending, strict=True) for part in both]
-        return _plan(rows, known + rows, [*listed, self.filling], limits)
+        return _plan(rows, known + rows, [*listed, self.padding], limits)
 
     def level_plan(self, topk: int) -> PagePlan:
         """The plan of all levels: each row sees all rows before the tree. Words are written during the replay."""
@@ -249,11 +252,11 @@ def _plan(rows: Indices, entries: Indices, listed: Sequence[Indices], limits: In
                     limits.astype(np.int32), np.zeros(len(limits), np.int64))
 
 
-class TreeLoop:
+class TreeGraph:
     """The captured graph of one shape, for greedy or for sampled sessions."""
 
-    __slots__ = ("_attends", "_bits", "_drawn", "_found", "_network", "_pages", "_parts",
-                 "_picks", "_read", "_replay", "_shape", "_start", "_states")
+    __slots__ = ("_attends", "_bits", "_children", "_drawn", "_inputs", "_network", "_pages", "_parts", "_picks",
+                 "_replay", "_shape", "_start", "_states")
 
     def __init__(self, network: EagleNetwork, attention: PagedAttention, shape: Shape, drawn: bool,
                  capture: Capture) -> None:
@@ -271,9 +274,9 @@ class TreeLoop:
         self._pages = [PageTensors.within(part, torch.zeros(network.pool_slots, dtype=torch.int32, device=device), rows)
                        for part, rows in ((pending, shape.pending), (level, shape.rows))]
         self._attends = [attention.fixed(pages, own_plan=True) for pages in self._pages]
-        self._read = torch.zeros(shape.pending, width, dtype=dtype, device=device)
+        self._inputs = torch.zeros(shape.pending, width, dtype=dtype, device=device)
         # Tokens and scores (float64, stored as int64 bits) of all rows' children; and which rows were picked.
-        self._found = torch.zeros(2, b, 1 + levels * k, k, dtype=torch.int64, device=device)
+        self._children = torch.zeros(2, b, 1 + levels * k, k, dtype=torch.int64, device=device)
         self._picks = torch.zeros(b, levels, k, dtype=torch.int64, device=device)
         self._states = torch.zeros(b, 1 + levels * k, width, dtype=dtype, device=device)
         self._write([])
@@ -287,8 +290,8 @@ class TreeLoop:
             return None
         self._replay()
         count, states = len(seeds), self._states[: len(seeds)].clone()
-        numbers = torch.cat((self._found[:, :count].flatten(), self._picks[:count].flatten())).cpu().numpy()
-        found, picks = np.split(numbers, [2 * count * self._found[0, 0].numel()])
+        numbers = torch.cat((self._children[:, :count].flatten(), self._picks[:count].flatten())).cpu().numpy()
+        found, picks = np.split(numbers, [2 * count * self._children[0, 0].numel()])
         tokens, scores = found.reshape(2, count, -1, self._shape.topk)
         chosen = picks.reshape(count, -1, self._shape.topk)
         chosen[:, 0] = np.arange(self._shape.topk)
@@ -296,7 +299,7 @@ class TreeLoop:
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All buffers that are written before or during a replay; tests fill them with wrong values."""
-        yield from (self._start, self._read, self._found, self._picks, self._states)
+        yield from (self._start, self._inputs, self._children, self._picks, self._states)
         for pages in self._pages:
             yield pages.indices
 
@@ -304,7 +307,7 @@ class TreeLoop:
         """Write the static buffers: tokens, positions and slots of pending rows, which of them are roots, positions of
         the first level, slots of the trees, keys of the noise, and both plans. Returns False where the plans need
         another launch than the captured one."""
-        shape, places = self._shape, self._places(seeds)
+        shape, places = self._shape, self._tree_slots(seeds)
         own = [(seed.tokens, np.arange(seed.position, seed.position + len(seed.tokens))) for seed in seeds]
         left = shape.pending - sum(len(seed.tokens) for seed in seeds)
         nothing = np.zeros(left, np.int64)
@@ -313,18 +316,18 @@ class TreeLoop:
         by_level = places.trees.reshape(shape.sessions, shape.levels, shape.topk).swapaxes(0, 1)
         plans = places.pending_plan(), places.level_plan(shape.topk)
         start = np.concatenate((*(tokens for tokens, _ in own), nothing, *(at for _, at in own), nothing,
-                                *places.pending, places.filling, rows.cumsum() - 1, np.repeat(first, shape.topk),
-                                by_level.ravel(), *([asked_of(seeds, shape).ravel()] if self._drawn else []),
+                                *places.pending, places.padding, rows.cumsum() - 1, np.repeat(first, shape.topk),
+                                by_level.ravel(), *([noise_keys(seeds, shape).ravel()] if self._drawn else []),
                                 *map(packed, plans)))
         self._start.copy_(torch.from_numpy(start), non_blocking=True)
         if seeds:
-            self._read[: len(self._read) - left] = torch.cat([seed.states for seed in seeds])
-        self._read[len(self._read) - left :].zero_()
+            self._inputs[: len(self._inputs) - left] = torch.cat([seed.states for seed in seeds])
+        self._inputs[len(self._inputs) - left :].zero_()
         for pages, plan in zip(self._pages, plans, strict=True):
             write_indices(pages, plan)
         return all(attend.replan(plan) for attend, plan in zip(self._attends, plans, strict=True))
 
-    def _places(self, seeds: Sequence[Seed]) -> Places:
+    def _tree_slots(self, seeds: Sequence[Seed]) -> TreeSlots:
         shape, first = self._shape, self._network.pool_slots - self._shape.spare
         each, used = shape.topk * shape.levels, sum(len(seed.tokens) for seed in seeds)
         spare = np.arange(first, first + shape.pending - used)  # for dummies' pending rows; slots of their trees follow
@@ -333,25 +336,25 @@ class TreeLoop:
         trees = begin + np.arange(shape.sessions * each).reshape(shape.sessions, each)
         for tree, seed in zip(trees, seeds, strict=False):  # levels that were not asked for use dummy slots
             tree[: len(seed.slots) - len(seed.tokens)] = seed.slots[len(seed.tokens) :]
-        return Places([*(seed.context for seed in seeds), *(spare[:0] for _ in dummies)],
+        return TreeSlots([*(seed.context for seed in seeds), *(spare[:0] for _ in dummies)],
                       [*(seed.slots[: len(seed.tokens)] for seed in seeds), *(spare[i : i + 1] for i in dummies)],
                       trees, spare[len(dummies) :])
 
     def _run(self) -> None:
         network, shape = self._network, self._shape
         b, k, levels = shape.sessions, shape.topk, shape.levels
-        tokens, positions, slots, roots, tree_positions, tree_slots, asked = self._parts
-        asked_by_level = asked.view(-1, NOISY).split_with_sizes((b, *[shape.rows] * levels)) if self._drawn else ()
+        tokens, positions, slots, roots, tree_positions, tree_slots, keys = self._parts
+        keys_by_level = keys.view(-1, NOISY).split_with_sizes((b, *[shape.rows] * levels)) if self._drawn else ()
         network.clear(tree_slots)
-        out = network.level(tokens, positions, slots, self._read, self._attends[0], roots)
-        ids, above = self._keep(0, 1, out, asked_by_level)
+        out = network.level(tokens, positions, slots, self._inputs, self._attends[0], roots)
+        ids, above = self._store(0, 1, out, keys_by_level)
         tokens, words = ids.view(-1), self._bits[0].expand(b, k)
         states = self._states[:, 0].repeat_interleave(k, 0)
         first, by_level = k * torch.arange(b, device=states.device)[:, None], tree_slots.view(levels, -1)
         for level in range(levels):
             self._pages[1].words.copy_(words.reshape(-1))
             out = network.level(tokens, tree_positions + level, by_level[level], states, self._attends[1])
-            ids, scores = self._keep(1 + level * k, k, out, asked_by_level[1 + level :])
+            ids, scores = self._store(1 + level * k, k, out, keys_by_level[1 + level :])
             if level + 1 == levels:
                 break
             totals = (above.view(b, k, 1) + scores).view(b, -1)
@@ -363,16 +366,16 @@ class TreeLoop:
             assert out.states is not None
             states = out.states.index_select(0, (parents + first).view(-1))
 
-    def _keep(self, first: int, count: int, out: Output,
-              asked: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _store(self, first: int, count: int, out: Output,
+               keys: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the results of rows ``first`` … ``first + count - 1`` of each tree. Returns tokens and scores of their
-        children, [B, count, K] each. asked: noise keys; the first are those of these rows."""
+        children, [B, count, K] each. keys: of the noise; the first are those of these rows."""
         b, k, network = self._shape.sessions, self._shape.topk, self._network
-        ids, scores = network.drawn(out.logits, asked[0], k) if asked else network.children(out.logits, k)
+        ids, scores = network.drawn(out.logits, keys[0], k) if keys else network.children(out.logits, k)
         ids, scores = ids.view(b, count, k), scores.view(b, count, k)
         rows = slice(first, first + count)
-        self._found[0, :, rows].copy_(ids)
-        self._found[1, :, rows].copy_(scores.view(torch.int64))
+        self._children[0, :, rows].copy_(ids)
+        self._children[1, :, rows].copy_(scores.view(torch.int64))
         assert out.states is not None
         self._states[:, rows].copy_(out.states.view(b, count, -1))
         return ids, scores

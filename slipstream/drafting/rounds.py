@@ -30,7 +30,7 @@ from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Indices
 from slipstream.engine.runner import FeatureWriter, ModelRunner
-from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.protocol.messages import Commit, Features, Open
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.tree import MAX_NODES, DraftTree, walk
 
@@ -73,7 +73,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Answering:
+class RunningAnswer:
     """The state of one answer."""
 
     session: int
@@ -81,7 +81,7 @@ class Answering:
     tokens: list[int]
     slots: Indices  # KV of all tokens but the newest
     first: int  # index in ``tokens`` where the answer begins
-    over: bool = False
+    ended: bool = False
 
 
 def slots_needed(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
@@ -107,8 +107,8 @@ class Rounds:
         times to ``tally``. Raises CapacityError when slots are too few."""
         if self._spec is not None:
             self._rows = self._runner.keep_features(self._spec)
-        all_ = [self._begin(session, list(prompt)) for session, prompt in enumerate(prompts, 1)]
-        while running := [a for a in all_ if not a.over]:
+        answers = [self._begin(session, list(prompt)) for session, prompt in enumerate(prompts, 1)]
+        while running := [answer for answer in answers if not answer.ended]:
             began_s = perf_counter()
             trees = self._draft(running, budget)
             drafted_s = perf_counter()
@@ -119,11 +119,11 @@ class Rounds:
             # The drafter's own work on a commit counts as drafting.
             tally.draft_s.append(drafted_s - began_s + perf_counter() - verified_s)
             tally.verify_s.append(verified_s - drafted_s)
-        for answering in all_:
-            self._end(answering)
-        return [a.tokens[a.first:] for a in all_]
+        for answer in answers:
+            self._end(answer)
+        return [answer.tokens[answer.first:] for answer in answers]
 
-    def _begin(self, session: int, prompt: list[int]) -> Answering:
+    def _begin(self, session: int, prompt: list[int]) -> RunningAnswer:
         slots = self._runner.slots.alloc(len(prompt))
         builder = BatchBuilder()
         builder.add(prompt, range(len(prompt)), slots.tolist(), np.zeros(0, np.int64), logits="last")
@@ -136,43 +136,45 @@ class Rounds:
         states = self._features(session, 0, slots)
         if self._drafter is not None and states is not None:
             self._drafter.absorb([states])
-        over = tokens[-1] in self._eos or self._max_tokens <= 1
-        return Answering(session, sampling, tokens, slots, len(prompt), over)
+        ended = tokens[-1] in self._eos or self._max_tokens <= 1
+        return RunningAnswer(session, sampling, tokens, slots, len(prompt), ended)
 
-    def _draft(self, running: Sequence[Answering], budget: int) -> list[DraftTree]:
-        roots = {a.session: DraftTree.root_only(len(a.tokens), a.tokens[-1]) for a in running}
+    def _draft(self, running: Sequence[RunningAnswer], budget: int) -> list[DraftTree]:
+        trees = {a.session: DraftTree.root_only(len(a.tokens), a.tokens[-1]) for a in running}
         if self._drafter is not None and budget:
-            for growth in self._drafter.grow(list(roots), [budget] * len(roots)):
-                roots[growth.session] = _with(roots[growth.session], growth)
-        return list(roots.values())
+            for growth in self._drafter.grow(list(trees), [budget] * len(trees)):
+                trees[growth.session] = trees[growth.session].append(
+                    growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(), growth.scores.tolist())
+        return list(trees.values())
 
-    def _verify(self, running: Sequence[Answering], trees: Sequence[DraftTree], acceptance: Acceptance) -> list[Commit]:
+    def _verify(self, running: Sequence[RunningAnswer], trees: Sequence[DraftTree],
+                acceptance: Acceptance) -> list[Commit]:
         """Verify all trees in one forward and append the accepted tokens to the answers."""
         builder, placed = BatchBuilder(), list[tuple[range, Indices]]()
-        for answering, tree in zip(running, trees, strict=True):
+        for answer, tree in zip(running, trees, strict=True):
             slots = self._runner.slots.alloc(len(tree))
             plain = len(tree) == 1
             rows = builder.add(tree.tokens, [tree.base - 1 + level for level in tree.levels()], slots.tolist(),
-                               answering.slots, None if plain else tree.ancestors(),
+                               answer.slots, None if plain else tree.ancestors(),
                                0 if plain else len(tree))
             placed.append((rows, slots))
         logits, best = self._runner.logits_and_best(builder.build(self._runner.model.device))
-        choices = choose(logits, [_choice_rows(answering, tree, rows)
-                                  for answering, tree, (rows, _) in zip(running, trees, placed, strict=True)], best,
+        choices = choose(logits, [_choice_rows(answer, tree, rows)
+                                  for answer, tree, (rows, _) in zip(running, trees, placed, strict=True)], best,
                          self._runner.race)
         commits = []
-        for answering, tree, (rows, slots) in zip(running, trees, placed, strict=True):
+        for answer, tree, (rows, slots) in zip(running, trees, placed, strict=True):
             verdict = walk(tree, choices[rows.start:rows.stop])
             path = slots[list(verdict.path)]
             self._runner.slots.free(np.setdiff1d(slots, path))
             end = next((i + 1 for i, token in enumerate(verdict.tokens) if token in self._eos), len(verdict.tokens))
             acceptance.add(min(verdict.num_accepted, end), end <= verdict.num_accepted)
-            commits.append(Commit(answering.session, tree.base, np.array(verdict.tokens, np.int32),
-                                  self._features(answering.session, tree.base - 1, path), len(tree) - 1))
-            answering.slots = np.concatenate([answering.slots, path])
-            answering.tokens.extend(verdict.tokens)
-            answering.over = (end < len(verdict.tokens) or verdict.tokens[-1] in self._eos
-                              or len(answering.tokens) - answering.first >= self._max_tokens)
+            commits.append(Commit(answer.session, tree.base, np.array(verdict.tokens, np.int32),
+                                  self._features(answer.session, tree.base - 1, path), len(tree) - 1))
+            answer.slots = np.concatenate([answer.slots, path])
+            answer.tokens.extend(verdict.tokens)
+            answer.ended = (end < len(verdict.tokens) or verdict.tokens[-1] in self._eos
+                            or len(answer.tokens) - answer.first >= self._max_tokens)
         return commits
 
     def _features(self, session: int, start: int, slots: Indices) -> Features | None:
@@ -180,20 +182,16 @@ class Rounds:
             return None
         return Features(session, start, self._runner.feature_bytes(slots, self._rows), len(slots), self._spec.dtype)
 
-    def _end(self, answering: Answering) -> None:
+    def _end(self, answer: RunningAnswer) -> None:
         if self._drafter is not None:
-            self._drafter.close([answering.session])
-        self._runner.slots.free(answering.slots)
+            self._drafter.close([answer.session])
+        self._runner.slots.free(answer.slots)
 
 
-def _choice_rows(answering: Answering, tree: DraftTree, rows: range) -> ChoiceRows:
+def _choice_rows(answer: RunningAnswer, tree: DraftTree, rows: range) -> ChoiceRows:
     positions = [tree.base + level for level in tree.levels()]
-    outputs = [position - answering.first for position in positions]
-    return ChoiceRows(answering.sampling, rows, positions, outputs, None, [()] * len(tree))
-
-
-def _with(root: DraftTree, growth: Growth) -> DraftTree:
-    return root.append(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(), growth.scores.tolist())
+    outputs = [position - answer.first for position in positions]
+    return ChoiceRows(answer.sampling, rows, positions, outputs, None, [()] * len(tree))
 
 
 Report = Callable[[], None]
@@ -242,23 +240,24 @@ def shapes(steps: Iterable[int], topks: Iterable[int], nodes: Iterable[int]) -> 
     return found
 
 
-def largest(all_: Sequence[GrowthSection]) -> GrowthSection:
+def largest(growths: Sequence[GrowthSection]) -> GrowthSection:
     """The largest depth, topk and number of nodes: a drafter made for this shape can take all the others."""
-    return GrowthSection(num_steps=max(g.num_steps for g in all_), topk=max(g.topk for g in all_),
-                         num_draft_tokens=max(g.num_draft_tokens for g in all_))
+    return GrowthSection(num_steps=max(g.num_steps for g in growths), topk=max(g.topk for g in growths),
+                         num_draft_tokens=max(g.num_draft_tokens for g in growths))
 
 
-def sweep(runner: ModelRunner, drafter: NeuralDrafter, all_: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],
-          max_tokens: int, report: Report = lambda: None, temperature: float = 0.0) -> Sweep:
+def sweep(runner: ModelRunner, drafter: NeuralDrafter, growths: Sequence[GrowthSection],
+          prompts: Sequence[Sequence[int]], max_tokens: int, report: Report = lambda: None,
+          temperature: float = 0.0) -> Sweep:
     """Answer each prompt plain and with each shape, greedily where ``temperature`` is 0. ``report`` is called after
     each answer, (shapes + 1) * prompts in all. Raises ConfigError for a shape that is too deep for the drafter, or
     where every answer ended with its first token."""
-    plain, tallies = Tally(), [Tally() for _ in all_]
+    plain, tallies = Tally(), [Tally() for _ in growths]
     alone, drafting = (Rounds(runner, one, max_tokens, temperature) for one in (None, drafter))
     for prompt in prompts:
         alone.answer([prompt], 0, plain)
         report()
-        for growth, tally in zip(all_, tallies, strict=True):
+        for growth, tally in zip(growths, tallies, strict=True):
             drafter.reshape(growth)
             drafting.answer([prompt], growth.num_draft_tokens, tally)
             report()
@@ -267,7 +266,7 @@ def sweep(runner: ModelRunner, drafter: NeuralDrafter, all_: Sequence[GrowthSect
                           "that are answered at length")
     return Sweep(_median(plain.verify_s), tuple(
         Measured(growth, tally.acceptance.length, _median(tally.draft_s), _median(tally.verify_s))
-        for growth, tally in zip(all_, tallies, strict=True)))
+        for growth, tally in zip(growths, tallies, strict=True)))
 
 
 def _median(seconds: Sequence[float]) -> float:

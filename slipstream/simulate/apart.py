@@ -20,8 +20,8 @@ from math import inf
 from slipstream.base.config import PolicySection
 from slipstream.drafting.records import Record
 from slipstream.drafting.rounds import Measured
-from slipstream.simulate.replay import Answers, ReplayedCast
-from slipstream.simulate.simulation import AHEAD, SCHEDULES, Deployment, Predicted, of_schedule, simulate
+from slipstream.simulate.replay import RecordedText, ReplayedWorkload
+from slipstream.simulate.simulation import RUN_AHEAD, SCHEDULES, Deployment, Predicted, simulate, with_schedule
 from slipstream.simulate.timed import Timing
 
 LEAST = 1.03
@@ -70,7 +70,7 @@ class Compared:
     @property
     def run_ahead(self) -> int:
         """The setting draft.run_ahead for the best schedule."""
-        return AHEAD.get(self.best, 0)
+        return RUN_AHEAD.get(self.best, 0)
 
     def why(self) -> list[str]:
         """The verdict, one sentence a line."""
@@ -93,11 +93,12 @@ def compared(timing: Timing, nodes: int, exchange_s: float, records: Sequence[Re
     """Play every schedule, with trees of ``nodes`` nodes. exchange_s: round trip of a round between the services, in
     seconds; apart_s: seconds of a tree on the draft's own device; shared_cores: that setting of a colocated target;
     report: called after each of SCHEDULES."""
-    deployment = Deployment(timing, rtt_s=exchange_s, hop_s=0.0, host_s=0.0, cast=ReplayedCast(Answers(records)),
+    workload = ReplayedWorkload(RecordedText(records))
+    deployment = Deployment(timing, rtt_s=exchange_s, hop_s=0.0, host_s=0.0, workload=workload,
                             policy=PolicySection(max_nodes=nodes))
 
     def played(name: str, where: Deployment) -> Predicted:
-        return simulate(of_schedule(name, where), STEPS * timing.step_s, WARM_UP * timing.step_s)
+        return simulate(with_schedule(name, where), STEPS * timing.step_s, WARM_UP * timing.step_s)
 
     found = dict[str, Predicted]()
     for name in SCHEDULES:

@@ -20,7 +20,7 @@ from slipstream.simulate.timed import MAX_CONTEXT, TimedSession, Timing
 PROMPT = 2  # tokens: where the text begins, and its first token
 
 
-class Answers:
+class RecordedText:
     """The recorded answers to all questions, joined. Tokens are numbered anew: only those that occur."""
 
     def __init__(self, records: Sequence[Record]) -> None:
@@ -29,28 +29,28 @@ class Answers:
         every = np.unique(np.concatenate([answers, *(place.tokens for place in self.places)]))
         self.tokens = np.searchsorted(every, answers)
         self.vocab_size = max(len(every), len(answers))  # a place in the text is sent as a token, too (PROMPT)
-        self._said = [np.searchsorted(every, place.tokens).tolist() for place in self.places]
+        self._node_tokens = [np.searchsorted(every, place.tokens).tolist() for place in self.places]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def children(self, at: int, path: Sequence[int], most: int) -> tuple[list[int], list[float]]:
+    def children(self, at: int, path: Sequence[int], max_children: int) -> tuple[list[int], list[float]]:
         """Tokens and log scores of the recorded children after ``path`` at the place ``at``, best first, at most
-        ``most``; none if the record does not reach there."""
-        place, said, node = self.places[at], self._said[at], 0
+        ``max_children``; none if the record does not reach there."""
+        place, tokens, node = self.places[at], self._node_tokens[at], 0
         for token in path:
-            node = next((child for child in place.children(node) if said[child] == token), -1)
+            node = next((child for child in place.children(node) if tokens[child] == token), -1)
             if node < 0:
                 return [], []
-        found = place.children(node)[:most]
-        return said[found.start : found.stop], place.scores[found.start : found.stop].tolist()
+        found = place.children(node)[:max_children]
+        return tokens[found.start : found.stop], place.scores[found.start : found.stop].tolist()
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReplayedText:
     """A ``simulate.timed.Text`` that a target reads from ``begin`` on. A session's place is where its text begins."""
 
-    text: Answers
+    text: RecordedText
     begin: int
 
     @property
@@ -74,19 +74,19 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayedCast:
-    """A ``simulation.Cast`` of recorded answers; its drafter starts a new tree after each commit, like a head."""
+class ReplayedWorkload:
+    """A ``simulation.Workload`` of recorded answers; its drafter starts a new tree after each commit, like a head."""
 
-    said: Answers
+    recorded: RecordedText
     answer: int = MAX_CONTEXT // 2
-    keeps: bool = False
+    keeps_subtree: bool = False
 
     def begin(self, stream: int) -> int:
-        return stream * 97 % len(self.said)
+        return stream * 97 % len(self.recorded)
 
-    def text(self, timing: Timing, stream: int) -> Reading:
-        return Reading(self.said, self.begin(stream))
+    def text(self, timing: Timing, stream: int) -> ReplayedText:
+        return ReplayedText(self.recorded, self.begin(stream))
 
     def prompt(self, stream: int) -> tuple[int, ...]:
         begin = self.begin(stream)
-        return begin, int(self.said.tokens[begin])
+        return begin, int(self.recorded.tokens[begin])

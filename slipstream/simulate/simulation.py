@@ -32,7 +32,7 @@ from slipstream.simulate.timed import (
     STREAMS,
     SYMBOLS,
     Device,
-    Law,
+    SyntheticText,
     Text,
     TimedDrafter,
     TimedModel,
@@ -42,14 +42,14 @@ from target_service.loop import TargetWorker
 from target_service.service import deliver
 from target_service.step import Limits
 
-AHEAD = {"run-ahead": 239, "outcomes": 1007}  # draft.run_ahead of a schedule: nodes beyond those that are verified next
-SCHEDULES = ("plain", "colocated", "serial", *AHEAD)
+RUN_AHEAD = {"run-ahead": 239, "outcomes": 1007}  # the setting draft.run_ahead of a schedule
+SCHEDULES = ("plain", "colocated", "serial", *RUN_AHEAD)
 PROFILED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows
 PARTS = 100  # of the simulated time; progress is reported after each
 ANSWER = 2000  # tokens of an answer; the reader then asks again
 
 
-class Cast(Protocol):
+class Workload(Protocol):
     """The prompts and texts of a simulation."""
 
     @property
@@ -58,7 +58,7 @@ class Cast(Protocol):
         ...
 
     @property
-    def keeps(self) -> bool:
+    def keeps_subtree(self) -> bool:
         """Whether a drafter that runs ahead keeps the part of a tree that survives a commit."""
         ...
 
@@ -71,14 +71,14 @@ class Cast(Protocol):
         ...
 
 
-class TimedCast:
-    """The texts of ``timed.Law``."""
+class TimedWorkload:
+    """The texts of ``timed.SyntheticText``."""
 
     answer = ANSWER
-    keeps = True
+    keeps_subtree = True
 
     def text(self, timing: Timing, stream: int) -> Text:
-        return Law(timing)
+        return SyntheticText(timing)
 
     def prompt(self, stream: int) -> tuple[int, ...]:
         return (stream % STREAMS * SYMBOLS,) * 2
@@ -100,7 +100,7 @@ class Deployment:
     shared_cores: bool = False  # that setting of a target
     speculate: bool = True
     policy: PolicySection = field(default_factory=PolicySection)
-    cast: Cast = field(default_factory=TimedCast)
+    workload: Workload = field(default_factory=TimedWorkload)
 
 
 class World:
@@ -141,12 +141,12 @@ class Actor:
     world: World
     device: Accelerator
     now_s: float = 0.0
-    came_s: float | None = None  # while a message is put into the inbox: its time of arrival
+    arrival_s: float | None = None  # while a message is put into the inbox: its time of arrival
     due_s: float = float("inf")  # when it acts next
     act: Callable[[], float | None] = field(default=lambda: None)
 
     def clock(self) -> float:
-        return self.now_s if self.came_s is None else self.came_s
+        return self.now_s if self.arrival_s is None else self.arrival_s
 
     def wake(self, time_s: float) -> None:
         time_s = max(time_s, self.now_s)
@@ -162,19 +162,19 @@ class Actor:
         if again_s is not None:
             self.wake(again_s)
 
-    def hear(self, time_s: float, tell: Callable[[], None]) -> None:
-        """At ``time_s`` call ``tell``, which puts a message into the worker's inbox, and wake the worker."""
-        def come() -> None:
-            self.came_s = time_s
-            tell()
-            self.came_s = None
+    def deliver(self, time_s: float, put: Callable[[], None]) -> None:
+        """At ``time_s`` call ``put``, which puts a message into the worker's inbox, and wake the worker."""
+        def arrive() -> None:
+            self.arrival_s = time_s
+            put()
+            self.arrival_s = None
             self.wake(time_s)
 
-        self.world.at(time_s, come)
+        self.world.at(time_s, arrive)
 
 
-class Line:
-    """The connection of one target with one draft, as the target's link; ``LinePeer`` is the draft's side."""
+class SimulatedLink:
+    """The connection of one target with one draft, as the target's link; ``SimulatedPeer`` is the draft's side."""
 
     def __init__(self, name: str, target: Target, draft: Draft, delay_s: float) -> None:
         self.address = self.name = name
@@ -182,38 +182,38 @@ class Line:
         self._draft = draft
         self._delay_s = delay_s
 
-    def join(self) -> None:
+    def connect(self) -> None:
         hello = TargetHello(PROTOCOL_VERSION, 1, "simulated", self._target.vocab_size, "", 1, 1, MAX_CONTEXT)
-        self._target.worker.following.link_up(self, self._draft.worker.peer_up(LinePeer(self), hello))
+        self._target.worker.following.link_up(self, self._draft.worker.peer_up(SimulatedPeer(self), hello))
 
     def send(self, items: Sequence[DraftBound]) -> None:
-        peer = LinePeer(self)
-        self._draft.actor.hear(self._target.actor.now_s + self._delay_s,
-                               lambda: self._draft.worker.received(peer, items, []))
+        peer = SimulatedPeer(self)
+        self._draft.actor.deliver(self._target.actor.now_s + self._delay_s,
+                                  lambda: self._draft.worker.received(peer, items, []))
 
     def refuse(self, field: str) -> None:
         raise AssertionError(f"nobody simulated sends what is wrong: {field}")
 
     def answer(self, items: Sequence[TargetBound]) -> None:
-        self._target.actor.hear(self._draft.actor.now_s + self._delay_s,
-                                lambda: self._target.worker.following.received(self, items, []))
+        self._target.actor.deliver(self._draft.actor.now_s + self._delay_s,
+                                   lambda: self._target.worker.following.received(self, items, []))
 
 
 @dataclass(frozen=True, slots=True)
-class LinePeer:
-    """The target as a draft sees it. Equal for the same line, as a draft knows its sessions by their peer."""
+class SimulatedPeer:
+    """The target as a draft sees it. Equal for the same link, as a draft knows its sessions by their peer."""
 
-    line: Line
+    link: SimulatedLink
 
     @property
     def name(self) -> str:
-        return self.line.name
+        return self.link.name
 
     def send(self, items: Sequence[TargetBound]) -> None:
-        self.line.answer(items)
+        self.link.answer(items)
 
     def refuse(self, field: str) -> None:
-        self.line.refuse(field)
+        self.link.refuse(field)
 
 
 class Draft:
@@ -221,8 +221,9 @@ class Draft:
 
     def __init__(self, world: World, device: Accelerator, deployment: Deployment) -> None:
         self.actor = Actor(world, device)
-        cast, timing = deployment.cast, deployment.timing
-        drafter = TimedDrafter(timing, device, cast.keeps and deployment.run_ahead > 0, text=cast.text(timing, 0))
+        workload, timing = deployment.workload, deployment.timing
+        keep_subtree = workload.keeps_subtree and deployment.run_ahead > 0
+        drafter = TimedDrafter(timing, device, keep_subtree, text=workload.text(timing, 0))
         self.worker = DraftWorker(drafter, "", 1e9, deployment.run_ahead, clock=self.actor.clock)
         self.actor.act = self._act
 
@@ -241,8 +242,8 @@ class Target:
         self._deployment = deployment
         timing = deployment.timing
         # Slots for whole answers of all clients: a preempted answer would be computed anew, which takes time.
-        slots = max(MAX_CONTEXT, deployment.batch * (deployment.cast.answer + 2 * MAX_NODES))
-        runner = ModelRunner(TimedModel(timing, device, deployment.cast.text(timing, first)), slots)
+        slots = max(MAX_CONTEXT, deployment.batch * (deployment.workload.answer + 2 * MAX_NODES))
+        runner = ModelRunner(TimedModel(timing, device, deployment.workload.text(timing, first)), slots)
         self.vocab_size = runner.config.vocab_size
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
         section = TargetSection(policy=deployment.policy, slots=slots, drafts=(), prompt_lookup=False,
@@ -250,14 +251,14 @@ class Target:
         self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), deliver, self.actor.clock,
                                    limits=Limits(section.max_sessions, 4096, 256), prefix_cache=False)
         self.actor.act = self._act
-        self._asked = False
+        self._has_new_request = False
         self._numbers = itertools.count(1)
         for stream in range(deployment.batch):
             self._ask(first + stream)
 
     def _ask(self, stream: int) -> None:
-        cast = self._deployment.cast
-        request = Request("r", cast.prompt(stream), Sampling(), cast.answer, None, self._deployment.speculate)
+        workload = self._deployment.workload
+        request = Request("r", workload.prompt(stream), Sampling(), workload.answer, None, self._deployment.speculate)
 
         def sink(piece: Piece | Exception) -> None:
             assert isinstance(piece, Piece), piece
@@ -265,25 +266,25 @@ class Target:
             if piece.finish:
                 self._ask(stream + 17)
 
-        self._asked = True
+        self._has_new_request = True
         self.worker.add_request(next(self._numbers), request, sink)
 
     def _act(self) -> float | None:
         wait_s = self.worker.poll()
         if wait_s == 0.0:
             self.actor.now_s += self._deployment.host_s
-        asked, self._asked = self._asked, False
-        if asked and wait_s != 0.0:  # an answer ended, and its client has asked again
+        has_new_request, self._has_new_request = self._has_new_request, False
+        if has_new_request and wait_s != 0.0:  # an answer ended, and its client has asked again
             return self.actor.now_s
         return None if wait_s is None else self.actor.now_s + wait_s
 
 
-def of_schedule(name: str, deployment: Deployment) -> Deployment:
+def with_schedule(name: str, deployment: Deployment) -> Deployment:
     """``deployment`` with one of SCHEDULES. Raises ConfigError for another name."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule: {name!r} is not one of {', '.join(SCHEDULES)}")
     return replace(deployment, speculate=name != "plain", colocated=name == "colocated",
-                   run_ahead=AHEAD.get(name, 0))
+                   run_ahead=RUN_AHEAD.get(name, 0))
 
 
 def describe(schedule: str, targets: int, drafts: int, batch: int, rtt_ms: float, step_ms: float, draft_ms: float,
@@ -296,7 +297,7 @@ def describe(schedule: str, targets: int, drafts: int, batch: int, rtt_ms: float
         raise ConfigError(f"acceptance: {acceptance!r} is not a list of numbers") from error
     timing = Timing(step_s=step_ms / 1e3, draft_s=draft_ms / 1e3, acceptance=chances, width=len(chances))
     deployment = Deployment(timing, targets, drafts, rtt_ms / 1e3, batch=batch)
-    found = simulate(of_schedule(schedule, deployment), seconds, report=report)
+    found = simulate(with_schedule(schedule, deployment), seconds, report=report)
     return {"schedule": schedule, "tokens/s": f"{found.tokens_per_s:.1f}", "tokens a round":
             f"{found.acceptance_length:.2f}", "tree was there": f"{found.hit_rate:.0%}",
             "target idle": f"{found.waiting_share:.0%}", "draft busy": f"{found.draft_busy:.0%}"}
@@ -321,13 +322,13 @@ def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0,
     world = World()
     devices = [Accelerator() for _ in range(deployment.targets)]
     targets = [Target(world, device, deployment, 7 * number) for number, device in enumerate(devices)]
-    beside = devices if deployment.colocated else [Accelerator() for _ in range(deployment.drafts)]
-    drafts = [Draft(world, device, deployment) for device in beside]
+    draft_devices = devices if deployment.colocated else [Accelerator() for _ in range(deployment.drafts)]
+    drafts = [Draft(world, device, deployment) for device in draft_devices]
     delay_s = 2e-5 if deployment.colocated else deployment.rtt_s / 2 + deployment.hop_s
     for number, target in enumerate(targets):
         for other, draft in enumerate(drafts):
             if not deployment.colocated or number == other:
-                Line(f"{number}-{other}", target, draft, delay_s).join()
+                SimulatedLink(f"{number}-{other}", target, draft, delay_s).connect()
         target.actor.wake(0.0)
 
     def play(begin_s: float, end_s: float) -> None:
@@ -338,13 +339,15 @@ def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0,
                 report(at_s / (warmup_s + seconds))
 
     play(0.0, warmup_s)
-    busy = [device.busy_s for device in (*devices, *beside)]
+    busy = [device.busy_s for device in (*devices, *draft_devices)]
     play(warmup_s, warmup_s + seconds)
     pieces = [piece for target in targets for at_s, piece in target.pieces if warmup_s <= at_s < warmup_s + seconds]
     rounds = max(1, len(pieces))
-    shares = [(device.busy_s - before) / seconds for device, before in zip((*devices, *beside), busy, strict=True)]
+    shares = [(device.busy_s - before) / seconds
+              for device, before in zip((*devices, *draft_devices), busy, strict=True)]
     hits = [piece for piece in pieces if piece.drafted > 0 and piece.wait_s == 0.0]
-    return Predicted(sum(len(piece.tokens) for piece in pieces) / seconds, len(hits) / rounds,
+    tokens = sum(len(piece.tokens) for piece in pieces)
+    return Predicted(tokens / seconds, len(hits) / rounds,
                      sum(len(piece.tokens) for piece in hits) / max(1, len(hits)),
                      max(0.0, 1.0 - sum(shares[:len(devices)]) / len(devices)),
-                     sum(len(piece.tokens) for piece in pieces) / rounds, sum(shares[len(devices):]) / len(beside))
+                     tokens / rounds, sum(shares[len(devices):]) / len(draft_devices))

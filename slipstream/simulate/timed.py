@@ -107,7 +107,7 @@ class Text(Protocol):
         ...
 
 
-class Law:
+class SyntheticText:
     """A ``Text`` that is a function of stream and position (rule 1). A session's place is its stream."""
 
     vocab_size = VOCAB
@@ -128,21 +128,21 @@ class Law:
     def by_level(self, sessions: Sequence[TimedSession], levels: int) -> tuple[Indices, Sequence[float]] | None:
         streams = np.array([[session.place] for session in sessions])
         positions = np.array([[session.tree.base - 1] for session in sessions]) + np.arange(levels)
-        return self.believed(streams, positions), self._scores[: self._timing.width]
+        return self.proposed(streams, positions), self._scores[: self._timing.width]
 
     def children(self, sessions: Sequence[TimedSession]) -> Iterable[list[Children]]:
         nodes = [(session.place, session.tree.base - 1 + (0 if node == ROOT else session.tree.depths[node]))
                  for session in sessions for node in session.tree.frontier]
-        found = iter(self.believed(*np.array(nodes).T).tolist())
+        found = iter(self.proposed(*np.array(nodes).T).tolist())
         return ([(next(found), self._scores) for _ in session.tree.frontier] for session in sessions)
 
-    def believed(self, streams: NDArray[np.int64], positions: NDArray[np.int64]) -> Indices:
+    def proposed(self, streams: NDArray[np.int64], positions: NDArray[np.int64]) -> Indices:
         """The drafter's children, best first, int64 [..., K], of any node at ``positions`` of ``streams``. K: the
         width, or the number of acceptance chances if that is less."""
         begin = streams * SYMBOLS
         truth = self.following(begin, positions)
-        luck = mix(self._timing.seed + (1 << 32), streams.astype(np.uint64), positions.astype(np.uint64))
-        right = np.searchsorted(self._limits, luck / np.float64(2**64), side="right")
+        draw = mix(self._timing.seed + (1 << 32), streams.astype(np.uint64), positions.astype(np.uint64))
+        right = np.searchsorted(self._limits, draw / np.float64(2**64), side="right")
         first, end = self._timing.wrong
         right[(positions >= first) & (positions < end)] = len(self._scores)
         places = np.arange(min(self._timing.width, len(self._scores)))
@@ -169,15 +169,15 @@ class Device:
 
 
 class TimedModel:
-    """An ``engine.model.CausalModel`` that generates ``text`` (None: that of ``Law``). A state [1] is the next
-    token's id."""
+    """An ``engine.model.CausalModel`` that generates ``text`` (None: a ``SyntheticText``). A state [1] is the id of the
+    next token."""
 
     dtype = torch.float32
     device = torch.device("cpu")
     kernels = "timed"
 
     def __init__(self, timing: Timing, device: Device, text: Text | None = None) -> None:
-        self._text = text or Law(timing)
+        self._text = text or SyntheticText(timing)
         self.config = ModelConfig("timed", self._text.vocab_size, 1, 1, 1, 1, 1, 2, MAX_CONTEXT, 1e-6, 1e4, None, True,
                                   False, False, False, False, 0, ())
         self._timing = timing
@@ -207,19 +207,20 @@ class TimedSession:
 
 
 class TimedDrafter:
-    """A ``drafting.Drafter`` that takes set times and proposes a text's children (None: those of ``Law``). keep: the
-    part of a tree that survives a commit is kept, not drafted again."""
+    """A ``drafting.Drafter`` that takes set times and proposes a text's children (None: of a ``SyntheticText``).
+    keep_subtree: what survives a commit of a tree is kept, not drafted again."""
 
     features = None
     hidden_size = 0
     max_context = MAX_CONTEXT
     max_nodes = MAX_NODES - 1
 
-    def __init__(self, timing: Timing, device: Device, keep: bool = False, max_sessions: int = 1024,
+    def __init__(self, timing: Timing, device: Device, keep_subtree: bool = False, max_sessions: int = 1024,
                  text: Text | None = None, name: str = "timed") -> None:
         self.name, self.max_sessions = name, max_sessions
         self.sessions: dict[int, TimedSession] = {}
-        self._timing, self._device, self._keep, self._text = timing, device, keep, text or Law(timing)
+        self._timing, self._device, self._keep_subtree = timing, device, keep_subtree
+        self._text = text or SyntheticText(timing)
         self.vocab_size = self._text.vocab_size
 
     def open(self, opens: Sequence[Open]) -> list[int]:
@@ -235,7 +236,7 @@ class TimedDrafter:
 
     def commit(self, commits: Sequence[Commit]) -> None:
         for message in commits:
-            self.sessions[message.session].tree.commit(message.tokens.tolist(), self._keep)
+            self.sessions[message.session].tree.commit(message.tokens.tolist(), self._keep_subtree)
 
     def read(self, ids: Sequence[int]) -> list[int]:
         """Nothing: a prompt takes it no time."""
@@ -245,20 +246,20 @@ class TimedDrafter:
         began_s = time.perf_counter()
         known = [(number, self.sessions[number], budget) for number, budget in zip(ids, budgets, strict=True)
                  if number in self.sessions]
-        most = steps or self._timing.levels
+        max_levels = steps or self._timing.levels
         if steps:
             for _, session, budget in known:
                 session.tree.grow_ahead(budget // SENT_PER_ROW)
-        wanted = [(session, min(most, budget)) for _, session, budget in known]
-        rows = [0] * most  # of each level, of all trees
+        wanted = [(session, min(max_levels, budget)) for _, session, budget in known]
+        rows = [0] * max_levels  # of each level, of all trees
         fresh = [(session, count) for session, count in wanted if count > 0 and is_fresh(session.tree)]
         deepest = max((count for _, count in fresh), default=0)
-        if fresh and (said := self._text.by_level([session for session, _ in fresh], deepest)) is not None:
+        if fresh and (by_level := self._text.by_level([session for session, _ in fresh], deepest)) is not None:
             wanted = [(session, count) for session, count in wanted if count > 0 and not is_fresh(session.tree)]
-            self._begin(fresh, *said)
-            for level in range(most):
+            self._begin(fresh, *by_level)
+            for level in range(max_levels):
                 rows[level] = sum(self._timing.width if level else 1 for _, count in fresh if count > level)
-        for level in range(most):
+        for level in range(max_levels):
             growing = [session for session, count in wanted if count > level and session.can_grow]
             rows[level] += sum(len(session.tree.frontier) for session in growing)
             for session, children in zip(growing, self._text.children(growing) if growing else (), strict=True):
