@@ -25,7 +25,7 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.chat import STALL_S
 from slipstream.wire.server import bind_guard
 
-KEEP_ALIVE_S = 75
+KEEP_ALIVE_S = 620  # longer than any balancer keeps its own (Google's 600 s): a request would meet our close
 CLOSE_S = 2
 
 

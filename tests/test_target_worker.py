@@ -178,7 +178,7 @@ def test_a_step_that_fails_says_whose_it_was(tiny_folder: Path, monkeypatch: pyt
 
     told, spans = list[Piece | Exception](), Noted()
     worker = plain_worker(tiny_folder, told, spans=spans)
-    monkeypatch.setattr("target_service.loop.run_step", fail)
+    monkeypatch.setattr("slipstream.engine.runner.ModelRunner.logits_and_best", fail)  # not compiled
     with capture_logs() as lines:
         while not told:
             worker.poll()
