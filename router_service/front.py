@@ -22,9 +22,9 @@ from router_service.dialects.completions import CompletionBody
 from router_service.dialects.openai import MAX_CONTAINERS, Plan, num_containers, parse, read_json
 from router_service.gateway import Gateway, Run
 from router_service.tenants import Tenant
-from router_service.text.calls import call_id
+from router_service.text.calls import new_call_id
 from router_service.text.deltas import AnswerToken
-from router_service.text.markup import Markup, Named, finish_of
+from router_service.text.markup import Markup, NamedCall, finish_reason
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import ChatOptions, Delta, Function, Message, TextToken, ToolCall
 from slipstream.protocol.grammar import Grammar
@@ -118,7 +118,7 @@ class GatewayFront:
         top = tuple([(i, text(i), value) for i, value in token.logprob.top])
         return TextToken(token.id, token.text, token.drafted, token.logprob.logprob, top)
 
-    async def _markup(self, run: Run) -> Markup | Named | None:
+    async def _markup(self, run: Run) -> Markup | NamedCall | None:
         job = run.job
         markups = job.markups(self._gateway.codec)
         if not markups:
@@ -170,11 +170,12 @@ def _tool(at: str, function: Function) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function.name, **described, **schema}}
 
 
-def _separated(delta: Delta, markup: Markup | Named | None, return_reasoning: bool) -> Delta:
+def _separated(delta: Delta, markup: Markup | NamedCall | None, return_reasoning: bool) -> Delta:
     """``delta`` with calls and reasoning separated from its text."""
     if markup is None:
         return delta
     parts = markup.push(delta.text, bool(delta.finish), delta.finish == "length")
-    calls = [ToolCall(call.name, call.arguments, call_id() if call.name else "", call.index) for call in parts.calls]
-    return delta._replace(text=parts.content, finish=finish_of(delta.finish, markup),
+    calls = [ToolCall(call.name, call.arguments, new_call_id() if call.name else "", call.index)
+             for call in parts.calls]
+    return delta._replace(text=parts.content, finish=finish_reason(delta.finish, markup),
                           reasoning=parts.reasoning if return_reasoning else "", tool_calls=tuple(calls))

@@ -17,7 +17,7 @@ from router_service.dialects.blocks import AnswerHead, Blocks
 from router_service.dialects.messages import MessagesReply
 from router_service.dialects.responses import ResponsesReply
 from router_service.text.deltas import TextDelta
-from router_service.text.marks import THOUGHTS, Style
+from router_service.text.marks import REASONING_MARKS, Style
 from router_service.text.markup import Markup
 from slipstream.base.errors import InvalidRequest, Unavailable
 from slipstream.protocol.chat import Usage
@@ -113,7 +113,7 @@ def test_blocks_are_alike_however_an_answer_is_cut() -> None:
               ("call", '{"city": "Paris"}'), ("text", "and that was it.")]
 
     def told(*pieces: str) -> list[tuple[str, str]]:
-        blocks = Blocks("a", Markup(Style(thoughts=THOUGHTS[0]), {"weather": SCHEMA}))
+        blocks = Blocks("a", Markup(Style(reasoning_marks=REASONING_MARKS[0]), {"weather": SCHEMA}))
         for i, piece in enumerate(pieces):
             list(blocks.take(TextDelta(piece, finish="stop" if i == len(pieces) - 1 else "")))
         return [(block.kind, block.text) for block in blocks.all]
@@ -404,7 +404,7 @@ async def test_messages_are_answered_without_thinking_unless_it_is_asked_for(thi
 
 def test_a_thought_bears_a_signature_whole_and_in_events() -> None:
     """Clients send no other again as a thought: Vercel's AI SDK drops it, and Pydantic AI makes it words."""
-    reply = MessagesReply(AnswerHead("a", 0, "tiny", Markup(Style(thoughts=THOUGHTS[0]), {})))
+    reply = MessagesReply(AnswerHead("a", 0, "tiny", Markup(Style(reasoning_marks=REASONING_MARKS[0]), {})))
     begun, *events = named_events(reply.events(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
     assert begun["content_block"]["signature"] == "" and [event.get("delta", {}).get("type") for event in events] == [
         "thinking_delta", "signature_delta", None, None, "text_delta", None]
@@ -415,7 +415,7 @@ def test_a_thought_bears_a_signature_whole_and_in_events() -> None:
 @pytest.mark.parametrize("kept", ["content", "encrypted_content"])
 def test_a_thought_comes_back_by_either_of_its_contents(kept: str) -> None:
     """Codex sends the encrypted one alone; without it Vercel's AI SDK sends no thought where nothing is stored."""
-    reply = ResponsesReply(AnswerHead("a", 0, "tiny", Markup(Style(thoughts=THOUGHTS[0]), {})))
+    reply = ResponsesReply(AnswerHead("a", 0, "tiny", Markup(Style(reasoning_marks=REASONING_MARKS[0]), {})))
     events = named_events(reply.events(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
     done = next(event["item"] for event in events if event["type"] == "response.output_item.done")
     assert "encrypted_content" not in events[0]["item"] and done == reply.whole(Usage(1, 1), None)["output"][0]

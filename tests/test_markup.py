@@ -12,31 +12,31 @@ from typing import Any
 import orjson
 import pytest
 
-from router_service.text.calls import MAX_REOPENED
+from router_service.text.calls import MAX_UNCLOSED
 from router_service.text.marks import (
     ANALYSIS,
     BARE,
+    CHANNEL_MARKS,
     GRANITE,
     HEADERS,
     LLAMA,
     MARKS,
     MINIMAX,
-    OF_CHANNELS,
+    REASONING_MARKS,
     SECTIONS,
     SEED,
-    THOUGHTS,
     Style,
-    marks,
+    mark_tokens,
 )
-from router_service.text.markup import Markup, Named
+from router_service.text.markup import Markup, NamedCall
 
 CITY: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = {"weather": CITY, "now": {}}
-HERMES = Style(thoughts=THOUGHTS[0])
-MISTRAL = Style(("[TOOL_CALLS]",), THOUGHTS[1])
-SEED_OSS, MINIMAX_M2 = Style((SEED,), THOUGHTS[2]), Style((MINIMAX,), THOUGHTS[0])
+HERMES = Style(reasoning_marks=REASONING_MARKS[0])
+MISTRAL = Style(("[TOOL_CALLS]",), REASONING_MARKS[1])
+SEED_OSS, MINIMAX_M2 = Style((SEED,), REASONING_MARKS[2]), Style((MINIMAX,), REASONING_MARKS[0])
 GPT_OSS = Style(HEADERS, ANALYSIS, True)
-DEEPSEEK, KIMI = (Style((section.begin,), THOUGHTS[0]) for section in SECTIONS)
+DEEPSEEK, KIMI = (Style((section.begin,), REASONING_MARKS[0]) for section in SECTIONS)
 PARIS: tuple[str, Any] = ("weather", {"city": "Paris", "days": 2})
 NOW: tuple[str, Any] = ("now", {})
 JSON = '{"city": "Paris", "days": 2}'
@@ -157,10 +157,10 @@ SAID: dict[str, tuple[Style, str, Told]] = {
 }
 
 
-def told(style: Style, pieces: list[str], thinking: bool = False, most: int | None = None,
+def told(style: Style, pieces: list[str], thinking: bool = False, max_calls: int | None = None,
          tools: Mapping[str, Any] = TOOLS) -> Told:
     """Reasoning, content and calls, as their pieces join."""
-    markup = Markup(style, tools, thinking, most)
+    markup = Markup(style, tools, thinking, max_calls)
     reasoning = content = ""
     calls: list[tuple[str, str]] = []
     for i, piece in enumerate(pieces):
@@ -186,8 +186,8 @@ def test_reasoning_that_stays_in_the_content_is_as_it_was_written(thinking: bool
     chance, call = random.Random(3), '<tool_call>{"name": "now"}</tool_call>'
     text = f"A {call}\n</think>\n\n So.\n" if thinking else f"So.\n<think>\n {call} B\n</think>\n\nC\n"
     for _ in range(100):
-        markup = Markup(HERMES, TOOLS, thinking, mixed=True)
-        parts = [markup.push(piece) for piece in cut(text + call, chance)] + [markup.push("", over=True)]
+        markup = Markup(HERMES, TOOLS, thinking, reasoning_in_content=True)
+        parts = [markup.push(piece) for piece in cut(text + call, chance)] + [markup.push("", final=True)]
         assert "".join(part.content for part in parts) == text.rstrip() and markup.num_calls == 1
         assert not any(part.reasoning for part in parts)
 
@@ -216,7 +216,7 @@ def test_many_blanks_between_marks_are_told_alike_however_they_are_cut(blanks: i
 
 
 def test_nothing_that_a_model_writes_is_an_error() -> None:
-    words = [*MARKS, *OF_CHANNELS, "analysis", "final", " to=functions.", '<invoke name="', '<parameter name="',
+    words = [*MARKS, *CHANNEL_MARKS, "analysis", "final", " to=functions.", '<invoke name="', '<parameter name="',
              "</invoke>", '">', "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
              "<arg_value>", "</arg_value>", "weather", "now", "name", "arguments", *'{}[]",:\\> \n', "x",
              '{"type": "function"',
@@ -273,12 +273,12 @@ def test_the_mark_behind_a_call_is_no_content_where_it_is_cut() -> None:
 def test_a_value_that_is_cut_off_stays_open() -> None:
     markup = Markup(HERMES, TOOLS)
     markup.push("<tool_call>weather<arg_key>city</arg_key><arg_value>What </tool_call> is, and", True, cut=True)
-    assert not markup.called
+    assert not markup.calls_complete
 
 
 def test_what_follows_open_values_is_read_again_a_few_times() -> None:
-    one, many = "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call> so ", MAX_REOPENED + 3
-    assert told(HERMES, [one * many])[2][: MAX_REOPENED] == [("weather", '{"city": "Paris"}')] * MAX_REOPENED
+    one, many = "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call> so ", MAX_UNCLOSED + 3
+    assert told(HERMES, [one * many])[2][: MAX_UNCLOSED] == [("weather", '{"city": "Paris"}')] * MAX_UNCLOSED
     assert told(HERMES, list(one * many)) == told(HERMES, [one * many])
 
 
@@ -290,8 +290,8 @@ def test_pieces_of_one_call_in_one_delta_are_one() -> None:
 
 def test_only_so_many_calls_are_told() -> None:
     style, text, _ = SAID["two"]
-    assert told(style, [text], most=1)[2] == told(style, [text])[2][:1]
-    assert told(style, list(text), most=1) == told(style, [text], most=1)
+    assert told(style, [text], max_calls=1)[2] == told(style, [text])[2][:1]
+    assert told(style, list(text), max_calls=1) == told(style, [text], max_calls=1)
 
 
 @pytest.mark.parametrize(("text", "known_at"), [
@@ -300,12 +300,12 @@ def test_only_so_many_calls_are_told() -> None:
     ('[{"name": "weather", "arguments": {}}]', 1), ('{"name": "weather", "arguments": "all of them"}', 34),
     ('{"name": "weather"}', 19), ("7", 1)])
 def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: str, known_at: int) -> None:
-    markup = Markup(BARE, TOOLS, either=True)
+    markup = Markup(BARE, TOOLS, call_or_text=True)
     assert markup.push(text[: known_at - 1]).content == ""
-    parts = [markup.push(text[known_at - 1 : known_at]), markup.push(text[known_at:], over=True)]
+    parts = [markup.push(text[known_at - 1 : known_at]), markup.push(text[known_at:], final=True)]
     assert parts[0].content == text[:known_at] and "".join(part.content for part in parts) == text
     assert not markup.num_calls
-    whole = Markup(BARE, TOOLS, either=True).push(f'{{"name":"weather","arguments":{JSON}}}', over=True)
+    whole = Markup(BARE, TOOLS, call_or_text=True).push(f'{{"name":"weather","arguments":{JSON}}}', final=True)
     assert (whole.content, [(call.name, call.arguments) for call in whole.calls]) == ("", [("weather", JSON)])
 
 
@@ -345,7 +345,7 @@ def test_a_text_that_looks_like_json_stays_one_where_the_schema_says_text(schema
 def test_what_is_odd_in_a_value_that_is_read_as_python_fills_no_log() -> None:
     reads = ("from router_service.text.markup import Markup, Style\n"
              "markup = Markup(Style(), {'f': {'properties': {'a': {'type': 'object'}}}})\n"
-             "told = markup.push(r\"<function=f><parameter=a>{'a': '\\d'}</parameter></function>\", over=True)\n"
+             "told = markup.push(r\"<function=f><parameter=a>{'a': '\\d'}</parameter></function>\", final=True)\n"
              "print(told.calls[0].arguments)\n")
     # As Python 3.12 does by itself.
     done = subprocess.run([sys.executable, "-P", "-W", "always:invalid", "-c", reads], capture_output=True, text=True,
@@ -359,8 +359,8 @@ def test_arguments_are_json_where_a_model_writes_what_is_none(said: str) -> None
     _, _, ((_, arguments),) = told(HERMES, [call])
     assert orjson.loads(arguments) == {"days": said}
     markup = Markup(HERMES, TOOLS)
-    markup.push(f'<tool_call>{{"name": "weather", "arguments": {{"days": {said}}}}}</tool_call>', over=True)
-    assert not markup.called, "what no client can read is not to be called"
+    markup.push(f'<tool_call>{{"name": "weather", "arguments": {{"days": {said}}}}}</tool_call>', final=True)
+    assert not markup.calls_complete, "what no client can read is not to be called"
 
 
 def test_an_answer_may_begin_in_the_midst_of_reasoning() -> None:
@@ -369,7 +369,7 @@ def test_an_answer_may_begin_in_the_midst_of_reasoning() -> None:
 
 
 def test_the_only_call_of_a_named_tool() -> None:
-    named = Named("now")
+    named = NamedCall("now")
     first, second = named.push('{"a": '), named.push("1}", True)
     assert [(call.index, call.name, call.arguments) for call in (*first.calls, *second.calls)] == [
         (0, "now", '{"a": '), (0, "", "1}")]
@@ -378,11 +378,11 @@ def test_the_only_call_of_a_named_tool() -> None:
 
 def test_the_style_is_read_off_the_template() -> None:
     assert Style.of("{{ messages }}") == Style() and not Style().takes_tools
-    assert Style.of("{% if tools %}<tool_call>{% endif %}</think>") == Style(("<tool_call>",), THOUGHTS[0], True)
+    assert Style.of("{% if tools %}<tool_call>{% endif %}</think>") == Style(("<tool_call>",), REASONING_MARKS[0], True)
     assert Style.of("{% for t in tools %}[TOOL_CALLS]").openers == ("[TOOL_CALLS]",)
-    assert Style.of("{{ tools | tojson }} ipython").bare
-    assert marks({1: "<tool_call>", 2: "<|im_end|>", 3: "<|end|>", 4: GRANITE}, HERMES) == {1}
+    assert Style.of("{{ tools | tojson }} ipython").bare_calls
+    assert mark_tokens({1: "<tool_call>", 2: "<|im_end|>", 3: "<|end|>", 4: GRANITE}, HERMES) == {1}
     granite = Style.of("{% if tools %}<|tool_call|>{% endif %}")
-    assert granite == Style((GRANITE,), takes_tools=True) and marks({1: GRANITE}, granite) == {1}
+    assert granite == Style((GRANITE,), takes_tools=True) and mark_tokens({1: GRANITE}, granite) == {1}
     oss = Style.of("{% if tools %}{% endif %}<|channel|>analysis<|message|> <|end|>")
-    assert oss == GPT_OSS and marks({1: "<|channel|>", 2: "<|im_end|>", 3: "<|end|>"}, oss) == {1, 3}
+    assert oss == GPT_OSS and mark_tokens({1: "<|channel|>", 2: "<|im_end|>", 3: "<|end|>"}, oss) == {1, 3}

@@ -10,7 +10,7 @@ import pytest
 
 from router_service.dialects.openai import Options
 from router_service.dialects.tools import use_of, without_tool_roles
-from router_service.text.marks import THOUGHTS, Style
+from router_service.text.marks import REASONING_MARKS, Style
 from router_service.text.tokens import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
@@ -509,7 +509,7 @@ async def test_marks_in_a_users_words_begin_no_reasoning(thinking_folder: Path) 
 
 
 def test_marks_show_only_where_calls_or_reasoning_are_told_apart() -> None:
-    plain, thinks = Style(), Style(thoughts=THOUGHTS[0])
+    plain, thinks = Style(), Style(reasoning_marks=REASONING_MARKS[0])
     offered, forced, none = (use_of([NOW], choice, None) for choice in ("auto", "required", "none"))
     bound, schema = Grammar("regex", "a"), Grammar("json_schema", "{}")
     cases: list[tuple[Style, dict[str, Any], bool]] = [

@@ -16,8 +16,8 @@ import orjson
 
 from router_service.app import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from router_service.event_id import HEADER
-from router_service.text.marks import BARE, LLAMA, THOUGHTS, Style
-from router_service.text.markup import Markup, Named
+from router_service.text.marks import BARE, LLAMA, REASONING_MARKS, Style
+from router_service.text.markup import Markup, NamedCall
 from slipstream.protocol.chat import ChatOptions, Function, Message, ToolCall
 from slipstream.protocol.grammar import Grammar
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat, encode_complete
@@ -30,8 +30,8 @@ ID_BYTES = 57  # of an event's id, before it is written in base64
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/c"}},
           "$defs": {"c": {"enum": ["x", "y"]}}}
 CALL = '<think>why</think>so <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-STYLES = (Style(("<tool_call>",), THOUGHTS[0], True), Style(("[TOOL_CALLS]",), THOUGHTS[1], True), BARE,
-          Style((LLAMA, "<tool_call>"), None, True), Style(("<｜tool▁calls▁begin｜>",), THOUGHTS[0], True),
+STYLES = (Style(("<tool_call>",), REASONING_MARKS[0], True), Style(("[TOOL_CALLS]",), REASONING_MARKS[1], True), BARE,
+          Style((LLAMA, "<tool_call>"), None, True), Style(("<｜tool▁calls▁begin｜>",), REASONING_MARKS[0], True),
           Style(("<|tool_calls_section_begin|>",), None, True))
 
 
@@ -112,9 +112,9 @@ def markup(data: bytes) -> None:
     text, piece = data[2:].decode(errors="replace"), 1 + data[1] % 7
     number = data[0] % (2 * len(STYLES) + 1)
 
-    def made() -> Markup | Named:
+    def made() -> Markup | NamedCall:
         if number == 2 * len(STYLES):
-            return Named("f")
+            return NamedCall("f")
         return Markup(STYLES[number // 2], {"f": SCHEMA, "g": {}}, bool(number % 2), 1 if data[1] > 200 else None)
 
     cut = [text[at: at + piece] for at in range(0, len(text), piece)]
@@ -122,7 +122,7 @@ def markup(data: bytes) -> None:
     assert whole == pieces, (whole, pieces)
 
 
-def _parts(markup: Markup | Named, texts: list[str]) -> Any:
+def _parts(markup: Markup | NamedCall, texts: list[str]) -> Any:
     reasoning, content, calls = "", "", dict[int, list[str]]()
     for number, text in enumerate(texts):
         parts = markup.push(text, number == len(texts) - 1)
@@ -131,7 +131,7 @@ def _parts(markup: Markup | Named, texts: list[str]) -> Any:
             name_and_arguments = calls.setdefault(call.index, ["", ""])
             name_and_arguments[0] += call.name
             name_and_arguments[1] += call.arguments
-    return reasoning, content, calls, markup.called
+    return reasoning, content, calls, markup.calls_complete
 
 
 def answer_seeds() -> Iterator[bytes]:

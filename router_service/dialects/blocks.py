@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import orjson
 
-from router_service.text.calls import CALL_ID, Call, call_id
+from router_service.text.calls import CALL_ID_LENGTH, CallDelta, new_call_id
 from router_service.text.deltas import TextDelta
-from router_service.text.markup import Markup, Named, Said, finish_of
+from router_service.text.markup import Markup, NamedCall, TextPart, finish_reason
 
 Kind = Literal["reasoning", "text", "call"]
 What = Literal["begin", "add", "end"]
@@ -46,14 +46,14 @@ class AnswerHead:
     answer_id: str
     created: int
     model: str
-    markup: Markup | Named | None
+    markup: Markup | NamedCall | None
     request_fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
     return_reasoning: bool = True
 
 
 def as_written(given: Any, prefix: str) -> Any:
     """The id of a call in the history, as templates take it: without the ``prefix`` of a dialect, if we made the id."""
-    ours = isinstance(given, str) and given.startswith(prefix) and len(given) == len(prefix) + CALL_ID
+    ours = isinstance(given, str) and given.startswith(prefix) and len(given) == len(prefix) + CALL_ID_LENGTH
     return given.removeprefix(prefix) if ours else given
 
 
@@ -65,7 +65,7 @@ def event_of(name: str, fields: Mapping[str, Any]) -> bytes:
 class Blocks:
     """The blocks of one answer. ``finish``: why it ended."""
 
-    def __init__(self, answer_id: str, markup: Markup | Named | None, return_reasoning: bool = True) -> None:
+    def __init__(self, answer_id: str, markup: Markup | NamedCall | None, return_reasoning: bool = True) -> None:
         self.finish = ""
         self.all: list[Block] = []
         self._answer_id = answer_id
@@ -76,7 +76,7 @@ class Blocks:
     def take(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
         """The changes of blocks by ``delta``; the text is the added part."""
         for part in self._parts(delta):
-            if isinstance(part, Said):
+            if isinstance(part, TextPart):
                 if part.kind != "reasoning" or self._tell_reasoning:
                     yield from self._more(part.kind, part.text)
                 continue
@@ -84,11 +84,11 @@ class Blocks:
                 yield from self._begin("call", part.name)
             yield from self._add(part.arguments)
         if delta.finish:
-            called = self._markup is not None and self._markup.called
-            self.finish = finish_of(delta.finish, self._markup)
+            calls_complete = self._markup is not None and self._markup.calls_complete
+            self.finish = finish_reason(delta.finish, self._markup)
             if self._open:
                 last = self.all[-1]
-                last.cut = not called if last.kind == "call" else delta.finish == "length"
+                last.cut = not calls_complete if last.kind == "call" else delta.finish == "length"
             yield from self._end()
 
     def break_off(self) -> None:
@@ -100,15 +100,15 @@ class Blocks:
     def reasoning_tokens(self) -> int:
         return 0 if self._markup is None else self._markup.reasoning_tokens
 
-    def _parts(self, delta: TextDelta) -> list[Said | Call]:
+    def _parts(self, delta: TextDelta) -> list[TextPart | CallDelta]:
         """Texts of one kind that follow one another are one."""
         if self._markup is None:
-            return [Said("text", delta.text)] if delta.text else []
-        found: list[Said | Call] = []
-        for part in self._markup.take(delta).all:
+            return [TextPart("text", delta.text)] if delta.text else []
+        found: list[TextPart | CallDelta] = []
+        for part in self._markup.push_delta(delta).all:
             last = found[-1] if found else None
-            if isinstance(part, Said) and isinstance(last, Said) and part.kind == last.kind:
-                found[-1] = Said(part.kind, last.text + part.text)
+            if isinstance(part, TextPart) and isinstance(last, TextPart) and part.kind == last.kind:
+                found[-1] = TextPart(part.kind, last.text + part.text)
             else:
                 found.append(part)
         return found
@@ -122,7 +122,7 @@ class Blocks:
     def _begin(self, kind: Kind, name: str = "") -> Iterator[tuple[What, Block, str]]:
         yield from self._end()
         index = len(self.all)
-        self.all.append(Block(index, kind, name, f"{self._answer_id}_{index}", call_id() if kind == "call" else ""))
+        self.all.append(Block(index, kind, name, f"{self._answer_id}_{index}", new_call_id() if kind == "call" else ""))
         self._open = True
         yield "begin", self.all[-1], ""
 

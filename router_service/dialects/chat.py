@@ -36,9 +36,9 @@ from router_service.dialects.openai import (
 from router_service.dialects.prompts import BATCH_TOKENS, MIN_LOGPROB, batches_of, json_list
 from router_service.dialects.tools import Json, ToolUse, use_of
 from router_service.dialects.usage import usage_fields
-from router_service.text.calls import Call, call_id
+from router_service.text.calls import CallDelta, new_call_id
 from router_service.text.deltas import AnswerToken, PackedLogprob, TextDelta
-from router_service.text.markup import finish_of
+from router_service.text.markup import finish_reason
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest
 from slipstream.models.folder import NAMED_TOKENS
@@ -294,7 +294,7 @@ class ChatReply:
         """What ``delta`` adds to the message of a choice."""
         if not self._markups:
             return {"content": delta.text} if delta.text else {}
-        parts = self._markups[number].take(delta)
+        parts = self._markups[number].push_delta(delta)
         fields: Json = {}
         if parts.reasoning and self._return_reasoning:
             fields["reasoning_content"] = parts.reasoning
@@ -305,7 +305,7 @@ class ChatReply:
         return fields
 
     def _finish(self, number: int, delta: TextDelta) -> str:
-        return finish_of(delta.finish, self._markups[number]) if self._markups else delta.finish
+        return finish_reason(delta.finish, self._markups[number]) if self._markups else delta.finish
 
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
@@ -329,10 +329,10 @@ class ChatReply:
         return {"token_ids": [token.id for token in tokens]} if self._prompt else {}
 
 
-def _call_delta(call: Call) -> Json:
+def _call_delta(call: CallDelta) -> Json:
     if not call.name:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {"index": call.index, "id": call_id(), "type": "function",
+    return {"index": call.index, "id": new_call_id(), "type": "function",
             "function": {"name": call.name, "arguments": call.arguments}}
 
 

@@ -39,7 +39,7 @@ from router_service.dialects.fields import (
 )
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
-from router_service.text.calls import loaded
+from router_service.text.calls import parse_json
 from router_service.text.deltas import TextDelta
 from router_service.text.readings import turns_of
 from slipstream.base.errors import InvalidRequest
@@ -247,4 +247,4 @@ def _usage(usage: Usage) -> Json:
 
 def _input(text: str) -> Json | orjson.Fragment:
     """As the model wrote them, whose numbers may be longer than ours; {} for arguments that were cut."""
-    return orjson.Fragment(text) if isinstance(loaded(text), dict) else {}
+    return orjson.Fragment(text) if isinstance(parse_json(text), dict) else {}

@@ -48,7 +48,7 @@ from router_service.dialects.tools import Json, ToolUse
 from router_service.dialects.usage import usage_fields
 from router_service.text.deltas import TextDelta
 from router_service.text.marks import BARE, Style
-from router_service.text.markup import Markup, Named
+from router_service.text.markup import Markup, NamedCall
 from router_service.text.tokens import ASSISTANT, TextCodec, Turn
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOP_IDS, MAX_STOPS, MAX_WORD, MAX_WORDS, Begun, Usage
@@ -138,7 +138,7 @@ class Options:
         first character on, only calls that the grammar forces or allows are."""
         if self.grammar is not None:
             return self.parse_markup and self.grammar_binds_calls
-        reasoning = style.thoughts is not None and (style.channels or not self.reasoning_in_content)
+        reasoning = style.reasoning_marks is not None and (style.has_channels or not self.reasoning_in_content)
         return self.parse_markup and (reasoning or self.tool_use is not None)
 
     @property
@@ -526,21 +526,22 @@ class Job:
         return Prompts(codec, options.token_namer(codec), self.prompts, options.n, self.echoed_texts, echoed,
                        options.prompt_logprobs)
 
-    def markups(self, codec: TextCodec) -> list[Markup | Named]:
+    def markups(self, codec: TextCodec) -> list[Markup | NamedCall]:
         """A parser of calls and reasoning for each answer to the only prompt; [] if not asked for."""
         options, count = self.options, self.num_answers
         if not options.separates_markup(codec.style):
             return []
         tool_use = options.tool_use
         if tool_use is not None and tool_use.named:
-            return [Named(tool_use.choice) for _ in range(count)]
+            return [NamedCall(tool_use.choice) for _ in range(count)]
         if tool_use is not None and tool_use.forced:
-            return [Markup(BARE, tool_use.schemas, bound=True) for _ in range(count)]
-        schemas, most = ({}, None) if tool_use is None else (tool_use.schemas, None if tool_use.parallel else 1)
+            return [Markup(BARE, tool_use.schemas, calls_only=True) for _ in range(count)]
+        schemas, max_calls = ({}, None) if tool_use is None else (tool_use.schemas, None if tool_use.parallel else 1)
         if options.grammar_binds_calls:
-            return [Markup(BARE, schemas, either=True) for _ in range(count)]
-        thinks = codec.starts_in_reasoning(self.prompts[0])
-        return [Markup(codec.style, schemas, thinks, most, mixed=options.reasoning_in_content) for _ in range(count)]
+            return [Markup(BARE, schemas, call_or_text=True) for _ in range(count)]
+        starts_in_reasoning = codec.starts_in_reasoning(self.prompts[0])
+        return [Markup(codec.style, schemas, starts_in_reasoning, max_calls,
+                       reasoning_in_content=options.reasoning_in_content) for _ in range(count)]
 
     @property
     def num_prompt_tokens_charged(self) -> int:

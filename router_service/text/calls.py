@@ -1,4 +1,4 @@
-"""Tool calls, as each model family writes them: read piece by piece, and passed on as soon as they are known.
+"""Tool calls as each model family writes them, parsed piece by piece, and passed on as soon as they are known.
 
 Arguments come out as the model wrote them where it wrote JSON, else as JSON made of names and values, each typed by
 the tool's schema. Eight forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, Granite), ``<function=`` in it (Qwen's
@@ -22,21 +22,22 @@ from typing import Any
 import orjson
 
 from router_service.text.marks import CLOSERS, HERMES, MINIMAX, SECTIONS, Section
-from router_service.text.scanner import NoCall, Scanner, Step, Words
+from router_service.text.scanner import NoCall, Parser, Scanner, Words
 
-CALL_ID = 9  # characters: Mistral's templates take no other number
-MAX_REOPENED = 8
-PYTHON_LENGTH, PYTHON_BRACKETS = 8192, 128  # of a value that is read as Python: some 10 ms, and no deeper than it nests
+CALL_ID_LENGTH = 9  # characters: Mistral's templates take no other number
+MAX_UNCLOSED = 8  # values of one answer that nothing closes
+# Of a value that is read as Python: some 10 ms, and no deeper than it nests.
+MAX_PYTHON_LENGTH, MAX_PYTHON_BRACKETS = 8192, 128
 ARGUMENTS = ("arguments", "parameters")
 INVOKE, NAME = '<invoke name="', re.compile(r"[\w.:-]{1,128}")
-Referred = dict[str, set[str]]  # types of parts of a schema, by how it refers to them
-NONE = ("", "null", '""')  # how a model writes that there are no arguments
+RefTypes = dict[str, set[str]]  # types of parts of a schema, by how it refers to them
+NO_ARGUMENTS = ("", "null", '""')  # how a model writes that there are no arguments
 # From Python 3.12 on its parser tells stderr of each odd escape or number in a text: thousands of lines for one value.
 warnings.filterwarnings("ignore", module="<unknown>")
 
 
 @dataclass(slots=True)
-class Call:
+class CallDelta:
     """A piece of one call; the first one of each has its ``name``."""
 
     index: int
@@ -44,330 +45,331 @@ class Call:
     arguments: str = ""
 
 
-class Calls:
-    """The calls in one answer's ``text``. ``tools``: names of callable functions -> their schemas; ``most``: how many
-    calls to pass on; ``tell``: called with each piece."""
+class CallParser:
+    """The calls in one answer's text. ``tools``: names of callable functions -> their schemas; ``max_calls``: how
+    many to pass on; ``emit``: called with each piece."""
 
-    def __init__(self, text: Scanner, tools: Mapping[str, Any], most: int | None, tell: Callable[[Call], None]) -> None:
-        self._text = text
+    def __init__(self, scanner: Scanner, tools: Mapping[str, Any], max_calls: int | None,
+                 emit: Callable[[CallDelta], None]) -> None:
+        self._scanner = scanner
         self._tools = tools
-        self._referred = dict[str, Referred]()  # of the tools whose arguments were typed
-        self._most = most
-        self._tell = tell
-        self._latest: list[str] = []  # the arguments of the latest call that is told
-        self._reopened = 0  # values that were left open, and what follows them read twice
+        self._ref_types = dict[str, RefTypes]()  # of the tools whose arguments were typed
+        self._max_calls = max_calls
+        self._emit = emit
+        self._latest_arguments: list[str] = []  # pieces of the latest call's arguments
+        self._num_unclosed = 0  # values that nothing closed; what follows each was read twice
         self.count = 0
 
     @property
     def complete(self) -> bool:
         """Whether there are calls, and the latest did not break off."""
-        return is_object(self._latest)
+        return is_object(self._latest_arguments)
 
-    def read(self, opener: str) -> Step:
-        """What ``opener`` began. Raises NoCall."""
+    def read(self, opener: str) -> Parser:
+        """The calls that ``opener`` began. Raises NoCall."""
         if opener == "[TOOL_CALLS]":
             yield from self._mistral()
         elif opener == "<function=":
-            yield from self._function(CLOSERS[HERMES], known=True)
+            yield from self._function(CLOSERS[HERMES], known_only=True)
         elif section := next((section for section in SECTIONS if section.begin == opener), None):
             yield from self._section(section)
         elif opener == MINIMAX:
-            yield from self._invoked()
+            yield from self._minimax()
         else:
             yield from self._tool_call(CLOSERS.get(opener, CLOSERS[HERMES]))
 
-    def read_bare(self) -> Step:
-        """JSON that nothing began, of tools that there are. Raises NoCall."""
-        yield from self._objects(known=True)
+    def read_bare(self) -> Parser:
+        """Calls of known tools as JSON without an opener. Raises NoCall."""
+        yield from self._objects(known_only=True)
 
-    def read_of(self, name: str) -> Step:
-        """Arguments of a call of ``name``, which its header said. Raises NoCall."""
-        yield from self._arguments(name)
+    def read_arguments(self, name: str) -> Parser:
+        """The arguments of a call of ``name``. Raises NoCall."""
+        yield from self._read_arguments(name)
 
-    def read_bound(self) -> Step:
-        """One call as a grammar has it written: its name, then its arguments. Raises NoCall at the first character of
+    def read_grammar_call(self) -> Parser:
+        """One call as a grammar makes it: its name, then its arguments. Raises NoCall at the first character of
         anything else."""
-        if self._text.rest[0] != "{":
+        if self._scanner.unread[0] != "{":
             raise NoCall
-        yield from self._object(known=True, ordered=True)
+        yield from self._object(known_only=True, ordered=True)
 
-    def _tool_call(self, closer: str) -> Step:
-        yield from self._text.skip()
-        if (yield from self._text.starts("<function=")):
-            self._text.eat(10)
+    def _tool_call(self, closer: str) -> Parser:
+        yield from self._scanner.skip_blanks()
+        if (yield from self._scanner.starts_with("<function=")):
+            self._scanner.consume(10)
             yield from self._function(closer)
             return
-        if self._text.rest[:1] in ("{", "["):
+        if self._scanner.unread[:1] in ("{", "["):
             yield from self._objects()
-            yield from self._text.close(closer)
+            yield from self._scanner.skip_mark(closer)
         else:
             yield from self._pairs(Words(("<arg_key>", closer)), "<arg_key>", "</arg_key>", "</arg_value>", closer)
 
-    def _function(self, closer: str, known: bool = False) -> Step:
+    def _function(self, closer: str, known_only: bool = False) -> Parser:
         yield from self._pairs(Words((">", "</function>")), "<parameter=", ">", "</parameter>", "</function>", "\n",
-                               known)
-        yield from self._text.close(closer)
+                               known_only)
+        yield from self._scanner.skip_mark(closer)
 
-    def _invoked(self) -> Step:
+    def _minimax(self) -> Parser:
         """One call or several, as MiniMax's models write them."""
-        begun = self.count
-        yield from self._text.skip()
-        while (yield from self._text.starts(INVOKE)):
-            self._text.eat(len(INVOKE))
+        count_before = self.count
+        yield from self._scanner.skip_blanks()
+        while (yield from self._scanner.starts_with(INVOKE)):
+            self._scanner.consume(len(INVOKE))
             yield from self._pairs(Words(('">', "</invoke>")), '<parameter name="', '">', "</parameter>", "</invoke>")
-            self._text.taken = []
-            yield from self._text.skip()
-        if self.count == begun:
+            self._scanner.consumed = []
+            yield from self._scanner.skip_blanks()
+        if self.count == count_before:
             raise NoCall
-        yield from self._text.close(CLOSERS[MINIMAX])
+        yield from self._scanner.skip_mark(CLOSERS[MINIMAX])
 
     def _pairs(self, after_name: Words, key_mark: str, key_end: str, value_end: str, end: str,
-               around: str = "", known: bool = False) -> Step:
-        """A name, and arguments between marks; ``around``: what stands around a value and is none of it; ``known``: it
-        has to be of a tool that there is, as one without arguments has to, too."""
-        name, mark = yield from self._text.before(after_name)
+               padding: str = "", known_only: bool = False) -> Parser:
+        """A name, and arguments between marks. ``padding``: what stands around each value; ``known_only``: only known
+        tools are called, as always without arguments."""
+        name, mark = yield from self._scanner.read_before(after_name)
         name = name.strip()
-        if name not in self._tools and (known or mark not in (key_mark, key_end) or not NAME.fullmatch(name)):
+        if name not in self._tools and (known_only or mark not in (key_mark, key_end) or not NAME.fullmatch(name)):
             raise NoCall
         schema = self._tools.get(name)
-        types = schema.get("properties") if isinstance(schema, dict) else None
-        if name not in self._referred:
-            self._referred[name] = _referred_by(schema)
-        index = self._begin(name, "{")
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        if name not in self._ref_types:
+            self._ref_types[name] = _types_of_refs(schema)
+        index = self._begin_call(name, "{")
         first = True
         keys, ends = Words((key_mark, end, *CLOSERS.values())), Words((key_end,))
-        # Some forget to close a value, and some values speak of marks.
-        behind = {value_end: keys, around + end: Words((*CLOSERS, "<function=", INVOKE, *CLOSERS.values())),
-                  **({around + key_mark: None} if around else {})}
+        # Some models forget to close a value, and some values contain marks.
+        followers = {value_end: keys, padding + end: Words((*CLOSERS, "<function=", INVOKE, *CLOSERS.values())),
+                     **({padding + key_mark: None} if padding else {})}
         if mark == key_end:
-            _, mark = yield from self._text.before(keys)
+            _, mark = yield from self._scanner.read_before(keys)
         while mark == key_mark:
-            key, _ = yield from self._text.before(ends)
+            key, _ = yield from self._scanner.read_before(ends)
             if key_mark == "<arg_key>":
-                yield from self._text.before(Words(("<arg_value>",)))
-            value, mark = yield from self._value(behind, Words((value_end, end, *CLOSERS.values())), end)
+                yield from self._scanner.read_before(Words(("<arg_value>",)))
+            value, mark = yield from self._value(followers, Words((value_end, end, *CLOSERS.values())), end)
             if not mark:
                 return
-            value = value.removeprefix(around).removesuffix(around)
+            value = value.removeprefix(padding).removesuffix(padding)
             text = ("" if first else ", ") + f"{json.dumps(key.strip(), ensure_ascii=False)}: "
-            part = types.get(key.strip()) if isinstance(types, dict) else None
-            self._more(index, text + _typed(value, _kinds(part, self._referred[name])))
+            property_schema = properties.get(key.strip()) if isinstance(properties, dict) else None
+            self._add_arguments(index, text + _as_json(value, _schema_types(property_schema, self._ref_types[name])))
             first = False
-            mark = mark.removeprefix(around)
+            mark = mark.removeprefix(padding)
             if mark == value_end:
-                _, mark = yield from self._text.before(keys)
+                _, mark = yield from self._scanner.read_before(keys)
         if mark:
-            self._more(index, "}")
+            self._add_arguments(index, "}")
 
-    def _value(self, behind: Mapping[str, Words | None], ends: Words, end: str) -> Step:
-        """(a value, the mark that ends it): the first one with what may stand ``behind`` it; None: anything. Where the
-        answer is over without: the first of ``ends``, as if it were ``end``, and what follows is read anew."""
-        marks, pieces = Words(tuple(behind)), list[str]()
+    def _value(self, followers: Mapping[str, Words | None], ends: Words, end: str) -> Parser:
+        """(a value, the mark that ends it): the first mark that one of its ``followers`` follows; None: any text may.
+        Without one, the first of ``ends`` counts as ``end``, and what follows is read again."""
+        marks, pieces = Words(tuple(followers)), list[str]()
         while True:
-            text, mark = yield from self._text.before(marks)
+            text, mark = yield from self._scanner.read_before(marks)
             pieces.append(text)
-            words = behind.get(mark)
+            words = followers.get(mark)
             if not mark:
-                return self._left_open("".join(pieces), ends, end)
-            if words is None or (yield from self._text.followed(words)):
+                return self._unclosed_value("".join(pieces), ends, end)
+            if words is None or (yield from self._scanner.followed_by(words)):
                 return "".join(pieces), mark
             pieces.append(mark)
 
-    def _left_open(self, value: str, ends: Words, end: str) -> tuple[str, str]:
-        found = ends.first(value)
-        if found is None or self._text.cut or self._reopened == MAX_REOPENED:
+    def _unclosed_value(self, value: str, ends: Words, end: str) -> tuple[str, str]:
+        found = ends.find(value)
+        if found is None or self._scanner.cut or self._num_unclosed == MAX_UNCLOSED:
             return value, ""
-        self._reopened += 1
+        self._num_unclosed += 1
         start, mark = found
-        self._text.rest = value[start + len(mark):]
+        self._scanner.unread = value[start + len(mark):]
         return value[:start], end
 
-    def _mistral(self) -> Step:
-        yield from self._text.skip()
-        if self._text.rest[:1] in ("{", "[") and self._text.rest:
+    def _mistral(self) -> Parser:
+        yield from self._scanner.skip_blanks()
+        if self._scanner.unread[:1] in ("{", "[") and self._scanner.unread:
             yield from self._objects()
             return
-        name, mark = yield from self._text.before(Words(("[ARGS]", "[CALL_ID]", "{")))
+        name, mark = yield from self._scanner.read_before(Words(("[ARGS]", "[CALL_ID]", "{")))
         if mark == "[CALL_ID]":
-            _, mark = yield from self._text.before(Words(("[ARGS]", "{")))
+            _, mark = yield from self._scanner.read_before(Words(("[ARGS]", "{")))
         if mark == "{":
-            self._text.rest = "{" + self._text.rest
+            self._scanner.unread = "{" + self._scanner.unread
         if not mark or not name.strip():
             raise NoCall
-        yield from self._arguments(name.strip())
+        yield from self._read_arguments(name.strip())
 
-    def _section(self, marks: Section) -> Step:
+    def _section(self, marks: Section) -> Parser:
         calls = Words((marks.call, marks.end))
         while True:
-            _, mark = yield from self._text.before(calls)
+            _, mark = yield from self._scanner.read_before(calls)
             if mark != marks.call:
                 return
-            head, mark = yield from self._text.before(Words((marks.arguments, marks.end_call)))
+            head, mark = yield from self._scanner.read_before(Words((marks.arguments, marks.end_call)))
             if not mark:
                 raise NoCall
-            between, mark = yield from self._text.before(Words(("{", marks.end_call)))
+            between, mark = yield from self._scanner.read_before(Words(("{", marks.end_call)))
             if mark != "{" and (not mark or between.strip()):
                 raise NoCall
-            self._text.rest = ("{" if mark == "{" else "{}" + mark) + self._text.rest  # some write no arguments
+            # Some models write no arguments.
+            self._scanner.unread = ("{" if mark == "{" else "{}" + mark) + self._scanner.unread
             name = between.partition("\n")[0] if "```" in between else head
-            yield from self._arguments(re.sub(r"^functions\.|:\d+\s*$", "", name.strip()).strip())
-            _, mark = yield from self._text.before(Words((marks.end_call, marks.end)))
-            self._text.taken = []
-            if mark == marks.end:  # some forget to end a call
+            yield from self._read_arguments(re.sub(r"^functions\.|:\d+\s*$", "", name.strip()).strip())
+            _, mark = yield from self._scanner.read_before(Words((marks.end_call, marks.end)))
+            self._scanner.consumed = []
+            if mark == marks.end:  # some models forget to end a call
                 return
 
-    def _objects(self, known: bool = False) -> Step:
-        """Calls as JSON, or a list of them. ``known``: they have to be of tools that there are."""
-        listed = self._text.rest[0] == "["
-        if listed:
-            self._text.eat(1)
+    def _objects(self, known_only: bool = False) -> Parser:
+        """Calls as JSON, or a list of them. ``known_only``: only of known tools."""
+        is_list = self._scanner.unread[0] == "["
+        if is_list:
+            self._scanner.consume(1)
         while True:
-            yield from self._text.skip(",;" if listed or known else "")
-            if self._text.rest[:1] != "{":
-                if listed and self._text.rest[:1] == "]":
-                    self._text.eat(1)
+            yield from self._scanner.skip_blanks(",;" if is_list or known_only else "")
+            if self._scanner.unread[:1] != "{":
+                if is_list and self._scanner.unread[:1] == "]":
+                    self._scanner.consume(1)
                     return
-                if known and self.count and not self._text.rest:
+                if known_only and self.count and not self._scanner.unread:
                     return
                 raise NoCall
-            yield from self._object(known)
-            if not (listed or known):
-                yield from self._text.skip()
-                if self._text.rest[:1] != "{":
+            yield from self._object(known_only)
+            if not (is_list or known_only):
+                yield from self._scanner.skip_blanks()
+                if self._scanner.unread[:1] != "{":
                     return
-            self._text.taken = []
+            self._scanner.consumed = []
 
-    def _object(self, known: bool, ordered: bool = False) -> Step:
+    def _object(self, known_only: bool, ordered: bool = False) -> Parser:
         name, arguments, index = "", "", -1
-        self._text.eat(1)
+        self._scanner.consume(1)
         while True:
-            yield from self._text.skip(",")
-            if self._text.rest[:1] == "}":
-                self._text.eat(1)
+            yield from self._scanner.skip_blanks(",")
+            if self._scanner.unread[:1] == "}":
+                self._scanner.consume(1)
                 break
-            key = loaded((yield from self._text.value()))
+            key = parse_json((yield from self._scanner.read_value()))
             if ordered and index < 0 and key != (ARGUMENTS[0] if name else "name"):
                 raise NoCall
-            yield from self._text.skip()
-            if not isinstance(key, str) or self._text.rest[:1] != ":":
+            yield from self._scanner.skip_blanks()
+            if not isinstance(key, str) or self._scanner.unread[:1] != ":":
                 raise NoCall
-            self._text.eat(1)
-            yield from self._text.skip()
-            if key in ARGUMENTS and name and self._text.rest[:1] == "{" and index < 0:
-                index = self._begin(name, "")
-                yield from self._text.value(partial(self._more, index))
+            self._scanner.consume(1)
+            yield from self._scanner.skip_blanks()
+            if key in ARGUMENTS and name and self._scanner.unread[:1] == "{" and index < 0:
+                index = self._begin_call(name, "")
+                yield from self._scanner.read_value(partial(self._add_arguments, index))
                 continue
             if ordered and index < 0 and name:
                 raise NoCall
-            raw = yield from self._text.value()
+            raw = yield from self._scanner.read_value()
             if key in ARGUMENTS:
                 arguments = raw
             elif key == "name":
-                found = loaded(raw)
-                if not isinstance(found, str) or not found or (known and found not in self._tools):
+                value = parse_json(raw)
+                if not isinstance(value, str) or not value or (known_only and value not in self._tools):
                     raise NoCall
-                name = found
+                name = value
         if index < 0:
             if not name or ordered:
                 raise NoCall
-            within = loaded(arguments)
-            whole = within if isinstance(within, str) and within.startswith("{") else arguments
-            self._begin(name, "{}" if arguments in NONE else whole)
+            decoded = parse_json(arguments)
+            encoded = decoded if isinstance(decoded, str) and decoded.startswith("{") else arguments
+            self._begin_call(name, "{}" if arguments in NO_ARGUMENTS else encoded)
 
-    def _arguments(self, name: str) -> Step:
-        yield from self._text.skip()
-        if not name or self._text.rest[:1] != "{":
+    def _read_arguments(self, name: str) -> Parser:
+        yield from self._scanner.skip_blanks()
+        if not name or self._scanner.unread[:1] != "{":
             raise NoCall
-        index = self._begin(name, "")
-        yield from self._text.value(partial(self._more, index))
+        index = self._begin_call(name, "")
+        yield from self._scanner.read_value(partial(self._add_arguments, index))
 
-    def _begin(self, name: str, arguments: str) -> int:
-        self._text.taken = None
+    def _begin_call(self, name: str, arguments: str) -> int:
+        self._scanner.consumed = None
         index = self.count
-        if self._most is not None and index >= self._most:
+        if self._max_calls is not None and index >= self._max_calls:
             return -2  # one too many
         self.count += 1
-        self._latest = [arguments]
-        self._tell(Call(index, name, arguments))
+        self._latest_arguments = [arguments]
+        self._emit(CallDelta(index, name, arguments))
         return index
 
-    def _more(self, index: int, arguments: str) -> None:
+    def _add_arguments(self, index: int, arguments: str) -> None:
         if index >= 0:
-            self._latest.append(arguments)
-            self._tell(Call(index, "", arguments))
+            self._latest_arguments.append(arguments)
+            self._emit(CallDelta(index, "", arguments))
 
 
-def call_id() -> str:
-    """A new one."""
-    return secrets.token_hex(CALL_ID)[:CALL_ID]
+def new_call_id() -> str:
+    return secrets.token_hex(CALL_ID_LENGTH)[:CALL_ID_LENGTH]
 
 
-def _typed(value: str, kinds: set[str]) -> str:
-    """A value as JSON: a text, unless it is JSON of one of the types that its schema lets through. One that lets no
-    text through, or does not say, takes all of them."""
+def _as_json(value: str, types: set[str]) -> str:
+    """``value`` as JSON: a string, unless it is JSON of one of the schema's ``types``. A schema without "string", or
+    without types, takes any JSON."""
     bare = value.strip()
-    found = loaded(bare)
-    if (found is not None and not isinstance(found, str)) or bare == "null":
-        if "string" not in kinds or kinds & _kinds_of(found):
+    parsed = parse_json(bare)
+    if (parsed is not None and not isinstance(parsed, str)) or bare == "null":
+        if "string" not in types or types & _value_types(parsed):
             return bare
-    elif "boolean" in kinds and bare.lower() in ("true", "false"):
+    elif "boolean" in types and bare.lower() in ("true", "false"):
         return bare.lower()
-    elif bare == "None" and "null" in kinds and "string" not in kinds:
+    elif bare == "None" and "null" in types and "string" not in types:
         return "null"
-    elif "string" not in kinds and (written := _of_python(bare)) and kinds & _kinds_of(loaded(written)):
+    elif "string" not in types and (written := _python_as_json(bare)) and types & _value_types(parse_json(written)):
         return written
     return json.dumps(value, ensure_ascii=False)
 
 
-def _of_python(value: str) -> str:
-    """JSON of a dict or list that a model wrote as Python does (``{'a': None}``); "" for anything else."""
-    if not value.startswith(("{", "[")) or len(value) > PYTHON_LENGTH or (
-            sum(map(value.count, "([{")) > PYTHON_BRACKETS):
+def _python_as_json(value: str) -> str:
+    """JSON of a dict or list that a model wrote in Python (``{'a': None}``); "" for anything else."""
+    if not value.startswith(("{", "[")) or len(value) > MAX_PYTHON_LENGTH or (
+            sum(map(value.count, "([{")) > MAX_PYTHON_BRACKETS):
         return ""
     try:
         written = json.dumps(ast.literal_eval(value), ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return ""
-    return written if loaded(written) is not None else ""
+    return written if parse_json(written) is not None else ""
 
 
-def _referred_by(schema: Any) -> Referred:
-    """The types that those parts of ``schema`` let through to which it refers."""
+def _types_of_refs(schema: Any) -> RefTypes:
+    """The types of the parts of ``schema`` that it may refer to."""
     parts = {place: schema.get(place) for place in ("$defs", "definitions")} if isinstance(schema, dict) else {}
-    return {f"#/{place}/{name}": _kinds(part, {}) for place, named in parts.items() if isinstance(named, dict)
+    return {f"#/{place}/{name}": _schema_types(part, {}) for place, named in parts.items() if isinstance(named, dict)
             for name, part in named.items()}
 
 
-def _kinds(schema: Any, parts: Referred) -> set[str]:
-    """The types that ``schema`` lets through; none: it does not say. ``parts``: of what it may refer to."""
+def _schema_types(schema: Any, parts: RefTypes) -> set[str]:
+    """The types that ``schema`` allows; none: it does not say. ``parts``: of what it may refer to."""
     if not isinstance(schema, dict):
         return set()
-    kinds, ref = schema.get("type"), schema.get("$ref")
+    types, ref = schema.get("type"), schema.get("$ref")
     if isinstance(ref, str) and ref in parts:
         return parts[ref]
-    if isinstance(kinds, str | list):
-        return {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
-    if isinstance(listed := schema.get("enum"), list):
-        return set[str]().union(*map(_kinds_of, listed))
-    others = schema.get("anyOf") or schema.get("oneOf")
-    found = [_kinds(other, parts) for other in others] if isinstance(others, list) else []
+    if isinstance(types, str | list):
+        return {type_ for type_ in ([types] if isinstance(types, str) else types) if isinstance(type_, str)}
+    if isinstance(values := schema.get("enum"), list):
+        return set[str]().union(*map(_value_types, values))
+    options = schema.get("anyOf") or schema.get("oneOf")
+    found = [_schema_types(option, parts) for option in options] if isinstance(options, list) else []
     return set[str]().union(*found) if all(found) else set()
 
 
-def _kinds_of(found: Any) -> set[str]:
-    """The types of what JSON said."""
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        return {"number", "integer"} if isinstance(found, int) or found.is_integer() else {"number"}
-    return {{NoneType: "null", bool: "boolean", dict: "object", list: "array"}.get(type(found), "string")}
+def _value_types(value: Any) -> set[str]:
+    """The JSON schema types that ``value`` has."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
+    return {{NoneType: "null", bool: "boolean", dict: "object", list: "array"}.get(type(value), "string")}
 
 
-def is_object(arguments: list[str]) -> bool:
-    """Whether the pieces are an object."""
-    return isinstance(loaded("".join(arguments)), dict)
+def is_object(pieces: list[str]) -> bool:
+    """Whether the joined ``pieces`` are a JSON object."""
+    return isinstance(parse_json("".join(pieces)), dict)
 
 
-def loaded(text: str) -> Any:
-    """None for what is no JSON."""
+def parse_json(text: str) -> Any:
+    """The value; None: ``text`` is no JSON."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Separates reasoning and tool calls from the other text of an answer, while it comes.
+"""Separates reasoning and tool calls from the other text of an answer, piece by piece.
 
 Rules:
 1. The joined parts do not depend on how a text is cut into pieces; a part that was passed on is never taken back.
@@ -18,29 +18,29 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from router_service.text.calls import Call, Calls, is_object
+from router_service.text.calls import CallDelta, CallParser, is_object
 from router_service.text.deltas import TextDelta
-from router_service.text.marks import CLOSERS, HEADED, HEADERS, OF_CHANNELS, SECTIONS, Style
-from router_service.text.scanner import NoCall, Scanner, Step, Words
+from router_service.text.marks import CHANNEL_MARKS, CLOSERS, HEADER_END, HEADERS, SECTIONS, Style
+from router_service.text.scanner import NoCall, Parser, Scanner, Words
 
 TO = "to=functions."  # begins a function's name in a header
 BARE_BEGINS = ('{"name":', '{"type": "function"', '{"type":"function"')  # of calls behind words
-SaidKind = Literal["reasoning", "text"]
+TextKind = Literal["reasoning", "text"]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A piece of what is no call."""
+class TextPart:
+    """A piece of reasoning or of content."""
 
-    kind: SaidKind
+    kind: TextKind
     text: str
 
 
 @dataclass(slots=True)
 class Parts:
-    """What a piece of text adds, in the order in which it came."""
+    """What a piece of text adds, in order."""
 
-    all: list[Said | Call] = field(default_factory=list)
+    all: list[TextPart | CallDelta] = field(default_factory=list)
 
     @property
     def reasoning(self) -> str:
@@ -51,225 +51,229 @@ class Parts:
         return self._joined("text")
 
     @property
-    def calls(self) -> list[Call]:
-        return [part for part in self.all if isinstance(part, Call)]
+    def calls(self) -> list[CallDelta]:
+        return [part for part in self.all if isinstance(part, CallDelta)]
 
-    def add(self, kind: SaidKind, text: str) -> None:
+    def add(self, kind: TextKind, text: str) -> None:
         if text:
-            self.all.append(Said(kind, text))
+            self.all.append(TextPart(kind, text))
 
-    def _joined(self, kind: SaidKind) -> str:
-        return "".join([part.text for part in self.all if isinstance(part, Said) and part.kind == kind])
+    def _joined(self, kind: TextKind) -> str:
+        return "".join([part.text for part in self.all if isinstance(part, TextPart) and part.kind == kind])
 
 
-class Named:
+class NamedCall:
     """An answer that is the arguments of the one call of ``name``, and nothing else."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._latest: list[str] = []
+        self._arguments: list[str] = []
         self.num_calls = 0
         self.reasoning_tokens = 0
 
     @property
-    def called(self) -> bool:
+    def calls_complete(self) -> bool:
         """As ``Markup.called``."""
-        return is_object(self._latest)
+        return is_object(self._arguments)
 
-    def take(self, delta: TextDelta) -> Parts:
+    def push_delta(self, delta: TextDelta) -> Parts:
         """As ``Markup.take``."""
         return self.push(delta.text)
 
-    def push(self, text: str, over: bool = False, cut: bool = False) -> Parts:
+    def push(self, text: str, final: bool = False, cut: bool = False) -> Parts:
         """As ``Markup.push``."""
         if not text:
             return Parts()
         name = "" if self.num_calls else self._name
         self.num_calls = 1
-        self._latest.append(text)
-        return Parts([Call(0, name, text)])
+        self._arguments.append(text)
+        return Parts([CallDelta(0, name, text)])
 
 
 class Markup:
-    """The text of one answer. ``tools``: names of those that may be called -> their schemas; ``thinking``: it begins in
-    the midst of reasoning; ``most``: calls that are told; ``bound``: it is calls and nothing else; ``either``: a
-    grammar makes it one call, or no call at all; ``mixed``: reasoning is content, with its marks."""
+    """The text of one answer. ``tools``: names of those that may be called -> their schemas; ``max_calls``: how many to
+    pass on; ``calls_only``: it is calls and nothing else; ``reasoning_in_content``: reasoning is content, with its
+    marks; ``call_or_text``: a grammar makes it one call, or no call at all."""
 
-    def __init__(self, style: Style, tools: Mapping[str, Any] = MappingProxyType({}), thinking: bool = False,
-                 most: int | None = None, bound: bool = False, mixed: bool = False, either: bool = False) -> None:
+    def __init__(self, style: Style, tools: Mapping[str, Any] = MappingProxyType({}), starts_in_reasoning: bool = False,
+                 max_calls: int | None = None, calls_only: bool = False, reasoning_in_content: bool = False,
+                 call_or_text: bool = False) -> None:
         self._tools = tools
-        self._bound = bound
-        self._mixed = mixed
-        self._either = either
-        self._text = Scanner()
-        self._calls = Calls(self._text, tools, most, self._called)
-        self._bare = style.bare and bool(tools)
-        self._thoughts = style.thoughts
-        openers = style.openers if tools and not either else ()
-        begins = ("<function=",) if "<tool_call>" in openers else ()
-        self._openers = HEADERS if style.channels else (*openers, *begins)
-        self._headed = style.channels
-        # What closes nothing is no text either.
+        self._calls_only = calls_only
+        self._reasoning_in_content = reasoning_in_content
+        self._call_or_text = call_or_text
+        self._scanner = Scanner()
+        self._calls = CallParser(self._scanner, tools, max_calls, self._add_call)
+        self._bare_calls = style.bare_calls and bool(tools)
+        self._reasoning_marks = style.reasoning_marks
+        openers = style.openers if tools and not call_or_text else ()
+        function_openers = ("<function=",) if "<tool_call>" in openers else ()
+        self._openers = HEADERS if style.has_channels else (*openers, *function_openers)
+        self._has_headers = style.has_channels
+        # A closing mark is no content, also where it closes nothing.
         closers = [CLOSERS[opener] for opener in openers if opener in CLOSERS]
-        self._stray = () if not tools else (*closers, *(("</function>", "</invoke>") if closers else ()), *(
+        self._stray_marks = () if not tools else (*closers, *(("</function>", "</invoke>") if closers else ()), *(
             mark for s in SECTIONS if s.begin in openers for mark in (s.call, s.arguments, s.end_call, s.end)))
-        if style.channels:
-            self._stray = tuple(mark for mark in OF_CHANNELS if mark not in HEADERS)
-        begun = style.thoughts[:1] if style.thoughts and not style.channels else ()
-        self._marks = Words((*self._openers, *self._stray, *begun, *(BARE_BEGINS if self._bare and not either else ())))
-        self._blank: list[str] = []  # of the content, held until more comes: it is none before a call or reasoning
-        self._gap: list[str] = []  # blanks around calls: between two pieces of content they are some
-        self._begun = self._thought = False  # whether there was content since the latest call, or reasoning
-        self._said = False  # whether there was content at all
-        self._thinks = thinking and not mixed
-        self.reasoning_tokens = 0  # of deltas that were taken
+        if style.has_channels:
+            self._stray_marks = tuple(mark for mark in CHANNEL_MARKS if mark not in HEADERS)
+        reasoning_opener = style.reasoning_marks[:1] if style.reasoning_marks and not style.has_channels else ()
+        bare_begins = BARE_BEGINS if self._bare_calls and not call_or_text else ()
+        self._marks = Words((*self._openers, *self._stray_marks, *reasoning_opener, *bare_begins))
+        self._held_blanks: list[str] = []  # dropped before a call or reasoning, else part of the content
+        self._call_blanks: list[str] = []  # blanks around calls: part of the content if more of it comes
+        self._in_content = False  # whether there was content since the latest call
+        self._any_content = self._any_reasoning = False  # whether there was any at all
+        self._in_reasoning = starts_in_reasoning and not reasoning_in_content
+        self.reasoning_tokens = 0  # of pushed deltas
         self._parts = Parts()
-        self._run: Generator[None, None, None] = self._answer(thinking)
-        next(self._run)
+        self._parser: Generator[None, None, None] = self._parse(starts_in_reasoning)
+        next(self._parser)
 
-    def push(self, text: str, over: bool = False, cut: bool = False) -> Parts:
-        """The parts that ``text`` adds. ``over``: it is the last text; ``cut``: the answer was cut off."""
-        self._read(text, over, cut)
+    def push(self, text: str, final: bool = False, cut: bool = False) -> Parts:
+        """The parts that ``text`` adds. ``final``: it is the last text; ``cut``: the answer was cut off."""
+        self._read(text, final, cut)
         parts, self._parts = self._parts, Parts()
         return parts
 
-    def take(self, delta: TextDelta) -> Parts:
-        """The parts that ``delta`` adds. Counts its tokens of reasoning: those before or after which reasoning runs."""
-        read = 0
-        for token in delta.tokens if self._thoughts is not None else ():
-            thought = self._thinks
+    def push_delta(self, delta: TextDelta) -> Parts:
+        """The parts that ``delta`` adds. Counts its tokens of reasoning: those before or after which it is going on."""
+        num_read = 0
+        for token in delta.tokens if self._reasoning_marks is not None else ():
+            was_reasoning = self._in_reasoning
             self._read(token.text)
-            self.reasoning_tokens += thought or self._thinks
-            read += len(token.text)
-        return self.push(delta.text[read:], bool(delta.finish), delta.finish == "length")
+            self.reasoning_tokens += was_reasoning or self._in_reasoning
+            num_read += len(token.text)
+        return self.push(delta.text[num_read:], bool(delta.finish), delta.finish == "length")
 
     @property
-    def called(self) -> bool:
+    def calls_complete(self) -> bool:
         """Whether there are calls, and the latest did not break off."""
         return self._calls.complete
 
     @property
     def num_calls(self) -> int:
-        """Calls that are told, so far."""
+        """Calls passed on so far."""
         return self._calls.count
 
-    def _read(self, text: str, over: bool = False, cut: bool = False) -> None:
-        self._text.rest += text
-        self._text.over, self._text.cut = over, cut
-        next(self._run, None)
+    def _read(self, text: str, final: bool = False, cut: bool = False) -> None:
+        self._scanner.unread += text
+        self._scanner.final, self._scanner.cut = final, cut
+        next(self._parser, None)
 
-    def _answer(self, thinking: bool) -> Generator[None, None, None]:
-        if thinking and self._thoughts is not None:
+    def _parse(self, starts_in_reasoning: bool) -> Generator[None, None, None]:
+        if starts_in_reasoning and self._reasoning_marks is not None:
             yield
             yield from self._reasoning("")
         else:
             yield
-        if self._bare:
+        if self._bare_calls:
             yield from self._maybe_bare()
-        if self._headed:
-            self._blank.append((yield from self._text.skip()))
-            if (yield from self._text.starts(TO)):
+        if self._has_headers:
+            self._held_blanks.append((yield from self._scanner.skip_blanks()))
+            if (yield from self._scanner.starts_with(TO)):
                 yield from self._header()
-        while not (self._text.over and not self._text.rest):
-            mark = yield from self._text.until(self._marks, self._content)
+        while not (self._scanner.final and not self._scanner.unread):
+            mark = yield from self._scanner.read_until(self._marks, self._content)
             if not mark:
                 break
-            if self._thoughts is not None and mark == self._thoughts[0]:
+            if self._reasoning_marks is not None and mark == self._reasoning_marks[0]:
                 yield from self._reasoning(mark)
-            elif self._headed and mark in HEADERS:
+            elif self._has_headers and mark in HEADERS:
                 yield from self._header()
             elif mark in BARE_BEGINS:
-                self._text.rest = mark + self._text.rest
+                self._scanner.unread = mark + self._scanner.unread
                 yield from self._maybe_call(self._calls.read_bare())
-            elif mark not in self._stray:
+            elif mark not in self._stray_marks:
                 yield from self._maybe_call(self._calls.read(mark))
-        if self._blank and (self._begun or not (self.num_calls or self._thought)):
-            self._parts.add("text", "".join(self._blank))
+        if self._held_blanks and (self._in_content or not (self.num_calls or self._any_reasoning)):
+            self._parts.add("text", "".join(self._held_blanks))
 
-    def _reasoning(self, mark: str) -> Step:
-        """What follows ``mark``. A call in it is one where the reasoning never ends: some models forget to end it."""
-        assert self._thoughts is not None
-        if self._mixed:
+    def _reasoning(self, mark: str) -> Parser:
+        """The reasoning after ``mark``. A call in it counts if the reasoning never ends: some models forget its end."""
+        assert self._reasoning_marks is not None
+        if self._reasoning_in_content:
             self._content(mark)
-            self._content((yield from self._text.until(Words(self._thoughts[1:]), self._content)))
+            self._content((yield from self._scanner.read_until(Words(self._reasoning_marks[1:]), self._content)))
             return
-        self._thinks, self._thought, self._blank = True, True, []
-        held: list[str] = []
-        begun = False
+        self._in_reasoning, self._any_reasoning, self._held_blanks = True, True, []
+        held_blanks: list[str] = []
+        started = False
 
-        def tell(text: str) -> None:
-            nonlocal held, begun
+        def emit(text: str) -> None:
+            nonlocal held_blanks, started
             if text.strip():
-                text = "".join(held) + text if begun else text.lstrip()
+                text = "".join(held_blanks) + text if started else text.lstrip()
                 shown = text.rstrip()
-                begun, held = True, [text[len(shown):]]
+                started, held_blanks = True, [text[len(shown):]]
                 self._parts.add("reasoning", shown)
-            elif begun:
-                held.append(text)
+            elif started:
+                held_blanks.append(text)
 
-        mark = yield from self._text.until(Words((*self._thoughts[1:], *self._openers)), tell)
+        mark = yield from self._scanner.read_until(Words((*self._reasoning_marks[1:], *self._openers)), emit)
         if mark in self._openers:
-            text, ended = yield from self._text.before(Words(self._thoughts[1:]))
-            if ended or self._text.cut:
-                tell(mark + text)
+            text, closer = yield from self._scanner.read_before(Words(self._reasoning_marks[1:]))
+            if closer or self._scanner.cut:
+                emit(mark + text)
             else:
-                self._text.rest = mark + text
-        self._thinks = False
+                self._scanner.unread = mark + text
+        self._in_reasoning = False
 
-    def _header(self) -> Step:
-        """What a header says of the text behind it, and that text unless it is content."""
-        header, mark = yield from self._text.before(Words((HEADED,)))
-        _, called, to = header.partition(TO)
-        if mark and called and self._tools:
-            yield from self._maybe_call(self._calls.read_of(re.split(r"[\s<]", to)[0]))
+    def _header(self) -> Parser:
+        """A header, and the text after it unless that is content."""
+        header, mark = yield from self._scanner.read_before(Words((HEADER_END,)))
+        _, is_call, name = header.partition(TO)
+        if mark and is_call and self._tools:
+            yield from self._maybe_call(self._calls.read_arguments(re.split(r"[\s<]", name)[0]))
         elif mark and "analysis" in header:
             yield from self._reasoning("")
 
     def _content(self, text: str) -> None:
-        if self._bound:  # the beginning of a call that was cut off
+        if self._calls_only:  # the beginning of a call that was cut off
             return
-        if not self._begun and not self._said and (self._thought or self.num_calls):
-            text, self._blank = text.lstrip(), []
+        if not self._in_content and not self._any_content and (self._any_reasoning or self.num_calls):
+            text, self._held_blanks = text.lstrip(), []
         if not text.strip():
-            self._blank.append(text)
+            self._held_blanks.append(text)
             return
-        text = "".join([*self._gap, *self._blank]) + text
-        shown = text.rstrip() if self._tools or self._thoughts is not None else text
-        self._begun, self._said, self._gap, self._blank = True, True, [], [text[len(shown):]]
+        text = "".join([*self._call_blanks, *self._held_blanks]) + text
+        shown = text.rstrip() if self._tools or self._reasoning_marks is not None else text
+        self._in_content, self._any_content = True, True
+        self._call_blanks, self._held_blanks = [], [text[len(shown):]]
         self._parts.add("text", shown)
 
-    def _maybe_bare(self) -> Step:
-        """Llama 3 writes a call as the whole of its answer, as a rule."""
-        blank = yield from self._text.skip()
-        if self._text.rest[:1] in ("{", "[") and self._text.rest:
-            yield from self._maybe_call(self._calls.read_bound() if self._either else self._calls.read_bare(), blank)
+    def _maybe_bare(self) -> Parser:
+        """Llama 3 usually writes a call as its whole answer."""
+        blank = yield from self._scanner.skip_blanks()
+        if self._scanner.unread[:1] in ("{", "[") and self._scanner.unread:
+            call = self._calls.read_grammar_call() if self._call_or_text else self._calls.read_bare()
+            yield from self._maybe_call(call, blank)
         else:
-            self._blank.append(blank)
+            self._held_blanks.append(blank)
 
-    def _maybe_call(self, read: Step, *before: str) -> Step:
-        """What ``read`` reads, else content; ``before``: what stands before it, and is dropped if it is a call."""
-        self._text.taken = [*before]
+    def _maybe_call(self, call: Parser, *blanks: str) -> Parser:
+        """The call that ``call`` parses, else content. ``blanks`` before it are dropped if it is a call."""
+        self._scanner.consumed = [*blanks]
         try:
-            yield from read
+            yield from call
         except NoCall:
-            if self._text.taken is not None:  # nothing was told of it
-                self._content("".join(self._text.taken))
+            if self._scanner.consumed is not None:  # nothing of it was passed on
+                self._content("".join(self._scanner.consumed))
             else:
-                self._blank = []
+                self._held_blanks = []
         else:
-            self._begun, self._blank = False, []
-        self._text.taken = None
+            self._in_content, self._held_blanks = False, []
+        self._scanner.consumed = None
 
-    def _called(self, call: Call) -> None:
-        self._gap += self._blank if self._said else []
-        self._blank = []
+    def _add_call(self, call: CallDelta) -> None:
+        self._call_blanks += self._held_blanks if self._any_content else []
+        self._held_blanks = []
         last = self._parts.all[-1] if self._parts.all else None
-        if isinstance(last, Call) and not call.name and last.index == call.index:
+        if isinstance(last, CallDelta) and not call.name and last.index == call.index:
             last.arguments += call.arguments
         else:
             self._parts.all.append(call)
 
 
-def finish_of(finish: str, markup: Markup | Named | None) -> str:
+def finish_reason(finish: str, markup: Markup | NamedCall | None) -> str:
     """The finish reason of an answer parsed by ``markup`` (None: not parsed)."""
-    return "tool_calls" if finish == "stop" and markup is not None and markup.called else finish
+    return "tool_calls" if finish == "stop" and markup is not None and markup.calls_complete else finish

@@ -1,5 +1,5 @@
-"""A text that comes piece by piece, read as if it were whole: searched for words, ended at stop strings, and scanned by
-readers, generators that wait where they need more.
+"""A text that arrives piece by piece: searched for words, ended at stop strings, and scanned by parsers, generators
+that wait where they need more text.
 
 Rules:
 1. What a character costs does not grow with the text before it.
@@ -16,16 +16,16 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-Step = Generator[None, None, Any]
-MAX_BLANKS = 256  # between marks
+Parser = Generator[None, None, Any]
+MAX_BLANKS = 256  # between two marks
 JSON_CHAR, SIMPLE_END = re.compile(r'["\\{}\[\]\x00-\x1f]'), re.compile(r"[,:}\]\s]")
 
 
 class Words:
-    """None of ``words`` is empty.
+    """Words to search for; none of them is empty.
 
-    What a character costs grows with the number of words, not with their lengths: a place in the text at which one may
-    begin is given up once, where whoever searches keeps what is unfinished and no more."""
+    What a character costs grows with the number of words, not with their lengths, if the caller keeps of the searched
+    text only ``partial_length``."""
 
     __slots__ = ("_firsts", "_longest", "words")
 
@@ -34,16 +34,16 @@ class Words:
         self._firsts = frozenset(word[0] for word in self.words)
         self._longest = max(map(len, self.words), default=0)
 
-    def first(self, text: str) -> tuple[int, str] | None:
-        """Where the earliest of them begins, and the longest that begins there."""
+    def find(self, text: str) -> tuple[int, str] | None:
+        """Where the earliest of the words begins, and the longest that begins there."""
         found = [(start, -len(word), word) for word in self.words if (start := text.find(word)) >= 0]
         if not found:
             return None
         start, _, word = min(found)
         return start, word
 
-    def unfinished(self, text: str) -> int:
-        """The length of the longest end of ``text`` that begins one of them."""
+    def partial_length(self, text: str) -> int:
+        """The length of the longest end of ``text`` that begins one of the words."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._firsts:
                 end = text[start:]
@@ -53,37 +53,36 @@ class Words:
 
 
 class StopStrings:
-    """Cuts one answer's text before the first stop string, or behind it (``keep``). ``matched`` names it once it
-    came."""
+    """Cuts one answer's text before the first stop string, or behind it (``keep``). ``matched`` is that string."""
 
-    __slots__ = ("_held", "_keep", "_passed", "_stops", "matched")
+    __slots__ = ("_held", "_keep", "_num_exempt", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         """None of ``stops`` is empty."""
         self._stops = Words(stops)
         self._keep = keep
         self._held = ""
-        self._passed = 0  # characters of it in which no stop string ends
+        self._num_exempt = 0  # characters of the held text in which no stop string may end
         self.matched: str | None = None
 
-    def push(self, text: str, counts: bool = True) -> str:
+    def push(self, text: str, may_match: bool = True) -> str:
         """The text that may go out now: what could still become a stop string is held back. "" after a match.
-        ``counts``: whether a stop string that ends in ``text`` is one."""
+        ``may_match``: whether a stop string may end in ``text``."""
         if self.matched is not None:
             return ""
         text = self._held + text
-        if not counts:
-            self._passed = len(text)
+        if not may_match:
+            self._num_exempt = len(text)
         found = [(start + len(stop), start, stop) for stop in self._stops.words
-                 if (start := text.find(stop, max(0, self._passed + 1 - len(stop)))) >= 0]
+                 if (start := text.find(stop, max(0, self._num_exempt + 1 - len(stop)))) >= 0]
         if found:
             _, start, self.matched = min(found)
             self._held = ""
             return text[:start + len(self.matched) if self._keep else start]
-        kept = self._stops.unfinished(text)
-        self._held = text[len(text) - kept:]
-        self._passed = max(0, self._passed - (len(text) - kept))
-        return text[:len(text) - kept]
+        num_held = self._stops.partial_length(text)
+        self._held = text[len(text) - num_held:]
+        self._num_exempt = max(0, self._num_exempt - (len(text) - num_held))
+        return text[:len(text) - num_held]
 
 
 class NoCall(Exception):
@@ -91,119 +90,119 @@ class NoCall(Exception):
 
 
 class Scanner:
-    """``rest``: what came and was not read; ``over``: nothing more comes, as it was ``cut`` off or not; ``taken``: what
-    was read since it was set to a list (None: nobody asks)."""
+    """``unread``: text that arrived and was not read; ``final``: no more text comes; ``cut``: it broke off;
+    ``consumed``: what was read since this was set to a list (None: not recorded)."""
 
     def __init__(self) -> None:
-        self.rest = ""
-        self.over = self.cut = False
-        self.taken: list[str] | None = None
+        self.unread = ""
+        self.final = self.cut = False
+        self.consumed: list[str] | None = None
 
-    def until(self, marks: Words, tell: Callable[[str], None]) -> Step:
-        """The first of ``marks``, "" for none; ``tell`` hears of the text before it piece by piece."""
+    def read_until(self, marks: Words, emit: Callable[[str], None]) -> Parser:
+        """The first of ``marks``, "" for none; ``emit`` gets the text before it piece by piece."""
         while True:
-            found = marks.first(self.rest)
+            found = marks.find(self.unread)
             if found is not None:
                 start, mark = found
-                text, self.rest = self.rest[:start], self.rest[start + len(mark):]
-                tell(text)
+                text, self.unread = self.unread[:start], self.unread[start + len(mark):]
+                emit(text)
                 return mark
-            kept = 0 if self.over else marks.unfinished(self.rest)
-            text, self.rest = self.rest[:len(self.rest) - kept], self.rest[len(self.rest) - kept:]
-            tell(text)
-            if self.over:
+            num_held = 0 if self.final else marks.partial_length(self.unread)
+            text, self.unread = self.unread[:len(self.unread) - num_held], self.unread[len(self.unread) - num_held:]
+            emit(text)
+            if self.final:
                 return ""
             yield
 
-    def before(self, marks: Words) -> Step:
-        """(the text before the first of ``marks``, that one); "" for none."""
+    def read_before(self, marks: Words) -> Parser:
+        """(the text before the first of ``marks``, that mark); "" for none."""
         pieces: list[str] = []
-        mark = yield from self.until(marks, pieces.append)
+        mark = yield from self.read_until(marks, pieces.append)
         text = "".join(pieces)
-        if self.taken is not None:
-            self.taken.append(text)
+        if self.consumed is not None:
+            self.consumed.append(text)
         return text, mark
 
-    def value(self, tell: Callable[[str], None] | None = None) -> Step:
-        """The JSON value that comes next, as it is written, but for the ends of lines in its texts, which JSON does not
-        take; ``tell`` hears of it piece by piece."""
-        depth, quoted, pieces = 0, False, list[str]()
-        tell = tell or pieces.append
-        if not self.rest:
+    def read_value(self, emit: Callable[[str], None] | None = None) -> Parser:
+        """The JSON value that comes next, as it is written, with control characters in its strings escaped, as JSON
+        wants them; ``emit`` gets it piece by piece."""
+        depth, in_string, pieces = 0, False, list[str]()
+        emit = emit or pieces.append
+        if not self.unread:
             raise NoCall
-        simple = self.rest[0] not in '"{['
+        simple = self.unread[0] not in '"{['
         while True:
             at, done = 0, False
-            while at < len(self.rest) and not done:
-                found = (SIMPLE_END if simple else JSON_CHAR).search(self.rest, at)
+            while at < len(self.unread) and not done:
+                found = (SIMPLE_END if simple else JSON_CHAR).search(self.unread, at)
                 if found is None:
-                    at = len(self.rest)
+                    at = len(self.unread)
                     break
                 char, at = found[0], found.end()
                 if simple:
                     at, done = found.start(), True
                 elif char == "\\":
-                    if at == len(self.rest) and not self.over:
-                        at -= 1  # what it escapes is not here yet
+                    if at == len(self.unread) and not self.final:
+                        at -= 1  # the escaped character is not here yet
                         break
-                    at += quoted
+                    at += in_string
                 elif char == '"':
-                    quoted = not quoted
-                    done = not quoted and depth == 0
-                elif quoted and char < " ":
-                    tell(self.eat(at - 1) + json.dumps(char)[1:-1])
-                    self.eat(1)
+                    in_string = not in_string
+                    done = not in_string and depth == 0
+                elif in_string and char < " ":
+                    emit(self.consume(at - 1) + json.dumps(char)[1:-1])
+                    self.consume(1)
                     at = 0
-                elif not quoted and char >= " ":
+                elif not in_string and char >= " ":
                     depth += 1 if char in "{[" else -1
                     done = depth == 0
-            if piece := self.eat(at):
-                tell(piece)
+            if piece := self.consume(at):
+                emit(piece)
             if done:
                 return "".join(pieces)
-            if self.over:
+            if self.final:
                 raise NoCall
             yield
 
-    def skip(self, also: str = "") -> Step:
-        """White space (and ``also``), until something else is there or all is over; returns it."""
+    def skip_blanks(self, also: str = "") -> Parser:
+        """Skip white space (and ``also``) up to other text or the end; returns what was skipped."""
         blanks = []
         while True:
-            found = len(self.rest) - len(self.rest.lstrip(" \t\r\n" + also))
-            blanks.append(self.eat(found))
-            if self.rest or self.over:
+            found = len(self.unread) - len(self.unread.lstrip(" \t\r\n" + also))
+            blanks.append(self.consume(found))
+            if self.unread or self.final:
                 return "".join(blanks)
             yield
 
-    def starts(self, word: str) -> Step:
+    def starts_with(self, word: str) -> Parser:
         """Whether ``word`` comes next."""
-        while not self.over and len(self.rest) < len(word) and word.startswith(self.rest):
+        while not self.final and len(self.unread) < len(word) and word.startswith(self.unread):
             yield
-        return self.rest.startswith(word)
+        return self.unread.startswith(word)
 
-    def followed(self, words: Words) -> Step:
-        """Whether one of ``words`` comes next, behind blanks, or nothing more. Nothing is read."""
+    def followed_by(self, words: Words) -> Parser:
+        """Whether one of ``words`` comes next, behind blanks, or the end. Nothing is read."""
         while True:
-            rest = self.rest[:MAX_BLANKS].lstrip()
-            if rest.startswith(words.words):
+            unread = self.unread[:MAX_BLANKS].lstrip()
+            if unread.startswith(words.words):
                 return True
-            if len(self.rest) >= MAX_BLANKS or not any(word.startswith(rest) for word in words.words):
+            if len(self.unread) >= MAX_BLANKS or not any(word.startswith(unread) for word in words.words):
                 return False
-            if self.over:
+            if self.final:
                 return True
             yield
 
-    def close(self, mark: str) -> Step:
-        """Leave ``mark`` out if it comes next, also one that the answer's end cuts."""
-        yield from self.skip()
-        if (yield from self.starts(mark)):
-            self.rest = self.rest[len(mark):]
-        elif mark.startswith(self.rest):  # cut within it
-            self.rest = ""
+    def skip_mark(self, mark: str) -> Parser:
+        """Skip blanks, and ``mark`` if it comes next, also one that the answer's end cuts."""
+        yield from self.skip_blanks()
+        if (yield from self.starts_with(mark)):
+            self.unread = self.unread[len(mark):]
+        elif mark.startswith(self.unread):  # cut within it
+            self.unread = ""
 
-    def eat(self, count: int) -> str:
+    def consume(self, count: int) -> str:
         """The next ``count`` characters."""
-        text, self.rest = self.rest[:count], self.rest[count:]
-        if self.taken is not None and text:
-            self.taken.append(text)
+        text, self.unread = self.unread[:count], self.unread[count:]
+        if self.consumed is not None and text:
+            self.consumed.append(text)
         return text

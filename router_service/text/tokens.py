@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 from router_service.text.deltas import AnswerToken, TextDelta
 from router_service.text.files import literals, longest_token, sampling_defaults, spelling
-from router_service.text.marks import Style, marks
+from router_service.text.marks import Style, mark_tokens
 from router_service.text.scanner import StopStrings
 from router_service.text.template import BROKEN, CPU_S, Renderer
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
@@ -158,7 +158,7 @@ class TextCodec:
         self._template = None if source is None else ChatTemplate(*source, self.specials.values())
         ignores_tools = self._template is None or self._template.ignores_tools
         self.style = Style.of("" if source is None else source[0], ignores_tools)
-        self.marks = marks(self.specials, self.style)
+        self.marks = mark_tokens(self.specials, self.style)
         self.stop_token_ids: tuple[int, ...] = end_tokens(folder)
         self.defaults: Mapping[str, Any] = sampling_defaults(folder)
 
@@ -193,7 +193,8 @@ class TextCodec:
         # Marks in a user's text do not count: only the turn that has not ended does.
         ended = [i for i, token in enumerate(tail, start=1) if token in self.specials and token not in self.marks]
         end = b"".join(map(self.token_bytes, tail[max(ended, default=0):])).decode("utf-8", "replace")
-        return self.style.thoughts is not None and end.rfind(self.style.thoughts[0]) > end.rfind(self.style.thoughts[1])
+        marks = self.style.reasoning_marks
+        return marks is not None and end.rfind(marks[0]) > end.rfind(marks[1])
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for, maybe part of a character; b"" for an id without a token."""
