@@ -52,8 +52,8 @@ from uvicorn.server import ServerState
 
 from router_service.admission import MAX_WAITING_PER_PLACE, Limit
 from router_service.dialects.problems import Problem, http_problem, problem_of
+from slipstream.base.clients import ClientTracker
 from slipstream.base.errors import CapacityError, Unavailable
-from slipstream.base.guests import Guests
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.chat import MOST_BODIES, STALL_S
@@ -96,7 +96,7 @@ class ConnectionLimits:
         if self.max_requests < wanted:
             logger("http").warning("the limit of open files leaves room for fewer requests", room=self.max_requests,
                                    wanted=wanted, connections=max_connections)
-        self.guests: Guests[Connection] = Guests(max_connections, per_address, self._evict)
+        self.clients: ClientTracker[Connection] = ClientTracker(max_connections, per_address, self._evict)
         self._probes = probes
         self._metrics = metrics
         self._retry_after_s = retry_after_s
@@ -105,11 +105,11 @@ class ConnectionLimits:
         self._share_bytes = MOST_BODIES // max_connections
         self._tenant_bytes = Counter[str]()
         self._total_bytes = 0
-        metrics.connections(lambda: self.guests.num_idle, lambda: self.guests.num_at_work)
+        metrics.connections(lambda: self.clients.num_idle, lambda: self.clients.num_busy)
 
     def check_request(self, path: bytes) -> None:
         """A request begins. Raises RefusedRequest if there are too many."""
-        if self.guests.num_at_work >= self.max_requests and path not in self._probes:
+        if self.clients.num_busy >= self.max_requests and path not in self._probes:
             self._metrics.connection_refused("requests")
             raise RefusedRequest(problem_of(CapacityError(
                 "this server answers as many requests as it can; try again later", self._retry_after_s())))
@@ -173,7 +173,7 @@ class Connection(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)  # without the leniency of uvicorn's
         self._limits = limits
         self.tenant_id = ""
-        self._at_work = False
+        self._busy = False
         self._in_head = False
         self._in_body = False
         self._rereading_head = False  # the present head has been handled already
@@ -202,11 +202,11 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
-        self._limits.guests.enter(self, self.client[0] if self.client else "")
+        self._limits.clients.add(self, self.client[0] if self.client else "")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
-        self._limits.guests.leave(self)
+        self._limits.clients.remove(self)
         self._limits.release_body(self)
         self._stop_timer()
         self._unset_keepalive_if_required()  # uvicorn forgets it where the connection was reset
@@ -281,8 +281,8 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self._in_head, self._in_body = False, True
-        if not self._at_work:
-            self._limits.guests.idle(self)  # idle from now on: it has just sent something
+        if not self._busy:
+            self._limits.clients.mark_idle(self)  # idle from now on: it has just sent something
         if version == "1.0":
             self.cycle.waiting_for_100_continue = False
             self.cycle.transport = UnchunkedTransport(self.transport)  # type: ignore[assignment]
@@ -290,7 +290,7 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._idle_bytes = 0
         if not self.cycle.response_complete:  # else it is dropped
-            self._limits.body_received(self, len(body), not self._at_work)
+            self._limits.body_received(self, len(body), not self._busy)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -299,22 +299,22 @@ class Connection(HttpToolsProtocol):
             self._in_body = False
             self._limits.body_complete(self)
             super().on_message_complete()
-            self._update_at_work()
+            self._update_busy()
             if not self.pipeline:  # a large body has paused reading, and without reading no end is noticed
                 self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._update_at_work()
+        self._update_busy()
 
-    def _update_at_work(self) -> None:
-        """A connection is at work while a request that has arrived whole is answered."""
-        at_work = bool(self.pipeline) or (self._is_answering() and not self.cycle.more_body)
+    def _update_busy(self) -> None:
+        """A connection is busy while a complete request is answered."""
+        busy = bool(self.pipeline) or (self._is_answering() and not self.cycle.more_body)
         if not self._is_answering():
             self._limits.release_body(self)
-        if at_work != self._at_work:
-            self._at_work = at_work
-            (self._limits.guests.at_work if at_work else self._limits.guests.idle)(self)
+        if busy != self._busy:
+            self._busy = busy
+            (self._limits.clients.mark_busy if busy else self._limits.clients.mark_idle)(self)
 
     def _feed(self, data: bytes) -> None:
         while data:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.base.config import TargetSection
-from slipstream.base.errors import DeviceFull, Draining, InvalidRequest, RanksLost, Unavailable, in_a_line
+from slipstream.base.errors import DeviceFull, Draining, InvalidRequest, RanksLost, Unavailable, first_line
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.runner import ModelRunner, device_works, threads
 from slipstream.following.followed import LOOKED_UP, RoundRecord, Step, Verified
@@ -333,7 +333,7 @@ class TargetWorker:
             if isinstance(error, RanksLost):  # no further step is possible
                 raise
             if not device_works(self._runner.model.device):  # nor here
-                raise Unavailable(f"the device is lost, the service has to start again: {in_a_line(error)}") from error
+                raise Unavailable(f"the device is lost, the service has to start again: {first_line(error)}") from error
             # An answer whose prompt ends in this step is in both.
             lost = dict.fromkeys(sequence for sequence, _ in [*prefill, *trees])
             self._log.exception("step failed", rows=rows, answer_ids=[sequence.request.request_id for sequence in lost])

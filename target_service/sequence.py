@@ -30,7 +30,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.base.errors import in_a_line
+from slipstream.base.errors import first_line
 from slipstream.choosing.logits import is_filtered
 from slipstream.choosing.permitted import Masks
 from slipstream.choosing.sampling import TokenHistory
@@ -328,7 +328,7 @@ class KV:
         try:
             self._rows = self._runner.keep_features(spec)
         except Exception as error:
-            logger("target").warning("rows are not kept as a drafter reads them", problem=in_a_line(error))
+            logger("target").warning("rows are not kept as a drafter reads them", problem=first_line(error))
             self._rows = self._rows if self._runner.taps else None
             return False
         return True
@@ -372,7 +372,7 @@ class KV:
                     sequence.followed.send_rows(start, stop - start, rows)
                 except Exception as error:
                     logger("target").warning("the rows that a drafter reads cannot be made", session=sequence.number,
-                                             problem=in_a_line(error))
+                                             problem=first_line(error))
                     sequence.followed.send_rows(end, 0, b"")
                     break
                 start = stop

@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from slipstream.base.errors import ModelError, in_a_line
+from slipstream.base.errors import ModelError, first_line
 from slipstream.engine.hf import check_tiny_copy
 
 # Configuration classes whose own defaults are no model: what they leave open, as published models have it.
@@ -84,7 +84,7 @@ def verdicts(kind: str) -> Iterator[Tried]:
         for way, config in configurations(kind):
             yield Tried(kind, way, objection(config))
     except Exception as error:  # a configuration class may raise anything
-        yield Tried(kind, way, f"its configuration cannot be made: {in_a_line(error)}")
+        yield Tried(kind, way, f"its configuration cannot be made: {first_line(error)}")
 
 
 def objection(config: Any) -> str:

@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 from router_service.service import RouterService
 from router_service.text.tokens import ChatTemplate
 from slipstream.base.config import Config, PolicySection
-from slipstream.base.offload import Child
+from slipstream.base.offload import ChildProcess
 from slipstream.protocol.requests import Backend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -60,11 +60,11 @@ class Routing:
         return counted
 
 
-RENDERING: dict[str, Child] = {}
+RENDERING: dict[str, ChildProcess] = {}
 START = ChatTemplate._start_process
 
 
-def rendering(template: ChatTemplate) -> Child:
+def rendering(template: ChatTemplate) -> ChildProcess:
     """The process that renders it, for one router after the other: to start one takes longer than most tests."""
     opening = json.dumps(template._config)
     if opening not in RENDERING or RENDERING[opening].ended:

@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router_service import connection
 from router_service.connection import ConnectionLimits
 from router_service.listener import HttpListener
+from slipstream.base.clients import ClientTracker, network_of
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
-from slipstream.base.guests import Guests, network_of
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.chat import ChatOptions, Delta, Message
 from slipstream.wire.bodies import Bodies
@@ -45,41 +45,41 @@ MANY = 2000
 
 
 @dataclass
-class Gone:
-    """What guests were sent away, and why."""
+class Closed:
+    """The clients that were closed, and why."""
 
-    told: list[tuple[int, str]] = field(default_factory=list)
+    clients: list[tuple[int, str]] = field(default_factory=list)
 
-    def end(self, guest: int, why: str) -> None:
-        self.told.append((guest, why))
+    def close(self, client: int, reason: str) -> None:
+        self.clients.append((client, reason))
 
 
 def test_who_has_been_idle_longest_goes() -> None:
-    gone = Gone()
-    guests = Guests(3, 3, gone.end)
-    for guest in range(3):
-        guests.enter(guest, "1.1.1.1")
-    guests.at_work(0)
-    guests.idle(1)
-    guests.enter(3, "2.2.2.2")
-    assert gone.told == [(2, "full")]
-    guests.idle(0)
-    guests.enter(4, "2.2.2.2")
-    assert gone.told[1:] == [(1, "full")]
+    closed = Closed()
+    clients = ClientTracker(3, 3, closed.close)
+    for client in range(3):
+        clients.add(client, "1.1.1.1")
+    clients.mark_busy(0)
+    clients.mark_idle(1)
+    clients.add(3, "2.2.2.2")
+    assert closed.clients == [(2, "full")]
+    clients.mark_idle(0)
+    clients.add(4, "2.2.2.2")
+    assert closed.clients[1:] == [(1, "full")]
 
 
 def test_an_address_that_has_its_share_loses_its_own() -> None:
-    gone = Gone()
-    guests = Guests(10, 2, gone.end)
-    guests.enter(0, "1.1.1.1")
-    for guest, host in ((1, "2001:db8::1"), (2, "2001:db8::2"), (3, "2001:db8:0:0:ff::3")):
-        guests.enter(guest, host)
-    assert gone.told == [(1, "address")]
-    guests.at_work(2)
-    guests.at_work(3)
-    guests.enter(4, "2001:db8::4")
-    assert gone.told[1:] == [(4, "address")], "who is at work stays"
-    assert (guests.num_idle, guests.num_at_work) == (1, 2)
+    closed = Closed()
+    clients = ClientTracker(10, 2, closed.close)
+    clients.add(0, "1.1.1.1")
+    for client, host in ((1, "2001:db8::1"), (2, "2001:db8::2"), (3, "2001:db8:0:0:ff::3")):
+        clients.add(client, host)
+    assert closed.clients == [(1, "address")]
+    clients.mark_busy(2)
+    clients.mark_busy(3)
+    clients.add(4, "2001:db8::4")
+    assert closed.clients[1:] == [(4, "address")], "busy clients stay"
+    assert (clients.num_idle, clients.num_busy) == (1, 2)
 
 
 @pytest.mark.parametrize(("host", "network"), [
@@ -89,32 +89,32 @@ def test_what_counts_as_one_address(host: str, network: str) -> None:
     assert network_of(host) == network
 
 
-def test_a_population_of_guests_is_bounded_and_nobody_at_work_goes() -> None:
-    rng, gone = random.Random(7), Gone()
+def test_a_population_of_clients_is_bounded_and_no_busy_one_is_closed() -> None:
+    rng, closed = random.Random(7), Closed()
     most, each = 12, 5
-    guests, here, at_work = Guests(most, each, gone.end), dict[int, str](), set[int]()
-    for guest in range(4000):
+    clients, here, busy = ClientTracker(most, each, closed.close), dict[int, str](), set[int]()
+    for client in range(4000):
         host = f"10.0.0.{rng.randrange(6)}"
-        guests.enter(guest, host)
-        here[guest] = host
-        for left, _ in gone.told:
-            assert left not in at_work
+        clients.add(client, host)
+        here[client] = host
+        for left, _ in closed.clients:
+            assert left not in busy
             del here[left]
-        gone.told.clear()
+        closed.clients.clear()
         assert len(here) <= most and all(list(here.values()).count(host) <= each for host in here.values())
-        for one in rng.sample(sorted(here), min(2, len(here))):
+        for other in rng.sample(sorted(here), min(2, len(here))):
             match rng.randrange(3):
                 case 0:
-                    guests.at_work(one)
-                    at_work.add(one)
+                    clients.mark_busy(other)
+                    busy.add(other)
                 case 1:
-                    guests.idle(one)
-                    at_work.discard(one)
+                    clients.mark_idle(other)
+                    busy.discard(other)
                 case _:
-                    guests.leave(one)
-                    del here[one]
-                    at_work.discard(one)
-        assert (guests.num_idle, guests.num_at_work) == (len(here) - len(at_work), len(at_work))
+                    clients.remove(other)
+                    del here[other]
+                    busy.discard(other)
+        assert (clients.num_idle, clients.num_busy) == (len(here) - len(busy), len(busy))
 
 
 class Slow:

@@ -290,7 +290,7 @@ async def test_lanes_hold_one_text_each_whatever_clients_do() -> None:
         await lanes.run(large + 1, lambda: work("too many"))
     assert caught.value.retry_after_s >= most
     smaller = [asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("smaller"))) for _ in range(30)]
-    written = asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("an answer"), patient=True))
+    written = asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("an answer"), never_refuse=True))
     waiting.pop().cancel()  # one that waits goes: there is room for another
     await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.gpu.shapes import TINY, config_of
-from slipstream.base.offload import command
+from slipstream.base.offload import main_command
 from slipstream.choosing.sampling import ChoiceRows, Winners, choose, rank, ranked
 from slipstream.engine.ops.fused import triton_unsupported_reason
 from slipstream.engine.ops.races import difference, plain_rows, race_for, supports
@@ -108,7 +108,7 @@ def test_rows_that_a_race_does_not_take_are_chosen_all_the_same() -> None:
 
 def test_a_witness_says_why_there_is_nothing_to_see() -> None:
     question = json.dumps(question_for("choosing", CONFIG, torch.float32))
-    done = subprocess.run([*command("slipstream.engine.witness"), question, "cpu"], capture_output=True,
+    done = subprocess.run([*main_command("slipstream.engine.witness"), question, "cpu"], capture_output=True,
                           text=True, check=False)
     assert done.returncode == 1 and done.stderr.strip()
 

@@ -18,8 +18,8 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, Unavailable
-from slipstream.base.offload import Child
-from slipstream.base.turns import Turns
+from slipstream.base.fair_executor import FairExecutor
+from slipstream.base.offload import ChildProcess
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import StopTokens
 from slipstream.grammar.trial import MAX_EACH, TOO_MUCH, Trial, Trials
@@ -132,12 +132,12 @@ def test_what_one_namespace_tried_tells_another_nothing(trial: Trial) -> None:
 
 
 async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
-    turns, order, held = Turns("grammars", 0.1, "too many", MAX_EACH), list[str](), threading.Event()
+    executor, order, held = FairExecutor("grammars", 0.1, "too many", MAX_EACH), list[str](), threading.Event()
     loop = asyncio.get_running_loop()
 
     def run(namespace: str, work: Callable[[], Any]) -> asyncio.Future[Any]:
         future = loop.create_future()
-        turns.run(namespace, work, future, loop.call_soon_threadsafe)
+        executor.submit(namespace, work, future, loop.call_soon_threadsafe)
         return future
 
     first = run("a", held.wait)
@@ -152,7 +152,7 @@ async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
     assert order.index("b") <= 2 and "gone" not in order and len(order) == MAX_EACH + 1
     with pytest.raises(ZeroDivisionError):
         await run("a", lambda: 1 // 0)
-    turns.close()
+    executor.close()
 
 
 async def test_a_target_binds_all_answers_of_one_request(tiny_folder: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_process_for_trials_is_ready_before_and_begun_again(tiny_folder: Path)
         assert child is not None and not child.ended
         trial.check(Grammar("regex", source))
         assert trial.child is child, "it was begun for the grammar"
-        child.end()
+        child.kill()
     trial.close()
 
 
@@ -190,7 +190,7 @@ def test_a_process_that_is_killed_while_it_begins_is_no_fault_of_the_model(
         tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(tiny_folder)
     with monkeypatch.context() as killed:
-        killed.setattr(Child, "ask", lambda child, line: child.end())
+        killed.setattr(ChildProcess, "ask", lambda child, line: child.kill())
         with pytest.raises(Unavailable, match="has ended"):
             trial.check(Grammar("regex", "a"))
     trial.check(Grammar("regex", "a"))
@@ -210,9 +210,9 @@ def test_a_process_for_trials_has_one_thread_on_any_machine(tmp_path: Path, monk
     (tmp_path / "threads.py").write_text("import os, numpy\n\ndef main():\n    input()\n"
                                          "    print(len(os.listdir('/proc/self/task')))\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    child = Child("threads")
+    child = ChildProcess("threads")
     assert child.ask(b"") == 1
-    child.end()
+    child.kill()
 
 
 def test_a_process_may_be_ended_while_it_is_asked_and_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +220,10 @@ def test_a_process_may_be_ended_while_it_is_asked_and_before(tmp_path: Path, mon
     (tmp_path / "mute.py").write_text("import time\n\ndef main():\n    time.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for _ in range(20):
-        child = Child("mute")
+        child = ChildProcess("mute")
         with ThreadPoolExecutor(1) as threads:
             answer = threads.submit(child.ask, b"who is there")
-            child.end()
+            child.kill()
             assert answer.result(60) is None and child.ended
         assert child.ask(b"and now") is None
 

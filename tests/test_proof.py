@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bench.gpu.shapes import TINY, config_of
-from slipstream.base.errors import in_a_line
-from slipstream.base.offload import command
+from slipstream.base.errors import first_line
+from slipstream.base.offload import main_command
 from slipstream.engine import witness
 from slipstream.engine.proof import VERDICT_PREFIX, cached_verdict, question_for, run_trial
 
@@ -64,7 +64,7 @@ def test_a_witness_says_why_there_is_nothing_to_see(tmp_path: Path) -> None:
     """It is ours, whatever has a name of ours in the folder that one stands in."""
     (tmp_path / "numpy.py").write_text("raise SystemExit('not the one you think')")
     question = json.dumps(question_for("attention", config_of(TINY), torch.bfloat16))
-    done = subprocess.run([*command("slipstream.engine.witness"), question, "cpu"], capture_output=True, text=True,
+    done = subprocess.run([*main_command("slipstream.engine.witness"), question, "cpu"], capture_output=True, text=True,
                           check=False, cwd=tmp_path)
     assert done.returncode == 1 and "flashinfer" in done.stderr.splitlines()[-1] and VERDICT_PREFIX not in done.stdout
 
@@ -82,7 +82,7 @@ def test_a_witness_keeps_to_itself_what_is_not_the_devices(monkeypatch: pytest.M
     monkeypatch.setattr(witness, "triton_operations", fails)
     question = question_for("operations", config_of(TINY), torch.bfloat16)
     if kept:
-        assert witness.examine(question, torch.device("cpu")) == in_a_line(error)
+        assert witness.examine(question, torch.device("cpu")) == first_line(error)
     else:
         with pytest.raises(type(error)):
             witness.examine(question, torch.device("cpu"))

@@ -16,7 +16,7 @@ from router_service.text.omissions import TOOLS
 from router_service.text.template import MAX_RENDERED
 from router_service.text.tokens import ChatTemplate, TextCodec, Turn
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
-from slipstream.base.offload import Child
+from slipstream.base.offload import ChildProcess
 from tests.tiny import with_template
 
 CPU_S = 0.25
@@ -140,7 +140,7 @@ def test_a_process_that_is_killed_while_it_begins_again_is_no_fault_of_the_model
     template = ChatTemplate("{{ messages[0].content }}", {}, [])
     template.close()
     with monkeypatch.context() as killed:
-        killed.setattr(Child, "ask", lambda child, line: child.end())
+        killed.setattr(ChildProcess, "ask", lambda child, line: child.kill())
         with pytest.raises(Unavailable, match="has ended"):
             rendered(template)
     assert rendered(template) == "x"

@@ -23,7 +23,7 @@ from slipstream_vllm.worker import Drafted
 
 from slipstream.base.config import Config, TargetSection, load
 from slipstream.base.errors import CapacityError, ConfigError, Draining, InvalidRequest, SlipstreamError, Unavailable
-from slipstream.base.offload import Child
+from slipstream.base.offload import ChildProcess
 from slipstream.following.chains import Chains
 from slipstream.following.following import Inbox
 from slipstream.following.rounds import SOCKET, RequestReport, StepReport, decode
@@ -931,5 +931,5 @@ def test_an_engine_that_is_not_known_is_refused(wrong: str) -> None:
 def test_a_tokenizer_that_ends_the_process_for_trials_costs_the_grammars_alone(
         tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trials_of(tiny_folder) is not None
-    monkeypatch.setattr(Child, "ask", lambda child, line: child.end())
+    monkeypatch.setattr(ChildProcess, "ask", lambda child, line: child.kill())
     assert trials_of(tiny_folder) is None

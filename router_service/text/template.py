@@ -36,7 +36,7 @@ from jinja2.exceptions import SecurityError
 
 from router_service.text.omissions import CALLED, RESULT, REWRITINGS, TOOLS, writes_tools, written
 from router_service.text.readings import Messages, Rewriting, readings
-from slipstream.base.offload import bounded
+from slipstream.base.offload import limit_resources
 from slipstream.models.template import sandbox
 
 MAX_RENDERED = 4 << 20  # characters
@@ -209,7 +209,7 @@ def trial(renderer: Renderer) -> None:
 
 def main() -> None:
     """Answer line by line: first what ``ChatTemplate`` opens with, then conversations."""
-    bounded(MEMORY)
+    limit_resources(MEMORY)
     renderer: Renderer | None = None
     cpu_s = CPU_S
     for line in sys.stdin.buffer:

@@ -39,8 +39,8 @@ from router_service.text.marks import Style, mark_tokens
 from router_service.text.scanner import StopStrings
 from router_service.text.template import BROKEN, CPU_S, Renderer
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
-from slipstream.base.offload import Child
-from slipstream.base.turns import Turns
+from slipstream.base.fair_executor import FairExecutor
+from slipstream.base.offload import ChildProcess
 from slipstream.models.folder import end_tokens, load_tokenizer, template_source
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Finish, Piece, PromptScores, Request, State, TokenLogprob
@@ -109,16 +109,16 @@ class ChatTemplate:
 
     def close(self) -> None:
         """End the process, which would otherwise end with this object."""
-        self.process.end()
+        self.process.kill()
 
-    def _restart_process(self) -> Child:
+    def _restart_process(self) -> ChildProcess:
         try:
             return self._start_process()
         except ModelError as error:  # it worked before, so somebody ended it again
             raise Unavailable("the chat template's process has ended; try again") from error
 
-    def _start_process(self) -> Child:
-        process = Child(Renderer.__module__)
+    def _start_process(self) -> ChildProcess:
+        process = ChildProcess(Renderer.__module__)
         reply = process.ask(json.dumps(self._config).encode())
         if reply is None:
             too_slow = f"does not end within {self._cpu_s:g} s of the processor"
@@ -496,26 +496,27 @@ class Lanes:
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(1, "short-texts")
-        self._long = Turns("long-texts", 1.0, "too many long prompts wait to be read; try again later", MAX_TEXTS)
+        self._long = FairExecutor("long-texts", 1.0, "too many long prompts wait to be read; try again later",
+                                  MAX_TEXTS)
         self._large = asyncio.Lock()
 
     async def run(self, size: int, work: Callable[[], Result], tenant: str = "", at_once: bool = False,
-                  patient: bool = False) -> Result:
+                  never_refuse: bool = False) -> Result:
         """Run ``work`` on a text of that size; returns or raises what it does. ``at_once``: the work never blocks, so a
-        brief text needs no thread. Raises CapacityError beyond ``MAX_TEXTS`` of a tenant's long texts, except for
-        ``patient`` work (a finished answer that is only to be written), which waits."""
+        brief text needs no thread. Raises CapacityError beyond ``MAX_TEXTS`` of a tenant's long texts, unless
+        ``never_refuse`` is set (for a finished answer that is only to be written): then it waits."""
         if at_once and size <= BRIEF_TEXT:
             return work()
         loop = asyncio.get_running_loop()
         if size <= LONG_TEXT:
             return await loop.run_in_executor(self._short, work)
         future: asyncio.Future[Result] = loop.create_future()
-        self._long.run(tenant, work, future, loop.call_soon_threadsafe, size, patient)
+        self._long.submit(tenant, work, future, loop.call_soon_threadsafe, size, never_refuse)
         return await future
 
     async def off_loop(self, size: int, work: Callable[[], Result], tenant: str) -> Result:
         """The result of ``work`` on so many numbers of an answer, off the event loop if they are many."""
-        return await self.run(size, work, tenant, at_once=True, patient=True)
+        return await self.run(size, work, tenant, at_once=True, never_refuse=True)
 
     async def wait_to_parse(self, size: int) -> None:
         """Wait until a body of so many bytes may be parsed, which blocks the event loop. Code after it without an await

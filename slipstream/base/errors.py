@@ -1,7 +1,7 @@
 """Every error Slipstream raises on purpose, and the one table that maps them to gRPC and HTTP.
 
 Rules:
-1. ``assert`` means a bug of ours; an exception of this module means that the world did something.
+1. ``assert`` means a bug of ours; an exception of this module means that something outside went wrong.
 2. An error in one session closes one session, never the stream or the process.
 
 It knows nothing about grpc or HTTP libraries: statuses are names and numbers.
@@ -120,14 +120,13 @@ STATUS: tuple[tuple[type[SlipstreamError], str, int, str], ...] = (
 
 
 def status_of(error: BaseException) -> tuple[str, int, str]:
-    """The (gRPC status name, HTTP status, OpenAI error type) of ``error``; INTERNAL for strangers."""
-    for kind, grpc_name, http, openai_type in STATUS:
-        if isinstance(error, kind):
+    """The (gRPC status name, HTTP status, OpenAI error type) of ``error``; INTERNAL for all others."""
+    for error_class, grpc_name, http, openai_type in STATUS:
+        if isinstance(error, error_class):
             return grpc_name, http, openai_type
     return "INTERNAL", 500, "server_error"
 
 
-def in_a_line(error: BaseException) -> str:
-    """The error's class and the first line of its message, for errors of other libraries, whose messages may hold
-    anything."""
+def first_line(error: BaseException) -> str:
+    """The error's class and the first line of its message: messages of other libraries may hold anything."""
     return f"{type(error).__name__}: {(str(error).strip() or 'nothing said').splitlines()[0][:300]}"

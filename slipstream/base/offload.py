@@ -2,7 +2,8 @@
 
 Rules:
 1. Both ends write lines of JSON. The process answers line by line, logs nothing, and ends with its standard input.
-2. ``bounded`` limits what it may map; ``signal.ITIMER_PROF`` ends it when its processor time is over.
+2. ``limit_resources`` limits the memory that it may map; ``signal.ITIMER_PROF`` ends it when its processor time is
+   over.
 3. It finds its modules where its parent found them.
 
 It knows nothing about the work.
@@ -21,27 +22,26 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-# Libraries of numbers start a thread a core, and each maps 40 MB: where cores are many, more than ``bounded`` leaves.
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# Numeric libraries start a thread for each core, which maps 40 MB: on many cores, more than ``limit_resources`` allows.
+THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def command(module: str) -> list[str]:
-    """What runs ``main`` of ``module``: by ``-m``, what has a module's name in the folder that one stands in would be
-    taken for it."""
+def main_command(module: str) -> list[str]:
+    """The command that runs ``main`` of ``module``. With ``-m``, a file of the current folder could be imported in
+    place of a module of the same name."""
     return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"]
 
 
-class Child:
-    """The other end of a process that runs ``main`` of ``module``. One thread at a time may ask it, any may end
-    it."""
+class ChildProcess:
+    """A process that runs ``main`` of ``module``. One thread at a time may ask it, any may kill it."""
 
     def __init__(self, module: str) -> None:
-        self._popen = popen = subprocess.Popen(command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        self._popen = popen = subprocess.Popen(main_command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                                stderr=subprocess.DEVNULL,
-                                               env=os.environ | dict.fromkeys(THREADS, "1"))
+                                               env=os.environ | dict.fromkeys(THREAD_COUNT_VARIABLES, "1"))
         self.pid = popen.pid
         self._pipes = threading.Lock()
-        self.end = weakref.finalize(self, _end, popen, self._pipes)
+        self.kill = weakref.finalize(self, _kill, popen, self._pipes)
 
     @property
     def ended(self) -> bool:
@@ -64,21 +64,21 @@ class Child:
             reply = stdout.readline()
         if reply.endswith(b"\n"):
             return json.loads(reply)
-        self.end()
+        self.kill()
         return None
 
 
-def _end(popen: subprocess.Popen[bytes], pipes: threading.Lock) -> None:
-    popen.kill()  # first: whoever asks it holds the pipes until it is dead
+def _kill(popen: subprocess.Popen[bytes], pipes: threading.Lock) -> None:
+    popen.kill()  # first: a thread that asks it holds the pipes until it is dead
     with pipes, suppress(BrokenPipeError):
         popen.communicate()
 
 
-def bounded(memory: int) -> None:
-    """Inside of the process: it maps at most so many bytes, dies without a core, and leaves signals that a terminal or
-    systemd sends to all to whoever started it."""
+def limit_resources(memory_bytes: int) -> None:
+    """For the child itself: it maps at most ``memory_bytes``, leaves no core file, and ignores signals that a
+    terminal or systemd sends to all processes: its parent handles them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+    for limit, maximum in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
         with suppress(ValueError, OSError):  # not every system has all of them
-            resource.setrlimit(limit, (most, most))
+            resource.setrlimit(limit, (maximum, maximum))

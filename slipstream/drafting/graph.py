@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slipstream.base.errors import in_a_line
+from slipstream.base.errors import first_line
 from slipstream.choosing.transfer import to_device
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import Output
@@ -192,7 +192,7 @@ class GraphBackend:
                 self._shapes = [other for other in self._shapes if other.sessions < shape.sessions]
                 self._graphs = {kind: graph for kind, graph in self._graphs.items() if kind[0] in self._shapes}
                 logger("draft").warning("no graphs for so many trees at once", sessions=shape.sessions,
-                                        reason=in_a_line(error))
+                                        reason=first_line(error))
         return None if shape is None else self._graphs.get((shape, drawn))
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.base.errors import in_a_line
+from slipstream.base.errors import first_line
 from slipstream.engine.attention import (
     Attend,
     Attention,
@@ -137,7 +137,7 @@ def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
                 if not reason:
                     return found
         except Exception as error:  # compilers, loaders and launches fail in their own ways
-            reason = in_a_line(error)
+            reason = first_line(error)
             _clear_cuda_error(device)
     if device.type == "cuda":
         logger("engine").warning("attention is torch's: slower, and without graphs", reason=reason)

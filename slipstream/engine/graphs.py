@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.base.errors import in_a_line
+from slipstream.base.errors import first_line
 from slipstream.engine.attention import (
     PagedAttention,
     PagePlan,
@@ -320,12 +320,12 @@ class GraphedDecoder:
         try:
             step = self._capture_step(size, self._pool, taps)
         except RuntimeError as error:
-            reason = in_a_line(error)
+            reason = first_line(error)
         if self._all_agree(step is not None) and step is not None:  # a trial needs all ranks
             try:
                 reason = self._disagrees(size, step, self._pool, taps)
             except RuntimeError as error:
-                reason = in_a_line(error)
+                reason = first_line(error)
             if self._all_agree(not reason):
                 self._steps[key] = step
                 return step

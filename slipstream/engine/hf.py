@@ -39,7 +39,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from slipstream.base.errors import ModelError, in_a_line
+from slipstream.base.errors import ModelError, first_line
 from slipstream.engine.attention import AttentionCall, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import check_floats
@@ -156,7 +156,7 @@ class HFModel:
         except ModelError:
             raise
         except Exception as error:  # what a family's own code raises has no class in common
-            raise ModelError(f"{folder}: transformers cannot load it: {in_a_line(error)}") from error
+            raise ModelError(f"{folder}: transformers cannot load it: {first_line(error)}") from error
 
     @property
     def kernels(self) -> str:
@@ -273,7 +273,7 @@ def _without_weights(folder: str | Path, num_layers: int) -> Any:
         raise ModelError(f"{folder}: transformers {transformers.__version__} cannot build prediction layers of this "
                          f"model ({error}); install transformers>=5.23") from error
     except Exception as error:  # transformers has a class of its own for each field
-        raise ModelError(f"{folder}: transformers cannot build it: {in_a_line(error)}") from error
+        raise ModelError(f"{folder}: transformers cannot build it: {first_line(error)}") from error
     return model.eval().requires_grad_(False)
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slipstream.base.errors import ModelError, in_a_line
+from slipstream.base.errors import ModelError, first_line
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.fp8_blocks import SCALE_INV, Block, block_of, widened
 from slipstream.engine.kv import KVPool
@@ -181,7 +181,7 @@ def explain_out_of_memory(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ModelError(f"{what} does not fit into the memory of its device: {in_a_line(error)}") from error
+        raise ModelError(f"{what} does not fit into the memory of its device: {first_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)

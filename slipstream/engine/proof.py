@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 
 from slipstream import __version__
-from slipstream.base.offload import command
+from slipstream.base.offload import main_command
 from slipstream.engine.model import ModelConfig
 from slipstream.models.folder import default_root
 
@@ -46,7 +46,7 @@ def objection(what: What, config: ModelConfig, dtype: torch.dtype, device: torch
     about = question_for(what, config, dtype)
     environment = {"gpu": torch.cuda.get_device_name(device), "driver": driver(), "slipstream": __version__,
                    "cuda": str(torch.version.cuda), **{name: version(name) for name in PACKAGES}}
-    trial_command = [*command("slipstream.engine.witness"), json.dumps(about), str(device)]
+    trial_command = [*main_command("slipstream.engine.witness"), json.dumps(about), str(device)]
     return cached_verdict(default_root().with_name("kernels"), about | environment, trial_command)
 
 

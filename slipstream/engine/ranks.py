@@ -40,8 +40,8 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.base.config import LogSection, ModelSection
-from slipstream.base.errors import ModelError, RanksLost, SlipstreamError, in_a_line
-from slipstream.base.offload import command
+from slipstream.base.errors import ModelError, RanksLost, SlipstreamError, first_line
+from slipstream.base.offload import main_command
 from slipstream.engine.attention import Attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder, WeightPlacement, unread_names
@@ -224,7 +224,7 @@ class Ranks:
     def _start(self, part: RankPart) -> None:
         own, given = socket.socketpair()
         with given:  # in a session of its own, so that Ctrl-C reaches rank 0 only
-            process = subprocess.Popen([*command("slipstream.engine.ranks"), str(given.fileno())],
+            process = subprocess.Popen([*main_command("slipstream.engine.ranks"), str(given.fileno())],
                                        pass_fds=(given.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
         self._processes.append(process)
         self._pipes.append(Pipe(own))
@@ -259,7 +259,7 @@ class Ranks:
     def loss_of(self, error: Exception) -> RanksLost:
         """The RanksLost for an error between ranks; it names the rank that has ended, if one has."""
         self._exit_seen.wait(REASON_S)
-        return self._set_lost(f"the {self._count} ranks of the model are out of step: {in_a_line(error)}")
+        return self._set_lost(f"the {self._count} ranks of the model are out of step: {first_line(error)}")
 
     def watch(self, callback: Callable[[RanksLost], None]) -> None:
         """Call ``callback`` once, from any thread, when ranks are lost; at once if they are."""

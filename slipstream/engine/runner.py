@@ -34,7 +34,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from slipstream.base.errors import ConfigError, DeviceFull, ModelError, in_a_line
+from slipstream.base.errors import ConfigError, DeviceFull, ModelError, first_line
 from slipstream.choosing.sampling import GREEDY, Draws, Race
 from slipstream.choosing.transfer import to_device
 from slipstream.engine.attention import PADDED_ENTRIES_CUDA
@@ -376,7 +376,7 @@ class ModelRunner:
         except RuntimeError as error:  # mostly out of memory; cuBLAS raises its own error for that
             with suppress(RuntimeError):
                 self._allocate_features(*before)
-            raise DeviceFull(f"{problem}: {in_a_line(error)}") from error
+            raise DeviceFull(f"{problem}: {first_line(error)}") from error
 
     def _allocate_features(self, layers: tuple[int, ...], width: int, fusion: Map | None, projection: Projection | None,
                            writer_of_spec: tuple[FeatureSpec, FeatureWriter] | None = None) -> None:

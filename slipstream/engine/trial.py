@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.base.errors import ModelError, in_a_line
+from slipstream.base.errors import ModelError, first_line
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
@@ -96,7 +96,7 @@ def check(config: Any, build: Build, serve: Serve) -> None:
         except ModelError:
             raise
         except Exception as error:  # what a family's own code raises has no class in common
-            raise ModelError(f"{where}: engine hf cannot serve it: a tiny copy raises {in_a_line(error)}") from error
+            raise ModelError(f"{where}: engine hf cannot serve it: a tiny copy raises {first_line(error)}") from error
 
 
 def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -177,7 +177,7 @@ def tiny(config: Any, build: Build) -> Any:
                 return model
             why = why or "its own answers are not finite"
         except Exception as error:  # what a family's own code raises has no class in common
-            why = why or in_a_line(error)
+            why = why or first_line(error)
     raise ModelError(f"{config.model_type} model: engine hf cannot try it and does not serve it: no tiny copy of it "
                      f"runs ({why})")
 

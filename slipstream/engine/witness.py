@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slipstream.base.errors import in_a_line
+from slipstream.base.errors import first_line
 from slipstream.engine.attention import disagreement
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.model import ModelConfig, RopeScaling, dtype_of
@@ -38,7 +38,7 @@ def examine(question: dict[str, Any], device: torch.device) -> str:
         return difference(triton_operations(), config, dtype, device)
     except RuntimeError as error:
         if any(word in str(error) for word in DEVICE_ERRORS):
-            return in_a_line(error)
+            return first_line(error)
         raise
 
 
@@ -49,5 +49,5 @@ def main() -> None:
     try:
         verdict = examine(question, device)
     except Exception as error:  # they fail in their own ways
-        sys.exit(in_a_line(error))
+        sys.exit(first_line(error))
     print(VERDICT_PREFIX + json.dumps(verdict), flush=True)

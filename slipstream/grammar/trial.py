@@ -44,8 +44,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
-from slipstream.base.offload import Child, bounded
-from slipstream.base.turns import Turns
+from slipstream.base.fair_executor import FairExecutor
+from slipstream.base.offload import ChildProcess, limit_resources
 from slipstream.grammar.compiling import MAX_MESSAGE, Vocabulary, costly_parts
 from slipstream.grammar.matcher import Matcher, StopTokens
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
@@ -72,7 +72,7 @@ class Trial:
         """folder: of the model, with a tokenizer.json; cpu_s: of a trial."""
         self._opening = json.dumps([str(folder / "tokenizer.json"), cpu_s]).encode()
         self._lock = threading.Lock()
-        self.child: Child | None = None
+        self.child: ChildProcess | None = None
         self._results: OrderedDict[bytes, str] = OrderedDict()  # digest -> problem
 
     def warm(self) -> threading.Thread:
@@ -110,16 +110,16 @@ class Trial:
     def close(self) -> None:
         """End the process, which would else end with this object."""
         if self.child is not None:
-            self.child.end()
+            self.child.kill()
 
-    def _running_child(self) -> Child:
+    def _running_child(self) -> ChildProcess:
         if self.child is None or self.child.ended:
-            self.child = Child(__spec__.name)
+            self.child = ChildProcess(__spec__.name)
             reply = self.child.ask(self._opening)
             if reply is None:
                 raise Unavailable("the process that tries grammars has ended; try again")
             if reply:
-                self.child.end()
+                self.child.kill()
                 raise ModelError(f"tokenizer.json: grammars cannot use it: {reply}")
         return self.child
 
@@ -136,8 +136,8 @@ class Trials:
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
-        self._turns = Turns("grammars", 0.1, "too many grammars wait to be compiled; try again later", MAX_EACH,
-                            MAX_WAITING)
+        self._executor = FairExecutor("grammars", 0.1, "too many grammars wait to be compiled; try again later",
+                                      MAX_EACH, MAX_WAITING)
 
     async def warm(self) -> None:
         """Have the process for trials ready."""
@@ -146,21 +146,20 @@ class Trials:
     async def check(self, grammar: Grammar, namespace: str = "") -> None:
         """As ``Trial.check``, in its turn; a grammar that passed before does not wait. Raises CapacityError, too."""
         if not self._trial.has_passed(grammar, namespace):
-            await self.run_after_check(grammar, namespace, lambda: None, patient=False)
+            await self.run_after_check(grammar, namespace, lambda: None, never_refuse=False)
 
     def run_after_check(self, grammar: Grammar, namespace: str, work: Callable[[], Result],
-                        patient: bool = True) -> asyncio.Future[Result]:
-        """Run ``work`` in its turn, after a trial of ``grammar``. patient: see ``Turns.run``."""
+                        never_refuse: bool = True) -> asyncio.Future[Result]:
+        """Run ``work`` in its turn, after a trial of ``grammar``. never_refuse: see ``FairExecutor.submit``."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
-        self._turns.run(namespace, partial(self._check_and_run, grammar, namespace, work), future,
-                        loop.call_soon_threadsafe,
-                        patient=patient)
+        self._executor.submit(namespace, partial(self._check_and_run, grammar, namespace, work), future,
+                              loop.call_soon_threadsafe, never_refuse=never_refuse)
         return future
 
     def close(self) -> None:
         """Cancel all that wait, and end the process."""
-        self._turns.close()
+        self._executor.close()
         self._trial.close()
 
     def _check_and_run(self, grammar: Grammar, namespace: str, work: Callable[[], Result]) -> Result:
@@ -241,7 +240,7 @@ def _tried_in_fork(vocabulary: Vocabulary, grammar: Grammar, cpu_s: float) -> st
 
 def main() -> None:
     """Answer line by line: first where the tokenizer is and what a trial may take, then grammars."""
-    bounded(MEMORY)
+    limit_resources(MEMORY)
     vocabulary: Vocabulary | None = None
     cpu_s = CPU_S
     for line in sys.stdin.buffer:

@@ -21,8 +21,8 @@ from functools import partial
 from http import HTTPStatus
 
 from slipstream.base.address import host_port
+from slipstream.base.clients import ClientTracker
 from slipstream.base.errors import ConfigError
-from slipstream.base.guests import Guests
 from slipstream.observe.metrics import Registry
 from slipstream.observe.vitals import Vitals
 
@@ -43,8 +43,8 @@ class MetricsServer:
         host, port = host_port(listen)
         self._registry = registry
         self._ready = lambda: ready() and vitals.ready
-        self._guests: Guests[asyncio.StreamWriter] = Guests(MAX_CONNECTIONS, MAX_PER_ADDRESS,
-                                                            lambda writer, _: writer.transport.abort())
+        self._clients: ClientTracker[asyncio.StreamWriter] = ClientTracker(
+            MAX_CONNECTIONS, MAX_PER_ADDRESS, lambda writer, _: writer.transport.abort())
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family, backlog=2 * MAX_CONNECTIONS,
@@ -83,7 +83,7 @@ class MetricsServer:
         server.close()  # open connections end with the event loop
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._guests.enter(writer, writer.get_extra_info("peername")[0])
+        self._clients.add(writer, writer.get_extra_info("peername")[0])
         try:
             async with asyncio.timeout(REQUEST_S):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -94,7 +94,7 @@ class MetricsServer:
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):  # TimeoutError is an OSError
             writer.transport.abort()
         finally:
-            self._guests.leave(writer)
+            self._clients.remove(writer)
 
 
 def http_response(head: str, registry: Registry, ready: Callable[[], bool]) -> bytes:

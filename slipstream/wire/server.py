@@ -26,9 +26,9 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from slipstream.base.address import host_port
+from slipstream.base.clients import ClientTracker
 from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError
-from slipstream.base.guests import Guests
 from slipstream.wire.channel import RULES, ConnectionRules, host_of, server_options
 from slipstream.wire.tls import NameGuard, TlsFiles, server_credentials
 
@@ -78,8 +78,8 @@ class Health:
 
     def __init__(self, health: HealthServicer) -> None:
         self._health = health
-        self._reading: Guests[asyncio.Timeout] = Guests(MAX_ASKING, MAX_ASKING, self._end)
-        self._watching: Guests[asyncio.Timeout] = Guests(MAX_WATCHING, MAX_WATCHING_EACH, self._end)
+        self._reading: ClientTracker[asyncio.Timeout] = ClientTracker(MAX_ASKING, MAX_ASKING, self._expire)
+        self._watching: ClientTracker[asyncio.Timeout] = ClientTracker(MAX_WATCHING, MAX_WATCHING_EACH, self._expire)
 
     def handler(self) -> grpc.GenericRpcHandler:
         handlers: Any = {name: grpc.stream_stream_rpc_method_handler(
@@ -94,11 +94,11 @@ class Health:
         request = await self._read_request(context)
         try:
             async with asyncio.timeout(None) as timeout:
-                self._watching.enter(timeout, host_of(context))
+                self._watching.add(timeout, host_of(context))
                 try:
                     await self._health.Watch(request, context)
                 finally:
-                    self._watching.leave(timeout)
+                    self._watching.remove(timeout)
         except TimeoutError:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch; ask again later")
 
@@ -106,18 +106,18 @@ class Health:
         request = None
         try:
             async with asyncio.timeout(ASK_S) as timeout:
-                self._reading.enter(timeout, "")
+                self._reading.add(timeout, "")
                 try:
                     request = await context.read()
                 finally:
-                    self._reading.leave(timeout)
+                    self._reading.remove(timeout)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the question did not come in time")
         if not isinstance(request, health_pb2.HealthCheckRequest) or len(request.service) > MAX_NAME:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "ask about one service")
         return request
 
-    def _end(self, timeout: asyncio.Timeout, why: str) -> None:
+    def _expire(self, timeout: asyncio.Timeout, reason: str) -> None:
         if not timeout.expired():
             timeout.reschedule(asyncio.get_running_loop().time())
 

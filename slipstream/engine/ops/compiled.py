@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from slipstream.base.errors import in_a_line
+from slipstream.base.errors import first_line
 from slipstream.engine.ops.layer import TORCH, LayerOps, LayerWeights, Linear, Step, heads_of, rotated
 from slipstream.observe.log import logger
 
@@ -66,7 +66,7 @@ def compiled(build: Callable[[LayerOps], M], run: Callable[[M, int], object], wh
             run(model, rows)
     except Exception as error:  # compilers fail in their own ways, and none of them is a reason not to serve
         log.warning("not compiled: eager goes on; 'slipstream doctor' looks for a C++ compiler", what=what,
-                    reason=in_a_line(error))
+                    reason=first_line(error))
         return build(TORCH)
     log.info("compiled", what=what, seconds=round(perf_counter() - began_s, 1))
     return model

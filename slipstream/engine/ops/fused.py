@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from slipstream.base.errors import in_a_line
+from slipstream.base.errors import first_line
 from slipstream.engine.fp8 import LARGEST, SMALLEST_SCALE, Rounding
 from slipstream.engine.fp8 import rounded as torch_rounded
 from slipstream.engine.fp8_blocks import E4M3
@@ -91,7 +91,7 @@ def kernels_serve(choice: str, device: torch.device, what: str, reason: str, run
     try:
         reason = run_trial()
     except Exception as error:  # compilers and drivers fail in their own ways
-        reason = in_a_line(error)
+        reason = first_line(error)
     if reason:
         log.warning(f"torch's {what}: slower", reason=reason)
         return False
