@@ -8,16 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from draft_service.assembly import rehearse
 from draft_service.worker import DraftWorker
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.drafting import Drafter, create
+from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.protocol.messages import Commit, DraftBound, Features, Growth, Open, TargetBound
 from slipstream.protocol.requests import Sampling
-from tests.eagle_folder import eagle_config, write_eagle_folder
+from tests.block_folder import speculators_block_config, write_block_folder
+from tests.eagle_folder import eagle_config, write_eagle2_folder, write_eagle_folder
 from tests.growth_rules import GrowthLedger
 from tests.mtp_folder import mtp_config, write_mtp_target
 from tests.tiny import VOCAB, write_tiny_model
@@ -25,6 +29,8 @@ from tests.tiny import VOCAB, write_tiny_model
 Make = Callable[..., Drafter]
 WINDOWS = (2048, 40)  # tokens of a model's context
 KINDS = ("ngram", "standalone", "eagle3", "mtp")
+MAPS = Path("/proc/self/maps")
+NATIVE = eagle_config(hidden_size=64, intermediate_size=176, num_attention_heads=2)  # what our kernels compute
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +221,26 @@ def test_a_drafter_without_a_model_says_what_to_do(tmp_path: Path) -> None:
         create(DraftSection(drafter="eagle3"), ModelSection())
     with pytest.raises(ModelError, match=r"config\.json"):
         create(DraftSection(drafter="standalone", model=str(tmp_path)), ModelSection())
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="needs /proc")
+@pytest.mark.parametrize("kind", ["standalone", "eagle2", "eagle3", "native", "block", "nextn", "mtp"])
+def test_no_draft_reads_the_files_of_head_and_target_once_it_is_loaded(tmp_path: Path, kind: str) -> None:
+    """Who writes into a mapped file changes what is computed, and who makes it shorter ends the process."""
+    mtp = {"nextn": "deepseek_v3", "mtp": "mimo"}.get(kind)
+    target = (write_mtp_target(tmp_path / "target", mtp_config(mtp)) if mtp else
+              write_tiny_model(tmp_path / "target", num_hidden_layers=8, hidden_size=48))
+    write = {"standalone": write_tiny_model, "eagle2": write_eagle2_folder, "eagle3": write_eagle_folder,
+             "native": lambda folder: write_eagle_folder(folder, NATIVE),
+             "block": lambda folder: write_block_folder(folder, speculators_block_config())}.get(kind)
+    head = write(tmp_path / "head") if write else Path()
+    dtype = "bfloat16" if kind == "native" else "float32"
+    for file in tmp_path.rglob("*.safetensors"):
+        save_file({name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+                   for name, tensor in load_file(file).items()}, file)
+    drafter = {"nextn": "mtp", "native": "eagle3"}.get(kind, kind)
+    section = {"drafter": drafter, "model": str(head) if write else "", "dtype": dtype}
+    made = create(DraftSection.model_validate(section), ModelSection(path=str(target)), 64)
+    assert isinstance(made, NeuralDrafter)
+    assert kind != "native" or (isinstance(made.network, EagleNetwork) and made.network.native is not None)
+    assert str(tmp_path) not in MAPS.read_text()

@@ -27,6 +27,7 @@ from slipstream.engine.hf import HFModel
 from slipstream.engine.loading import CHOICE_PACKAGES, ROOT, identity_of, load_model
 from slipstream.engine.model import CausalModel, ModelConfig, load_tensors
 from slipstream.engine.ops.layer import TORCH, LayerOps
+from slipstream.engine.trial import Sessions
 from slipstream.models.folder import code_digest, weights_hash
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Piece, Request
@@ -338,3 +339,12 @@ async def test_a_target_that_drains_is_asked_last_and_only_for_what_is_begun() -
     before = len(ending.requests)
     assert await read(balancer.submit(echo_request())) == whole
     assert (len(ending.requests), len(same.requests)) == (before + 1, 1)
+
+
+@pytest.mark.parametrize("engine", ["decoder", "hf"])
+def test_a_model_keeps_its_weights_when_a_trainer_writes_others_into_their_file(tmp_path: Path, engine: str) -> None:
+    folder, other = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    model = load_model(folder, ModelSection.model_validate({"dtype": "float32", "engine": engine}))
+    before = Sessions(model).run({0: [1, 2, 3, 4]})
+    (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    assert torch.equal(Sessions(model).run({0: [1, 2, 3, 4]}), before)

@@ -6,6 +6,7 @@ Rules:
    norm.
 3. While a model is built its device holds the weights once, and one layer twice: merged matrices are moved layer by
    layer.
+4. Weights are copies: tensors that ``load_tensors`` gives are maps of files, into which a trainer may write others.
 
 It knows nothing about sessions, who owns slots, or files. Format: tensor names as in transformers' checkpoints.
 """
@@ -82,7 +83,8 @@ class Decoder:
         """As ``Decoder(...)``, for tensors of any float dtype on any device; they are moved to ``dtype`` and
         ``device``. Tensors of integers are ignored."""
         floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-        return Decoder(config, floats, ops, attention, WeightPlacement(lambda _, tensor: tensor.to(device, dtype)))
+        placement = WeightPlacement(lambda _, tensor: tensor.to(device, dtype, copy=True))
+        return Decoder(config, floats, ops, attention, placement)
 
     @property
     def kernels(self) -> str:

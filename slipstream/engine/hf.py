@@ -148,6 +148,8 @@ class HFModel:
                                  "safetensors")
             warn_unread(folder, found["unexpected_keys"])
             model.requires_grad_(False)
+            for held in (*model.parameters(), *model.buffers()):
+                held.data = held.data.clone()  # transformers maps the files, whose contents may change
             served = HFModel(nn.Module.to(model, device_of(device)), end_tokens(Path(folder)))
             if served.config.max_context < (own := config.get_text_config().max_position_embeddings):
                 logger("engine").warning("served as far as positions do not depend on the length of a text",
@@ -288,7 +290,7 @@ def _with_weights(layer: nn.Module, tensors: Tensors, prefix: str, dtype: torch.
         full = f"{prefix}.{name}"
         per_expert = ".experts." in name and full not in tensors
         tensor = _experts(tensors, full, empty) if per_expert else require_tensor(tensors, full, *empty.shape)
-        state[name] = tensor.to(device, kind)
+        state[name] = tensor.to(device, kind, copy=True)
     layer.load_state_dict(state, assign=True)
     return layer.requires_grad_(False)
 

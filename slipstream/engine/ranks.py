@@ -183,10 +183,10 @@ def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: 
     attention, ops: for the part. Raises ModelError."""
     part = part_config(config, group.ranks)
     own = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and name != HEAD}
-    head = part_head(config, tensors, group.rank, group.ranks).to(device, dtype)
+    head = part_head(config, tensors, group.rank, group.ranks).to(device, dtype, copy=True)
 
     def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return part_of_tensor(name, tensor, group.rank, group.ranks).to(device, dtype)
+        return part_of_tensor(name, tensor, group.rank, group.ranks).to(device, dtype, copy=True)
 
     def product(name: str, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         assert isinstance(weight, torch.Tensor)

@@ -67,7 +67,7 @@ class BlockNetwork:
         shorter; ops: the torch operations of a layer; kernels: see ``native.native_or``. Raises ModelError for an
         unknown dtype."""
         kind, config = dtype_of(dtype), head.config
-        tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
+        tensors = {name: t.to(device, kind, copy=True) for name, t in head.tensors.items() if t.is_floating_point()}
         self.vocab_size, self.hidden_size = config.vocab_size, head.target_hidden_size
         self.max_context = config.max_context
         hidden_norm = tensors["hidden_norm.weight"]
@@ -75,7 +75,7 @@ class BlockNetwork:
                                  then=lambda rows: rms_norm(rows, hidden_norm, config.norm_eps))
         self.features: FeatureSpec | None = self.read.spec
         self.vocabulary = some_tokens(head.vocabulary, config.vocab_size, device)
-        self.device, self._head = device, head
+        self.device, self._head = device, replace(head, tensors={})
         self.slots = Slots(num_slots)
         spare = AT_ONCE * head.block_size
         self._scratch = np.arange(num_slots, num_slots + spare, dtype=np.int64).reshape(AT_ONCE, head.block_size)

@@ -68,7 +68,7 @@ class EagleNetwork:
         whole numbers (see ``int8``); cores: see ``NativeDraft``; race: of its logits, where torch computes them.
         Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
-        tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
+        tensors = {name: t.to(device, kind, copy=True) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
         self.vocab_size, self.hidden_size = config.vocab_size, head.target_hidden_size
         self.max_context = config.max_context

@@ -75,7 +75,8 @@ class DecoderLayers:
                  ops: LayerOps = TORCH) -> None:
         """config: of the model that the layers are like; ops: how a layer runs. Raises ModelError."""
         prefixes = tuple(f"{layer.prefix}." for layer in head.layers)
-        tensors = {name: t.to(device, dtype) for name, t in head.tensors.items() if name.startswith(prefixes)}
+        tensors = {name: t.to(device, dtype, copy=True) for name, t in head.tensors.items()
+                   if name.startswith(prefixes)}
         self.config, self.dtype, self.device = replace(config, num_layers=len(head.layers)), dtype, device
         self._layers = [DecoderLayer(LayerWeights.from_tensors(config, tensors, layer.prefix, linear), ops)
                         for layer in head.layers]
@@ -118,9 +119,9 @@ class MtpNetwork:
         self._block_outputs = torch.empty(len(head.layers) - 1, num_slots, head.hidden_size, dtype=kind, device=device)
         self._layers = layers
         self._blocks = [_MtpBlock(layer, head, kind, device) for layer in head.layers]
-        self._embedding = head.embedding.to(device, kind)
+        self._embedding = head.embedding.to(device, kind, copy=True)
         kept = head.lm_head if vocabulary is None else head.lm_head.index_select(0, vocabulary)
-        self._lm_head = Linear(kept.to(device, kind))
+        self._lm_head = Linear(kept.to(device, kind, copy=True))
         self._dtype = kind
         self._first_token_zero = head.layout.first_token_zero
 
@@ -164,9 +165,10 @@ class _MtpBlock:
     __slots__ = ("_eps", "_hidden_first", "_hidden_norm", "_norm", "_projection", "_token_norm")
 
     def __init__(self, layer: MtpLayer, head: MtpHead, dtype: torch.dtype, device: torch.device) -> None:
-        self._token_norm, self._hidden_norm = (t.to(device, dtype) for t in (layer.token_norm, layer.hidden_norm))
-        self._projection = Linear(layer.projection.to(device, dtype))
-        self._norm = layer.norm.to(device, dtype)
+        self._token_norm, self._hidden_norm = (
+            t.to(device, dtype, copy=True) for t in (layer.token_norm, layer.hidden_norm))
+        self._projection = Linear(layer.projection.to(device, dtype, copy=True))
+        self._norm = layer.norm.to(device, dtype, copy=True)
         self._eps, self._hidden_first = head.norm_eps, head.layout.hidden_first
 
     def __call__(self, run: RunLayer, number: int, token: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
