@@ -42,13 +42,13 @@ from slipstream.engine.preparation import prepare_as
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import HEADS, made_for, weights_hash
 from slipstream.protocol.messages import Features
-from slipstream.train.anchors import blocks_of, learn
+from slipstream.train.anchors import block_loss, blocks_of
 from slipstream.train.anchors import states_of as block_states
 from slipstream.train.block_head import warm_block_head
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import ENDS, collect, identity_of
 from slipstream.train.dialogue import numbered, plan_of, read_prompts, read_turns
-from slipstream.train.distil import TURN, Columns, Distilled, Lesson
+from slipstream.train.distil import CE_DECAY, DistillationLoss, LossInputs, SampledTokens
 from slipstream.train.evaluate import evaluate, prompts_of
 from slipstream.train.export import export
 from slipstream.train.fit import Progress, Training
@@ -162,8 +162,8 @@ def test_trained_blocks_are_what_the_served_head_drafts(tiny_folder: Path, tmp_p
     with torch.no_grad():
         trained = block_states(head, blocks)
     for number, talk in enumerate(talks):
-        for anchor in range(*blocks.owners[number : number + 2]):
-            place = int(blocks.places[anchor])
+        for anchor in range(*blocks.anchor_bounds[number : number + 2]):
+            place = int(blocks.anchor_positions[anchor])
             wide = torch.from_numpy(talk.states[:place].copy()).view(torch.bfloat16).float()
             (rows,) = network.read([Features(1, 0, wide.contiguous().numpy().tobytes(), place, "float32")])
             slots, builder = network.slots.alloc(place), BatchBuilder()
@@ -196,17 +196,17 @@ def test_the_loss_of_a_block_is_the_one_on_the_page(tiny_folder: Path) -> None:
             head.tensors[name].normal_(std=0.3, generator=dice)
     talk = conversation(config, 30, 5)
     blocks = blocks_of([talk], head, 40, (ANSWER,), random.Random(3))
-    found = learn(head, blocks)
+    found = block_loss(head, blocks)
     weight, states = head.tensors, block_states(head, blocks)
-    finals = torch.from_numpy(talk.states.copy()).view(torch.bfloat16)[:, -config.hidden_size :].float()
+    final_states = torch.from_numpy(talk.states.copy()).view(torch.bfloat16)[:, -config.hidden_size :].float()
     total, count = torch.zeros(()), 0.0
-    for anchor, place in enumerate(blocks.places.tolist()):
+    for anchor, place in enumerate(blocks.anchor_positions.tolist()):
         for k in range(6):
             if place + k >= 29:
                 continue
             told = weight["markov_head.markov_w1.weight"][talk.tokens[place + k]]
             logits = weight["lm_head.weight"] @ states[anchor, k] + weight["markov_head.markov_w2.weight"] @ told
-            mine, theirs = logits.softmax(0), (head.teacher @ finals[place + k]).softmax(0)
+            mine, theirs = logits.softmax(0), (head.teacher @ final_states[place + k]).softmax(0)
             distance = (mine - theirs).abs().sum()
             sure = torch.sigmoid(weight["confidence_head.proj.weight"][0] @ torch.cat((states[anchor, k], told)))
             wanted = 1 - distance.detach() / 2
@@ -223,9 +223,10 @@ def test_a_block_is_not_sure_of_tokens_that_it_cannot_draft(tiny_folder: Path) -
     head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(DRAFT_VOCAB), 259, 0, DIRECT)
     talk = conversation(config, 60, 5)
     outside = replace(talk, tokens=(talk.tokens % (VOCAB - DRAFT_VOCAB) + DRAFT_VOCAB).astype(np.int32))
-    for drawn in (0, 40):
+    for num_sampled in (0, 40):
         blocks = blocks_of([outside], head, 60, (ANSWER,), random.Random(3))
-        (slope,) = torch.autograd.grad(learn(head, blocks, drawn=drawn).loss, head.tensors["confidence_head.proj.bias"])
+        loss = block_loss(head, blocks, num_sampled=num_sampled).loss
+        (slope,) = torch.autograd.grad(loss, head.tensors["confidence_head.proj.bias"])
         assert slope.item() == pytest.approx(0.5), "it says a half of each, and none of them is right"
 
 
@@ -236,7 +237,7 @@ def test_the_target_is_not_drawn_to_the_head(tiny_folder: Path) -> None:
     with torch.no_grad():
         head.tensors["lm_head.weight"].normal_(std=0.1, generator=torch.Generator().manual_seed(1))
     blocks = blocks_of([conversation(config, 30, 5)], head, 40, (ANSWER,), random.Random(3))
-    found, alone = (torch.autograd.grad(learn(replace(head, teacher=teacher), blocks).loss,
+    found, alone = (torch.autograd.grad(block_loss(replace(head, teacher=teacher), blocks).loss,
                                         head.tensors["lm_head.weight"])[0]
                     for teacher in (head.teacher, head.teacher.detach()))
     assert torch.equal(found, alone)
@@ -247,18 +248,18 @@ def test_blocks_learn_the_same_from_some_tokens(tiny_folder: Path, monkeypatch: 
     config = ModelConfig.from_folder(tiny_folder)
     head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(VOCAB).flip(0), 259, 0, DIRECT)
     blocks = blocks_of([conversation(config, 60, 5)], head, 60, (ANSWER,), random.Random(3))
-    monkeypatch.setattr("slipstream.train.distil.COMMON", 8)
-    monkeypatch.setattr("slipstream.train.distil.COLUMNS", 1)
+    monkeypatch.setattr("slipstream.train.distil.NUM_COMMON", 8)
+    monkeypatch.setattr("slipstream.train.distil.SAMPLE_MULTIPLE", 1)
 
-    def slope(drawn: int) -> torch.Tensor:
-        loss = learn(head, blocks, drawn=drawn).loss
+    def slope(num_sampled: int) -> torch.Tensor:
+        loss = block_loss(head, blocks, num_sampled=num_sampled).loss
         return torch.autograd.grad(loss, head.tensors["lm_head.weight"])[0]
 
-    whole = learn(head, blocks)
-    assert learn(head, blocks, drawn=VOCAB).agreement == whole.agreement
-    assert learn(head, blocks, drawn=VOCAB).loss.item() == pytest.approx(whole.loss.item(), rel=1e-5)
+    whole = block_loss(head, blocks)
+    assert block_loss(head, blocks, num_sampled=VOCAB).agreement == whole.agreement
+    assert block_loss(head, blocks, num_sampled=VOCAB).loss.item() == pytest.approx(whole.loss.item(), rel=1e-5)
     assert torch.allclose(slope(VOCAB), slope(0), atol=1e-6), "all are drawn"
-    monkeypatch.setattr("slipstream.train.distil.LIKELY", 0.02)
+    monkeypatch.setattr("slipstream.train.distil.CERTAIN_PROBABILITY", 0.02)
     torch.manual_seed(0)
     some, full = [slope(40) for _ in range(60)], slope(0)
     assert not torch.equal(some[0], full)
@@ -268,19 +269,19 @@ def test_blocks_learn_the_same_from_some_tokens(tiny_folder: Path, monkeypatch: 
 
 def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
     dice = torch.Generator().manual_seed(0)
-    states, lm_head, finals, teacher = (torch.randn(shape, generator=dice, dtype=torch.float64)
-                                        for shape in ((3, 700, 8), (40, 8), (700, 8), (40, 8)))
+    states, lm_head, final_states, teacher = (torch.randn(shape, generator=dice, dtype=torch.float64)
+                                              for shape in ((3, 700, 8), (40, 8), (700, 8), (40, 8)))
     weights = torch.rand(3, 700, generator=dice, dtype=torch.float64)
-    truth = (finals @ teacher.T).softmax(-1)
-    lesson = Lesson(finals, teacher, truth.argmax(-1), weights, torch.float64)
+    truth = (final_states @ teacher.T).softmax(-1)
+    inputs = LossInputs(final_states, teacher, truth.argmax(-1), weights, torch.float64)
     slopes = []
     for fused in (False, True):
         x, w = states.clone().requires_grad_(), lm_head.clone().requires_grad_()
         logs = (x @ w.T).log_softmax(-1)
         overlap = torch.minimum(logs.exp(), truth).sum(-1)
-        turn = torch.exp(-TURN * overlap.detach())
-        losses = turn * -(logs * truth).sum(-1) + (1 - turn) * (1 - overlap)
-        loss = Distilled.of(x, w, lesson)[0] if fused else (losses * weights).sum()
+        ce_weight = torch.exp(-CE_DECAY * overlap.detach())
+        losses = ce_weight * -(logs * truth).sum(-1) + (1 - ce_weight) * (1 - overlap)
+        loss = DistillationLoss.of(x, w, inputs)[0] if fused else (losses * weights).sum()
         (2 * loss).backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None and w.grad is not None
         slopes.append((loss.detach(), x.grad, w.grad))
@@ -291,22 +292,22 @@ def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
 def test_the_gradient_of_some_tokens_is_that_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token that was drawn stands for several in every sum: the softmax's, the entropy's and the overlap's."""
     dice = torch.Generator().manual_seed(0)
-    states, lm_head, finals, teacher = (torch.randn(shape, generator=dice, dtype=torch.float64)
-                                        for shape in ((3, 20, 8), (40, 8), (20, 8), (40, 8)))
-    weights, truth = torch.rand(3, 20, generator=dice, dtype=torch.float64), (finals @ teacher.T).softmax(-1)
+    states, lm_head, final_states, teacher = (torch.randn(shape, generator=dice, dtype=torch.float64)
+                                              for shape in ((3, 20, 8), (40, 8), (20, 8), (40, 8)))
+    weights, truth = torch.rand(3, 20, generator=dice, dtype=torch.float64), (final_states @ teacher.T).softmax(-1)
     best, tokens = truth[:, :10].argmax(-1), torch.tensor([*range(10), 12, 20, 39])
     counts = torch.tensor([1.0] * 10 + [10.0] * 3, dtype=torch.float64)
-    monkeypatch.setattr("slipstream.train.distil.columns_of", lambda *_: Columns(tokens, counts, best))
-    lesson = Lesson(finals, teacher, best, weights, torch.float64, drawn=3)
+    monkeypatch.setattr("slipstream.train.distil.sample_tokens", lambda *_: SampledTokens(tokens, counts, best))
+    inputs = LossInputs(final_states, teacher, best, weights, torch.float64, num_sampled=3)
     slopes = []
     for fused in (False, True):
         x, w = states.clone().requires_grad_(), lm_head.clone().requires_grad_()
         logs = (x @ w[tokens].T + counts.log()).log_softmax(-1)  # of all that a token stands for
         known = truth[:, tokens] * counts
         overlap = torch.minimum(logs.exp(), known).sum(-1)
-        turn = torch.exp(-TURN * overlap.detach())
-        losses = turn * -((logs - counts.log()) * known).sum(-1) + (1 - turn) * (1 - overlap)
-        loss = Distilled.of(x, w, lesson)[0] if fused else (losses * weights).sum()
+        ce_weight = torch.exp(-CE_DECAY * overlap.detach())
+        losses = ce_weight * -((logs - counts.log()) * known).sum(-1) + (1 - ce_weight) * (1 - overlap)
+        loss = DistillationLoss.of(x, w, inputs)[0] if fused else (losses * weights).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None and w.grad is not None
         slopes.append((loss.detach(), x.grad, w.grad))
@@ -316,15 +317,15 @@ def test_the_gradient_of_some_tokens_is_that_of_autograd(monkeypatch: pytest.Mon
 
 def test_a_gradient_of_some_tokens_is_that_of_all_on_average() -> None:
     dice = torch.Generator().manual_seed(0)
-    states, off, finals, teacher = (torch.randn(shape, generator=dice, dtype=torch.float64)
+    states, off, final_states, teacher = (torch.randn(shape, generator=dice, dtype=torch.float64)
                                     for shape in ((2, 30, 8), (3000, 8), (30, 8), (3000, 8)))
-    states, lm_head = states + 2 * finals, teacher + 0.3 * off
-    truth = (2 * finals @ teacher.T).softmax(-1)
-    lesson = Lesson(2 * finals, teacher, truth.argmax(-1), torch.full((2, 30), 1 / 60), torch.float64)
+    states, lm_head = states + 2 * final_states, teacher + 0.3 * off
+    truth = (2 * final_states @ teacher.T).softmax(-1)
+    inputs = LossInputs(2 * final_states, teacher, truth.argmax(-1), torch.full((2, 30), 1 / 60), torch.float64)
 
-    def slopes(drawn: int) -> list[torch.Tensor]:
+    def slopes(num_sampled: int) -> list[torch.Tensor]:
         x, w = states.clone().requires_grad_(), lm_head.clone().requires_grad_()
-        loss, _ = Distilled.of(x, w, replace(lesson, drawn=drawn))
+        loss, _ = DistillationLoss.of(x, w, replace(inputs, num_sampled=num_sampled))
         loss.backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None and w.grad is not None
         return [loss.detach(), x.grad, w.grad]
@@ -333,10 +334,10 @@ def test_a_gradient_of_some_tokens_is_that_of_all_on_average() -> None:
     whole, everything = slopes(0), slopes(3000)
     for ours, theirs in zip(everything, whole, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-10), "all are drawn"
-    drawn = [slopes(500) for _ in range(40)]
+    sampled = [slopes(500) for _ in range(40)]
     for place, theirs in enumerate(whole):
-        off_mean = (torch.stack([found[place] for found in drawn]).mean(0) - theirs).norm() / theirs.norm()
-        off = (drawn[0][place] - theirs).norm() / theirs.norm()
+        off_mean = (torch.stack([found[place] for found in sampled]).mean(0) - theirs).norm() / theirs.norm()
+        off = (sampled[0][place] - theirs).norm() / theirs.norm()
         # What is not linear in the estimate of a softmax's sum is off on average, too: by 0.08 to 0.12 of a slope here.
         assert off_mean < 0.15 and off < 0.2, (place, off_mean, off)
 

@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import Rope, rms_norm
 from slipstream.train.block_head import BLOCK
-from slipstream.train.distil import columns_of
+from slipstream.train.distil import sample_tokens
 from slipstream.train.head import Head, Tensors
 from slipstream.train.shards import Conversation
-from slipstream.train.unroll import Unrolled, after_attention, rotated
+from slipstream.train.unroll import LossResult, after_attention, rotate
 
-ROWS_OF_AN_ANCHOR = 8  # a conversation has one anchor for each so many tokens
+TOKENS_PER_ANCHOR = 8  # a conversation has one anchor for each so many tokens
 DECAY = 4.0
 CE, L1, CONFIDENCE = 0.1, 0.9, 1.0
 
@@ -44,110 +44,112 @@ class Blocks:
 
     states: torch.Tensor  # bfloat16 [R, taps * H] target states
     positions: torch.Tensor  # int64 [R]
-    bounds: tuple[int, ...]  # rows of conversation i: bounds[i] : bounds[i + 1]
-    owners: tuple[int, ...]  # anchors of conversation i: owners[i] : owners[i + 1]
-    places: torch.Tensor  # int64 [A] anchors' positions; a block sees the states of those below
-    before: torch.Tensor  # int64 [A, S] tokens from the anchor on
-    after: torch.Tensor  # int64 [A, S] the draft id of the token after each; -1: none
-    best: torch.Tensor  # int64 [A, S] the target's likeliest token there, as a draft id; -1: none
-    finals: torch.Tensor  # bfloat16 [A, S, H] the target's final states from which those tokens came
-    counted: torch.Tensor  # bool [A, S] slots that learn
+    row_bounds: tuple[int, ...]  # rows of conversation i: row_bounds[i] : row_bounds[i + 1]
+    anchor_bounds: tuple[int, ...]  # anchors of conversation i: anchor_bounds[i] : anchor_bounds[i + 1]
+    anchor_positions: torch.Tensor  # int64 [A]; a block sees the states of the positions below
+    tokens: torch.Tensor  # int64 [A, S] tokens from the anchor on
+    next_ids: torch.Tensor  # int64 [A, S] the draft id of the token after each; -1: none
+    greedy_ids: torch.Tensor  # int64 [A, S] the target's likeliest token there, as a draft id; -1: none
+    final_states: torch.Tensor  # bfloat16 [A, S, H] the target's final states from which those tokens came
+    has_loss: torch.Tensor  # bool [A, S] slots that learn
 
     @property
     def num_rows(self) -> int:
-        return self.bounds[-1]
+        return self.row_bounds[-1]
 
     @property
-    def num_wanted(self) -> int:
-        return int(self.counted.sum())
+    def num_loss_rows(self) -> int:
+        return int(self.has_loss.sum())
 
 
 def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, roles: Sequence[int],
-              dice: random.Random) -> Blocks:
+              rng: random.Random) -> Blocks:
     """Random anchors of ``conversations``, each cut after ``max_rows`` tokens. roles: roles of tokens that are
     learnt."""
     hidden, device, draft_ids = head.config.hidden_size, head.vocabulary.device, head.draft_ids()
-    found: dict[str, list[np.ndarray]] = {name: [] for name in ("places", "before", "after", "best", "counted")}
-    states, finals, positions, bounds, owners = [], [], list[np.ndarray](), [0], [0]
+    found: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("anchors", "tokens", "next_ids", "greedy_ids", "has_loss")}
+    states, final_states, positions, row_bounds, anchor_bounds = [], [], list[np.ndarray](), [0], [0]
     for c in conversations:
         count = min(len(c.tokens) - 1, max_rows)
         learnt = np.flatnonzero(np.isin(c.roles[2 : count + 1], roles)) + 1  # the token after these is learnt
         if not len(learnt):
             continue
-        anchors = sorted(dice.sample(learnt.tolist(), min(len(learnt), 1 + count // ROWS_OF_AN_ANCHOR)))
-        places = np.array(anchors)
-        slots = places[:, None] + np.arange(BLOCK)  # [a, S]
+        anchors = np.array(sorted(rng.sample(learnt.tolist(), min(len(learnt), 1 + count // TOKENS_PER_ANCHOR))))
+        slots = anchors[:, None] + np.arange(BLOCK)  # [a, S]
         inside = np.minimum(slots, count - 1)
         bits = torch.from_numpy(np.array(c.states[:count])).view(torch.bfloat16)
-        found["places"].append(places)
-        found["before"].append(np.asarray(c.tokens[inside], np.int64))
-        found["after"].append(draft_ids[c.tokens[inside + 1]])
-        found["best"].append(draft_ids[c.greedy[inside]])
-        found["counted"].append((slots < count) & np.isin(c.roles[inside + 1], roles) & (c.greedy[inside] >= 0))
+        found["anchors"].append(anchors)
+        found["tokens"].append(np.asarray(c.tokens[inside], np.int64))
+        found["next_ids"].append(draft_ids[c.tokens[inside + 1]])
+        found["greedy_ids"].append(draft_ids[c.greedy[inside]])
+        found["has_loss"].append((slots < count) & np.isin(c.roles[inside + 1], roles) & (c.greedy[inside] >= 0))
         states.append(bits)
-        finals.append(bits[torch.from_numpy(inside)][..., -hidden:])
+        final_states.append(bits[torch.from_numpy(inside)][..., -hidden:])
         positions.append(np.arange(count))
-        bounds.append(bounds[-1] + count)
-        owners.append(owners[-1] + len(anchors))
+        row_bounds.append(row_bounds[-1] + count)
+        anchor_bounds.append(anchor_bounds[-1] + len(anchors))
 
-    def placed(arrays: list[np.ndarray]) -> torch.Tensor:
+    def on_device(arrays: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros((0, BLOCK), np.int64)).to(device)
 
     none = torch.zeros(0, len(head.taps) * hidden, dtype=torch.bfloat16)
-    return Blocks(torch.cat(states or [none]).to(device), placed(positions), tuple(bounds), tuple(owners),
-                  placed(found["places"]), placed(found["before"]), placed(found["after"]), placed(found["best"]),
-                  torch.cat(finals or [none[:, None, :hidden]]).to(device), placed(found["counted"]).bool())
+    return Blocks(torch.cat(states or [none]).to(device), on_device(positions), tuple(row_bounds), tuple(anchor_bounds),
+                  on_device(found["anchors"]), on_device(found["tokens"]), on_device(found["next_ids"]),
+                  on_device(found["greedy_ids"]), torch.cat(final_states or [none[:, None, :hidden]]).to(device),
+                  on_device(found["has_loss"]).bool())
 
 
-def learn(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32, drawn: int = 0) -> Unrolled:
+def block_loss(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32, num_sampled: int = 0) -> LossResult:
     """The loss of all slots, and for each slot k the share of blocks whose best draft token is the target's. dtype: of
-    the products; drawn: how many other tokens the loss samples besides the certain ones (rule 3 of ``distil``); 0: it
-    uses all tokens."""
-    weight, kind = head.tensors, head.embedding.dtype
-    with torch.autocast(blocks.states.device.type, dtype, enabled=dtype is not kind):
-        truth = F.linear(blocks.finals.to(kind), head.teacher).to(kind).softmax(-1)
-        looked = _looked_at(blocks, truth, drawn)
+    the products; num_sampled: how many other tokens the loss samples besides the certain ones (rule 3 of ``distil``);
+    0: it uses all tokens."""
+    weight, head_dtype = head.tensors, head.embedding.dtype
+    with torch.autocast(blocks.states.device.type, dtype, enabled=dtype is not head_dtype):
+        target_probs = F.linear(blocks.final_states.to(head_dtype), head.teacher).to(head_dtype).softmax(-1)
+        used = _loss_tokens(blocks, target_probs, num_sampled)
         states = states_of(head, blocks)
-        told = F.embedding(blocks.before, weight["markov_head.markov_w1.weight"])
-        own, bias = (weight[name] if looked.tokens is None else weight[name][looked.tokens]
-                     for name in ("lm_head.weight", "markov_head.markov_w2.weight"))
-        logits = (F.linear(states, own) + F.linear(told, bias)).to(kind)
-        sure = F.linear(torch.cat((states, told), -1), weight["confidence_head.proj.weight"],
-                        weight["confidence_head.proj.bias"])[..., 0].to(kind)
-    logs = (logits + looked.counts.log()).log_softmax(-1)
-    slots = torch.arange(logs.shape[1], device=logs.device)
-    counted = blocks.counted.to(kind)
-    shares = torch.exp(-slots / DECAY) * counted
-    shares = shares / shares.sum().clamp(min=1e-9)
-    known = blocks.after >= 0
-    entropy = -(logs - looked.counts.log()).gather(-1, looked.after[..., None])[..., 0] * known
-    distance = (logs.exp() - looked.truth).abs().sum(-1)
-    shared = (1 - distance.detach() / 2) * known
-    unsure = F.binary_cross_entropy_with_logits(sure, shared, reduction="none")
-    loss = (shares * (CE * entropy + L1 * distance + CONFIDENCE * unsure)).sum()
-    agreed = (logits.argmax(-1) == looked.best) & (blocks.best >= 0) & blocks.counted
-    return Unrolled(loss, tuple((agreed.sum(0) / blocks.counted.sum(0).clamp(min=1)).tolist()))
+        markov = F.embedding(blocks.tokens, weight["markov_head.markov_w1.weight"])
+        lm_head, bias = (weight[name] if used.tokens is None else weight[name][used.tokens]
+                         for name in ("lm_head.weight", "markov_head.markov_w2.weight"))
+        logits = (F.linear(states, lm_head) + F.linear(markov, bias)).to(head_dtype)
+        confidence = F.linear(torch.cat((states, markov), -1), weight["confidence_head.proj.weight"],
+                              weight["confidence_head.proj.bias"])[..., 0].to(head_dtype)
+    log_probs = (logits + used.counts.log()).log_softmax(-1)
+    slots = torch.arange(log_probs.shape[1], device=log_probs.device)
+    has_loss = blocks.has_loss.to(head_dtype)
+    slot_weights = torch.exp(-slots / DECAY) * has_loss
+    slot_weights = slot_weights / slot_weights.sum().clamp(min=1e-9)
+    in_vocabulary = blocks.next_ids >= 0
+    cross_entropy = -(log_probs - used.counts.log()).gather(-1, used.next_index[..., None])[..., 0] * in_vocabulary
+    l1 = (log_probs.exp() - used.target_probs).abs().sum(-1)
+    acceptance = (1 - l1.detach() / 2) * in_vocabulary
+    confidence_loss = F.binary_cross_entropy_with_logits(confidence, acceptance, reduction="none")
+    loss = (slot_weights * (CE * cross_entropy + L1 * l1 + CONFIDENCE * confidence_loss)).sum()
+    agrees = (logits.argmax(-1) == used.greedy_index) & (blocks.greedy_ids >= 0) & blocks.has_loss
+    return LossResult(loss, tuple((agrees.sum(0) / blocks.has_loss.sum(0).clamp(min=1)).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class LossTokens:
     """The draft tokens that the loss is computed from."""
 
     tokens: torch.Tensor | None  # int64 [C] draft ids; None: all of them
     counts: torch.Tensor  # [C] how many tokens each one represents
-    truth: torch.Tensor  # [A, S, C] the target's probabilities, multiplied by ``counts``
-    after: torch.Tensor  # int64 [A, S] the index in C of the token that followed
-    best: torch.Tensor  # int64 [A, S] the index in C of the target's likeliest token
+    target_probs: torch.Tensor  # [A, S, C] the target's probabilities, multiplied by ``counts``
+    next_index: torch.Tensor  # int64 [A, S] the index in C of the token that followed
+    greedy_index: torch.Tensor  # int64 [A, S] the index in C of the target's likeliest token
 
 
-def _looked_at(blocks: Blocks, truth: torch.Tensor, drawn: int) -> Looked:
-    """The tokens to compute the loss from. truth: the target's probabilities [A, S, V']."""
-    after, best = blocks.after.clamp(min=0), blocks.best.clamp(min=0)
-    if not drawn:
-        return Looked(None, truth.new_ones(truth.shape[-1]), truth, after, best)
-    some = columns_of(truth.flatten(0, 1), torch.cat((after, best)).flatten(), drawn)
-    after, best = some.best.view(2, *after.shape)
-    return Looked(some.tokens, some.counts, truth[..., some.tokens] * some.counts, after, best)
+def _loss_tokens(blocks: Blocks, target_probs: torch.Tensor, num_sampled: int) -> LossTokens:
+    """The tokens to compute the loss from. target_probs: the target's probabilities [A, S, V']."""
+    next_ids, greedy_ids = blocks.next_ids.clamp(min=0), blocks.greedy_ids.clamp(min=0)
+    if not num_sampled:
+        return LossTokens(None, target_probs.new_ones(target_probs.shape[-1]), target_probs, next_ids, greedy_ids)
+    sample = sample_tokens(target_probs.flatten(0, 1), torch.cat((next_ids, greedy_ids)).flatten(), num_sampled)
+    next_index, greedy_index = sample.greedy_index.view(2, *next_ids.shape)
+    return LossTokens(sample.tokens, sample.counts, target_probs[..., sample.tokens] * sample.counts, next_index,
+                      greedy_index)
 
 
 def states_of(head: Head, blocks: Blocks) -> torch.Tensor:
@@ -157,50 +159,51 @@ def states_of(head: Head, blocks: Blocks) -> torch.Tensor:
     rope = Rope(config, kind, blocks.states.device)
     c = rms_norm(F.linear(blocks.states.to(kind), weight["fc.weight"]).to(kind), weight["hidden_norm.weight"],
                  config.norm_eps)
-    tokens = torch.full_like(blocks.before, head.mask_token)
-    tokens[:, 0] = blocks.before[:, 0]
+    tokens = torch.full_like(blocks.tokens, head.mask_token)
+    tokens[:, 0] = blocks.tokens[:, 0]
     x = F.embedding(tokens, head.embedding).flatten(0, 1)  # [A * S, H]
-    places = (blocks.places[:, None] + torch.arange(BLOCK, device=x.device)).flatten()
-    turns = rope.rows(places), rope.rows(blocks.positions)
+    positions = (blocks.anchor_positions[:, None] + torch.arange(BLOCK, device=x.device)).flatten()
+    rotations = rope.rows(positions), rope.rows(blocks.positions)
     for layer in range(config.num_layers):
-        x = _layer(config, head.layer(layer), x, c, turns, blocks)
-    return rms_norm(x, weight["norm.weight"], config.norm_eps).view(*blocks.before.shape, -1)
+        x = _layer(config, head.layer(layer), x, c, rotations, blocks)
+    return rms_norm(x, weight["norm.weight"], config.norm_eps).view(*blocks.tokens.shape, -1)
 
 
-Turn = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _layer(config: ModelConfig, weight: Tensors, x: torch.Tensor, c: torch.Tensor, turns: tuple[Turn, Turn],
+def _layer(config: ModelConfig, weight: Tensors, x: torch.Tensor, c: torch.Tensor, rotations: tuple[Pair, Pair],
            blocks: Blocks) -> torch.Tensor:
-    def heads(name: str, rows: torch.Tensor, turn: Turn) -> torch.Tensor:
+    def heads(name: str, rows: torch.Tensor, rotation: Pair) -> torch.Tensor:
         out = F.linear(rows, weight[f"self_attn.{name}_proj.weight"]).to(x.dtype).view(len(rows), -1, config.head_dim)
         if name == "v":
             return out
-        return rotated(rms_norm(out, weight[f"self_attn.{name}_norm.weight"], config.norm_eps), *turn)
+        return rotate(rms_norm(out, weight[f"self_attn.{name}_norm.weight"], config.norm_eps), *rotation)
 
-    of_blocks, of_context = turns
+    of_blocks, of_context = rotations
     read = rms_norm(x, weight["input_layernorm.weight"], config.norm_eps)
     q, k, v = (heads(name, read, of_blocks) for name in "qkv")
     mixed = _attend(q * config.head_dim**-0.5, (k, v), (heads("k", c, of_context), heads("v", c, of_context)), blocks)
     return after_attention(config, weight, x, mixed)
 
 
-def _attend(q: torch.Tensor, own: Turn, context: Turn, blocks: Blocks) -> torch.Tensor:
+def _attend(q: torch.Tensor, own: Pair, context: Pair, blocks: Blocks) -> torch.Tensor:
     """q [A * S, Q, D], own keys and values [A * S, G, D], those of the context [R, G, D] -> [A * S, Q * D]."""
-    anchors, size = blocks.before.shape
+    anchors, size = blocks.tokens.shape
     groups, width = own[0].shape[1:]
     q = q.view(anchors, size, groups, -1, width)
     keys, values = (part.view(anchors, size, groups, width) for part in own)
-    mine = torch.einsum("asghd,atgd->asght", q, keys)  # [A, S, G, Q/G, S]
+    own_scores = torch.einsum("asghd,atgd->asght", q, keys)  # [A, S, G, Q/G, S]
     mixed = []
-    for number in range(len(blocks.bounds) - 1):
-        rows = slice(blocks.bounds[number], blocks.bounds[number + 1])
-        some = slice(blocks.owners[number], blocks.owners[number + 1])
-        theirs = torch.einsum("asghd,tgd->asght", q[some], context[0][rows]).float()
-        unseen = torch.arange(theirs.shape[-1], device=q.device) >= blocks.places[some, None]  # [a, T]
-        theirs = theirs.masked_fill(unseen[:, None, None, None], float("-inf"))
-        shares = torch.cat((theirs, mine[some].float()), -1).softmax(-1)
-        cut = theirs.shape[-1]
-        mixed.append(torch.einsum("asght,tgd->asghd", shares[..., :cut], context[1][rows].float())
-                     + torch.einsum("asght,atgd->asghd", shares[..., cut:], values[some].float()))
+    for number in range(len(blocks.row_bounds) - 1):
+        rows = slice(blocks.row_bounds[number], blocks.row_bounds[number + 1])
+        anchors_here = slice(blocks.anchor_bounds[number], blocks.anchor_bounds[number + 1])
+        context_scores = torch.einsum("asghd,tgd->asght", q[anchors_here], context[0][rows]).float()
+        anchor_positions = blocks.anchor_positions[anchors_here, None]
+        unseen = torch.arange(context_scores.shape[-1], device=q.device) >= anchor_positions  # [a, T]
+        context_scores = context_scores.masked_fill(unseen[:, None, None, None], float("-inf"))
+        weights = torch.cat((context_scores, own_scores[anchors_here].float()), -1).softmax(-1)
+        length = context_scores.shape[-1]
+        mixed.append(torch.einsum("asght,tgd->asghd", weights[..., :length], context[1][rows].float())
+                     + torch.einsum("asght,atgd->asghd", weights[..., length:], values[anchors_here].float()))
     return torch.cat(mixed).reshape(anchors * size, -1).to(q.dtype)

@@ -12,12 +12,12 @@ from click import Group
 from typer.main import get_command
 
 from slipstream.cli.commands import app
-from slipstream.train.crew import Part, divided, merged
+from slipstream.train.data_parallel import StepResult, merge_results, split_evenly
 
-# In a process of its own: a crew forks, which only works before the first backward pass of a process.
+# In a process of its own: a group forks, which only works before the first backward pass of a process.
 SCRIPT = """
 import torch
-from slipstream.train.crew import Crew, Part
+from slipstream.train.data_parallel import StepResult, WorkerGroup
 
 torch.set_num_threads(1)
 rows = torch.randn(9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -28,14 +28,14 @@ def compute(batch):
     for weight in weights.values():
         weight.grad = None
     if not batch:
-        return Part(0, 0, 0.0, ())
+        return StepResult(0, 0, 0.0, ())
     loss = ((rows[batch] @ weights["a"] + weights["b"]) ** 2).mean()
     loss.backward()
-    return Part(len(batch), len(batch), float(loss.detach()), (0.5,))
+    return StepResult(len(batch), len(batch), float(loss.detach()), (0.5,))
 
-crew = Crew(weights, compute, SIZE)
+group = WorkerGroup(weights, compute, SIZE)
 for batch in ([0, 1, 2, 3, 4, 5, 6], [7], [8, 2]):
-    part = crew.run(batch, [1] * len(batch))
+    part = group.run(batch, [1] * len(batch))
     print(part.rows, part.weight, f"{part.loss:.12f}", *(f"{g:.12f}" for w in weights.values() for g in w.grad))
     with torch.no_grad():
         for weight in weights.values():
@@ -43,7 +43,7 @@ for batch in ([0, 1, 2, 3, 4, 5, 6], [7], [8, 2]):
 """
 
 
-def test_a_crew_steps_as_one_process_does() -> None:
+def test_a_group_steps_as_one_process_does() -> None:
     alone, three = (subprocess.run([sys.executable, "-c", SCRIPT.replace("SIZE", size)], capture_output=True, text=True,
                                    check=True, timeout=300).stdout.split() for size in "13")
     assert len(alone) == 27
@@ -57,23 +57,23 @@ import os
 import signal
 import sys
 import torch
-from slipstream.train.crew import Crew, Part
+from slipstream.train.data_parallel import StepResult, WorkerGroup
 
 main = os.getpid()
 
 def compute(batch):
     if os.getpid() != main and sys.argv[1] == "within" and batch == [9]:
         os.kill(os.getpid(), signal.SIGKILL)
-    return Part(len(batch), 0, 0.0, ())
+    return StepResult(len(batch), 0, 0.0, ())
 
-crew = Crew({"a": torch.ones(1, requires_grad=True)}, compute, 2)
-crew.run([0, 1], [1, 1])
+group = WorkerGroup({"a": torch.ones(1, requires_grad=True)}, compute, 2)
+group.run([0, 1], [1, 1])
 if sys.argv[1] == "between":
-    for mate in multiprocessing.active_children():
-        mate.kill()
-        mate.join()
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
 try:
-    crew.run([8, 9], [2, 1])
+    group.run([8, 9], [2, 1])
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -89,11 +89,12 @@ def test_a_process_that_is_lost_is_told_with_an_option_that_there_is(when: str) 
 
 
 def test_items_are_divided_by_size() -> None:
-    assert divided([10, 11, 12, 13], [5, 1, 2, 3], 2) == [[10, 11], [13, 12]]
-    assert divided([10], [5], 3) == [[10], [], []]
+    assert split_evenly([10, 11, 12, 13], [5, 1, 2, 3], 2) == [[10, 11], [13, 12]]
+    assert split_evenly([10], [5], 3) == [[10], [], []]
 
 
 def test_parts_weigh_their_rows() -> None:
-    whole = merged([Part(4, 3, 1.0, (0.5, 0.0)), Part(2, 1, 3.0, (0.1, 0.4)), Part(1, 0, 0.0, ())])
-    assert (whole.rows, whole.weight, whole.loss) == (7, 4, 1.5)
-    assert whole.agreement == pytest.approx((0.4, 0.1))
+    merged = merge_results([StepResult(4, 3, 1.0, (0.5, 0.0)), StepResult(2, 1, 3.0, (0.1, 0.4)),
+                            StepResult(1, 0, 0.0, ())])
+    assert (merged.rows, merged.weight, merged.loss) == (7, 4, 1.5)
+    assert merged.agreement == pytest.approx((0.4, 0.1))
