@@ -24,7 +24,7 @@ from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import PROFILE_CONTEXT, TYPICAL_CONTEXT, Memory, ModelRunner, cores, default_slots
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.trial import TARGET_CPU_S, Grammars, Trial
-from slipstream.models.folder import called, load_tokenizer, resolve, tokenizer_hash, weights_hash
+from slipstream.models.folder import called, load_tokenizer, resolve, tokenizer_hash, unchanged, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
@@ -71,14 +71,16 @@ def build(config: Config, loop: asyncio.AbstractEventLoop) -> Target:
     torch.set_num_threads(section.threads or cores())
     name = config.router.model_name or called(folder)
     if section.tensor_parallel == 1:
-        model = graphed(load_model(folder, section))
+        with unchanged(folder):
+            model, weights = graphed(load_model(folder, section)), weights_hash(folder)
         if isinstance(model, NativeDecoder):
             # It has its own threads. The work left to torch is so small that waking a second thread costs more.
             torch.set_num_threads(1)
-        return assemble(config, model, name, tokenizer_hash(folder), loop, weights_hash(folder),
+        return assemble(config, model, name, tokenizer_hash(folder), loop, weights,
                         grammars(folder, model.config.vocab_size))
-    ranked = ranked_model(folder, section)
-    target = replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, weights_hash(folder),
+    with unchanged(folder):
+        ranked, weights = ranked_model(folder, section), weights_hash(folder)
+    target = replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, weights,
                               grammars(folder, ranked.config.vocab_size)), ranks=ranked)
     ranked.watch(partial(target.vitals.report_lost, "a rank"))
     return target

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from slipstream.base.config import ModelSection
-from slipstream.base.errors import Draining, ModelChanged, Unavailable
+from slipstream.base.config import Config, ModelSection
+from slipstream.base.errors import Draining, ModelChanged, ModelError, Unavailable
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, capture_eager
@@ -35,7 +36,7 @@ from slipstream.wire.answers import decode_answer_requests, decode_info, encode_
 from slipstream.wire.client import AsyncClient
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
-from target_service import vllm_start
+from target_service import assembly, vllm_start
 from tests.echo import EchoAnswer, EchoTarget, answer_bytes
 from tests.loop import eventually, settled
 from tests.pair import WIRE, Rig, target
@@ -348,3 +349,19 @@ def test_a_model_keeps_its_weights_when_a_trainer_writes_others_into_their_file(
     before = Sessions(model).run({0: [1, 2, 3, 4]})
     (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
     assert torch.equal(Sessions(model).run({0: [1, 2, 3, 4]}), before)
+
+
+async def test_a_target_refuses_a_folder_that_is_written_while_it_is_read(tmp_path: Path,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would answer with the weights that it has read and tell routers of those that came after."""
+    folder, other = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+
+    def load(*given: Any) -> CausalModel:
+        model = load_model(*given)
+        (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+        return model
+
+    monkeypatch.setattr(assembly, "load_model", load)
+    config = Config.model_validate({"model": {"path": str(folder), "dtype": "float32"}})
+    with pytest.raises(ModelError, match="changed while they were read"):
+        assembly.build(config, asyncio.get_running_loop())

@@ -325,6 +325,24 @@ def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
                           ).hexdigest()
 
 
+@contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """A context in which a model is read and hashed. Raises ModelError at its end if a file that its answers depend on
+    was written meanwhile: weights of two saves would be mixed, or answers told to be those of other weights."""
+    before = _stamps(folder)
+    yield
+    if _stamps(folder) != before:
+        raise ModelError(f"{folder}: its files were changed while they were read; start again once it is complete")
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    try:
+        stats = {path.name: path.stat() for pattern in ANSWERING for path in folder.glob(pattern)}
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be read: {error}") from error
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
 @cache
 def code_digest(root: Path, folders: tuple[str, ...]) -> str:
     """A hash (8 hex digits) of the source in ``folders`` of ``root``, which computes and chooses tokens: two commits
