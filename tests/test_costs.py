@@ -28,7 +28,7 @@ from router_service.dialects.openai import MAX_CONTAINERS, MAX_DEPTH, MESSAGE_CH
 from router_service.dialects.tools import ToolUse
 from router_service.tenants import Tenant
 from router_service.text.deltas import AnswerToken, CollectedAnswer, TextDelta
-from router_service.text.files import longest_token
+from router_service.text.files import max_token_chars
 from router_service.text.marks import Style
 from router_service.text.tokens import (
     ASSISTANT,
@@ -149,7 +149,7 @@ def composing() -> Tokenizer:
 
 
 def bound(tokenizer: Tokenizer) -> int | None:
-    return longest_token(json.loads(tokenizer.to_str()), tokenizer.get_vocab(with_added_tokens=True))
+    return max_token_chars(json.loads(tokenizer.to_str()), tokenizer.get_vocab(with_added_tokens=True))
 
 
 KEPT = [(tokenizer, bound(tokenizer)) for tokenizer in (byte_level(), byte_fallback(), composing())]

@@ -41,7 +41,7 @@ from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.calls import parse_json
 from router_service.text.deltas import TextDelta
-from router_service.text.readings import turns_of
+from router_service.text.rewritings import merge_turns
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS, Usage
 
@@ -80,7 +80,7 @@ def chat_of(raw: Json) -> Json:
     unseen: dict[str, bool] = {}
     for i, message in enumerate(given):
         messages += _messages(f"messages[{i}]", message, i == 0, unseen)
-    chat["messages"] = messages = turns_of(messages)
+    chat["messages"] = messages = merge_turns(messages)
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools") or raw.get("tool_choice"):

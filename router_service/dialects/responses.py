@@ -24,7 +24,7 @@ from router_service.dialects.fields import Refused, legible, object_of, others, 
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
-from router_service.text.readings import turns_of
+from router_service.text.rewritings import merge_turns
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS, Usage
 
@@ -73,7 +73,7 @@ def chat_of(raw: Json) -> Json:
     unseen: dict[str, bool] = {}
     for i, item in enumerate(items):
         messages += _messages(f"input[{i}]", item, unseen)
-    chat["messages"] = turns_of(messages)
+    chat["messages"] = merge_turns(messages)
     chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
     text, reasoning = object_of(raw, "text"), object_of(raw, "reasoning")
     if text.get("format") is not None:

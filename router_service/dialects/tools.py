@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 
 from router_service.dialects.formats import NAMES, NOTES, VALUES, made
-from router_service.text.readings import turns_of
+from router_service.text.rewritings import merge_turns
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
@@ -220,7 +220,7 @@ def _check_tool(at: str, tool: Any) -> None:
 
 def without_tool_roles(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Json]:
     """``messages`` for a template that knows neither tools nor calls."""
-    plain = turns_of(map(_without_tools, messages))
+    plain = merge_turns(map(_without_tools, messages))
     if use is not None:
         words = INSTRUCTIONS.format(tools="\n".join(_written(tool) for tool in use.tools))
         if plain and plain[0]["role"] == "system":

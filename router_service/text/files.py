@@ -17,28 +17,30 @@ from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.models.folder import read_json
 from slipstream.protocol.requests import Sampling
 
-# Steps of a tokenizer that drop no character: a text of n characters has n / ``longest_token`` tokens at least.
-KEEPING = {"Sequence", "Prepend", "Replace", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Digits", "Metaspace", "Split",
-           "Punctuation", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}
+# Steps of a tokenizer that drop no character: a text of n characters has n / ``max_token_chars`` tokens at least.
+LOSSLESS_STEPS = {
+    "Sequence", "Prepend", "Replace", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Digits", "Metaspace", "Split",
+    "Punctuation", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}
 FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")  # of a model; vLLM takes min_p without drafts alone
-COMPOSED = 4  # characters that Unicode may write as one
+# Without min_p: vLLM takes it only where there are no drafts.
+DEFAULT_FIELDS = ("temperature", "top_p", "top_k", "repetition_penalty")
+MAX_COMPOSED = 4  # characters that Unicode may write as one
 
 
-def literals(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[int]]:
-    """The tokens that spell each special token as ordinary text."""
+def literal_tokens(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[int]]:
+    """The tokens of each special token's text as ordinary text."""
     tokenizer.encode_special_tokens = True
-    literals = {text: list(tokenizer.encode(text, add_special_tokens=False).ids) for text in specials}
+    found = {text: list(tokenizer.encode(text, add_special_tokens=False).ids) for text in specials}
     tokenizer.encode_special_tokens = False
-    return literals
+    return found
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
     """The defaults in generation_config.json for sampling fields that a request leaves out, as in vLLM and SGLang.
     Raises ModelError."""
     path = folder / "generation_config.json"
-    said = read_json(path, missing_ok=True)
-    found = {name: value for name in DEFAULTS if (value := said.get(name)) is not None}
+    config = read_json(path, missing_ok=True)
+    found = {name: value for name in DEFAULT_FIELDS if (value := config.get(name)) is not None}
     try:
         for name, value in found.items():
             if type(value) not in ((int,) if name == "top_k" else (int, float)):
@@ -49,21 +51,22 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     return found
 
 
-def longest_token(written: Mapping[str, Any], vocab: Iterable[str]) -> int | None:
+def max_token_chars(tokenizer_json: Mapping[str, Any], vocab: Iterable[str]) -> int | None:
     """The largest number of characters that one token can stand for; None if there is no limit, because the tokenizer
-    drops characters or joins unknown ones into one token. ``written``: tokenizer.json."""
-    model, added, spelt = written["model"], written.get("added_tokens") or (), set(vocab)
+    drops characters or joins unknown ones into one token. ``tokenizer_json``: the file's content."""
+    model, added, vocabulary = tokenizer_json["model"], tokenizer_json.get("added_tokens") or (), set(vocab)
     if model["type"] == "BPE" and model.get("byte_fallback"):
-        complete = spelt.issuperset(f"<0x{byte:02X}>" for byte in range(256))
+        complete = vocabulary.issuperset(f"<0x{byte:02X}>" for byte in range(256))
     else:
-        complete = model["type"] == "BPE" and spelt.issuperset(ByteLevel.alphabet())
-    steps = list(_steps([written.get("normalizer"), written.get("pre_tokenizer")]))
+        complete = model["type"] == "BPE" and vocabulary.issuperset(ByteLevel.alphabet())
+    steps = list(_steps([tokenizer_json.get("normalizer"), tokenizer_json.get("pre_tokenizer")]))
     kinds = {step["type"] for step in steps} | {step["behavior"] for step in steps if "behavior" in step}
-    shortened = any(step["type"] == "Replace" and len(step["content"]) < len(step["pattern"].get("String", "x" * 99))
-                    for step in steps)
-    if not complete or shortened or not kinds <= KEEPING or any(token["lstrip"] or token["rstrip"] for token in added):
+    shortens = any(step["type"] == "Replace" and len(step["content"]) < len(step["pattern"].get("String", "x" * 99))
+                   for step in steps)
+    strips = any(token["lstrip"] or token["rstrip"] for token in added)
+    if not complete or shortens or not kinds <= LOSSLESS_STEPS or strips:
         return None
-    return max(map(len, spelt)) * (COMPOSED if kinds & {"NFC", "NFKC"} else 1)
+    return max(map(len, vocabulary)) * (MAX_COMPOSED if kinds & {"NFC", "NFKC"} else 1)
 
 
 def _steps(parts: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
@@ -73,7 +76,7 @@ def _steps(parts: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
             yield from _steps(part.get("normalizers") or part.get("pretokenizers") or ())
 
 
-def spelling(decoder: Mapping[str, Any]) -> tuple[dict[str, int] | None, bool]:
+def byte_alphabet(decoder: Mapping[str, Any]) -> tuple[dict[str, int] | None, bool]:
     """The byte that each character of a token stands for, None where tokens are spelt as by SentencePiece; and whether
     the first space of a text is not part of it. ``decoder``: of tokenizer.json."""
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -90,5 +93,5 @@ def spelling(decoder: Mapping[str, Any]) -> tuple[dict[str, int] | None, bool]:
 def _byte_level() -> dict[str, int]:
     """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(unprintable)}

@@ -13,7 +13,7 @@ Rules:
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
-5. Messages that a template refuses are tried again in other ``readings``, none of which loses text. The API allows
+5. Messages that a template refuses are tried again in other ``variants``, none of which loses text. The API allows
    several system messages (also later, or for a model without that role), several user messages in a row, an assistant
    message first, text beside tool results, foreign call ids, and several calls at once; many templates do not. Some
    want arguments of calls as text, others as objects.
@@ -34,8 +34,15 @@ from typing import Any
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
 
-from router_service.text.omissions import CALLED, RESULT, REWRITINGS, TOOLS, writes_tools, written
-from router_service.text.readings import Messages, Rewriting, readings
+from router_service.text.omissions import (
+    CALL_MESSAGES,
+    OMISSION_CHECKS,
+    RESULT_MESSAGE,
+    TOOLS,
+    writes_tools,
+    written_roles,
+)
+from router_service.text.rewritings import Messages, Rewriting, variants
 from slipstream.base.offload import limit_resources
 from slipstream.models.template import sandbox
 
@@ -86,13 +93,13 @@ class Renderer:
         return [text] if guards is None else guards.split(text)
 
     def _render_first(self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
-        """The first of the ``readings`` that can be rendered. Raises TemplateProblem."""
+        """The first of the ``variants`` that can be rendered. Raises TemplateProblem."""
         refusal = TemplateProblem(REFUSED, "")
         for rewriting in self.rewritings:
             messages = rewriting(messages)
-        for reading in readings(messages):
+        for variant in variants(messages):
             try:
-                return self._render_text(reading, add_generation_prompt, variables)
+                return self._render_text(variant, add_generation_prompt, variables)
             except (TemplateProblem, MemoryError):
                 raise
             except SecurityError as error:
@@ -195,16 +202,17 @@ def trial(renderer: Renderer) -> None:
         except TemplateProblem as problem:
             if problem.kind != REFUSED:
                 raise
-    if not written(renderer.render_or_empty, "user"):
+    if not written_roles(renderer.render_or_empty, "user"):
         renderer.in_parts = True
-        renderer.in_parts = written(renderer.render_or_empty, "user") == ["user"]
-    elif not renderer.render_or_empty((*CALLED, RESULT), TOOLS):  # it may read the first part of a call without words
+        renderer.in_parts = written_roles(renderer.render_or_empty, "user") == ["user"]
+    # The template may read the first part of a message with calls alone, which has no parts.
+    elif not renderer.render_or_empty((*CALL_MESSAGES, RESULT_MESSAGE), TOOLS):
         messages = [{"role": role, "content": "Hello"} for role in TRIALS[-1]]
         text, renderer.in_parts = renderer.render_or_empty(messages), True
         renderer.in_parts = (renderer.render_or_empty(messages) == text
-                             and renderer.render_or_empty((*CALLED, RESULT), TOOLS) != "")
-    for rewriting in REWRITINGS:
-        renderer.rewritings += rewriting(renderer.render_or_empty, renderer.source)
+                             and renderer.render_or_empty((*CALL_MESSAGES, RESULT_MESSAGE), TOOLS) != "")
+    for check in OMISSION_CHECKS:
+        renderer.rewritings += check(renderer.render_or_empty, renderer.source)
 
 
 def main() -> None:

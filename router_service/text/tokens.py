@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from router_service.text.deltas import AnswerToken, TextDelta
-from router_service.text.files import literals, longest_token, sampling_defaults, spelling
+from router_service.text.files import byte_alphabet, literal_tokens, max_token_chars, sampling_defaults
 from router_service.text.marks import Style, mark_tokens
 from router_service.text.scanner import StopStrings
 from router_service.text.template import BROKEN, CPU_S, Renderer
@@ -137,8 +137,8 @@ class TextCodec:
     that mark calls and reasoning.
     """
 
-    __slots__ = ("_alphabet", "_bytes", "_literals", "_longest", "_template", "_texts", "_tokenizer", "defaults",
-                 "marks", "specials", "starts_with_space", "stop_token_ids", "style", "vocab_size")
+    __slots__ = ("_alphabet", "_bytes", "_literals", "_max_token_chars", "_template", "_texts", "_tokenizer",
+                 "defaults", "marks", "specials", "starts_with_space", "stop_token_ids", "style", "vocab_size")
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ModelError naming the file and field that cannot be used."""
@@ -148,10 +148,10 @@ class TextCodec:
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials: Mapping[int, str] = {i: token.content for i, token in added.items() if token.special}
-        self._literals = literals(self._tokenizer, self.specials.values())
-        written = json.loads(self._tokenizer.to_str())
-        self._alphabet, self.starts_with_space = spelling(written.get("decoder") or {"type": "none"})
-        self._longest = longest_token(written, vocab)
+        self._literals = literal_tokens(self._tokenizer, self.specials.values())
+        tokenizer_json = json.loads(self._tokenizer.to_str())
+        self._alphabet, self.starts_with_space = byte_alphabet(tokenizer_json.get("decoder") or {"type": "none"})
+        self._max_token_chars = max_token_chars(tokenizer_json, vocab)
         self._bytes: dict[int, bytes] = {}  # of ordinary tokens that were asked for
         self._texts: dict[int, str | None] = {}  # of ``complete_text``
         source = template_source(folder)
@@ -237,7 +237,7 @@ class TextCodec:
 
     def _encode(self, texts: Sequence[str], field: str, add_special_tokens: bool, room: int | None) -> list[list[int]]:
         num_chars = sum(map(len, texts))
-        if room is not None and self._longest is not None and num_chars > room * self._longest:
+        if room is not None and self._max_token_chars is not None and num_chars > room * self._max_token_chars:
             raise too_long(field, room, f"{num_chars} characters, which are more tokens")
         for text in texts:
             try:
