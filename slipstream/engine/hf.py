@@ -148,9 +148,11 @@ class HFModel:
                                  "safetensors")
             warn_unread(folder, found["unexpected_keys"])
             model.requires_grad_(False)
-            for held in (*model.parameters(), *model.buffers()):
-                held.data = held.data.clone()  # transformers maps the files, whose contents may change
-            served = HFModel(nn.Module.to(model, device_of(device)), end_tokens(Path(folder)))
+            to = device_of(device)
+            if to.type == "cpu":  # transformers maps the files, whose contents may change; to a GPU all is copied
+                for weight in (*model.parameters(), *model.buffers()):
+                    weight.data = weight.data.clone()
+            served = HFModel(nn.Module.to(model, to), end_tokens(Path(folder)))
             if served.config.max_context < (own := config.get_text_config().max_position_embeddings):
                 logger("engine").warning("served as far as positions do not depend on the length of a text",
                                          max_context=served.config.max_context, of=own)
