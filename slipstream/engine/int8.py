@@ -4,7 +4,7 @@ Rules:
 1. Each row of a matrix (the weights of one output) has a scale: its largest absolute value / 127. A stored number is
    weight / scale, rounded to nearest, ties to even; zero stays zero, and -128 never occurs.
 2. Products use these integers, which bfloat16 holds exactly; the scale multiplies the finished sum. On processors that
-   multiply four bytes at once, inputs are rounded to integers of 15 bits, too (``native/numbers.h``).
+   multiply four bytes at once, inputs are rounded to integers of 15 bits, too (``native/quantized_rows.h``).
 3. Only matrices are rounded. Norms, biases and the embedding stay as they are.
 4. A model folder may store them: tensor ``X.weight`` as int8 [O, I] and ``X.weight_scale`` as float32 [O]. Its
    config.json has ``NOTE`` then. A head that is tied to the embedding is stored as a tensor of its own.

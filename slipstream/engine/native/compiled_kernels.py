@@ -54,15 +54,15 @@ class Kernels:
     @staticmethod
     def of(path: Path, flags: tuple[str, ...]) -> Kernels:
         functions = ctypes.CDLL(str(path))
-        functions.slipstream_team.restype = ctypes.c_void_p
-        functions.slipstream_team.argtypes = [ctypes.c_int32]
-        functions.slipstream_end.argtypes = [ctypes.c_void_p]
-        functions.slipstream_end.restype = None
+        functions.slipstream_team_new.restype = ctypes.c_void_p
+        functions.slipstream_team_new.argtypes = [ctypes.c_int32]
+        functions.slipstream_team_delete.argtypes = [ctypes.c_void_p]
+        functions.slipstream_team_delete.restype = None
         functions.slipstream_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         functions.slipstream_run.restype = None
         functions.slipstream_grow.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         functions.slipstream_grow.restype = None
-        for pack in (functions.slipstream_pack, functions.slipstream_pack_whole):
+        for pack in (functions.slipstream_pack, functions.slipstream_pack_int8):
             pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
             pack.restype = None
         functions.slipstream_screen.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_void_p] * 2]

@@ -37,7 +37,7 @@ from slipstream.engine.native.program import (
     Team,
     check_sizes,
 )
-from slipstream.engine.native.races import NativeRace, asked_plainly
+from slipstream.engine.native.races import NativeRace, unadjusted_record
 from slipstream.protocol.requests import Sampling
 
 CHILD = np.dtype([("token", np.int64), ("score", np.float64)])
@@ -133,7 +133,7 @@ class Call:
             records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels, seed.base,
                         -1 if seed.drawn is None else len(asked))
             if seed.drawn is not None:
-                asked.append(asked_plainly(seed.drawn))
+                asked.append(unadjusted_record(seed.drawn))
             tokens += seed.tokens
             slots += (seed.context, seed.slots)
             begin += len(seed.context) + len(seed.slots)

@@ -1,9 +1,6 @@
-// The operations of a forward besides products and attention, row by row: norm, rotation; and those of a draft head between its
-// tokens and the best of its logits.
-//
-// Rules: those of `kernels.cpp`. Each sum is taken in an order that depends on its own row alone.
-//
-// It knows nothing about threads: `compute` does one part of an operation, whoever asks.
+// The operations besides products and attention, a row at a time: RMS norm, rotary embedding, embedding lookup,
+// casts, argmax and top-k; and `compute`, which runs one part of any operation on whichever thread calls it. Rules:
+// those of `kernels.cpp`; each sum is taken in an order that depends on its own row alone.
 
 #pragma once
 
@@ -12,8 +9,8 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "drawn.h"
-#include "list.h"
+#include "screened_sample.h"
+#include "op.h"
 #include "products.h"
 #include "races.h"
 #include "screen.h"
@@ -23,49 +20,49 @@ namespace {
 
 struct Child {  // `draft.CHILD` is the same
     int64_t token;
-    double score;  // logarithm of its share, at most 0
+    double score;  // log probability, at most 0
 };
 
-bf16* halves(const Op& op, const Frame& frame, int64_t row) {
+bf16* output_row(const Op& op, const Frame& frame, int64_t row) {
     if (op.out) return (bf16*)op.out + row * op.out_stride;
     return frame.features + frame.slots[row] * op.out_stride + op.layer;
 }
 
 void norm_row(const Op& op, const Frame& frame, int64_t row) {
-    const float* x = (const float*)op.in + (op.few ? frame.picked[row] : row) * op.in_stride;
+    const float* x = (const float*)op.in + (op.picked_only ? frame.picked[row] : row) * op.in_stride;
     Floats squares = {};
     for (int64_t i = 0; i < op.inner; i += LANES) squares = fma(load(x + i), load(x + i), squares);
-    float factor = 1.0f / sqrtf(total(squares) / float(op.inner) + op.eps);
-    bf16* out = halves(op, frame, row);
+    float factor = 1.0f / sqrtf(reduce_add(squares) / float(op.inner) + op.eps);
+    bf16* out = output_row(op, frame, row);
     for (int64_t i = 0; i < op.inner; i += LANES)
-        narrow(out + i, load(x + i) * all(factor) * load((const float*)op.weight + i));
+        store_bf16(out + i, load(x + i) * splat(factor) * load((const float*)op.weight + i));
 }
 
 void widen_row(const Op& op, const bf16* x, int64_t row) {
     float* out = (float*)op.out + row * op.out_stride;
-    for (int64_t i = 0; i < op.inner; i += LANES) store(out + i, widen(x + i));
+    for (int64_t i = 0; i < op.inner; i += LANES) store(out + i, load_bf16(x + i));
 }
 
 void round_row(const Op& op, const Frame& frame, int64_t row) {
     const float* x = (const float*)op.in + row * op.in_stride;
-    bf16* out = halves(op, frame, row);
-    for (int64_t i = 0; i < op.inner; i += LANES) narrow(out + i, load(x + i));
+    bf16* out = output_row(op, frame, row);
+    for (int64_t i = 0; i < op.inner; i += LANES) store_bf16(out + i, load(x + i));
 }
 
-// A head of queries or keys, normed if there is a norm, rotated; size is a multiple of GROUP.
+// Norm (if there is one) and rotary embedding of one head of queries or keys; size: a multiple of GROUP.
 void rope_head(const float* x, const float* norm, float eps, const float* cos, const float* sin, int size, bf16* out) {
-    Floats factor = all(1.0f);
+    Floats factor = splat(1.0f);
     if (norm) {
         Floats squares = {};
         for (int i = 0; i < size; i += LANES) squares = fma(load(x + i), load(x + i), squares);
-        factor = all(1.0f / sqrtf(total(squares) / float(size) + eps));
+        factor = splat(1.0f / sqrtf(reduce_add(squares) / float(size) + eps));
     }
     int half = size / 2;
     for (int i = 0; i < half; i += LANES) {
         Floats a = load(x + i), b = load(x + half + i);
         if (norm) a = a * factor * load(norm + i), b = b * factor * load(norm + half + i);
-        narrow(out + i, fma(a, load(cos + i), b * load(sin + i)));
-        narrow(out + half + i, fma(b, load(cos + half + i), a * load(sin + half + i)));
+        store_bf16(out + i, fma(a, load(cos + i), b * load(sin + i)));
+        store_bf16(out + half + i, fma(b, load(cos + half + i), a * load(sin + half + i)));
     }
 }
 
@@ -80,11 +77,11 @@ void rope_row(const Op& op, const Frame& frame, int64_t row) {
     bf16* kv = frame.kv + op.layer * frame.layer_stride + frame.slots[row] * 2 * op.kv_heads * size;
     for (int head = 0; head < op.kv_heads; head++, x += size)
         rope_head(x, (const float*)op.extra, op.eps, cos, sin, size, kv + head * size);
-    for (int i = 0; i < op.kv_heads * size; i += LANES) narrow(kv + op.kv_heads * size + i, load(x + i));
+    for (int i = 0; i < op.kv_heads * size; i += LANES) store_bf16(kv + op.kv_heads * size + i, load(x + i));
 }
 
-// The `outer` best tokens of a row of `inner` logits, best first, the lowest token among equals. The row goes on with -inf to
-// a whole vector.
+// Top-k (k = outer) of a row of `inner` logits, best first, the lowest token among equals. The row is padded with -inf to a whole
+// vector.
 void rank_row(const Op& op, int64_t row) {
     const float* x = (const float*)op.in + row * op.in_stride;
     const int64_t* ids = (const int64_t*)op.weight;  // null: columns are tokens
@@ -92,7 +89,7 @@ void rank_row(const Op& op, int64_t row) {
     for (int64_t i = 0; i < op.outer; i++) best[i] = {0, -INFINITY};
     Child& last = best[op.outer - 1];
     for (int64_t i = 0; i < op.inner; i += LANES) {
-        if (!any((Words)(load(x + i) >= all(float(last.score))))) continue;
+        if (!any((Words)(load(x + i) >= splat(float(last.score))))) continue;
         for (int64_t column = i; column < std::min(i + LANES, op.inner); column++) {
             Child child = {ids ? ids[column] : column, x[column]};
             auto before = [&](const Child& other) {
@@ -104,32 +101,32 @@ void rank_row(const Op& op, int64_t row) {
             *place = child;
         }
     }
-    Floats top = all(float(best[0].score));
+    Floats top = splat(float(best[0].score));
     double sum = 0;
     for (int64_t i = 0; i < op.inner;) {  // few terms at a time: float32 forgets small ones beside a large sum
         Floats some = {};
         for (int j = 0; j < 64 && i < op.inner; j++, i += LANES) some += exponential(load(x + i) - top);
-        sum += total(some);
+        sum += reduce_add(some);
     }
     float log_sum = float(std::log(sum));
     for (int64_t i = 0; i < op.outer; i++) best[i].score = std::min(float(best[i].score) - top[0] - log_sum, 0.0f);
 }
 
-// The column of the greatest of `count` numbers, the first among equals; the first that is none, if one is not.
-int64_t best_of(const float* x, int64_t count) {
+// The column of the greatest of `count` numbers, the first among equals; or of the first NaN.
+int64_t argmax(const float* x, int64_t count) {
     constexpr int64_t SOME = 64 * LANES;
     int64_t found = 0;
     float top = -INFINITY;
     Words odd = {};
     for (int64_t begin = 0; begin < count; begin += SOME) {
         int64_t end = std::min(begin + SOME, count), i = begin;
-        Floats highest = all(-INFINITY);
+        Floats highest = splat(-INFINITY);
         for (; i + LANES <= end; i += LANES) {
             Floats v = load(x + i);
             odd |= (Words)(v != v);
-            highest = greater(v, highest);
+            highest = maximum(v, highest);
         }
-        float most = greatest(highest);
+        float most = reduce_max(highest);
         for (; i < end; i++) {
             if (x[i] != x[i]) odd[0] = 1;
             most = std::max(most, x[i]);
@@ -140,10 +137,11 @@ int64_t best_of(const float* x, int64_t count) {
     return std::find(x + found, x + count, top) - x;
 }
 
-int64_t rows_of(const Op& op, const Frame& frame) { return op.few ? frame.num_picked : frame.rows; }
+int64_t rows_of(const Op& op, const Frame& frame) { return op.picked_only ? frame.num_picked : frame.rows; }
 
 int64_t parts_of(const Op& op, const Frame& frame, int threads, const Splits& splits) {
-    if (op.kind == PRODUCT || op.kind == SCREEN) return std::min<int64_t>(groups_of(op), threads == 1 ? 1 : PARTS * threads);
+    if (op.kind == PRODUCT || op.kind == SCREEN) return std::min<int64_t>(groups_of(op), threads == 1 ? 1
+            : PARTS_PER_THREAD * threads);
     return op.kind == ATTEND ? int64_t(splits.blocks.size()) * splits.parts : rows_of(op, frame);
 }
 
@@ -154,25 +152,26 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, Scra
         case EMBED: return widen_row(op, (const bf16*)op.in + frame.tokens[part] * op.in_stride, part);
         case WIDEN: return widen_row(op, op.in ? (const bf16*)op.in + part * op.in_stride : frame.states + part * op.inner, part);
         case RANK: return rank_row(op, part);
-        case BEST: ((int64_t*)op.out)[part] = best_of((const float*)op.in + part * op.in_stride, op.inner); return;
+        case BEST: ((int64_t*)op.out)[part] = argmax((const float*)op.in + part * op.in_stride, op.inner); return;
         case RACE: {
-            const Races& races = *(const Races*)op.extra;
-            return race_row(races, part, (const float*)op.in + row_of(races, part) * op.in_stride, op.inner, scratch.floats);
+            const RaceCall& call = *(const RaceCall*)op.extra;
+            return race_row(call, part, (const float*)op.in + row_of(call, part) * op.in_stride, op.inner, scratch.floats);
         }
         case SCREEN: {
             int64_t groups = groups_of(op), first = first_group(groups, part, parts), last = first_group(groups, part + 1, parts);
             return screen(op, first, last, rows_of(op, frame), frame.draws);
         }
         case CHOOSE: {
-            const bool draws = frame.draws && frame.draws[part].heat != 0;
-            ((int64_t*)op.out)[part] = draws ? drawn(op, part, frame.draws[part], scratch) : chosen(op, part, scratch);
+            const bool draws = frame.draws && frame.draws[part].temperature != 0;
+            ((int64_t*)op.out)[part] = draws ? screened_sample(op, part, frame.draws[part], scratch)
+                    : screened_argmax(op, part, scratch);
             return;
         }
         case ROPE: return rope_row(op, frame, part);
         case ATTEND: return attend_part(op, frame, part, scratch.floats, splits);
         case PRODUCT: {
             int64_t groups = groups_of(op), first = first_group(groups, part, parts), last = first_group(groups, part + 1, parts);
-            return (op.scales ? product<Whole> : product<Halves>)(op, first, last, rows_of(op, frame), scratch);
+            return (op.scales ? product<Int8Weights> : product<Bf16Weights>)(op, first, last, rows_of(op, frame), scratch);
         }
     }
 }

@@ -1,8 +1,7 @@
-// Products of rows and packed weights, a group of outputs at a time.
-//
-// Rules: those of `kernels.cpp`. Each sum is taken in an order that depends on its own row alone.
-//
-// It knows nothing about what is made of the sums beyond an addition and a gate.
+// Matrix products: rows of bfloat16 times packed weights (bfloat16, or int8 with a scale for each output), GROUP
+// outputs at a time. Sums are float32, or exact integers for int8 on VNNI; the epilogue adds a bias, adds to the
+// residual stream, or gates by SiLU. Rules: those of `kernels.cpp`: each sum is taken in an order that depends on
+// its own row alone, however many rows are computed together.
 
 #pragma once
 
@@ -15,46 +14,49 @@
 #include <utility>
 #include <vector>
 
-#include "list.h"
-#include "numbers.h"
+#include "op.h"
+#include "quantized_rows.h"
 #include "tiles.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
-constexpr int BLOCK = LANES == 8 ? 6 : 12;  // rows of a product that are computed together, at most: as registers hold
-constexpr int BESIDE = LANES == 16 ? 1 : 4;  // groups that are computed beside one another for one row, half as many for two
-constexpr int PARTS = 8;  // of a product, for each thread. The first part of each is three quarters of its share: a new part
-                          // finds none of its weights asked for. The others are for whoever comes first
-constexpr int SLAB = PAIRED ? 1 << 30 : 8 * BLOCK;  // rows whose inputs are widened together: they stay in the second cache
-constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by
-constexpr int AGAIN = 1;         // how they are asked for: into the second cache
-constexpr int ONCE = PAIRED ? 0 : AGAIN;  // what is read once leaves an AMD's caches to all that runs between two steps
-                                 // (NTA); an Intel loses it before it is read
-constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
-constexpr int QUADS = 4 * GROUP;  // and four
+constexpr int PRODUCT_ROWS = LANES == 8 ? 6 : 12;  // rows that are computed together, at most: as registers allow
+// groups that are computed at the same time for one row; half as many for two
+constexpr int GROUPS_TOGETHER = LANES == 16 ? 1 : 4;
+// The first part of each thread is three quarters of its share: a new part finds none of its weights prefetched. The others are
+// for whichever thread is free first.
+constexpr int PARTS_PER_THREAD = 8;
+// rows whose inputs are widened together: they stay in the L2 cache
+constexpr int SLAB_ROWS = HAS_BF16_DOT ? 1 << 30 : 8 * PRODUCT_ROWS;
+constexpr int PREFETCH_BYTES = 8192;  // how far ahead weights are prefetched: about the latency of memory
+constexpr int INTO_L2 = 1;            // locality of prefetches: into the L2 cache
+// locality for weights that are read once: NTA leaves an AMD's caches to other work; an Intel loses such lines before they are read
+constexpr int STREAMED = HAS_BF16_DOT ? 0 : INTO_L2;
+constexpr int PAIR_BYTES = 2 * GROUP;  // int8 weights of a pair of inputs for a group of outputs
+constexpr int QUAD_BYTES = 4 * GROUP;  // of four inputs
 
 int64_t groups_of(const Op& op) { return (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP; }
 
-// The first group of a product's part; of part `parts`: the end.
+// The first group of a product's part; for part `parts`: the end of the last one.
 int64_t first_group(int64_t groups, int64_t part, int64_t parts) {
-    if (groups < 4 * parts || parts < PARTS) return groups * part / parts;
-    int64_t threads = parts / PARTS, large = groups * 3 / 4;
+    if (groups < 4 * parts || parts < PARTS_PER_THREAD) return groups * part / parts;
+    int64_t threads = parts / PARTS_PER_THREAD, large = groups * 3 / 4;
     return part <= threads ? large * part / threads : large + (groups - large) * (part - threads) / (parts - threads);
 }
 
-void finish(const Op& op, int64_t row, int64_t group, Floats low, Floats high) {
+void epilogue(const Op& op, int64_t row, int64_t group, Floats low, Floats high) {
     if (op.extra) {
         low += load((const float*)op.extra + group * GROUP);
         high += load((const float*)op.extra + group * GROUP + LANES);
     }
-    if (op.result == SILU) {  // gates below, what they gate above
+    if (op.result == SILU) {  // low: gates; high: what they gate
         Floats down = exponential((Floats)((Words)low | 0x80000000u));  // e^-|gate|
-        Floats one = all(1.0f);
+        Floats one = splat(1.0f);
         Words negative = (Words)(low < Floats{});
         Floats top = (Floats)(((Words)down & negative) | ((Words)one & ~negative));
-        narrow((bf16*)op.out + row * op.out_stride + group * LANES, low * (top / (one + down)) * high);
+        store_bf16((bf16*)op.out + row * op.out_stride + group * LANES, low * (top / (one + down)) * high);
         return;
     }
     float* out = (float*)op.out + row * op.out_stride + group * GROUP;
@@ -67,43 +69,42 @@ void finish(const Op& op, int64_t row, int64_t group, Floats low, Floats high) {
     if (left < GROUP) memcpy(out, part, left * sizeof(float));
 }
 
-struct Halves {  // weights in bfloat16
-    static constexpr int BYTES = 2 * LINE;
+struct Bf16Weights {
+    static constexpr int BYTES = 2 * PAIR_BYTES;
     static constexpr bool SCALED = false;
     static void read(const uint8_t* weight, Pairs& first, Pairs& second) {
-        first = pairs_of(words_at(weight)), second = pairs_of(words_at(weight + LINE));
+        first = to_pairs(load_words(weight)), second = to_pairs(load_words(weight + PAIR_BYTES));
     }
 };
 
 #if defined(__AVX512VNNI__)
-// Where the number stands that weighs input k for output i of a group, and how a byte holds it: HIGH more than it is, and so
-// without a sign.
-constexpr int64_t whole_place(int64_t i, int64_t k) { return k / 4 * QUADS + 4 * i + k % 4; }
-constexpr int64_t whole_size(int64_t inner) { return (inner + 3) / 4 * QUADS; }  // of a group
-inline uint8_t whole_byte(int8_t number) { return uint8_t(number + HIGH); }
+// Where the weight of input k for output i of a group is, and how a byte holds it: RADIX is added, so it has no sign.
+constexpr int64_t int8_index(int64_t i, int64_t k) { return k / 4 * QUAD_BYTES + 4 * i + k % 4; }
+constexpr int64_t int8_group_bytes(int64_t inner) { return (inner + 3) / 4 * QUAD_BYTES; }
+inline uint8_t encode_int8(int8_t number) { return uint8_t(number + RADIX); }
 #else
-constexpr int64_t whole_place(int64_t i, int64_t k) { return k / 2 * LINE + line_place(int(i), k % 2); }
-constexpr int64_t whole_size(int64_t inner) { return inner / 2 * LINE; }
-inline uint8_t whole_byte(int8_t number) { return line_byte(number); }
+constexpr int64_t int8_index(int64_t i, int64_t k) { return k / 2 * PAIR_BYTES + int8_line_index(int(i), k % 2); }
+constexpr int64_t int8_group_bytes(int64_t inner) { return inner / 2 * PAIR_BYTES; }
+inline uint8_t encode_int8(int8_t number) { return int8_line_byte(number); }
 #endif
 
-struct Whole {  // weights as whole numbers
-    static constexpr int BYTES = LINE;
+struct Int8Weights {
+    static constexpr int BYTES = PAIR_BYTES;
     static constexpr bool SCALED = true;
-    static void read(const uint8_t* weight, Pairs& first, Pairs& second) { widen_line(weight, first, second); }
+    static void read(const uint8_t* weight, Pairs& first, Pairs& second) { int8_line_to_pairs(weight, first, second); }
 };
 
-// What a thread writes on while it does parts of an operation.
+// A thread's memory for intermediate results of an operation.
 struct Scratch {
     std::vector<float> floats;
-    const bf16* widened = nullptr;  // whose inputs the floats are, of this operation
+    const bf16* widened = nullptr;  // the rows whose inputs are widened in `floats` (or quantized), in this operation
 #if defined(__AVX512VNNI__)
-    Numbers numbers;
+    QuantizedRows numbers;
 #endif
 };
 
-// What some rows bring to a product: pairs of bfloat16 where these are multiplied as such, else each widened, once for a
-// thread's parts of the operation where one slab holds all rows.
+// The inputs of some rows: bfloat16 where pairs of them are multiplied, else widened to float32; only once for all parts of
+// a thread if one slab holds all rows.
 struct Inputs {
     const bf16* halves;
     int64_t stride;
@@ -112,41 +113,41 @@ struct Inputs {
 
     Inputs(const Op& op, int64_t row, int64_t rows, Scratch& scratch)
         : halves((const bf16*)op.in + row * op.in_stride), stride(op.in_stride), wide(scratch.floats), inner(op.inner) {
-        if (PAIRED || std::exchange(scratch.widened, halves) == halves) return;
+        if (HAS_BF16_DOT || std::exchange(scratch.widened, halves) == halves) return;
         if (int64_t(wide.size()) < rows * inner) wide.resize(rows * inner);
         for (int64_t r = 0; r < rows; r++) {
             const bf16* x = halves + r * stride;
             float* to = &wide[r * inner];
             int64_t i = 0;
-            for (; i + LANES <= inner; i += LANES) store(to + i, widen(x + i));
+            for (; i + LANES <= inner; i += LANES) store(to + i, load_bf16(x + i));
             for (; i < inner; i++) to[i] = std::bit_cast<float>(uint32_t(x[i]) << 16);
         }
     }
 };
 
-// Sums of R rows from `row` on, for the outputs of a group: the products of a pair of inputs come to them.
+// Adds the products of one pair of inputs to the sums of R rows from `row` on, for the outputs of a group.
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 template <class Weights, int R>
 inline void add_pair(Floats (&low)[R], Floats (&high)[R], const uint8_t* weight, const Inputs& x, int64_t row, int64_t pair) {
     Pairs first, second;
     Weights::read(weight, first, second);
     for (int r = 0; r < R; r++) {
-        Words both = everywhere(x.halves + (row + r) * x.stride + 2 * pair);
-        low[r] = pairs(low[r], first, both);
-        high[r] = pairs(high[r], second, both);
+        Words both = load_splat(x.halves + (row + r) * x.stride + 2 * pair);
+        low[r] = dot_pairs(low[r], first, both);
+        high[r] = dot_pairs(high[r], second, both);
     }
 }
 #else
-// Of one input of the pair. Its weights alone are widened: sixteen registers hold them, the sums of six rows, an input, and
-// nothing else.
+// The same for one input of the pair. Only its weights are widened: sixteen registers hold them, the sums of six rows and an
+// input, and no more.
 template <class Weights, int HALF, int R>
 inline void add_half(Floats (&low)[R], Floats (&high)[R], const uint8_t* weight, const float* input, int64_t stride) {
     Pairs first, second;
-    Weights::read(read_anew(weight), first, second);
-    const Floats one = HALF ? first.other : first.one, other = HALF ? second.other : second.one;
+    Weights::read(opaque(weight), first, second);
+    const Floats one = HALF ? first.odd : first.even, other = HALF ? second.odd : second.even;
     #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-        const Floats x = all(input[r * stride + HALF]);
+        const Floats x = splat(input[r * stride + HALF]);
         low[r] = add_product(low[r], one, x);
         high[r] = add_product(high[r], other, x);
     }
@@ -160,24 +161,24 @@ inline void add_pair(Floats (&low)[R], Floats (&high)[R], const uint8_t* weight,
 }
 #endif
 
-// Which share of the next group's weights a block asks for, where several blocks read the same group: memory is not idle
-// while all but the first find theirs in the second cache.
-struct Share {
-    int64_t which, of;  // of 1: it asks for what it reads itself, a little in advance
-    bool alone;         // nobody else reads that, soon
+// Which share of the next group's weights a block prefetches, if several blocks read the same group: memory is not idle while
+// all but the first block find theirs in the L2 cache.
+struct PrefetchShare {
+    int64_t which, of;  // of == 1: it prefetches what it reads itself, PREFETCH_BYTES ahead
+    bool alone;         // nothing else reads these weights soon
 
-    // Of one of so many blocks. first: nobody has asked for the group that it reads.
-    static Share part(const Op& op, int64_t which, int64_t of, bool first) {
-        const bool alone = of == 1 && !op.again;
-        return first && !which ? Share{0, 1, alone} : Share{which, of, alone};
+    // The share of block `which` of `of`. first: the group that it reads was not prefetched.
+    static PrefetchShare part(const Op& op, int64_t which, int64_t of, bool first) {
+        const bool alone = of == 1 && !op.keep_cached;
+        return first && !which ? PrefetchShare{0, 1, alone} : PrefetchShare{which, of, alone};
     }
 };
 
-// Rows `row` to `row + R` of the block, and groups `group` to `group + S` beside one another: few sums wait for themselves. The
-// order of a sum knows neither R nor S.
+// Rows `row` to `row + R` and groups `group` to `group + S`: with many independent sums few instructions wait for earlier ones.
+// The order of a sum depends neither on R nor on S.
 template <class Weights, int R, int S>
-void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t row, Share share) {
-    constexpr int64_t SOON = S == 1 ? AHEAD : AHEAD / 2 / S;
+void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t row, PrefetchShare prefetch) {
+    constexpr int64_t DISTANCE = S == 1 ? PREFETCH_BYTES : PREFETCH_BYTES / 2 / S;
     const int64_t pairs = op.inner / 2, size = pairs * Weights::BYTES;
     const uint8_t* weight = (const uint8_t*)op.weight + group * size;
     Floats low[S][R] = {}, high[S][R] = {};
@@ -190,76 +191,79 @@ void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, 
                 add_pair<Weights>(low[s], high[s], weight + s * size, x, row, pair);
             }
     };
-    const int64_t near = S == 1 ? pairs : std::max<int64_t>(0, pairs - SOON / Weights::BYTES);
+    const int64_t near = S == 1 ? pairs : std::max<int64_t>(0, pairs - DISTANCE / Weights::BYTES);
     const std::integral_constant<int, 1> line;
     const std::integral_constant<int, (Weights::BYTES + 63) / 64> lines;
-    const std::integral_constant<int, AGAIN> again;
+    const std::integral_constant<int, INTO_L2> again;
     auto add_own = [&](auto how) {
-        add(lines, how, 0, near, weight + SOON, Weights::BYTES);
-        add(lines, how, near, pairs, weight + SOON + (S - 1) * size, Weights::BYTES);  // what comes next is of the next groups
+        add(lines, how, 0, near, weight + DISTANCE, Weights::BYTES);
+        // what follows belongs to the next groups
+        add(lines, how, near, pairs, weight + DISTANCE + (S - 1) * size, Weights::BYTES);
     };
-    if (share.of > 1)
-        add(line, again, 0, pairs, weight + size + size / share.of * share.which, (Weights::BYTES + share.of - 1) / share.of);
-    else if (share.alone)
-        add_own(std::integral_constant<int, ONCE>());
+    if (prefetch.of > 1)
+        add(line, again, 0, pairs, weight + size + size / prefetch.of * prefetch.which,
+                (Weights::BYTES + prefetch.of - 1) / prefetch.of);
+    else if (prefetch.alone)
+        add_own(std::integral_constant<int, STREAMED>());
     else
         add_own(again);
     for (int s = 0; s < S; s++)
         for (int r = 0; r < R; r++) {
             const float* scales = op.scales + (group + s) * GROUP;
             if (Weights::SCALED) low[s][r] *= load(scales), high[s][r] *= load(scales + LANES);
-            finish(op, begin + row + r, group + s, low[s][r], high[s][r]);
+            epilogue(op, begin + row + r, group + s, low[s][r], high[s][r]);
         }
 }
 
-// Of `rows` rows from `begin` on, which `x` holds. first: nobody has asked for this group's weights.
+// One group for `rows` rows from `begin` on, whose inputs are `x`. first: this group's weights were not prefetched.
 template <class Weights>
 void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t rows, bool first) {
-    constexpr void (*blocks[])(const Op&, const Inputs&, int64_t, int64_t, int64_t, Share) = {
+    constexpr void (*blocks[])(const Op&, const Inputs&, int64_t, int64_t, int64_t, PrefetchShare) = {
         nullptr, product_block<Weights, 1, 1>, product_block<Weights, 2, 1>, product_block<Weights, 3, 1>,
         product_block<Weights, 4, 1>, product_block<Weights, 5, 1>, product_block<Weights, 6, 1>, product_block<Weights, 7, 1>,
         product_block<Weights, 8, 1>, product_block<Weights, 9, 1>, product_block<Weights, 10, 1>,
         product_block<Weights, 11, 1>, product_block<Weights, 12, 1>};
-    int64_t parts = (rows + BLOCK - 1) / BLOCK;  // about equally long
+    int64_t parts = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS;  // about equal in size
     for (int64_t part = 0; part < parts; part++) {
         int64_t row = rows * part / parts;
-        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row, Share::part(op, part, parts, first));
+        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row, PrefetchShare::part(op, part, parts, first));
     }
 }
 
-// R rows and the groups up to `last`, S at a time. Returns the first that is left.
+// R rows and the groups up to `last`, S at a time. Returns the first group that is left.
 template <class Weights, int R, int S>
-int64_t product_beside(const Op& op, const Inputs& x, int64_t group, int64_t last, int64_t begin) {
+int64_t product_few_rows(const Op& op, const Inputs& x, int64_t group, int64_t last, int64_t begin) {
     if constexpr (S > 1)
-        for (; group + S <= last; group += S) product_block<Weights, R, S>(op, x, group, begin, 0, Share::part(op, 0, 1, true));
+        for (; group + S <= last; group += S) product_block<Weights, R,
+                S>(op, x, group, begin, 0, PrefetchShare::part(op, 0, 1, true));
     return group;
 }
 
 #if defined(__AMX_BF16__)
 template <class Weights>
 void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows) {
-    typedef std::conditional_t<Weights::SCALED, Widened, Halved> Pages;
+    typedef std::conditional_t<Weights::SCALED, WidenedInt8Pages, Bf16Pages> Pages;
     if (!rows) return;
-    const int64_t pairs = op.inner / 2, stride = 2 * op.in_stride, blocks = (rows + 2 * SIDE - 1) / (2 * SIDE);
+    const int64_t pairs = op.inner / 2, stride = 2 * op.in_stride, blocks = (rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
     const int64_t size = pairs * Weights::BYTES;
-    const int64_t part = (Pages::BYTES / blocks + 63) / 64 * 64;  // of the next group, which all blocks of this one ask for
-    alignas(64) float sums[2 * SIDE * GROUP];
+    const int64_t part = (Pages::BYTES / blocks + 63) / 64 * 64;  // share of the next group that each block prefetches
+    alignas(64) float sums[2 * TILE_ROWS * GROUP];
     Tiles tiles;
     for (int64_t group = first; group < last; group++) {
         const uint8_t* weight = (const uint8_t*)op.weight + group * size;
-        for (int64_t row = 0; row < rows; row += 2 * SIDE) {
-            int64_t count = std::min<int64_t>(rows - row, 2 * SIDE), one = std::min<int64_t>(count, SIDE);
+        for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
+            int64_t count = std::min<int64_t>(rows - row, 2 * TILE_ROWS), one = std::min<int64_t>(count, TILE_ROWS);
             const bf16* x = (const bf16*)op.in + row * op.in_stride;
-            tiles.hold(one, count - one);
+            tiles.configure(one, count - one);
             const bool alone = blocks == 1 || (group == first && !row);
-            const uint8_t* soon = weight + (alone ? AHEAD : size + row / (2 * SIDE) * part * (op.inner / DEEP));
-            (count > one ? sum_tiles<Pages, true> : sum_tiles<Pages, false>)(weight, op.inner / DEEP, x, stride, soon,
+            const uint8_t* soon = weight + (alone ? PREFETCH_BYTES : size + row / (2 * TILE_ROWS) * part * (op.inner / TILE_DEPTH));
+            (count > one ? sum_tiles<Pages, true> : sum_tiles<Pages, false>)(weight, op.inner / TILE_DEPTH, x, stride, soon,
                                                                              alone ? Pages::BYTES : part, sums);
             for (int64_t r = 0; r < count; r++) {
                 Floats low = load(sums + r * GROUP), high = load(sums + r * GROUP + LANES);
                 const float* scales = op.scales + group * GROUP;
                 if (Weights::SCALED) low *= load(scales), high *= load(scales + LANES);
-                finish(op, row + r, group, low, high);
+                epilogue(op, row + r, group, low, high);
             }
         }
     }
@@ -267,59 +271,59 @@ void tile_product(const Op& op, int64_t first, int64_t last, int64_t rows) {
 #endif
 
 #if defined(__AVX512VNNI__)
-constexpr int ROUNDED = 6;  // rows of whole numbers that are computed together, as registers hold
+constexpr int INT8_ROWS = 6;  // quantized rows that are computed together, as registers allow
 
-// Rows `row` to `row + R` of those that `x` holds.
+// Rows `row` to `row + R` of `x`.
 template <int R>
-void number_block(const Op& op, const Numbers& x, int64_t group, int64_t begin, int64_t row, Share share) {
-    const int64_t size = whole_size(op.inner);
+void int8_block(const Op& op, const QuantizedRows& x, int64_t group, int64_t begin, int64_t row, PrefetchShare prefetch) {
+    const int64_t size = int8_group_bytes(op.inner);
     const uint8_t* weight = (const uint8_t*)op.weight + group * size;
-    const uint8_t* soon = share.of > 1 ? weight + size + size / share.of * share.which : weight + AHEAD;
-    const int64_t step = QUADS / share.of;
-    const uint32_t* numbers = &x.halves[2 * row];
+    const uint8_t* soon = prefetch.of > 1 ? weight + size + size / prefetch.of * prefetch.which : weight + PREFETCH_BYTES;
+    const int64_t step = QUAD_BYTES / prefetch.of;
+    const uint32_t* numbers = &x.digits[2 * row];
     Words low[R][2] = {}, high[R][2] = {};
     auto add = [&]<int HOW>(std::integral_constant<int, HOW>) {
-        for (int64_t quad = 0; quad < x.quads; quad++, weight += QUADS, soon += step, numbers += 2 * x.rows) {
+        for (int64_t quad = 0; quad < x.quads; quad++, weight += QUAD_BYTES, soon += step, numbers += 2 * x.rows) {
             __builtin_prefetch(soon, 0, HOW), __builtin_prefetch(soon + 64, 0, HOW);
-            const Words one = words_at(weight), other = words_at(weight + QUADS / 2);
+            const Words one = load_words(weight), other = load_words(weight + QUAD_BYTES / 2);
             for (int r = 0; r < R; r++) {
                 const Words lower = Words{} + numbers[2 * r];
-                low[r][0] = fourfold(low[r][0], one, lower), low[r][1] = fourfold(low[r][1], other, lower);
+                low[r][0] = dot_int8_quads(low[r][0], one, lower), low[r][1] = dot_int8_quads(low[r][1], other, lower);
                 const Words upper = Words{} + numbers[2 * r + 1];
-                high[r][0] = fourfold(high[r][0], one, upper), high[r][1] = fourfold(high[r][1], other, upper);
+                high[r][0] = dot_int8_quads(high[r][0], one, upper), high[r][1] = dot_int8_quads(high[r][1], other, upper);
             }
         }
     };
-    if (share.alone)
-        add(std::integral_constant<int, ONCE>());
+    if (prefetch.alone)
+        add(std::integral_constant<int, STREAMED>());
     else
-        add(std::integral_constant<int, AGAIN>());
+        add(std::integral_constant<int, INTO_L2>());
     for (int r = 0; r < R; r++) {
-        const int32_t* more = &x.sums[2 * (row + r)];
-        auto sum = [&](int i) {  // weights are HIGH more than they are
-            const Ints lower = (Ints)low[r][i] - HIGH * more[0], upper = (Ints)high[r][i] - HIGH * more[1];
-            const Floats whole = fma(__builtin_convertvector(upper, Floats), all(HIGH), __builtin_convertvector(lower, Floats));
-            return whole * all(x.unit[row + r]) * load(op.scales + group * GROUP + i * LANES);
+        const int32_t* digit_sums = &x.digit_sums[2 * (row + r)];
+        auto sum = [&](int i) {  // RADIX was added to weights
+            const Ints lower = (Ints)low[r][i] - RADIX * digit_sums[0], upper = (Ints)high[r][i] - RADIX * digit_sums[1];
+            const Floats whole = fma(__builtin_convertvector(upper, Floats), splat(RADIX), __builtin_convertvector(lower, Floats));
+            return whole * splat(x.scale[row + r]) * load(op.scales + group * GROUP + i * LANES);
         };
-        finish(op, begin + row + r, group, sum(0), sum(1));
+        epilogue(op, begin + row + r, group, sum(0), sum(1));
     }
 }
 
 template <int... R>
-constexpr auto number_blocks(std::integer_sequence<int, R...>) { return std::array{&number_block<R + 1>...}; }
+constexpr auto int8_blocks(std::integer_sequence<int, R...>) { return std::array{&int8_block<R + 1>...}; }
 
-void number_product(const Op& op, int64_t first, int64_t last, int64_t rows, Scratch& scratch) {
-    static constexpr auto blocks = number_blocks(std::make_integer_sequence<int, ROUNDED>());
-    constexpr int64_t SOME = 16 * ROUNDED;  // rows whose numbers stay in the second cache
+void int8_product(const Op& op, int64_t first, int64_t last, int64_t rows, Scratch& scratch) {
+    static constexpr auto blocks = int8_blocks(std::make_integer_sequence<int, INT8_ROWS>());
+    constexpr int64_t SOME = 16 * INT8_ROWS;  // rows whose integers stay in the L2 cache
     for (int64_t begin = 0; begin < rows; begin += SOME) {
-        const int64_t count = std::min(rows - begin, SOME), parts = (count + ROUNDED - 1) / ROUNDED;
+        const int64_t count = std::min(rows - begin, SOME), parts = (count + INT8_ROWS - 1) / INT8_ROWS;
         const bf16* x = (const bf16*)op.in + begin * op.in_stride;
-        if (std::exchange(scratch.widened, x) != x) scratch.numbers.take(x, count, op.in_stride, op.inner);
+        if (std::exchange(scratch.widened, x) != x) scratch.numbers.quantize(x, count, op.in_stride, op.inner);
         for (int64_t group = first; group < last; group++)
             for (int64_t part = 0; part < parts; part++) {
                 const int64_t row = count * part / parts;
                 blocks[count * (part + 1) / parts - row - 1](op, scratch.numbers, group, begin, row,
-                                                            Share::part(op, part, parts, group == first));
+                                                            PrefetchShare::part(op, part, parts, group == first));
             }
     }
 }
@@ -328,17 +332,17 @@ void number_product(const Op& op, int64_t first, int64_t last, int64_t rows, Scr
 template <class Weights>
 void product(const Op& op, int64_t first, int64_t last, int64_t rows, Scratch& scratch) {
 #if defined(__AMX_BF16__)
-    if (op.inner % DEEP == 0) return tile_product<Weights>(op, first, last, rows);
+    if (op.inner % TILE_DEPTH == 0) return tile_product<Weights>(op, first, last, rows);
 #endif
 #if defined(__AVX512VNNI__)
-    if constexpr (Weights::SCALED) return number_product(op, first, last, rows, scratch);
+    if constexpr (Weights::SCALED) return int8_product(op, first, last, rows, scratch);
 #endif
-    int64_t slabs = (rows + SLAB - 1) / SLAB;
+    int64_t slabs = (rows + SLAB_ROWS - 1) / SLAB_ROWS;
     for (int64_t slab = 0; slab < slabs; slab++) {
         int64_t begin = rows * slab / slabs, count = rows * (slab + 1) / slabs - begin, group = first;
         Inputs x(op, begin, count, scratch);
-        if (count == 1) group = product_beside<Weights, 1, BESIDE>(op, x, group, last, begin);
-        if (count == 2) group = product_beside<Weights, 2, BESIDE / 2>(op, x, group, last, begin);
+        if (count == 1) group = product_few_rows<Weights, 1, GROUPS_TOGETHER>(op, x, group, last, begin);
+        if (count == 2) group = product_few_rows<Weights, 2, GROUPS_TOGETHER / 2>(op, x, group, last, begin);
         for (int64_t next = group; next < last; next++) product_group<Weights>(op, x, next, begin, count, next == group);
     }
 }

@@ -215,13 +215,13 @@ class NativeLinear:
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE, SCREEN, CHOOSE = range(12)
 STORE, ADD, SILU = range(3)
 LINE, CHUNK = 64, 32 << 20  # bytes of a cache line, and of memory that is allocated at a time
-DRAW = struct.Struct("=Qdq")  # ``Draw`` of ``list.h``
+DRAW = struct.Struct("=Qdq")  # ``Draw`` of ``op.h``
 LANES, GROUP = 16, 32  # widths must be multiples of these: floats of the widest vector, and of two
 QUAD = 4  # int8 numbers that one instruction may multiply and add
 
 
 class Op(ctypes.Structure):
-    """One operation; ``list.h`` describes each field."""
+    """One operation; ``op.h`` describes each field."""
 
     _fields_ = [("kind", ctypes.c_int32), ("result", ctypes.c_int32), ("input", ctypes.c_void_p),
                 ("in_stride", ctypes.c_int64), ("weight", ctypes.c_void_p), ("extra", ctypes.c_void_p),
@@ -232,7 +232,7 @@ class Op(ctypes.Structure):
 
 
 class Frame(ctypes.Structure):
-    """The inputs of one forward; ``list.h`` describes each field."""
+    """The inputs of one forward; ``op.h`` describes each field."""
 
     _fields_ = [("rows", ctypes.c_int64), ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p),
                 ("slots", ctypes.c_void_p), ("kv_slots", ctypes.c_void_p), ("begin", ctypes.c_void_p),
@@ -267,9 +267,9 @@ class Team:
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
         self.kernels, self.threads, self.weights = kernels, threads, Weights()
-        self._handle = kernels.functions.slipstream_team(threads)
+        self._handle = kernels.functions.slipstream_team_new(threads)
         # Not at exit: a thread may still run a list then, and the system ends all threads anyway.
-        weakref.finalize(self, kernels.functions.slipstream_end, self._handle).atexit = False
+        weakref.finalize(self, kernels.functions.slipstream_team_delete, self._handle).atexit = False
 
     def grow(self, trees: ctypes.Structure) -> None:
         """Grow draft trees; see ``draft.Trees``."""
@@ -300,7 +300,7 @@ class Packed:
         padded = -(-rows // (2 * lanes)) * 2 * lanes
         self.weight = team.weights.allocate(padded * -(-self.inner // QUAD) * QUAD * source.itemsize)
         functions, ordered = team.kernels.functions, source[order]
-        pack = functions.slipstream_pack_whole if isinstance(weight, Int8Matrix) else functions.slipstream_pack
+        pack = functions.slipstream_pack_int8 if isinstance(weight, Int8Matrix) else functions.slipstream_pack
         pack(ordered.data_ptr(), rows, self.inner, self.weight.data_ptr())
         self.scales = _padded(weight.scales[order], padded) if isinstance(weight, Int8Matrix) else None
         self.bias = None if bias is None else _padded(bias[order], padded)

@@ -1,17 +1,18 @@
-// Keyed choices: the best of a row of logits under penalties, filters and noise, as `slipstream.choosing` specifies them.
+// Keyed choices: the best tokens of a row of logits under penalties, filters and Gumbel noise, as
+// `slipstream.choosing` specifies them. Noise is -log of exponential numbers, so a choice is won like a race.
+// Nothing here knows about threads or sessions.
 //
 // Rules:
-// 1. The result is that of the specification, or "not sure": two scores, or a mass and its limit, are closer than the rounding of
-//    both implementations, or a number is NaN. Then the specification computes the row.
-// 2. Noise is made for tiles of 64 token ids: one hash bounds the noise of all. A tile is computed only if its greatest logit
-//    plus that bound could be among the best. Bounds are float32, rounded up; scores are float64.
-// 3. Filters are thresholds on the logit: if a token is filtered, so are all with lower logits. The best of all nearly always
-//    survives, so only that one is checked first; if it does not, its logit is the lower limit of the next race.
-// 4. Masses are sums of float32 exponentials. Tiles far below the top are bounded by their greatest logit, and summed exactly
-//    only if the bound does not decide.
+// 1. The result is that of the specification, or "not sure": two scores, or a mass and its limit, are closer than
+//    the rounding of both implementations, or a number is NaN. Then the specification computes the row.
+// 2. Noise is made for blocks of 64 token ids: one hash bounds the noise of all. A block is computed only if its
+//    greatest logit plus that bound could be among the best. Bounds are float32, rounded up; scores are float64.
+// 3. Filters are thresholds on the logit: if a token is filtered, so are all with lower logits. The best of all
+//    nearly always survives, so only that one is checked first; if it does not, its logit is the lower limit of the
+//    next race.
+// 4. Masses are sums of float32 exponentials. Blocks far below the top are bounded by their greatest logit, and
+//    summed exactly only if the bound does not decide.
 // 5. Tokens with penalties, bias or stops are taken out of the row and compete by themselves, in float64.
-//
-// It knows nothing about threads or sessions.
 
 #pragma once
 
@@ -26,26 +27,26 @@
 
 namespace {
 
-constexpr int TILE = 64;  // `noise.BLOCK`
-constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, STRIDE = 0xD1342543DE82EF95, TILE_STRIDE = 0xA0761D6478BD642F;
-constexpr double UNKNOWN = 2e-5;    // share by which masses of either side may be wrong: at most 256 float32 sums, some roundings
-                                    // of arguments that are 13 on average at most
-constexpr double NEAR = 1e-9;       // logits that float64 may merge when they are shifted and divided
-constexpr double ROUGH = 0.93;      // chords are at most 1.0615 of what they span, and float32 sums of 50,000 are not exact
-constexpr float LOOSE = 0.01f;      // by which a bound lies above, for its own rounding and for that of the top to a float32
-constexpr double MOST_LOGIT = 1e6, COLDEST = 1e-6;  // beyond them rounding was not looked at
+constexpr int NOISE_BLOCK = 64;  // `noise.BLOCK`
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, STRIDE = 0xD1342543DE82EF95, BLOCK_STRIDE = 0xA0761D6478BD642F;
+// relative error of masses on either side: at most 256 float32 sums, some roundings of arguments that are 13 on average at most
+constexpr double MASS_ERROR = 2e-5;
+constexpr double LOGIT_ERROR = 1e-9;       // logits this close may become equal in float64 when shifted and divided
+constexpr double CHORD_RATIO = 0.93;      // chords are at most 1.0615 of what they span, and float32 sums of 50,000 are not exact
+constexpr float BOUND_SLACK = 0.01f;      // added to bounds: for their own rounding and that of the top to float32
+constexpr double MAX_LOGIT = 1e6, MIN_TEMPERATURE = 1e-6;  // beyond these, rounding errors were not analysed
 
 struct Vocabulary {  // `races.Vocabulary` is the same: which tokens the columns are
     const int64_t* ids;      // [V] ascending; null: columns are tokens
-    const int64_t* starts;   // [tiles + 1] the first column of each tile
+    const int64_t* starts;   // [blocks + 1] the first column of each noise block
     const int64_t* columns;  // [num_ids] of tokens, -1: none
-    int64_t num_ids, tiles;
+    int64_t num_ids, blocks;
 };
 
-struct Asked {  // `races.ASKED` is the same: how the rows of a session are chosen from
+struct ChoiceRows {  // `races.CHOICE_ROWS` is the same: how tokens are chosen in the rows of a session
     uint64_t seed;
-    double heat;  // 0: the greatest
-    double top_p, min_p;  // 1: off; a logarithm, -inf: off
+    double temperature;  // 0: greedy
+    double top_p, min_p;  // top_p: 1 is off; min_p: its logarithm, -inf is off
     int64_t top_k;        // 0: off
     double repetition, frequency, presence;  // 1, 0, 0: off
     const int64_t *seen, *counts;            // [num_seen] tokens of the prompt and the answer, how often in the answer
@@ -53,322 +54,329 @@ struct Asked {  // `races.ASKED` is the same: how the rows of a session are chos
     const int64_t* biased;  // [num_biased]
     const double* amounts;
     int64_t num_biased;
-    const int64_t* stops;  // [num_stops] impossible before so many tokens, unless it is told what is allowed
+    const int64_t* stops;  // [num_stops] impossible before `min_tokens`, unless `allowed` is given
     int64_t num_stops, min_tokens;
-    int64_t first, row;       // place of its first row in the call, and in the logits
-    const uint32_t* allowed;  // [rows, words] a bit for each token, the lowest first; null: all of them
-    int64_t words;
+    int64_t first, row;       // index of its first row in the call, and in the logits
+    const uint32_t* allowed;  // [rows, mask_words] a bit for each token, the lowest first; null: all of them
+    int64_t mask_words;
 };
 
-struct Races {  // `NativeRace` tells the same: what one call asks, for R rows
+struct RaceCall {  // `NativeRace` fills it: one call, for R rows
     const Vocabulary* vocabulary;
-    const Asked* asked;
-    const int64_t* sessions;   // [R] which `Asked`
+    const ChoiceRows* sessions;
+    const int64_t* session_of;  // [R] which `ChoiceRows`
     const int64_t* positions;  // [R] of the token to be chosen
-    const int64_t* outputs;    // [R] tokens of the answer before it
-    const int64_t* paths;      // draft tokens among them, of all rows
-    const int64_t* path_ends;  // [R]
-    int64_t* tokens;           // [R, most] best first; 0: there are no more
-    double* scores;            // [R, most] logarithms of their shares among those that are told, or -inf
-    int64_t* sure;             // [R] 0: the specification must say
-    int64_t most;
+    const int64_t* outputs;    // [R] number of the answer's tokens before it
+    const int64_t* paths;      // draft tokens among them, of all rows one after the other
+    const int64_t* path_ends;  // [R] where each row's path ends
+    int64_t* tokens;           // [R, num_wanted] best first, padded with 0
+    double* scores;            // [R, num_wanted] their log shares among the returned ones, padded with -inf
+    int64_t* sure;             // [R] 0: not sure, the specification must choose
+    int64_t num_wanted;
 };
 
-constexpr int HALF = LANES / 2;  // of a vector: as many hashes are as wide
+constexpr int HALF = LANES / 2;  // as many 64-bit hashes fill a vector
 
-typedef uint64_t Quads __attribute__((vector_size(8 * HALF)));
-typedef int64_t Signed __attribute__((vector_size(8 * HALF)));
-typedef float Narrow __attribute__((vector_size(4 * HALF)));
+typedef uint64_t U64s __attribute__((vector_size(8 * HALF)));
+typedef int64_t I64s __attribute__((vector_size(8 * HALF)));
+typedef float HalfFloats __attribute__((vector_size(4 * HALF)));
 
 template <class W>
-inline W mixed(W word) {  // SplitMix64's finaliser
+inline W mix(W word) {  // SplitMix64's finaliser
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9;
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB;
     return word ^ (word >> 31);
 }
 
-inline Quads counted() {
-    Quads numbers;
+inline U64s iota() {
+    U64s numbers;
     for (int i = 0; i < HALF; i++) numbers[i] = i;
     return numbers;
 }
 
-// 1 - u of LANES hashes, whose unmixed words come in halves.
+// 1 - u for the uniform u of LANES hashes; half: gives the words to hash, HALF at a time.
 template <class Half>
-inline Floats lacking(Half half) {
+inline Floats one_minus_uniform(Half half) {
     float found[LANES];
     for (int64_t i = 0; i < LANES; i += HALF) {
-        Quads rest = (((uint64_t(1) << 52) - 1) - (mixed<Quads>(half(i)) >> 12)) * 2 + 1;
-        Narrow wide = __builtin_convertvector((Signed)rest, Narrow);  // below 2^53
+        U64s rest = (((uint64_t(1) << 52) - 1) - (mix<U64s>(half(i)) >> 12)) * 2 + 1;
+        HalfFloats wide = __builtin_convertvector((I64s)rest, HalfFloats);  // below 2^53
         memcpy(found + i, &wide, sizeof wide);
     }
-    return load(found) * all(0x1p-53f);
+    return load(found) * splat(0x1p-53f);
 }
 
-inline double exponential_of(uint64_t hash) { return -std::log(double(2 * (hash >> 12) + 1) * 0x1p-53); }
+inline double exponential_noise(uint64_t hash) { return -std::log(double(2 * (hash >> 12) + 1) * 0x1p-53); }
 
-inline float up(double x) {  // the lowest float that is not below
+inline float round_up(double x) {  // the lowest float that is not below x
     float found = float(x);
     return double(found) < x ? std::nextafterf(found, INFINITY) : found;
 }
 
-inline Floats some(const float* p, int64_t left) {  // as many as there are, then -inf
+inline Floats load_partial(const float* p, int64_t left) {  // `left` floats, padded with -inf
     if (left >= LANES) return load(p);
     float part[LANES];
     std::fill(std::copy_n(p, std::max<int64_t>(left, 0), part), part + LANES, -INFINITY);
     return load(part);
 }
 
-struct Touched {
+struct AdjustedLogit {
     int64_t column;
     double value;
 };
 
-struct Runner {
+struct Candidate {
     int64_t token;
     double score, logit;
 };
 
 struct Race {
-    const Vocabulary& words;
-    const Asked& asked;
+    const Vocabulary& vocabulary;
+    const ChoiceRows& session;
     const float* x;  // [count]
     int64_t count;
-    float *peaks, *noises;  // [tiles, to a whole vector] the greatest logit; what no token's noise is above
-    std::vector<Touched> touched;
-    std::vector<Runner> best;  // best first, one more than asked for
+    float *peaks, *noise_bounds;  // [blocks, to a whole vector] the greatest logit; an upper bound of the noise
+    std::vector<AdjustedLogit> adjusted;
+    std::vector<Candidate> best;  // best first, one more than wanted
     uint64_t key = 0;
-    double top = 0, near = 0;  // the greatest logit; scores that are nearer than this are told apart by nobody
-    double from = -INFINITY;   // lower logits do not take part
-    double guess = 0;          // what the best are taken to score at least, until there are enough
-    float inverse = 0, lowest = 0;
-    size_t most = 0;
-    std::function<void(int64_t)> ready;  // called with a tile before `x` is read there, where not all logits are made
+    double top = 0, tolerance = 0;  // the greatest logit; the order of closer scores is not certain
+    double min_logit = -INFINITY;   // lower logits do not take part
+    double assumed_floor = 0;          // assumed score of the last winner, until there are enough candidates
+    float inverse_temperature = 0, lowest = 0;
+    size_t num_wanted = 0;
+    std::function<void(int64_t)> before_block;  // if set, called before `x` is read in a block: it computes its logits
 
-    int64_t tiles() const { return (words.tiles + LANES - 1) / LANES * LANES; }
-    int64_t begin(int64_t tile) const { return words.ids ? words.starts[tile] : tile * TILE; }
-    int64_t end(int64_t tile) const { return words.ids ? words.starts[tile + 1] : std::min(count, (tile + 1) * TILE); }
-    int64_t token(int64_t column) const { return words.ids ? words.ids[column] : column; }
+    int64_t blocks() const { return (vocabulary.blocks + LANES - 1) / LANES * LANES; }
+    int64_t begin(int64_t block) const { return vocabulary.ids ? vocabulary.starts[block] : block * NOISE_BLOCK; }
+    int64_t end(int64_t block) const { return vocabulary.ids ? vocabulary.starts[block + 1]
+            : std::min(count, (block + 1) * NOISE_BLOCK); }
+    int64_t token(int64_t column) const { return vocabulary.ids ? vocabulary.ids[column] : column; }
 
-    bool survey() {  // peaks, and whether all are numbers
-        bool odd = false;
-        for (int64_t first = 0; first < words.tiles; first += LANES) {
+    bool find_peaks() {  // false: a logit is NaN
+        bool has_nan = false;
+        for (int64_t first = 0; first < vocabulary.blocks; first += LANES) {
             Floats found[LANES];
             for (int i = 0; i < LANES; i++) {
-                bool is = first + i < words.tiles;
+                bool is = first + i < vocabulary.blocks;
                 int64_t start = is ? begin(first + i) : 0, left = is ? end(first + i) - start : 0;
                 const float* v = x + start;
-                if (left == TILE) {
+                if (left == NOISE_BLOCK) {
                     found[i] = load(v);
-                    for (int j = 0; j < TILE; j += 2 * LANES) {
+                    for (int j = 0; j < NOISE_BLOCK; j += 2 * LANES) {
                         Floats a = load(v + j), b = load(v + j + LANES);
-                        odd |= odd_one(a, b);
-                        found[i] = greater(greater(a, b), found[i]);
+                        has_nan |= any_nan(a, b);
+                        found[i] = maximum(maximum(a, b), found[i]);
                     }
                     continue;
                 }
-                found[i] = all(-INFINITY);
+                found[i] = splat(-INFINITY);
                 for (; left > 0; v += LANES, left -= LANES) {
-                    Floats part = some(v, left);
-                    odd |= odd_one(part, part);
-                    found[i] = greater(part, found[i]);
+                    Floats part = load_partial(v, left);
+                    has_nan |= any_nan(part, part);
+                    found[i] = maximum(part, found[i]);
                 }
             }
-            store(peaks + first, greatests(found));
+            store(peaks + first, reduce_max_each(found));
         }
-        Floats highest = all(-INFINITY);
-        for (int64_t first = 0; first < tiles(); first += LANES) highest = greater(load(peaks + first), highest);
-        top = greatest(highest);
-        for (const Touched& one : touched) {
-            odd |= one.value != one.value;
+        Floats highest = splat(-INFINITY);
+        for (int64_t first = 0; first < blocks(); first += LANES) highest = maximum(load(peaks + first), highest);
+        top = reduce_max(highest);
+        for (const AdjustedLogit& one : adjusted) {
+            has_nan |= one.value != one.value;
             top = std::max(top, one.value);
         }
-        return !odd;
+        return !has_nan;
     }
 
-    // -log u >= 1 - u, and log2 of a float is at least what its bits say.
-    void bound() {
-        inverse = float(1 / asked.heat);
-        for (int64_t first = 0; first < tiles(); first += LANES) {
-            Floats least = lacking([&](int64_t half) { return (counted() + uint64_t(first + half)) * TILE_STRIDE + (key + GOLDEN); });
-            Floats log2 = __builtin_convertvector((Ints)least, Floats) * all(0x1p-23f) - all(127.0f);
-            store(noises + first, all(6 * 0.693147181f + LOOSE) - log2 * all(0.693147181f));
+    // Noise bounds: -log u >= 1 - u, and log2 of a float is at least what its bits say.
+    void bound_noise() {
+        inverse_temperature = float(1 / session.temperature);
+        for (int64_t first = 0; first < blocks(); first += LANES) {
+            Floats least = one_minus_uniform([&](int64_t half) { return (iota() + uint64_t(first + half)) * BLOCK_STRIDE
+                    + (key + GOLDEN); });
+            Floats log2 = __builtin_convertvector((Ints)least, Floats) * splat(0x1p-23f) - splat(127.0f);
+            store(noise_bounds + first, splat(6 * 0.693147181f + BOUND_SLACK) - log2 * splat(0.693147181f));
         }
     }
 
-    double floor() const { return best.size() < most ? guess : best[most - 1].score - near; }
+    double score_floor() const { return best.size() < num_wanted ? assumed_floor : best[num_wanted - 1].score - tolerance; }
 
-    uint64_t hash_of(int64_t tile) const { return mixed<uint64_t>(uint64_t(tile) * TILE_STRIDE + key + GOLDEN); }
+    uint64_t hash_of(int64_t block) const { return mix<uint64_t>(uint64_t(block) * BLOCK_STRIDE + key + GOLDEN); }
 
     void offer(int64_t token, double logit) {
-        uint64_t hash = hash_of(token / TILE);
-        double noise = exponential_of(hash) / TILE;
-        if (token % TILE != int64_t(hash % TILE)) noise += exponential_of(mixed<uint64_t>(uint64_t(token) * STRIDE + key));
-        Runner one = {token, (logit - top) / asked.heat - std::log(noise), logit};
-        if (one.score < floor()) return;
-        auto before = [&](const Runner& other) {
+        uint64_t hash = hash_of(token / NOISE_BLOCK);
+        double noise = exponential_noise(hash) / NOISE_BLOCK;
+        if (token % NOISE_BLOCK != int64_t(hash % NOISE_BLOCK)) noise
+                += exponential_noise(mix<uint64_t>(uint64_t(token) * STRIDE + key));
+        Candidate one = {token, (logit - top) / session.temperature - std::log(noise), logit};
+        if (one.score < score_floor()) return;
+        auto before = [&](const Candidate& other) {
             return one.score > other.score || (one.score == other.score && one.token < other.token);
         };
         best.insert(std::find_if(best.begin(), best.end(), before), one);
-        if (best.size() > most + 1) best.pop_back();
+        if (best.size() > num_wanted + 1) best.pop_back();
     }
 
-    // Which tokens of a vector could be among the best by their tile's noise and by their own hashes, were these their logits.
-    Words able(int64_t tile, int64_t first, Floats logits) const {
-        double low = std::max(floor(), double(std::numeric_limits<float>::lowest()));
-        Floats reach = (logits - all(float(top))) * all(inverse) - all(float(low) - LOOSE);  // above the floor
-        Words now = (Words)(logits >= all(lowest)) & (Words)(reach + all(noises[tile]) >= Floats{});
+    // Which tokens of a vector could be among the best, by the noise of their block and their own hashes, given these logits.
+    Words may_win(int64_t block, int64_t first, Floats logits) const {
+        double low = std::max(score_floor(), double(std::numeric_limits<float>::lowest()));
+        // distance above the floor
+        Floats reach = (logits - splat(float(top))) * splat(inverse_temperature) - splat(float(low) - BOUND_SLACK);
+        Words now = (Words)(logits >= splat(lowest)) & (Words)(reach + splat(noise_bounds[block]) >= Floats{});
         if (!any(now)) return now;
-        Floats left = lacking([&](int64_t half) {
-            Quads ids = counted() + uint64_t(first + half);
-            if (words.ids) memcpy(&ids, words.ids + first + half, sizeof ids);  // it goes on to a whole vector
+        Floats left = one_minus_uniform([&](int64_t half) {
+            U64s ids = iota() + uint64_t(first + half);
+            if (vocabulary.ids) memcpy(&ids, vocabulary.ids + first + half, sizeof ids);  // padded to a whole vector
             return ids * STRIDE + key;
         });
         Words open = (Words)(left <= exponential((Floats)((Words)reach & (Words)(reach < Floats{}))));
-        int64_t holder = tile * TILE + int64_t(hash_of(tile) % TILE);
+        int64_t holder = block * NOISE_BLOCK + int64_t(hash_of(block) % NOISE_BLOCK);
         for (int lane = 0; lane < LANES; lane++)
             if (now[lane] && token(first + lane) == holder) open[lane] = ~0u;
         return now & open;
     }
 
-    // Offer those of a tile.
-    void enter(int64_t tile) {
-        if (ready) ready(tile);
-        int64_t last = end(tile);
-        for (int64_t first = begin(tile); first < last; first += LANES) {
-            Floats logits = some(x + first, last - first);
-            Words now = able(tile, first, logits);
+    // Offer the tokens of a block that could be among the best.
+    void offer_block(int64_t block) {
+        if (before_block) before_block(block);
+        int64_t last = end(block);
+        for (int64_t first = begin(block); first < last; first += LANES) {
+            Floats logits = load_partial(x + first, last - first);
+            Words now = may_win(block, first, logits);
             if (!any(now)) continue;
             for (int lane = 0; lane < LANES; lane++)
                 if (now[lane]) offer(token(first + lane), logits[lane]);
         }
     }
 
-    Floats bounds(int64_t first) const {  // what the tokens of some tiles can score
-        return (load(peaks + first) - all(float(top))) * all(inverse) + load(noises + first);
+    Floats score_bounds(int64_t first) const {  // upper bounds of the scores in LANES blocks
+        return (load(peaks + first) - splat(float(top))) * splat(inverse_temperature) + load(noise_bounds + first);
     }
 
-    void sweep(Floats soon, bool late) {
-        for (int64_t first = 0; first < words.tiles; first += LANES) {
-            Floats reach = bounds(first);
-            Words now = (Words)(reach >= soon);
-            if (late) now = ~now & (Words)(reach >= all(float(floor()) - LOOSE));
-            now &= (Words)(load(peaks + first) >= all(lowest));
+    void sweep(Floats likely_bound, bool second_pass) {
+        for (int64_t first = 0; first < vocabulary.blocks; first += LANES) {
+            Floats reach = score_bounds(first);
+            Words now = (Words)(reach >= likely_bound);
+            if (second_pass) now = ~now & (Words)(reach >= splat(float(score_floor()) - BOUND_SLACK));
+            now &= (Words)(load(peaks + first) >= splat(lowest));
             if (!any(now)) continue;
             for (int lane = 0; lane < LANES; lane++)
-                if (now[lane] && double(reach[lane]) >= floor()) enter(first + lane);
+                if (now[lane] && double(reach[lane]) >= score_floor()) offer_block(first + lane);
         }
     }
 
     void run() {
-        lowest = up(std::max(from, double(std::numeric_limits<float>::lowest())));
-        Floats highest = all(-INFINITY);
-        for (int64_t first = 0; first < words.tiles; first += LANES) {
-            Words runs = (Words)(load(peaks + first) >= all(lowest));
-            highest = greater((Floats)(((Words)bounds(first) & runs) | ((Words)all(-INFINITY) & ~runs)), highest);
+        lowest = round_up(std::max(min_logit, double(std::numeric_limits<float>::lowest())));
+        Floats highest = splat(-INFINITY);
+        for (int64_t first = 0; first < vocabulary.blocks; first += LANES) {
+            Words runs = (Words)(load(peaks + first) >= splat(lowest));
+            highest = maximum((Floats)(((Words)score_bounds(first) & runs) | ((Words)splat(-INFINITY) & ~runs)), highest);
         }
-        Floats soon = all(greatest(highest) - 1.5f);  // those that are likely to win come first
-        // The n-th best of a law whose top has logit 0 scores about -log n, or more. Where the tail is thin it scores less.
-        for (double start : {-2.5 - std::log(double(most)), -14.0 - std::log(double(most)), -double(INFINITY)}) {
-            guess = start;
+        Floats likely_bound = splat(reduce_max(highest) - 1.5f);  // likely winners come first
+        // The n-th best of a distribution whose top logit is 0 scores about -log n, or more; less if its tail is thin.
+        for (double start : {-2.5 - std::log(double(num_wanted)), -14.0 - std::log(double(num_wanted)), -double(INFINITY)}) {
+            assumed_floor = start;
             best.clear();
-            sweep(soon, false);
-            for (const Touched& one : touched) {
+            sweep(likely_bound, false);
+            for (const AdjustedLogit& one : adjusted) {
                 int64_t id = token(one.column);
-                if (one.value >= from && one.value > -INFINITY &&
-                    (one.value - top) / asked.heat + noises[id / TILE] >= floor()) offer(id, one.value);
+                if (one.value >= min_logit && one.value > -INFINITY &&
+                    (one.value - top) / session.temperature + noise_bounds[id / NOISE_BLOCK] >= score_floor()) offer(id, one.value);
             }
-            sweep(soon, true);
-            if (best.size() >= most && best[most - 1].score >= guess + near) return;  // all that is near was offered
+            sweep(likely_bound, true);
+            // all that could be close was offered
+            if (best.size() >= num_wanted && best[num_wanted - 1].score >= assumed_floor + tolerance) return;
         }
     }
 
-    bool apart() const {  // whether nobody could order the best in another way
+    bool is_order_certain() const {  // whether rounding cannot change the order
         for (size_t i = 0; i + 1 < best.size(); i++)
-            if (!(best[i].score - best[i + 1].score > near)) return false;
+            if (!(best[i].score - best[i + 1].score > tolerance)) return false;
         return true;
     }
 
-    double share(double logit) const { return std::exp((logit - top) / asked.heat); }
+    double relative_mass(double logit) const { return std::exp((logit - top) / session.temperature); }
 
     template <class Sum>
-    void each(int64_t tile, Sum sum) const {  // vectors of a tile
-        int64_t first = begin(tile), last = end(tile);
-        if (last - first == TILE) {
-            for (int i = 0; i < TILE; i += LANES) sum(load(x + first + i));
+    void for_each_vector(int64_t block, Sum sum) const {  // calls sum with each vector of a block
+        int64_t first = begin(block), last = end(block);
+        if (last - first == NOISE_BLOCK) {
+            for (int i = 0; i < NOISE_BLOCK; i += LANES) sum(load(x + first + i));
         } else {
-            for (; first < last; first += LANES) sum(some(x + first, last - first));
+            for (; first < last; first += LANES) sum(load_partial(x + first, last - first));
         }
     }
 
-    // The mass of the logits from `least` on, of tiles whose peak is at least `reach`; and about that of the other tiles,
-    // if asked for: no more than this, and at least ROUGH of it.
+    // The mass of logits of at least `least`, in blocks whose peak is at least `reach`. others: gets an approximate mass of all
+    // other blocks; the true one is at most this, and at least CHORD_RATIO of it.
     double mass(double least, double reach, double* others = nullptr) const {
         double sum = 0;
-        float low = up(least), near_enough = up(reach);
-        Floats above = all(float(top)), scale = all(inverse), part = {}, far = {};
-        // Powers of two and chords between them, by the bits of a float: never below, and at most 1 / ROUGH above.
-        Floats slope = all(inverse * 12102203.2f), start = all(float(127 << 23)) - slope * above, least_normal = all(0x1p23f);
+        float low = round_up(least), near_enough = round_up(reach);
+        Floats above = splat(float(top)), scale = splat(inverse_temperature), part = {}, far = {};
+        // Powers of two and chords between them, by the bits of a float: never below, and at most 1 / CHORD_RATIO above.
+        Floats slope = splat(inverse_temperature * 12102203.2f), start = splat(float(127 << 23)) - slope * above,
+                least_normal = splat(0x1p23f);
         int parts = 0;
-        for (int64_t tile = 0; tile < words.tiles; tile++) {
-            if (!others && tile % LANES == 0 && !any((Words)(load(peaks + tile) >= all(near_enough)))) {
-                tile += LANES - 1;
+        for (int64_t block = 0; block < vocabulary.blocks; block++) {
+            if (!others && block % LANES == 0 && !any((Words)(load(peaks + block) >= splat(near_enough)))) {
+                block += LANES - 1;
                 continue;
             }
-            if (peaks[tile] >= near_enough) {
-                each(tile, [&](Floats v) { part += (Floats)((Words)exponential((v - above) * scale) & (Words)(v >= all(low))); });
-                if (++parts % 16 == 0) sum += total(part), part = Floats{};
+            if (peaks[block] >= near_enough) {
+                for_each_vector(block, [&](Floats v) { part
+                        += (Floats)((Words)exponential((v - above) * scale) & (Words)(v >= splat(low))); });
+                if (++parts % 16 == 0) sum += reduce_add(part), part = Floats{};
             } else if (others) {
-                each(tile, [&](Floats v) {
-                    far += (Floats)__builtin_convertvector(greater(fma(v, slope, start), least_normal), Ints);
+                for_each_vector(block, [&](Floats v) {
+                    far += (Floats)__builtin_convertvector(maximum(fma(v, slope, start), least_normal), Ints);
                 });
             }
         }
-        for (const Touched& one : touched) sum += one.value >= least ? share(one.value) : 0;
-        if (others) *others = double(total(far));
-        return sum + total(part);
+        for (const AdjustedLogit& one : adjusted) sum += one.value >= least ? relative_mass(one.value) : 0;
+        if (others) *others = double(reduce_add(far));
+        return sum + reduce_add(part);
     }
 };
 
 enum Verdict { OUT, IN, UNSURE };
 
-// What top-k, top-p and min-p leave, as thresholds.
+// Top-k, top-p and min-p as thresholds on the logit.
 struct Filters {
     Race& race;
-    double kth = -INFINITY, lowest = -INFINITY;  // the k-th greatest logit; below it min-p takes all
-    double total = -1, others = 0;               // of what top-p counts, and about what may be missing in it
-    double reach = 6;                            // tiles with peaks so far below the top are summed exactly
-    double known_in = INFINITY, known_out = -INFINITY;
+    double kth = -INFINITY, lowest = -INFINITY;  // the k-th greatest logit; the threshold of min-p
+    double total = -1, others = 0;               // the mass that top-p counts, and an approximation of what is missing in it
+    double reach = 6;                            // blocks with peaks up to so far below the top are summed exactly
+    double lowest_in = INFINITY, highest_out = -INFINITY;
 
-    double slack() const { return NEAR * (1 + race.asked.heat + std::abs(race.top)); }
-    bool limited() const { return race.asked.top_k > 0 && race.asked.top_k < race.count; }
+    double slack() const { return LOGIT_ERROR * (1 + race.session.temperature + std::abs(race.top)); }
+    bool limited() const { return race.session.top_k > 0 && race.session.top_k < race.count; }
 
     // Returns whether the thresholds are known.
     bool prepare() {
-        const Asked& asked = race.asked;
+        const ChoiceRows& session = race.session;
         if (limited() && !rank()) return false;
-        if (asked.min_p > -INFINITY) lowest = race.top + asked.heat * asked.min_p;
+        if (session.min_p > -INFINITY) lowest = race.top + session.temperature * session.min_p;
         double out = std::max(kth, lowest - slack());
-        race.from = std::max(race.from, out);
+        race.min_logit = std::max(race.min_logit, out);
         return true;
     }
 
     bool rank() {
-        size_t k = race.asked.top_k;
-        std::vector<float> peaks(race.peaks, race.peaks + race.words.tiles);
-        double least = -INFINITY;  // the k-th greatest is not below
+        size_t k = race.session.top_k;
+        std::vector<float> peaks(race.peaks, race.peaks + race.vocabulary.blocks);
+        double least = -INFINITY;  // lower bound of the k-th greatest
         if (k <= peaks.size()) {
             std::nth_element(peaks.begin(), peaks.begin() + k - 1, peaks.end(), std::greater<>());
             least = peaks[k - 1];
         }
         std::vector<double> found;
-        float low = up(least - NEAR);
-        for (int64_t tile = 0; tile < race.words.tiles; tile++) {
-            if (!(race.peaks[tile] >= low)) continue;
-            for (int64_t i = race.begin(tile); i < race.end(tile); i++)
+        float low = round_up(least - LOGIT_ERROR);
+        for (int64_t block = 0; block < race.vocabulary.blocks; block++) {
+            if (!(race.peaks[block] >= low)) continue;
+            for (int64_t i = race.begin(block); i < race.end(block); i++)
                 if (race.x[i] >= low && race.x[i] > -INFINITY) found.push_back(race.x[i]);
         }
-        for (const Touched& one : race.touched)
+        for (const AdjustedLogit& one : race.adjusted)
             if (one.value >= low && one.value > -INFINITY) found.push_back(one.value);
         if (found.size() >= k) {
             std::nth_element(found.begin(), found.begin() + k - 1, found.end(), std::greater<>());
@@ -376,48 +384,50 @@ struct Filters {
         }
         total = 0;
         for (double logit : found) {
-            if (logit >= kth) total += race.share(logit);
-            else if (logit > kth - NEAR) return false;
+            if (logit >= kth) total += race.relative_mass(logit);
+            else if (logit > kth - LOGIT_ERROR) return false;
         }
         return true;
     }
 
     Verdict nucleus(double logit) {
-        if (race.asked.top_p >= 1) return IN;
-        double next = std::nextafter(logit, INFINITY), wanted = race.asked.top_p;
-        double above = race.mass(next, logit), surely = -1;
-        if (race.touched.empty() && up(next) == up(logit + slack())) surely = above;  // nothing lies in between
-        double unknown = UNKNOWN + 1.2e-7 * std::abs(race.top) / race.asked.heat;  // of a top that is no float32
+        if (race.session.top_p >= 1) return IN;
+        double next = std::nextafter(logit, INFINITY), wanted = race.session.top_p;
+        double above = race.mass(next, logit), certain_above = -1;
+        if (race.adjusted.empty() && round_up(next) == round_up(logit + slack())) certain_above = above;  // nothing lies in between
+        // the second term: the top may not be a float32
+        double error = MASS_ERROR + 1.2e-7 * std::abs(race.top) / race.session.temperature;
         while (true) {
-            if (total < 0) total = race.mass(-INFINITY, race.top - reach * race.asked.heat, &others);
-            if (above * (1 + unknown) < wanted * (total + ROUGH * others) * (1 - unknown)) return IN;
-            if (surely < 0) surely = race.mass(logit + slack(), logit);
-            if (surely * (1 - unknown) > wanted * (total + 1.01 * others) * (1 + unknown)) return OUT;
+            if (total < 0) total = race.mass(-INFINITY, race.top - reach * race.session.temperature, &others);
+            if (above * (1 + error) < wanted * (total + CHORD_RATIO * others) * (1 - error)) return IN;
+            if (certain_above < 0) certain_above = race.mass(logit + slack(), logit);
+            if (certain_above * (1 - error) > wanted * (total + 1.01 * others) * (1 + error)) return OUT;
             if (limited() || reach == INFINITY) return UNSURE;
             reach = INFINITY, total = -1, others = 0;
         }
     }
 
-    Verdict survives(double logit) {  // of one that is not below `race.from`
-        if (logit >= known_in) return IN;
-        if (logit <= known_out) return OUT;
-        if (race.asked.min_p > -INFINITY && std::abs(logit - lowest) <= slack()) return UNSURE;
+    Verdict survives(double logit) {  // logit: at least `race.min_logit`
+        if (logit >= lowest_in) return IN;
+        if (logit <= highest_out) return OUT;
+        if (race.session.min_p > -INFINITY && std::abs(logit - lowest) <= slack()) return UNSURE;
         Verdict found = nucleus(logit);
-        if (found == IN) known_in = logit;
-        if (found == OUT) known_out = logit;
+        if (found == IN) lowest_in = logit;
+        if (found == OUT) highest_out = logit;
         return found;
     }
 };
 
-// The best survivors. Returns whether that is certain.
+// Leaves the best survivors in `race.best`. Returns whether they are certain.
 bool choose_filtered(Race& race) {
     Filters filters{race};
     if (!filters.prepare()) return false;
     while (true) {
         race.run();
         std::vector<double> logits;
-        for (const Runner& one : race.best)
-            if (race.most > 1 || logits.empty()) logits.push_back(one.logit);  // or the second only has to be far away
+        for (const Candidate& one : race.best)
+            // for one winner the second only has to be far away
+            if (race.num_wanted > 1 || logits.empty()) logits.push_back(one.logit);
         std::sort(logits.begin(), logits.end());
         // All above a survivor survive, and none below one that does not.
         size_t low = 0, high = logits.size();
@@ -428,41 +438,42 @@ bool choose_filtered(Race& race) {
             if (verdict == IN) high = middle;
             else low = middle + 1;
         }
-        if (!low) return race.apart();
-        race.from = std::max(race.from, std::nextafter(logits[low - 1], INFINITY));
+        if (!low) return race.is_order_certain();
+        race.min_logit = std::max(race.min_logit, std::nextafter(logits[low - 1], INFINITY));
     }
 }
 
-uint64_t key_of(uint64_t seed, int64_t position) {  // `noise.row_keys`
-    return mixed<uint64_t>(mixed<uint64_t>(seed + GOLDEN) + uint64_t(position) * GOLDEN);
+uint64_t row_key(uint64_t seed, int64_t position) {  // `noise.row_keys`
+    return mix<uint64_t>(mix<uint64_t>(seed + GOLDEN) + uint64_t(position) * GOLDEN);
 }
 
-double nearness(double top, double heat) { return 1e-11 * (1 + 0.01 * std::abs(top) / heat); }  // `Race::near`
+// `Race::tolerance`
+double score_tolerance(double top, double temperature) { return 1e-11 * (1 + 0.01 * std::abs(top) / temperature); }
 
-struct Changes {  // of a row before the race
+struct RowAdjustments {  // what changes the logits of one row
     bool early;
     const int64_t* path;
     int64_t num_path;
     const uint32_t* allowed;
 };
 
-// Penalties, bias and stops of a row: what they touch, with its value; and the row without it.
-void touch(Race& race, const Changes& row, float* copy) {
-    const Asked& asked = race.asked;
+// Applies penalties, bias, stops and mask: `race.adjusted` gets the changed logits, `copy` the row without these tokens.
+void adjust_row(Race& race, const RowAdjustments& row, float* copy) {
+    const ChoiceRows& session = race.session;
     auto column_of = [&](int64_t token) {
-        if (!race.words.ids) return token >= 0 && token < race.count ? token : -1;
-        return token >= 0 && token < race.words.num_ids ? race.words.columns[token] : -1;
+        if (!race.vocabulary.ids) return token >= 0 && token < race.count ? token : -1;
+        return token >= 0 && token < race.vocabulary.num_ids ? race.vocabulary.columns[token] : -1;
     };
-    std::vector<Touched>& touched = race.touched;
+    std::vector<AdjustedLogit>& adjusted = race.adjusted;
     auto add = [&](int64_t token) {
-        if (int64_t column = column_of(token); column >= 0) touched.push_back({column, race.x[column]});
+        if (int64_t column = column_of(token); column >= 0) adjusted.push_back({column, race.x[column]});
     };
     struct Count {
         int64_t column, count;
     };
-    std::vector<Count> counts;  // none where nothing is penalised
-    for (int64_t i = 0; i < asked.num_seen; i++)
-        if (int64_t column = column_of(asked.seen[i]); column >= 0) counts.push_back({column, asked.counts[i]});
+    std::vector<Count> counts;  // empty if nothing is penalised
+    for (int64_t i = 0; i < session.num_seen; i++)
+        if (int64_t column = column_of(session.seen[i]); column >= 0) counts.push_back({column, session.counts[i]});
     for (int64_t i = 0; i < row.num_path; i++)
         if (int64_t column = column_of(row.path[i]); column >= 0) counts.push_back({column, 1});
     std::sort(counts.begin(), counts.end(), [](const Count& a, const Count& b) { return a.column < b.column; });
@@ -474,27 +485,27 @@ void touch(Race& race, const Changes& row, float* copy) {
     counts.resize(kept);
     for (const Count& one : counts) {
         double value = race.x[one.column];
-        if (asked.repetition != 1) value = value > 0 ? value / asked.repetition : value * asked.repetition;
-        value = value - asked.frequency * double(one.count) - asked.presence * double(one.count > 0);
-        touched.push_back({one.column, value});
+        if (session.repetition != 1) value = value > 0 ? value / session.repetition : value * session.repetition;
+        value = value - session.frequency * double(one.count) - session.presence * double(one.count > 0);
+        adjusted.push_back({one.column, value});
     }
-    for (int64_t i = 0; i < asked.num_biased; i++) add(asked.biased[i]);
-    for (int64_t i = 0; row.early && i < asked.num_stops; i++) add(asked.stops[i]);
-    auto by_column = [](const Touched& a, const Touched& b) { return a.column < b.column; };
-    std::stable_sort(touched.begin(), touched.end(), by_column);  // a penalised one stands before its own logit
-    auto same = [](const Touched& a, const Touched& b) { return a.column == b.column; };
-    touched.erase(std::unique(touched.begin(), touched.end(), same), touched.end());
-    auto find = [&](int64_t token) -> Touched* {
+    for (int64_t i = 0; i < session.num_biased; i++) add(session.biased[i]);
+    for (int64_t i = 0; row.early && i < session.num_stops; i++) add(session.stops[i]);
+    auto by_column = [](const AdjustedLogit& a, const AdjustedLogit& b) { return a.column < b.column; };
+    std::stable_sort(adjusted.begin(), adjusted.end(), by_column);  // a penalised entry precedes one with the plain logit
+    auto same = [](const AdjustedLogit& a, const AdjustedLogit& b) { return a.column == b.column; };
+    adjusted.erase(std::unique(adjusted.begin(), adjusted.end(), same), adjusted.end());
+    auto find = [&](int64_t token) -> AdjustedLogit* {
         int64_t column = column_of(token);
         if (column < 0) return nullptr;
-        return &*std::lower_bound(touched.begin(), touched.end(), Touched{column, 0}, by_column);
+        return &*std::lower_bound(adjusted.begin(), adjusted.end(), AdjustedLogit{column, 0}, by_column);
     };
-    for (int64_t i = 0; i < asked.num_biased; i++)
-        if (Touched* one = find(asked.biased[i])) one->value += asked.amounts[i];
-    for (int64_t i = 0; row.early && i < asked.num_stops; i++)
-        if (Touched* one = find(asked.stops[i])) one->value = -INFINITY;
+    for (int64_t i = 0; i < session.num_biased; i++)
+        if (AdjustedLogit* one = find(session.biased[i])) one->value += session.amounts[i];
+    for (int64_t i = 0; row.early && i < session.num_stops; i++)
+        if (AdjustedLogit* one = find(session.stops[i])) one->value = -INFINITY;
     auto allowed = [&](int64_t token) { return !row.allowed || (row.allowed[token / 32] >> (token % 32) & 1); };
-    if (row.allowed && !race.words.ids) {
+    if (row.allowed && !race.vocabulary.ids) {
         for (int64_t i = 0; i < race.count; i += 32) {
             uint32_t word = row.allowed[i / 32];
             for (int64_t j = i; j < std::min(i + 32, race.count); j++, word >>= 1) copy[j] = word & 1 ? race.x[j] : -INFINITY;
@@ -502,7 +513,7 @@ void touch(Race& race, const Changes& row, float* copy) {
     } else {
         for (int64_t i = 0; i < race.count; i++) copy[i] = allowed(race.token(i)) ? race.x[i] : -INFINITY;
     }
-    for (Touched& one : touched) {
+    for (AdjustedLogit& one : adjusted) {
         copy[one.column] = -INFINITY;
         if (!allowed(race.token(one.column))) one.value = -INFINITY;
     }
@@ -511,63 +522,65 @@ void touch(Race& race, const Changes& row, float* copy) {
 
 // The greatest logit, the lowest token among equals.
 void choose_greatest(Race& race) {
-    Runner found = {INT64_MAX, 0, -INFINITY};
+    Candidate found = {INT64_MAX, 0, -INFINITY};
     auto offer = [&](int64_t token, double logit) {
         if (logit > found.logit || (logit == found.logit && token < found.token)) found = {token, 0, logit};
     };
-    for (int64_t tile = 0; tile < race.words.tiles; tile++) {
-        if (!(race.peaks[tile] == race.top)) continue;
-        for (int64_t i = race.begin(tile); i < race.end(tile); i++)
+    for (int64_t block = 0; block < race.vocabulary.blocks; block++) {
+        if (!(race.peaks[block] == race.top)) continue;
+        for (int64_t i = race.begin(block); i < race.end(block); i++)
             if (race.x[i] == race.top) offer(race.token(i), race.x[i]);
         break;
     }
-    for (const Touched& one : race.touched) offer(race.token(one.column), one.value);
+    for (const AdjustedLogit& one : race.adjusted) offer(race.token(one.column), one.value);
     race.best.assign(1, found);
 }
 
-// The row of the logits that stands at `place` in the call.
-int64_t row_of(const Races& races, int64_t place) {
-    const Asked& asked = races.asked[races.sessions[place]];
-    return asked.row + place - asked.first;
+// The row in the logits of the call's row `place`.
+int64_t row_of(const RaceCall& call, int64_t place) {
+    const ChoiceRows& session = call.sessions[call.session_of[place]];
+    return session.row + place - session.first;
 }
 
-// x: its logits; scratch: grows to what it needs.
-void race_row(const Races& races, int64_t place, const float* x, int64_t count, std::vector<float>& scratch) {
-    const Asked& asked = races.asked[races.sessions[place]];
-    Race race{*races.vocabulary, asked, x, count, nullptr, nullptr, {}, {}};
-    int64_t tiles = race.tiles();
-    if (int64_t(scratch.size()) < 2 * tiles + count) scratch.resize(2 * tiles + count);
-    race.peaks = scratch.data(), race.noises = race.peaks + tiles;
-    race.most = races.most;
-    int64_t begin = place ? races.path_ends[place - 1] : 0;
-    Changes row = {races.outputs[place] < asked.min_tokens && !asked.allowed, races.paths + begin, races.path_ends[place] - begin,
-                   asked.allowed ? asked.allowed + (place - asked.first) * asked.words : nullptr};
-    bool penalised = asked.repetition != 1 || asked.frequency != 0 || asked.presence != 0;
-    if (penalised || asked.num_biased || (row.early && asked.num_stops) || row.allowed)
-        touch(race, row, race.noises + tiles);
-    bool sure = race.survey() && std::abs(race.top) <= MOST_LOGIT;
-    if (sure && asked.heat == 0) {
+// Chooses for the call's row `place`. x: its logits; scratch: grows as needed.
+void race_row(const RaceCall& call, int64_t place, const float* x, int64_t count, std::vector<float>& scratch) {
+    const ChoiceRows& session = call.sessions[call.session_of[place]];
+    Race race{*call.vocabulary, session, x, count, nullptr, nullptr, {}, {}};
+    int64_t blocks = race.blocks();
+    if (int64_t(scratch.size()) < 2 * blocks + count) scratch.resize(2 * blocks + count);
+    race.peaks = scratch.data(), race.noise_bounds = race.peaks + blocks;
+    race.num_wanted = call.num_wanted;
+    int64_t begin = place ? call.path_ends[place - 1] : 0;
+    RowAdjustments row = {call.outputs[place] < session.min_tokens && !session.allowed, call.paths + begin,
+            call.path_ends[place] - begin,
+                   session.allowed ? session.allowed + (place - session.first) * session.mask_words : nullptr};
+    bool penalised = session.repetition != 1 || session.frequency != 0 || session.presence != 0;
+    if (penalised || session.num_biased || (row.early && session.num_stops) || row.allowed)
+        adjust_row(race, row, race.noise_bounds + blocks);
+    bool sure = race.find_peaks() && std::abs(race.top) <= MAX_LOGIT;
+    if (sure && session.temperature == 0) {
         choose_greatest(race);
-    } else if (sure && (sure = asked.heat >= COLDEST && std::abs(race.top - float(race.top)) <= LOOSE / 2 * asked.heat)) {
-        race.key = key_of(asked.seed, races.positions[place]);
-        race.near = nearness(race.top, asked.heat);
-        race.bound();
-        if (asked.top_k > 0 || asked.top_p < 1 || asked.min_p > -INFINITY) {
+    } else if (sure && (sure = session.temperature >= MIN_TEMPERATURE
+            && std::abs(race.top - float(race.top)) <= BOUND_SLACK / 2 * session.temperature)) {
+        race.key = row_key(session.seed, call.positions[place]);
+        race.tolerance = score_tolerance(race.top, session.temperature);
+        race.bound_noise();
+        if (session.top_k > 0 || session.top_p < 1 || session.min_p > -INFINITY) {
             sure = choose_filtered(race);
         } else {
             race.run();
-            sure = race.apart();
+            sure = race.is_order_certain();
         }
     }
-    std::vector<Runner>& best = race.best;
-    if (best.size() > race.most) best.pop_back();
-    races.sure[place] = sure && !best.empty();
+    std::vector<Candidate>& best = race.best;
+    if (best.size() > race.num_wanted) best.pop_back();
+    call.sure[place] = sure && !best.empty();
     double sum = 0;
-    for (const Runner& one : best) sum += std::exp(one.score - best[0].score);
-    for (size_t i = 0; i < race.most; i++) {
+    for (const Candidate& one : best) sum += std::exp(one.score - best[0].score);
+    for (size_t i = 0; i < race.num_wanted; i++) {
         bool is = i < best.size();
-        races.tokens[place * race.most + i] = is ? best[i].token : 0;
-        races.scores[place * race.most + i] = is ? float(best[i].score - best[0].score - std::log(sum)) : -INFINITY;
+        call.tokens[place * race.num_wanted + i] = is ? best[i].token : 0;
+        call.scores[place * race.num_wanted + i] = is ? float(best[i].score - best[0].score - std::log(sum)) : -INFINITY;
     }
 }
 

@@ -23,7 +23,7 @@ from slipstream.choosing.sampling import ChoiceRows, Winners
 from slipstream.engine.native.program import LANES, RACE, Frame, Op, Team
 from slipstream.protocol.requests import Sampling
 
-ASKED = struct.Struct("=QdddqdddQQqQQqQqqqqQq")
+CHOICE_ROWS = struct.Struct("=QdddqdddQQqQQqQqqqqQq")
 NONE = array("q")
 
 
@@ -31,7 +31,7 @@ class Vocabulary(ctypes.Structure):
     """``races.h`` describes each field."""
 
     _fields_ = [("ids", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("columns", ctypes.c_void_p),
-                ("num_ids", ctypes.c_int64), ("tiles", ctypes.c_int64)]
+                ("num_ids", ctypes.c_int64), ("blocks", ctypes.c_int64)]
 
 
 class NativeRace:
@@ -51,18 +51,18 @@ class NativeRace:
     def words(self, width: int) -> Vocabulary | None:
         """The vocabulary of ``width`` columns; None: no race supports it (its ids do not ascend)."""
         if self._words is not None and not self._kept:
-            self._words.tiles = -(-width // BLOCK)
+            self._words.blocks = -(-width // BLOCK)
         return self._words
 
     def _described(self, ids: NDArray[np.int64]) -> Vocabulary | None:
         if ids[0] < 0 or (np.diff(ids) <= 0).any():
-            return None  # the columns of a tile must be consecutive
-        tiles, columns = int(ids[-1]) // BLOCK + 1, np.full(int(ids[-1]) + 1, -1, np.int64)
+            return None  # the columns of a noise block must be consecutive
+        blocks, columns = int(ids[-1]) // BLOCK + 1, np.full(int(ids[-1]) + 1, -1, np.int64)
         columns[ids] = np.arange(len(ids))
-        starts = np.searchsorted(ids, BLOCK * np.arange(tiles + 1)).astype(np.int64)
+        starts = np.searchsorted(ids, BLOCK * np.arange(blocks + 1)).astype(np.int64)
         ids = np.append(ids, np.zeros(LANES, np.int64))  # a kernel's vector may begin at the last one
         self._kept = (ids, starts, columns)  # kept alive, as kernels get their addresses
-        return Vocabulary(ids.ctypes.data, starts.ctypes.data, columns.ctypes.data, len(columns), tiles)
+        return Vocabulary(ids.ctypes.data, starts.ctypes.data, columns.ctypes.data, len(columns), blocks)
 
     def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
         """See ``sampling.Race``."""
@@ -90,7 +90,7 @@ class NativeRace:
         asked = array("B", b"".join(records))
         tokens, scores, sure = array("q", bytes(8 * len(of) * most)), array("d", bytes(8 * len(of) * most)), of[:]
         arrays: tuple[array[Any], ...] = (asked, of, positions, outputs, paths, ends, tokens, scores, sure)
-        told = array("Q", (ctypes.addressof(words), *map(_at, arrays), most))  # `Races` of ``races.h``
+        told = array("Q", (ctypes.addressof(words), *map(_at, arrays), most))  # ``RaceCall`` of ``races.h``
         op = self._ops[0]
         op.input, op.in_stride, op.inner, op.extra = logits.data_ptr(), logits.stride(0), width, _at(told)
         self._team.run(self._ops, Frame(len(of)))
@@ -98,7 +98,7 @@ class NativeRace:
 
 
 def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -> bytes:
-    """A session as an ``Asked`` of ``races.h``. first: index of its first row in the call; num_ids: size of the
+    """A session as a ``ChoiceRows`` of ``races.h``. first: index of its first row in the call; num_ids: size of the
     vocabulary; kept: gets the objects whose addresses the record has, to keep them alive."""
     sampling = session.sampling
     seen = counts = biased = stops = NONE
@@ -117,14 +117,14 @@ def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -
             masks, words = allowed.ctypes.data, allowed.shape[1]
             kept.append(allowed)
         kept.append((seen, counts, biased, amounts, stops))
-    return ASKED.pack(
+    return CHOICE_ROWS.pack(
         sampling.seed, sampling.temperature, sampling.top_p, math.log(sampling.min_p) if sampling.min_p else -math.inf,
         sampling.top_k, sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
         _at(seen), _at(counts), len(seen), _at(biased), _at(amounts), len(biased), _at(stops), len(stops),
         sampling.min_tokens, first, session.rows.start, masks, words)
 
 
-def asked_plainly(sampling: Sampling) -> bytes:
+def unadjusted_record(sampling: Sampling) -> bytes:
     """The record of a session without penalties, bias or grammar, for ``trees.h``."""
     return _record(ChoiceRows(sampling, range(0), (), (), None, ()), 0, 0, [])
 

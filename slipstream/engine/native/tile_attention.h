@@ -1,13 +1,13 @@
-// Chunks of attention by tiles: rows of one sequence, sixteen at a time, over entries that all of them see.
+// Attention of up to sixteen rows of one sequence over one chunk by AMX tiles (`tiles.h`), over the entries that all
+// of them see. Sums are float32. Rules: those of `attention.h`, and
 //
-// Rules: those of `attention.h`, and
-// 1. Keys are turned and values paired as tiles want them, once for all rows of a block and all heads that share them.
-// 2. Weights are two bfloat16 each, the second what rounding took from the first: bfloat16 alone would cost accuracy.
-// 3. A row's sums do not depend on the rows beside it: what it does not see weighs zero, and is a number. Entries are
-//    summed in the order in which the row sees them, so values that only some nodes of a tree see are laid for each row;
-//    keys are laid, and values that all see, once for all of them.
-//
-// It knows nothing about what becomes of several chunks.
+// Rules:
+// 1. Keys are transposed and values interleaved in pairs, as tiles need them, once for all rows of a block and all
+//    heads that share them.
+// 2. A softmax weight is two bfloat16, the second what rounding took from the first: one alone would cost accuracy.
+// 3. A row's sums do not depend on the rows beside it: an entry that it does not see has weight zero, and is a
+//    finite number. Entries are summed in the order in which the row sees them, so values that only some nodes of a
+//    tree see are packed for each row; keys, and values that all rows see, are packed once for all.
 
 #pragma once
 
@@ -18,19 +18,19 @@
 #include <optional>
 
 #include "chunk.h"
-#include "list.h"
+#include "op.h"
 #include "tiles.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int BLOCK_ROWS = SIDE;
+constexpr int BLOCK_ROWS = TILE_ROWS;
 constexpr int NODES = 64;            // of a tree, at most
-constexpr int SPAN = CHUNK + NODES;  // entries that the rows of a block see of a chunk together, at most
-constexpr int TILE_BYTES = 64 * SIDE;
+constexpr int SPAN = CHUNK + NODES;  // entries of a chunk that any row of a block sees, at most
+constexpr int TILE_BYTES = 64 * TILE_ROWS;
 
-// Keys i to i + SIDE, DEEP columns of each, as weights: pairs of columns below one another, a word of each key in a line.
-inline void turn(const bf16* const* keys, int64_t column, uint8_t* tile) {
+// TILE_DEPTH columns of TILE_ROWS keys as a tile of weights: each line has one pair of columns, a word for each key.
+inline void transpose_keys(const bf16* const* keys, int64_t column, uint8_t* tile) {
     __m512i r[16], t[16], u[16];
     for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(keys[i] + column);
     for (int i = 0; i < 16; i += 2)
@@ -49,75 +49,79 @@ inline void turn(const bf16* const* keys, int64_t column, uint8_t* tile) {
     }
 }
 
-// DEEP columns of the values of two entries, beside one another: of each eight columns the first four, then the others.
-inline void pair(const bf16* one, const bf16* other, uint8_t* first, uint8_t* second) {
+// TILE_DEPTH columns of the values of two entries, interleaved: `first` gets the first four of each eight columns, `second` the
+// others.
+inline void interleave_values(const bf16* one, const bf16* other, uint8_t* first, uint8_t* second) {
     __m512i a = _mm512_loadu_si512(one), b = _mm512_loadu_si512(other);
     _mm512_storeu_si512(first, _mm512_unpacklo_epi16(a, b));
     _mm512_storeu_si512(second, _mm512_unpackhi_epi16(a, b));
 }
 
-// Some queries that are a tile's rows: as many rows of one head, or heads of one row.
+// Queries that are the rows of a tile: rows of one head, or heads of one row.
 struct Queries {
     const bf16* first;
     int64_t count, stride;  // elements from one to the next
-    float* known;           // of the first, and `apart` floats from one to the next
-    int64_t apart;
-    const int64_t* seen;    // entries that each sees of the chunk, and `step` from one to the next
+    float* partial;           // partial result of the first, `row_stride` floats from one to the next
+    int64_t row_stride;
+    const int64_t* seen;    // how many entries of the chunk each sees; `step` from one to the next
     int64_t step;
 };
 
-// What some rows of a block know of chunks, one after the other.
-class Weigher {
+// Computes the partial results of a block's rows, chunk by chunk.
+class ChunkAttention {
     const Op& op;
     const Frame& frame;
-    const Reading reading;
-    const int64_t size, deep;  // of a head; and how often DEEP goes into it
-    uint8_t *keys, *values;  // tiles [SPAN / SIDE, deep] and [CHUNK / DEEP, deep, 2]
-    float* scores;           // [SIDE, SPAN]
-    bf16 *high, *low;        // [SIDE, CHUNK], of trees for each head of a group, SIDE of them at most
+    const ChunkRange range;
+    const int64_t size, deep;  // of a head; and size / TILE_DEPTH
+    uint8_t *keys, *values;  // tiles [SPAN / TILE_ROWS, deep] and [CHUNK / TILE_DEPTH, deep, 2]
+    float* scores;           // [TILE_ROWS, SPAN]
+    bf16 *high, *low;        // weights [TILE_ROWS, CHUNK]; for trees such for each head of a group, at most TILE_ROWS
     Tiles tiles;
 
-    // Entries of one KV head as keys, from `column` on.
-    void lay_keys(const bf16* const* entries, int64_t first, int64_t column) {
+    // Pack the keys of TILE_ROWS entries; column: where the KV head's keys begin.
+    void pack_keys(const bf16* const* entries, int64_t first, int64_t column) {
         for (int64_t d = 0; d < deep; d++)
-            turn(entries + first, column + d * DEEP, keys + (first / SIDE * deep + d) * TILE_BYTES);
+            transpose_keys(entries + first, column + d * TILE_DEPTH, keys + (first / TILE_ROWS * deep + d) * TILE_BYTES);
     }
 
-    // Two entries of one KV head as values.
-    void lay_values(const bf16* const* entries, int64_t i, int64_t column, uint8_t* values) {
+    // Pack the values of two entries; column: where the KV head's values begin.
+    void pack_values(const bf16* const* entries, int64_t i, int64_t column, uint8_t* values) {
         for (int64_t d = 0; d < deep; d++) {
-            uint8_t* tile = values + ((i / DEEP * deep + d) * 2) * TILE_BYTES + i % DEEP / 2 * 64;
-            pair(entries[i] + column + d * DEEP, entries[i + 1] + column + d * DEEP, tile, tile + TILE_BYTES);
+            uint8_t* tile = values + ((i / TILE_DEPTH * deep + d) * 2) * TILE_BYTES + i % TILE_DEPTH / 2 * 64;
+            interleave_values(entries[i] + column + d * TILE_DEPTH, entries[i + 1] + column + d * TILE_DEPTH, tile, tile
+                    + TILE_BYTES);
         }
     }
 
-    // Of one KV head, all that the chunk's entries bring; meanwhile its part of what comes next is asked for.
-    void lay(const Chunk& chunk, int kv_head, const Chunk* next, bool asked) {
-        const int64_t column = kv_head * size, width = op.kv_heads * size, count = (chunk.count + DEEP - 1) / DEEP * DEEP;
-        Coming coming(op, next, kv_head);
-        for (int64_t first = 0; first < count; first += SIDE) {
-            for (int64_t i = first; i < first + SIDE; i++) {
-                coming.ask_on(op);
-                if (!asked && !kv_head && i + EARLY < chunk.count) ask(chunk.entries[i + EARLY], 2 * width);
+    // Pack the keys and values of one KV head of a chunk; meanwhile its share of the next chunk is prefetched.
+    void pack_chunk(const Chunk& chunk, int kv_head, const Chunk* next, bool is_prefetched) {
+        const int64_t column = kv_head * size, width = op.kv_heads * size,
+                count = (chunk.count + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH;
+        NextChunkPrefetch next_prefetch(op, next, kv_head);
+        for (int64_t first = 0; first < count; first += TILE_ROWS) {
+            for (int64_t i = first; i < first + TILE_ROWS; i++) {
+                next_prefetch.prefetch_some(op);
+                if (!is_prefetched && !kv_head && i + PREFETCH_ENTRIES < chunk.count) prefetch(chunk.entries[i
+                        + PREFETCH_ENTRIES], 2 * width);
             }
-            lay_keys(chunk.entries, first, column);
-            for (int64_t i = first; i < first + SIDE; i += 2) lay_values(chunk.entries, i, width + column, values);
+            pack_keys(chunk.entries, first, column);
+            for (int64_t i = first; i < first + TILE_ROWS; i += 2) pack_values(chunk.entries, i, width + column, values);
         }
-        written();
+        flush_writes();
     }
 
-    // Products with keys, four tiles of them at a time.
-    void score(const Queries& q, int64_t count) {
-        for (int64_t first = 0; first < count; first += 4 * SIDE) {
-            const uint8_t* tile = keys + first / SIDE * deep * TILE_BYTES;
+    // Scores: products of queries and keys, four tiles of keys at a time.
+    void score_keys(const Queries& q, int64_t count) {
+        for (int64_t first = 0; first < count; first += 4 * TILE_ROWS) {
+            const uint8_t* tile = keys + first / TILE_ROWS * deep * TILE_BYTES;
             const int64_t beside = deep * TILE_BYTES;
-            const bool more = first + 2 * SIDE < count;  // than two of the four
+            const bool more = first + 2 * TILE_ROWS < count;  // more than two of the four
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
             _tile_zero(3);
             for (int64_t d = 0; d < deep; d++, tile += TILE_BYTES) {
-                _tile_loadd(4, q.first + d * DEEP, 2 * q.stride);
+                _tile_loadd(4, q.first + d * TILE_DEPTH, 2 * q.stride);
                 _tile_loadd(6, tile, 64);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_loadd(7, tile + beside, 64);
@@ -129,48 +133,49 @@ class Weigher {
                 _tile_dpbf16ps(3, 4, 7);
             }
             _tile_stored(0, scores + first, 4 * SPAN);
-            _tile_stored(1, scores + first + SIDE, 4 * SPAN);
+            _tile_stored(1, scores + first + TILE_ROWS, 4 * SPAN);
             if (!more) continue;
-            _tile_stored(2, scores + first + 2 * SIDE, 4 * SPAN);
-            _tile_stored(3, scores + first + 3 * SIDE, 4 * SPAN);
+            _tile_stored(2, scores + first + 2 * TILE_ROWS, 4 * SPAN);
+            _tile_stored(3, scores + first + 3 * TILE_ROWS, 4 * SPAN);
         }
     }
 
-    // Scores become weights; of entries that a row does not see, zero.
-    void rate(const Queries& q, int64_t count, bf16* high, bf16* low) {
-        const Floats scale = all(1.0f / sqrtf(float(size)));
+    // Softmax: scores become weights, zero for entries that a row does not see.
+    void softmax_rows(const Queries& q, int64_t count, bf16* high, bf16* low) {
+        const Floats scale = splat(1.0f / sqrtf(float(size)));
         for (int64_t c = 0; c < q.count; c++, high += CHUNK, low += CHUNK) {
-            float *row = scores + c * SPAN, *head = q.known + c * q.apart;
+            float *row = scores + c * SPAN, *head = q.partial + c * q.row_stride;
             const int64_t seen = q.seen[c * q.step];
             for (int64_t i = 0; i < seen; i += LANES) store(row + i, load(row + i) * scale);
-            head[size + 1] = weigh(row, seen, head[size]);
+            head[size + 1] = softmax_weights(row, seen, head[size]);
             int64_t i = 0;
             for (; i < seen; i += LANES) {
                 Floats v = load(row + i);
-                Words above = rounded(v);
+                Words above = to_bf16(v);
                 Shorts one = __builtin_convertvector(above, Shorts);
                 memcpy(high + i, &one, sizeof one);
-                narrow(low + i, v - (Floats)(above << 16));
+                store_bf16(low + i, v - (Floats)(above << 16));
             }
             for (; i < count; i += LANES) memset(high + i, 0, 2 * LANES), memset(low + i, 0, 2 * LANES);
         }
-        written();
+        flush_writes();
     }
 
-    // Sums of weighed values of entries `begin` to `end`, DEEP columns of them from `d` on, or twice as many. They join
-    // what is known, unless these are the first. high, low: of the first row at entry `begin`, `apart` from one row to
-    // the next; laid: of that entry.
+    // Weighted sums of the values of `count` entries, for TILE_DEPTH columns (TWO: twice as many) from d * TILE_DEPTH on.
+    // accumulate: they are added to `partial`. high, low: weights of the first row at the first entry, `row_stride` from row
+    // to row; packed: values from that entry on.
     template <bool TWO>
-    void sum(float* known, int64_t known_apart, const bf16* high, const bf16* low, int64_t apart, const uint8_t* laid, int64_t count,
-             bool joins, int64_t d) {
-        float* to = known + d * DEEP;
-        const int64_t line = 4 * known_apart;
-        if (joins) {
+    void add_weighted_values(float* partial, int64_t partial_stride, const bf16* high, const bf16* low, int64_t row_stride,
+            const uint8_t* packed, int64_t count,
+             bool accumulate, int64_t d) {
+        float* to = partial + d * TILE_DEPTH;
+        const int64_t line = 4 * partial_stride;
+        if (accumulate) {
             _tile_loadd(0, to, line);
-            _tile_loadd(1, to + SIDE, line);
+            _tile_loadd(1, to + TILE_ROWS, line);
             if (TWO) {
-                _tile_loadd(2, to + 2 * SIDE, line);
-                _tile_loadd(3, to + 3 * SIDE, line);
+                _tile_loadd(2, to + 2 * TILE_ROWS, line);
+                _tile_loadd(3, to + 3 * TILE_ROWS, line);
             }
         } else {
             _tile_zero(0);
@@ -180,10 +185,10 @@ class Weigher {
                 _tile_zero(3);
             }
         }
-        for (int64_t first = 0; first < count; first += DEEP) {
-            const uint8_t* tile = laid + (first / DEEP * deep + d) * 2 * TILE_BYTES;
-            _tile_loadd(4, high + first, 2 * apart);
-            _tile_loadd(5, low + first, 2 * apart);
+        for (int64_t first = 0; first < count; first += TILE_DEPTH) {
+            const uint8_t* tile = packed + (first / TILE_DEPTH * deep + d) * 2 * TILE_BYTES;
+            _tile_loadd(4, high + first, 2 * row_stride);
+            _tile_loadd(5, low + first, 2 * row_stride);
             _tile_loadd(6, tile, 64);
             _tile_loadd(7, tile + TILE_BYTES, 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -200,170 +205,180 @@ class Weigher {
             }
         }
         _tile_stored(0, to, line);
-        _tile_stored(1, to + SIDE, line);
+        _tile_stored(1, to + TILE_ROWS, line);
         if (TWO) {
-            _tile_stored(2, to + 2 * SIDE, line);
-            _tile_stored(3, to + 3 * SIDE, line);
+            _tile_stored(2, to + 2 * TILE_ROWS, line);
+            _tile_stored(3, to + 3 * TILE_ROWS, line);
         }
     }
 
-    // The same, all columns.
-    void sums(float* known, int64_t known_apart, const bf16* high, const bf16* low, int64_t apart, const uint8_t* laid, int64_t count,
-              bool joins) {
+    // The same for all columns.
+    void weighted_values(float* partial, int64_t partial_stride, const bf16* high, const bf16* low, int64_t row_stride,
+            const uint8_t* packed, int64_t count,
+              bool accumulate) {
         int64_t d = 0;
-        for (; d + 2 <= deep; d += 2) sum<true>(known, known_apart, high, low, apart, laid, count, joins, d);
-        if (d < deep) sum<false>(known, known_apart, high, low, apart, laid, count, joins, d);
+        for (; d + 2 <= deep; d += 2) add_weighted_values<true>(partial, partial_stride, high, low, row_stride, packed, count,
+                accumulate, d);
+        if (d < deep) add_weighted_values<false>(partial, partial_stride, high, low, row_stride, packed, count, accumulate, d);
     }
 
-    void attend(const Queries& q, int64_t count) {
-        tiles.hold(q.count, q.count);
-        score(q, count);
-        rate(q, count, high, low);
-        sums(q.known, q.apart, high, low, CHUNK, values, count, false);
+    void attend_queries(const Queries& q, int64_t count) {
+        tiles.configure(q.count, q.count);
+        score_keys(q, count);
+        softmax_rows(q, count, high, low);
+        weighted_values(q.partial, q.row_stride, high, low, CHUNK, values, count, false);
     }
 
-    // Nodes of one tree in a chunk that is not shared whole: what each of them sees of it.
+    // What the rows of a tree see of a chunk that not all of them see whole.
     struct Nodes {
-        const bf16* entries[SPAN + LANES];  // that all see, then all nodes that any sees, then the last one again
-        int64_t shared, count;              // of those that all see; and of all, filled up
-        int64_t seen[SIDE];
-        uint8_t own[SIDE][NODES];           // by row, behind those that all see: which of the nodes
+        const bf16* entries[SPAN + LANES];  // those that all rows see, then nodes that any row sees, then padding
+        int64_t shared, count;              // number of those that all see; and of all with padding
+        int64_t seen[TILE_ROWS];
+        uint8_t own[TILE_ROWS][NODES];           // by row: the nodes it sees after the shared entries
 
-        Nodes(const Op& op, const Frame& frame, int64_t row, int64_t rows, int64_t which) {
-            const int64_t stride = 2 * int64_t(op.kv_heads) * op.head_dim, before = frame.shared[row] - which * CHUNK;
+        Nodes(const Op& op, const Frame& frame, int64_t row, int64_t rows, int64_t chunk_index) {
+            const int64_t stride = 2 * int64_t(op.kv_heads) * op.head_dim, before = frame.prefix_len[row] - chunk_index * CHUNK;
             const bf16* kv = frame.kv + op.layer * frame.layer_stride;
-            const int64_t *slots = frame.kv_slots + frame.begin[row] + which * CHUNK, *tree = frame.kv_slots + frame.tree[row];
+            const int64_t *slots = frame.kv_slots + frame.prefix_begin[row] + chunk_index * CHUNK, *tree = frame.kv_slots
+                    + frame.tree_begin[row];
             uint64_t any = 0;
-            uint8_t number[NODES];
+            uint8_t node_index[NODES];
             shared = count = std::max<int64_t>(before, 0);
             for (int64_t i = 0; i < shared; i++) entries[i] = kv + slots[i] * stride;
             for (int64_t r = row; r < row + rows; r++) any |= frame.words[r];
             for (uint64_t word = any; word; word &= word - 1) {
                 const int node = __builtin_ctzll(word);
-                number[node] = uint8_t(count - shared), entries[count++] = kv + tree[node] * stride;
+                node_index[node] = uint8_t(count - shared), entries[count++] = kv + tree[node] * stride;
             }
             for (int64_t r = 0; r < rows; r++) {
                 int64_t place = before;
                 for (uint64_t word = frame.words[row + r]; word && place < CHUNK; word &= word - 1, place++)
-                    if (place >= 0) own[r][place - shared] = number[__builtin_ctzll(word)];
+                    if (place >= 0) own[r][place - shared] = node_index[__builtin_ctzll(word)];
                 seen[r] = place;
             }
             const bf16* last = entries[count - 1];
-            for (; count % DEEP; count++) entries[count] = last;
+            for (; count % TILE_DEPTH; count++) entries[count] = last;
         }
     };
 
-    // Of the rows of a tree, at least as many as heads share keys.
-    void read_nodes(int64_t row, int64_t rows, int64_t which, float* known, int64_t apart) {
-        const Nodes nodes(op, frame, row, rows, which);
+    // The partial results of rows of a tree, which are at least as many as heads that share a KV head.
+    void attend_nodes(int64_t row, int64_t rows, int64_t chunk_index, float* partial, int64_t row_stride) {
+        const Nodes nodes(op, frame, row, rows, chunk_index);
         const int64_t group = op.heads / op.kv_heads, entry = size + 2, width = op.kv_heads * size;
-        const int64_t common = nodes.shared / DEEP * DEEP, block = SIDE * CHUNK;
+        const int64_t common = nodes.shared / TILE_DEPTH * TILE_DEPTH, block = TILE_ROWS * CHUNK;
         const bf16* in = (const bf16*)op.in + row * op.in_stride;
-        uint8_t* own = values + common / DEEP * deep * 2 * TILE_BYTES;  // behind what all see
+        uint8_t* own = values + common / TILE_DEPTH * deep * 2 * TILE_BYTES;  // behind the values that all see
         for (int kv_head = 0; kv_head < op.kv_heads; kv_head++) {
             const int64_t column = kv_head * size;
-            for (int64_t i = 0; i < nodes.count; i += SIDE) lay_keys(nodes.entries, i, column);
-            for (int64_t i = 0; i < common; i += 2) lay_values(nodes.entries, i, width + column, values);
-            written();
-            for (int64_t first = 0; first < group; first += SIDE) {
-                const int64_t heads = std::min<int64_t>(SIDE, group - first), begin = kv_head * group + first;
-                tiles.hold(rows, rows);
+            for (int64_t i = 0; i < nodes.count; i += TILE_ROWS) pack_keys(nodes.entries, i, column);
+            for (int64_t i = 0; i < common; i += 2) pack_values(nodes.entries, i, width + column, values);
+            flush_writes();
+            for (int64_t first = 0; first < group; first += TILE_ROWS) {
+                const int64_t heads = std::min<int64_t>(TILE_ROWS, group - first), begin = kv_head * group + first;
+                tiles.configure(rows, rows);
                 for (int64_t h = 0; h < heads; h++) {
-                    const Queries q = {in + (begin + h) * size, rows, op.in_stride, known + (begin + h) * entry, apart, nodes.seen, 1};
-                    score(q, nodes.count);
-                    for (int64_t r = 0; r < rows; r++) take_own(nodes, r);
-                    rate(q, std::min<int64_t>(nodes.count, CHUNK), high + h * block, low + h * block);
-                    sums(q.known, apart, high + h * block, low + h * block, CHUNK, values, common, false);
+                    const Queries q = {in + (begin + h) * size, rows, op.in_stride, partial + (begin + h) * entry, row_stride,
+                            nodes.seen, 1};
+                    score_keys(q, nodes.count);
+                    for (int64_t r = 0; r < rows; r++) gather_own_scores(nodes, r);
+                    softmax_rows(q, std::min<int64_t>(nodes.count, CHUNK), high + h * block, low + h * block);
+                    weighted_values(q.partial, row_stride, high + h * block, low + h * block, CHUNK, values, common, false);
                 }
-                tiles.hold(heads, heads);
+                tiles.configure(heads, heads);
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t from = r * CHUNK + common;
-                    const int64_t count = lay_own(nodes, r, common, width + column, own);
-                    sums(known + r * apart + begin * entry, entry, high + from, low + from, block, own, count, true);
+                    const int64_t count = pack_own_values(nodes, r, common, width + column, own);
+                    weighted_values(partial + r * row_stride + begin * entry, entry, high + from, low + from, block, own,
+                            count, true);
                 }
             }
         }
     }
 
-    // The scores of what a row alone sees, in its order.
-    void take_own(const Nodes& nodes, int64_t r) {
+    // Moves the scores of the nodes that a row sees behind the shared ones, in the row's order.
+    void gather_own_scores(const Nodes& nodes, int64_t r) {
         float *row = scores + r * SPAN + nodes.shared, found[NODES];
         const int64_t count = nodes.seen[r] - nodes.shared;
         for (int64_t i = 0; i < count; i++) found[i] = row[nodes.own[r][i]];
         for (int64_t i = 0; i < count; i++) row[i] = found[i];
     }
 
-    // Values of what a row sees from entry `common` on. Returns of how many, filled up.
-    int64_t lay_own(const Nodes& nodes, int64_t r, int64_t common, int64_t column, uint8_t* own) {
+    // Packs the values that a row sees from entry `common` on. Returns their number with padding.
+    int64_t pack_own_values(const Nodes& nodes, int64_t r, int64_t common, int64_t column, uint8_t* own) {
         const bf16* entries[CHUNK + NODES];
         int64_t count = 0;
         for (int64_t i = common; i < nodes.seen[r]; i++)
             entries[count++] = nodes.entries[i < nodes.shared ? i : nodes.shared + nodes.own[r][i - nodes.shared]];
-        for (; count % DEEP; count++) entries[count] = entries[count - 1];
-        for (int64_t i = 0; i < count; i += 2) lay_values(entries, i, column, own);
-        written();
+        for (; count % TILE_DEPTH; count++) entries[count] = entries[count - 1];
+        for (int64_t i = 0; i < count; i += 2) pack_values(entries, i, column, own);
+        flush_writes();
         return count;
     }
 
-    // Whether all that a row sees of a chunk are entries of the list that it shares.
-    bool whole(int64_t row, int64_t which) const { return !frame.words[row] || frame.shared[row] >= (which + 1) * CHUNK; }
+    // Whether the row's tree mask plays no part in this chunk.
+    bool sees_whole_chunk(int64_t row, int64_t chunk_index) const { return !frame.words[row]
+            || frame.prefix_len[row] >= (chunk_index + 1) * CHUNK; }
 
   public:
-    // Floats of scratch that it needs.
+    // Floats of scratch memory that it needs.
     static int64_t floats(const Op& op) {
-        const int64_t heads = std::min(SIDE, op.heads / op.kv_heads);
-        return (SPAN + CHUNK) / 2 * op.head_dim + SIDE * SPAN + heads * SIDE * CHUNK + LANES;
+        const int64_t heads = std::min(TILE_ROWS, op.heads / op.kv_heads);
+        return (SPAN + CHUNK) / 2 * op.head_dim + TILE_ROWS * SPAN + heads * TILE_ROWS * CHUNK + LANES;
     }
 
-    Weigher(const Op& op, const Frame& frame, int64_t, Reading reading, float* scratch)
-        : op(op), frame(frame), reading(reading), size(op.head_dim), deep(op.head_dim / DEEP) {
+    ChunkAttention(const Op& op, const Frame& frame, int64_t, ChunkRange range, float* scratch)
+        : op(op), frame(frame), range(range), size(op.head_dim), deep(op.head_dim / TILE_DEPTH) {
         keys = (uint8_t*)((uintptr_t(scratch) + 63) / 64 * 64), values = keys + 2 * SPAN * size;
         scores = (float*)(values + 2 * CHUNK * size);
-        high = (bf16*)(scores + SIDE * SPAN), low = high + std::min<int64_t>(SIDE, op.heads / op.kv_heads) * SIDE * CHUNK;
+        high = (bf16*)(scores + TILE_ROWS * SPAN), low = high
+                + std::min<int64_t>(TILE_ROWS, op.heads / op.kv_heads) * TILE_ROWS * CHUNK;
     }
 
-    // Whether two rows read a chunk together: they share all that they see of it, or they are nodes of one tree.
-    bool together(int64_t row, int64_t other, int64_t which) const {
-        if (whole(row, which)) return whole(other, which);
-        return frame.words[other] && frame.tree[row] == frame.tree[other] && frame.shared[row] == frame.shared[other];
+    // Whether two rows read a chunk together: neither sees it through its tree mask, or they are nodes of one tree.
+    bool can_batch(int64_t row, int64_t other, int64_t chunk_index) const {
+        if (sees_whole_chunk(row, chunk_index)) return sees_whole_chunk(other, chunk_index);
+        return frame.words[other] && frame.tree_begin[row] == frame.tree_begin[other]
+                && frame.prefix_len[row] == frame.prefix_len[other];
     }
 
-    // What rows from `row` on know of a chunk; known is the first one's, and `apart` floats lie from one to the next.
-    void read(int64_t row, int64_t count, int64_t which, float* known, int64_t apart) {
+    // The partial results of rows from `row` on for a chunk. partial: of the first; row_stride: floats from row to row.
+    void attend(int64_t row, int64_t count, int64_t chunk_index, float* partial, int64_t row_stride) {
         const int64_t group = op.heads / op.kv_heads;
-        if (count > 1 && !whole(row, which)) {
-            if (count >= group) return read_nodes(row, count, which, known, apart);
-            for (int64_t r = 0; r < count; r++) read(row + r, 1, which, known + r * apart, apart);
+        if (count > 1 && !sees_whole_chunk(row, chunk_index)) {
+            if (count >= group) return attend_nodes(row, count, chunk_index, partial, row_stride);
+            for (int64_t r = 0; r < count; r++) attend(row + r, 1, chunk_index, partial + r * row_stride, row_stride);
             return;
         }
-        int64_t seen[SIDE], longest = row;
+        int64_t seen[TILE_ROWS], longest = row;
         for (int64_t r = row; r < row + count; r++) {
-            seen[r - row] = std::min<int64_t>(CHUNK, seen_by(frame, r) - which * CHUNK);
-            if (seen_by(frame, r) > seen_by(frame, longest)) longest = r;
+            seen[r - row] = std::min<int64_t>(CHUNK, num_visible(frame, r) - chunk_index * CHUNK);
+            if (num_visible(frame, r) > num_visible(frame, longest)) longest = r;
         }
-        const bool goes_on = which + 1 < std::min(reading.end, chunks_of(seen_by(frame, longest)));
-        const Chunk chunk(op, frame, longest, which);
+        const bool has_next = chunk_index + 1 < std::min(range.end, chunks_of(num_visible(frame, longest)));
+        const Chunk chunk(op, frame, longest, chunk_index);
         std::optional<Chunk> next;
-        if (goes_on) next.emplace(op, frame, longest, which + 1);
-        const int64_t padded = (chunk.count + DEEP - 1) / DEEP * DEEP;
+        if (has_next) next.emplace(op, frame, longest, chunk_index + 1);
+        const int64_t padded = (chunk.count + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH;
         const bf16* in = (const bf16*)op.in + row * op.in_stride;
         for (int kv_head = 0; kv_head < op.kv_heads; kv_head++) {
-            lay(chunk, kv_head, next ? &*next : nullptr, which > reading.begin);
+            pack_chunk(chunk, kv_head, next ? &*next : nullptr, chunk_index > range.begin);
             const int64_t begin = kv_head * group, entry = size + 2;
             if (count >= group)
                 for (int64_t head = begin; head < begin + group; head++)
-                    attend({in + head * size, count, op.in_stride, known + head * entry, apart, seen, 1}, padded);
+                    attend_queries({in + head * size, count, op.in_stride, partial + head * entry, row_stride, seen, 1}, padded);
             else
                 for (int64_t r = 0; r < count; r++)
-                    for (int64_t head = begin; head < begin + group; head += SIDE)
-                        attend({in + r * op.in_stride + head * size, std::min<int64_t>(SIDE, begin + group - head), size,
-                                known + r * apart + head * entry, entry, seen + r, 0}, padded);
+                    for (int64_t head = begin; head < begin + group; head += TILE_ROWS)
+                        attend_queries({in + r * op.in_stride + head * size,
+                                std::min<int64_t>(TILE_ROWS, begin + group - head), size,
+                                partial + r * row_stride + head * entry, entry, seen + r, 0}, padded);
         }
     }
 
-    // DEEP columns of a row's result, as `known` has them.
-    static void end(const float* known, Floats factor, bf16* out) {
-        __m512i both = _mm512_packus_epi32((__m512i)rounded(load(known) * factor), (__m512i)rounded(load(known + LANES) * factor));
+    // Write TILE_DEPTH columns of a row's result; factor: 1 / the sum of weights.
+    static void normalize(const float* partial, Floats factor, bf16* out) {
+        __m512i both = _mm512_packus_epi32((__m512i)to_bf16(load(partial) * factor),
+                (__m512i)to_bf16(load(partial + LANES) * factor));
         _mm512_storeu_si512(out, both);
     }
 };

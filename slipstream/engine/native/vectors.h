@@ -1,7 +1,6 @@
-// Vectors as wide as the processor's registers, by the compiler's vector types, and intrinsics where these are faster. A wider
-// vector would be kept in memory.
-//
-// It knows nothing about what they hold. bfloat16 is the upper half of a float32; it is rounded to the nearest, ties to even.
+// SIMD vectors as wide as the processor's registers (512, 256 or 128 bits), by the compiler's vector types, and
+// intrinsics where these are faster. A wider type would be kept in memory. bfloat16 is the upper half of a float32;
+// rounding to it is to nearest, ties to even. Reductions over lanes have a fixed order.
 
 #pragma once
 
@@ -34,10 +33,10 @@ typedef uint16_t bf16;
 
 inline Floats load(const float* p) { Floats v; memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
-inline Words words_at(const void* p) { Words v; memcpy(&v, p, sizeof v); return v; }
-inline Floats all(float x) { return x - Floats{}; }
+inline Words load_words(const void* p) { Words v; memcpy(&v, p, sizeof v); return v; }
+inline Floats splat(float x) { return x - Floats{}; }
 
-inline Words everywhere(const void* p) {  // its first four bytes, in all lanes
+inline Words load_splat(const void* p) {  // its first four bytes, in all lanes
     uint32_t four;
     memcpy(&four, p, sizeof four);
     return Words{} + four;
@@ -77,16 +76,16 @@ inline Floats add_product(Floats sum, Floats a, Floats b) {
 #endif
 }
 
-// The same address, hidden from the compiler, so that it reads what stands there anew and keeps no register for it.
+// The same address, but unknown to the compiler: it reads the memory anew and keeps no register for it.
 template <class T>
-inline const T* read_anew(const T* p) {
+inline const T* opaque(const T* p) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     asm volatile("" : "+r"(p));
 #endif
     return p;
 }
 
-inline Floats widen(const bf16* p) {
+inline Floats load_bf16(const bf16* p) {
     Shorts v;
     memcpy(&v, p, sizeof v);
 #if defined(__AVX512F__)
@@ -98,70 +97,70 @@ inline Floats widen(const bf16* p) {
 #endif
 }
 
-inline Words rounded(Floats v) {  // to bfloat16, in the lower half of each lane
+inline Words to_bf16(Floats v) {  // to bfloat16, in the lower half of each lane
     Words bits = (Words)v;
     Words near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     Words exact = (Words)(v == v);  // a rounded NaN could become a number
     return (near & exact) | (~exact & 0x7fc0);
 }
 
-inline void narrow(bf16* p, Floats v) {
-    Shorts result = __builtin_convertvector(rounded(v), Shorts);
+inline void store_bf16(bf16* p, Floats v) {
+    Shorts result = __builtin_convertvector(to_bf16(v), Shorts);
     memcpy(p, &result, sizeof result);
 }
 
-// The two of each pair of bfloat16.
-inline Floats lower(Words pairs) { return (Floats)(pairs << 16); }
-inline Floats upper(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
+// The even and the odd elements of pairs of bfloat16, as float32.
+inline Floats even_bf16(Words pairs) { return (Floats)(pairs << 16); }
+inline Floats odd_bf16(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
 
-// What a product makes of weights: pairs of bfloat16 where one instruction multiplies and adds such, else the two of each.
+// Weights in the form that products use: pairs of bfloat16 where one instruction multiplies and adds such, else widened.
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-constexpr bool PAIRED = true;
+constexpr bool HAS_BF16_DOT = true;
 typedef Words Pairs;
-inline Pairs pairs_of(Words v) { return v; }
+inline Pairs to_pairs(Words v) { return v; }
 
 // sums + the products of pairs of bfloat16
-inline Floats pairs(Floats sums, Words a, Words b) {
+inline Floats dot_pairs(Floats sums, Words a, Words b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
 }
 #else
-constexpr bool PAIRED = false;
-struct Pairs { Floats one, other; };
-inline Pairs pairs_of(Words v) { return {lower(v), upper(v)}; }
+constexpr bool HAS_BF16_DOT = false;
+struct Pairs { Floats even, odd; };
+inline Pairs to_pairs(Words v) { return {even_bf16(v), odd_bf16(v)}; }
 #endif
 
-// A line of 4 LANES whole numbers from -127 to 127, as two vectors of pairs: number `line_place(i, half)` of the line is the
-// half of pair i, of 2 LANES. How a byte holds its number is `line_byte`'s to say.
+// A line of 4 LANES int8 numbers from -127 to 127 becomes two vectors of pairs: the number at `int8_line_index(i, half)` is one
+// half of pair i, of 2 LANES. `int8_line_byte` encodes a number.
 #if defined(__AVX512VBMI__)  // bfloat16 holds such numbers exactly
-constexpr int line_place(int i, int half) { return 16 * (i % 16 / 4) + 8 * (i / 16) + 2 * (i % 4) + half; }
-inline uint8_t line_byte(int8_t number) { return number < 0 ? 0x80 | -number : number; }
+constexpr int int8_line_index(int i, int half) { return 16 * (i % 16 / 4) + 8 * (i / 16) + 2 * (i % 4) + half; }
+inline uint8_t int8_line_byte(int8_t number) { return number < 0 ? 0x80 | -number : number; }
 
-template <int SHIFT>  // bits of a float32 that stand above it, for each size of a number
-constexpr std::array<uint8_t, 128> bytes_of_sizes() {
+template <int SHIFT>  // byte SHIFT / 8 of the float32 of each absolute value
+constexpr std::array<uint8_t, 128> bf16_byte_table() {
     std::array<uint8_t, 128> bytes{};
     for (int size = 0; size < 128; size++) bytes[size] = uint8_t(std::bit_cast<uint32_t>(float(size)) >> SHIFT);
     return bytes;
 }
 
-inline void halves_of_line(const uint8_t* line, Words& first, Words& second) {
-    static constexpr auto lower = bytes_of_sizes<16>(), upper = bytes_of_sizes<24>();
-    __m512i v = _mm512_loadu_si512(line);  // a look-up reads seven bits: the size without its sign
+inline void int8_line_to_bf16(const uint8_t* line, Words& first, Words& second) {
+    static constexpr auto lower = bf16_byte_table<16>(), upper = bf16_byte_table<24>();
+    __m512i v = _mm512_loadu_si512(line);  // the look-up reads seven bits: the absolute value
     __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(&lower), v, _mm512_loadu_si512(&lower[64]));
     __m512i high = _mm512_permutex2var_epi8(_mm512_loadu_si512(&upper), v, _mm512_loadu_si512(&upper[64]));
     high = _mm512_ternarylogic_epi32(high, v, _mm512_set1_epi8(int8_t(0x80)), 0xf8);  // high | (v & sign)
     first = (Words)_mm512_unpacklo_epi8(low, high), second = (Words)_mm512_unpackhi_epi8(low, high);
 }
 
-inline void widen_line(const uint8_t* line, Pairs& first, Pairs& second) {
+inline void int8_line_to_pairs(const uint8_t* line, Pairs& first, Pairs& second) {
     Words one, other;
-    halves_of_line(line, one, other);
-    first = pairs_of(one), second = pairs_of(other);
+    int8_line_to_bf16(line, one, other);
+    first = to_pairs(one), second = to_pairs(other);
 }
 #else
-constexpr int line_place(int i, int half) { return LANES * (2 * (i / LANES) + half) + i % LANES; }
-inline uint8_t line_byte(int8_t number) { return uint8_t(number); }
+constexpr int int8_line_index(int i, int half) { return LANES * (2 * (i / LANES) + half) + i % LANES; }
+inline uint8_t int8_line_byte(int8_t number) { return uint8_t(number); }
 
-inline Floats whole_at(const uint8_t* p) {
+inline Floats load_int8(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #elif defined(__AVX2__)
@@ -174,14 +173,14 @@ inline Floats whole_at(const uint8_t* p) {
 #endif
 }
 
-inline void widen_line(const uint8_t* line, Pairs& first, Pairs& second) {
-    first = {whole_at(line), whole_at(line + LANES)};
-    second = {whole_at(line + 2 * LANES), whole_at(line + 3 * LANES)};
+inline void int8_line_to_pairs(const uint8_t* line, Pairs& first, Pairs& second) {
+    first = {load_int8(line), load_int8(line + LANES)};
+    second = {load_int8(line + 2 * LANES), load_int8(line + 3 * LANES)};
 }
 #endif
 
-// 2 LANES whole numbers of 8 bits, each two side by side in a lane, and the sum of two such products in each lane.
-inline Ints bytes_at(const void* p) {
+// 2 LANES int8 numbers as int16, two in each lane; `dot_int16_pairs`: the sum of the two products in each lane.
+inline Ints load_int8_pairs(const void* p) {
 #if defined(__AVX512BW__)
     return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -195,7 +194,7 @@ inline Ints bytes_at(const void* p) {
 #endif
 }
 
-inline Ints twofold(Ints a, Ints b) {
+inline Ints dot_int16_pairs(Ints a, Ints b) {
 #if defined(__AVX512BW__)
     return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -206,31 +205,31 @@ inline Ints twofold(Ints a, Ints b) {
 }
 
 #if defined(__AVX512VNNI__)
-// sums + the four products in each lane of a's bytes, which have no sign, and b's, which have
-inline Words fourfold(Words sums, Words a, Words b) {
+// sums + the four products in each lane of a's unsigned bytes and b's signed bytes
+inline Words dot_int8_quads(Words sums, Words a, Words b) {
     return (Words)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
 }
 #endif
 
 template <int S, int... I>
-inline Floats across(Floats v, std::integer_sequence<int, I...>) {  // each lane's neighbour across bit S
+inline Floats swap_neighbours(Floats v, std::integer_sequence<int, I...>) {  // each lane's neighbour across bit S
     return __builtin_shufflevector(v, v, (I ^ S)...);
 }
 
 template <int S = LANES / 2>
-inline float total(Floats v) {
-    if constexpr (S) return total<S / 2>(v + across<S>(v, std::make_integer_sequence<int, LANES>()));
+inline float reduce_add(Floats v) {
+    if constexpr (S) return reduce_add<S / 2>(v + swap_neighbours<S>(v, std::make_integer_sequence<int, LANES>()));
     return v[0];
 }
 
 // Lanes without bit S: a's sums of a lane and its neighbour across that bit; lanes with it: b's.
 template <int S, int... I>
-inline Floats folded(Floats a, Floats b, std::integer_sequence<int, I...>) {
+inline Floats fold_add(Floats a, Floats b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, (I & S ? LANES + I : I)...) +
            __builtin_shufflevector(a, b, (I & S ? LANES + (I ^ S) : I ^ S)...);
 }
 
-inline Floats greater(Floats a, Floats b) {  // b's where one is no number
+inline Floats maximum(Floats a, Floats b) {  // b's where one is NaN
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
@@ -241,7 +240,7 @@ inline Floats greater(Floats a, Floats b) {  // b's where one is no number
 #endif
 }
 
-inline bool odd_one(Floats a, Floats b) {  // whether a lane of them is no number
+inline bool any_nan(Floats a, Floats b) {  // whether a lane of either is NaN
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q);
 #else
@@ -250,41 +249,41 @@ inline bool odd_one(Floats a, Floats b) {  // whether a lane of them is no numbe
 }
 
 template <int S, int... I>
-inline Floats outdone(Floats a, Floats b, std::integer_sequence<int, I...>) {  // as `folded`, the greater one
-    return greater(__builtin_shufflevector(a, b, (I & S ? LANES + I : I)...),
+inline Floats fold_max(Floats a, Floats b, std::integer_sequence<int, I...>) {  // as `fold_add`, the greater one
+    return maximum(__builtin_shufflevector(a, b, (I & S ? LANES + I : I)...),
                    __builtin_shufflevector(a, b, (I & S ? LANES + (I ^ S) : I ^ S)...));
 }
 
 template <int S>
-inline void outdo(Floats (&v)[LANES]) {
-    for (int i = 0; i < LANES; i += 2 * S) v[i] = outdone<S>(v[i], v[i + S], std::make_integer_sequence<int, LANES>());
+inline void fold_max_all(Floats (&v)[LANES]) {
+    for (int i = 0; i < LANES; i += 2 * S) v[i] = fold_max<S>(v[i], v[i + S], std::make_integer_sequence<int, LANES>());
 }
 
 // Lane i: the greatest of v[i].
-inline Floats greatests(Floats (&v)[LANES]) {
-    outdo<1>(v), outdo<2>(v);
-    if constexpr (LANES > 4) outdo<4>(v);
-    if constexpr (LANES > 8) outdo<8>(v);
+inline Floats reduce_max_each(Floats (&v)[LANES]) {
+    fold_max_all<1>(v), fold_max_all<2>(v);
+    if constexpr (LANES > 4) fold_max_all<4>(v);
+    if constexpr (LANES > 8) fold_max_all<8>(v);
     return v[0];
 }
 
 template <int S = LANES / 2>
-inline float greatest(Floats v) {
-    if constexpr (S) return greatest<S / 2>(greater(v, across<S>(v, std::make_integer_sequence<int, LANES>())));
+inline float reduce_max(Floats v) {
+    if constexpr (S) return reduce_max<S / 2>(maximum(v, swap_neighbours<S>(v, std::make_integer_sequence<int, LANES>())));
     return v[0];
 }
 
 // e^x for x <= 0, to about 1e-7; 0 below -87
 inline Floats exponential(Floats x) {
-    const Floats magic = all(12582912.0f);  // adding it rounds to whole numbers
-    Floats whole = fma(x, all(1.44269504f), magic) - magic;
-    Floats rest = fma(whole, all(-0.693145752f), x);
-    rest = fma(whole, all(-1.42860677e-6f), rest);
-    Floats sum = all(1.98756915e-4f);
-    for (float c : {1.39819994e-3f, 8.33345198e-3f, 4.16657962e-2f, 1.66666657e-1f, 0.5f}) sum = fma(sum, rest, all(c));
-    sum = fma(sum, rest * rest, rest + all(1.0f));
+    const Floats magic = splat(12582912.0f);  // adding it rounds to whole numbers
+    Floats whole = fma(x, splat(1.44269504f), magic) - magic;
+    Floats rest = fma(whole, splat(-0.693145752f), x);
+    rest = fma(whole, splat(-1.42860677e-6f), rest);
+    Floats sum = splat(1.98756915e-4f);
+    for (float c : {1.39819994e-3f, 8.33345198e-3f, 4.16657962e-2f, 1.66666657e-1f, 0.5f}) sum = fma(sum, rest, splat(c));
+    sum = fma(sum, rest * rest, rest + splat(1.0f));
     Ints power = __builtin_convertvector(whole, Ints) + 127;
-    Words seen = (Words)(x > all(-87.0f));
+    Words seen = (Words)(x > splat(-87.0f));
     return (Floats)((Words)(sum * (Floats)(power << 23)) & seen);
 }
 

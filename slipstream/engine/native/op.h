@@ -1,6 +1,5 @@
-// The elements of a list: its operations, and a Frame with the inputs of one forward.
-//
-// It knows nothing about how they are computed.
+// What a list holds: its operations (`Op`), and a `Frame` with the inputs of one forward. The structs have the
+// layout of those in `program.py`, field by field. How operations are computed is said elsewhere.
 
 #pragma once
 
@@ -21,50 +20,52 @@ struct Op {  // `program.Op` is the same
                            // RANK, BEST: float32 [T, inner]; RACE: float32 [., inner];
                            // SCREEN, CHOOSE: bfloat16 [T, inner]
     int64_t in_stride;     // elements from row to row
-    const void* weight;    // NORM: float32 [inner]; PRODUCT, CHOOSE: packed; SCREEN: numbers; ROPE: norm of queries, float32 [D], or null
+    const void* weight;    // NORM: float32 [inner]; PRODUCT, CHOOSE: packed; SCREEN: int8 weights;
+                           // ROPE: norm of queries, float32 [D], or null;
                            // RANK: tokens of the columns, int64 [inner], or null
-    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: Races;
-                           // SCREEN, CHOOSE: float32 [T, outer, to whole groups] of rows that are drawn
+    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: RaceCall;
+                           // SCREEN, CHOOSE: float32 [T, outer, to whole groups] bounds of sampled rows' outputs
     void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32;
                            // EMBED, WIDEN: float32; RANK: Child [T, outer], as int64; BEST: int64 [T];
                            // SCREEN: float32 [T, groups]; CHOOSE: int64 [T];
                            // NORM, ROUND: null for the frame's features, by slot, from column `layer` on
     int64_t out_stride;
     int64_t inner, outer;  // widths
-    int64_t layer;         // ROPE, ATTEND: whose KV; CHOOSE: elements from row to row of what SCREEN wrote
+    int64_t layer;         // ROPE, ATTEND: number of the layer in the KV pool; CHOOSE: row stride of what SCREEN wrote
     float eps;
     int32_t heads, kv_heads, head_dim;
-    const float* scales;   // PRODUCT, of whole numbers: [outer], to whole groups; null: weights are bfloat16;
+    const float* scales;   // PRODUCT of int8: [outer], to whole groups; null: weights are bfloat16;
                            // SCREEN: see `make_screen`; CHOOSE: what SCREEN wrote
-    int64_t few;           // 1: over as many rows as the frame picks; NORM reads those, others what it has written
-    int64_t again;         // PRODUCT, 1: its weights are read again soon
+    int64_t picked_only;   // 1: computes num_picked rows; NORM reads the picked ones, others what NORM wrote
+    int64_t keep_cached;   // PRODUCT, 1: its weights are read again soon
 };
 
-struct Draw {  // `program.DRAW` is the same: how a token is chosen in a row of which only the choice is wanted
+struct Draw {  // `program.DRAW` is the same: how a token is chosen in a row whose logits are not wanted
     uint64_t seed;
-    double heat;       // temperature; 0: greedy
-    int64_t position;  // of the token to be chosen
+    double temperature;  // 0: greedy
+    int64_t position;    // of the token to be chosen
 };
 
 struct Frame {  // `program.Frame` is the same: the inputs of one forward
     int64_t rows;
     const float *cos, *sin;   // [P, D] by position; the sine's first half is negated
     const int64_t* slots;     // [T] where each row's KV is written
-    const int64_t* kv_slots;  // of all segments, one behind the other, or a whole table
-    const int64_t *begin, *shared, *tree;  // [T] into kv_slots: the first entry that a row sees, how many from there on
-                                           // it sees whole, and where the entry of its word's lowest bit stands
-    const uint64_t* words;    // [T] bit j: the row sees kv_slots[tree + j]
+    const int64_t* kv_slots;  // of all segments, one after the other, or a whole slot table
+    // [T] into kv_slots: the first entry that a row sees, how many from there on it sees without gaps, and the entry of its
+    // word's lowest bit
+    const int64_t *prefix_begin, *prefix_len, *tree_begin;
+    const uint64_t* words;    // [T] bit j: the row sees kv_slots[tree_begin + j]
     bf16* kv;                 // [L, S, 2, G, D]
     int64_t layer_stride;     // elements
     const int64_t* tokens;    // [T] for EMBED
     const bf16* states;       // [T, W] for WIDEN
     const int64_t* positions;  // [T] rows of cos and sin
-    const int64_t* segments;   // of the batch: q_indptr, kv_indptr, begins, mask_lens; null: begin, shared and tree are given
+    const int64_t* segments;   // of the batch: q_indptr, kv_indptr, begins, mask_lens; null: prefix_* and tree_begin are given
     int64_t num_segments, window;
-    const int64_t* picked;     // [num_picked] the rows that operations with `few` compute
+    const int64_t* picked;     // [num_picked] the rows that operations with `picked_only` compute
     int64_t num_picked;
     bf16* features;            // [S, F] rows by slot
-    const Draw* draws;         // [num_picked] for CHOOSE; null: the greatest of all
+    const Draw* draws;         // [num_picked] for CHOOSE; null: all rows are greedy
 };
 
 }  // namespace
