@@ -7,7 +7,7 @@ Rules:
 3. No run outlives ``request_timeout_s``, which counts from its arrival; nor does what comes before it.
 4. An answer that another router began goes on at a target of the same identity, from the tokens that the client sends;
    without tokens it is computed again from its start.
-5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were plan for. If the client gives
+5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for. If the client gives
    no seed, each prompt gets its own, so that a repeated prompt gets different answers.
 
 It knows nothing about HTTP or gRPC, nor how answers are written.

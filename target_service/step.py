@@ -154,7 +154,7 @@ def should_hold(ready_rows: int, coming_rows: int, hold_s: float, cost: Callable
 
 
 def _allot_rows(ready: abc.Sequence[SequenceInfo], rows: int, max_rows: int) -> list[tuple[int, int]]:
-    # One row each first; the rest of ``most`` rows goes to trees, oldest first.
+    # One row each first; the rest of ``max_rows`` rows goes to trees, oldest first.
     served = ready[:rows]
     spare = max(0, max_rows - len(served))
     allotted = []

@@ -64,7 +64,7 @@ RATIOS = {8: "<= 1.03", 16: "<= 1.05", 32: "<= 1.08", 64: "<= 1.15"}
 RATES = {8: "1210 modelled on H100", 32: "4111 modelled on H100", 64: "6823 modelled on H100"}
 TOPK, STEPS, NODES = 8, 9, 60  # of a tree; the root's own row is a step without a loop
 LISTED = ("T = 1", 1)  # the choice whose kernels are listed, and its rows
-LAYERS = 16  # of one graph: what its start supports is shared among them
+LAYERS = 16  # of one graph: what its start takes is shared among them
 
 
 def stepper(model: CausalModel, slots: int) -> Callable[[int, int, int], Part]:

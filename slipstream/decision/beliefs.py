@@ -29,8 +29,8 @@ MIN_MARGIN = 0.1  # of an exchange: it is waited for at least so much longer tha
 
 
 class DraftLatency:
-    """Seconds from a commit to the growth that answers it, of the newest KEPT of each load: their median, and of fewer
-    the least, as the first ones are cold and a hope that is wrong is soon seen to be.
+    """Seconds from a commit to the growth that answers it, of the newest KEPT_EXCHANGES of each load: their median, and
+    of fewer the least, as the first ones are cold and a hope that is wrong is soon seen to be.
 
     On ``shared`` cores trees take longer the more sessions there are: loads are told apart in powers of two, and what a
     smaller one took is believed of a load that nobody has seen. Elsewhere all loads are one."""
@@ -109,7 +109,7 @@ class DraftLatency:
 
 
 class LatencyWindow:
-    """Of one load. Numbers are those of the newest ``order``."""
+    """Of one load. Numbers are as of the last ``update``."""
 
     __slots__ = ("kept", "least_s", "mean_s", "usual_s")
 

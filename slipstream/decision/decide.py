@@ -117,7 +117,7 @@ class Round:
     lookup: bool = False  # the text's own chain was verified: it says nothing about a drafter
 
     def latency_s(self, max_s: float) -> float | None:
-        """Seconds of the exchange, at most ``most_s`` where the session stopped waiting; None: not measured."""
+        """Seconds of the exchange, at most ``max_s`` where the session stopped waiting; None: not measured."""
         if self.first_exchange:
             return None
         if self.exchange_s is not None:
@@ -224,7 +224,7 @@ def tree_nodes(prices: Prices, beliefs: Beliefs, state: SessionState, rules: Rul
         return state.max_nodes
     plain_s, wait_s, latency = prices.steps[0], state.recent_wait_s, beliefs.latency
     expected = (acceptance or state.acceptance).expected(state.max_nodes)
-    # Of what nobody has seen yet a wait is judged (``_wait``), not a tree: else none would ever be.
+    # Of what nobody has seen yet a wait is judged (``_wait_verdict``), not a tree: else none would ever be.
     if wait_s == 0.0:
         return prices.best(expected, rules.leave_gain, latency.cost_to_others_s(0.0, 0.0) if latency.shared else 0.0)
     return prices.best(expected, rules.leave_gain * plain_s / (plain_s + prices.time_value * wait_s),

@@ -11,7 +11,7 @@ Rules:
    padded call; a segment alone is not padded, nor gathered if its slots are consecutive. Padding reads the segment's
    own last slot, never that of another segment.
 5. A *fixed* attention is planned many times for one number of rows and segments. It always reads the same memory, so a
-   captured graph can contain it. Its owner writes all of that memory before each ``take``.
+   captured graph can contain it. Its owner writes all of that memory before each ``replan``.
 6. Before other kernels serve, ``disagreement`` compares both of their forms (planned and fixed) with torch's, with NaN
    in all slots that no row may read.
 
@@ -389,6 +389,6 @@ def _fixed(attention: PagedAttention, config: ModelConfig, batch: ForwardBatch, 
     pages = PageTensors.within(torch.from_numpy(packed(plan)).to(kv.device), indices, batch.num_rows)
     write_indices(pages, plan)
     fixed = attention.fixed(pages)
-    for _ in "ab":  # the second ``take`` goes a shorter way, which must be right too
+    for _ in "ab":  # the second ``replan`` goes a shorter way, which must be right too
         fixed.replan(plan)
     return fixed(q, kv)

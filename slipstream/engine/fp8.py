@@ -37,7 +37,7 @@ Rounding = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [R, C] -> e4m3 [R, C] and float32 scales [R, 1]; numbers times scales are x, to rounding. Zeros stay zeros."""
     wide = x.float()
-    # A product, not a division by MOST: torch computes that division differently on a CPU and on a GPU.
+    # A product, not a division by LARGEST: torch computes that division differently on a CPU and on a GPU.
     scale = wide.abs().amax(-1, keepdim=True).mul_(1 / LARGEST).clamp_min_(SMALLEST_SCALE)
     return (wide / scale).clamp_(-LARGEST, LARGEST).to(E4M3), scale
 

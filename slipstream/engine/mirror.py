@@ -53,7 +53,7 @@ class Mirror:
 
     def packed(self, rows: Indices, plan: PagePlan) -> tuple[Indices, list[int]]:
         """The numbers to send, and the lengths of their parts: ``rows``; where segments end in the list; the distance
-        from there to their place in the table; the changed places of the table; their slots. From now on ``known``
+        from there to their place in the table; the changed places of the table; their slots. From now on ``synced``
         counts these as sent."""
         table, begins = self.table, plan.begins
         assert begins is not None

@@ -121,8 +121,8 @@ class ModelConfig:
 
 
 def text_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """The part of a parsed ``config.json`` that describes the text decoder: ``text_config`` of a vision model (SEEING),
-    else all of it."""
+    """The part of a parsed ``config.json`` that describes the text decoder: ``text_config`` of a vision model
+    (VISION_TYPES), else all of it."""
     text = raw.get("text_config")
     return text if raw.get("model_type") in VISION_TYPES and isinstance(text, dict) else raw
 

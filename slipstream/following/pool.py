@@ -8,9 +8,9 @@ Rules:
 3. All drafters that read features share one FeatureSpec: the one that most of them read; of two with as many, the one
    in use. The other drafters are not used (their ``problem`` says so) until they are the majority; a spec that the
    engine cannot give is refused by name.
-4. A drafter that takes more than SLOW times as long as another gets a new session only where no other has room. It
-   loses sessions that stopped drafting because of it, or that had it for FORGET_S. Its measured time is forgotten after
-   FORGET_S too, because the cause may be over.
+4. A drafter that takes more than SLOW_FACTOR times as long as another gets a new session only where no other has room.
+   It loses sessions that stopped drafting because of it, or that had it for FORGET_S. Its measured time is forgotten
+   after FORGET_S too, because the cause may be over.
 
 It knows nothing about what is said to them, what is drafted, how it is verified, or what a session decides.
 """

@@ -412,7 +412,7 @@ class SuffixIndex:
         return self.tokens[end + ahead % (len(self.tokens) - end)]
 
     def continuation(self, end: int, count: int) -> list[int]:
-        """The ``count`` tokens from ``end`` on, as ``following`` has them one by one."""
+        """The ``count`` tokens from ``end`` on, as ``token_after`` has them one by one."""
         text = self.tokens[end : end + count]
         return text if len(text) == count else [text[ahead % len(text)] for ahead in range(count)]
 

@@ -2,7 +2,7 @@
 
 Rules:
 1. A row's bits do not depend on other rows (see ``kernels.cpp``), so drafted answers are those of plain steps.
-2. Buffers grow by doubling. Results belong to the caller, except the logits of ``scored`` and the results of
+2. Buffers grow by doubling. Results belong to the caller, except the logits of ``logits_and_best`` and the results of
    ``linear``'s functions: these are valid until the next call.
 
 It knows nothing about sessions, who owns slots, or files.
@@ -65,7 +65,7 @@ class Taps(NamedTuple):
 
 
 class NativeDecoder:
-    """A whole model; see ``model.CausalModel``. ``scored`` goes from tokens to choices in one call."""
+    """A whole model; see ``model.CausalModel``. ``logits_and_best`` goes from tokens to choices in one call."""
 
     __slots__ = ("_embedding", "_few", "_head", "_layers", "_lists", "_norm", "_rows", "_table", "_team", "config",
                  "device", "dtype", "race", "threads")

@@ -31,7 +31,7 @@ M = TypeVar("M")
 
 def before_attention(layer: LayerWeights[Linear], normed: torch.Tensor, cos: torch.Tensor,
                      sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``TORCH.before`` without the KV write: queries [T, Q, D], and the KV to be written [T, 2, G, D]."""
+    """``TORCH.before_attention`` without the KV write: queries [T, Q, D], and the KV to be written [T, 2, G, D]."""
     return rotated(heads_of(layer, normed), layer.heads, cos, sin)
 
 

@@ -57,7 +57,7 @@ class Linear:
         self._weight = torch.empty(0)
 
     def weight(self) -> torch.Tensor:
-        """W [O, I], not packed; empty after ``only``."""
+        """W [O, I], not packed; empty after ``replace_product``."""
         return self._weight.to_dense() if self._packed else self._weight
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
