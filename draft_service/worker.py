@@ -29,7 +29,7 @@ Rules of a session:
 2. If a target has no nodes, or few, it waits or goes on without drafts: its next growth is a whole tree, sent at once.
    A target with more nodes gets further levels as they are grown, if it allows that.
 3. Growth stops at ``max_ahead`` nodes beyond those that the target would verify, when no likely node is left, when the
-   drafter finds nothing more, or after ``GROWTHS`` growths (``conduct``). A commit starts it again.
+   drafter finds nothing more, or after ``MAX_GROWTHS_AHEAD`` growths (``conduct``). A commit starts it again.
 
 It knows nothing about verification, policies or how frames travel.
 """

@@ -174,8 +174,8 @@ class StepReports:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine that is loaded. ``params`` makes its sampling parameters; ``refusals``: the errors that it raises for
-    requests that it refuses."""
+    """An engine that is loaded. ``params`` makes its sampling parameters; ``refusal_errors``: those that it raises
+    for requests that it refuses."""
 
     engine: Engine
     version: str

@@ -73,7 +73,7 @@ def test_it_grows_on_while_nothing_comes_and_stops_at_its_bound() -> None:
 
 @pytest.mark.parametrize("most", [2, 3])
 def test_it_says_no_more_than_a_commit_allows(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draft_service.worker.GROWTHS", most)
+    monkeypatch.setattr("draft_service.worker.MAX_GROWTHS_AHEAD", most)
     bench = Bench(run_ahead=200)
     said = len(bench.deliver(bench.side.attach(wanted=4, ahead=True))) + bench.idle()
     assert said == most

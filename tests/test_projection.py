@@ -208,7 +208,7 @@ async def test_rows_that_cannot_be_made_cost_drafts_and_no_answers(
         return real(rows, states)
 
     monkeypatch.setattr(FeatureWriter, "__call__", cramped)
-    monkeypatch.setattr("target_service.sequence.AT_ONCE", 8)
+    monkeypatch.setattr("target_service.sequence.FEATURE_CHUNK", 8)
     async with target(tiny_folder) as rig:
         alone = tokens_of(await rig.answer(REQUEST))
     async with (target(tiny_folder) as rig, drafting(drafter(folder, tiny_folder, True)) as peers,

@@ -10,7 +10,7 @@ Rules:
    would crash if it had to verify one, so it is replaced by token 0.
 4. A request that is not in a batch any more is closed; one that returns is opened again.
 
-It knows no SGLang: an adapter turns the engine's batch into ``Asked`` values.
+It knows no SGLang: an adapter turns the engine's batch into ``VerifyRequest`` values.
 """
 
 from __future__ import annotations
