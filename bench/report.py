@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.base.errors import SlipstreamError
-from slipstream.cli.terminal import complain
+from slipstream.cli.terminal import print_error
 from slipstream.engine.native.compiled_kernels import processor
 
 FOLDER = Path("build/bench")
@@ -40,7 +40,7 @@ def finished(work: Coroutine[Any, Any, Result]) -> Result:
     try:
         return asyncio.run(work)
     except SlipstreamError as error:
-        complain(error)
+        print_error(error)
         sys.exit(1)
 
 
@@ -50,7 +50,7 @@ def complained() -> Iterator[None]:
     try:
         yield
     except SlipstreamError as error:
-        complain(error)
+        print_error(error)
         sys.exit(1)
 
 

@@ -31,7 +31,7 @@ from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
-from slipstream.cli.host import first_answer, leave, show_places
+from slipstream.cli.host import drain_services, first_answer, show_addresses
 from slipstream.cli.process import (
     SHARED_CORES,
     START_S,
@@ -41,7 +41,7 @@ from slipstream.cli.process import (
     until_signalled,
     with_local_addresses,
 )
-from slipstream.cli.terminal import Conversation, Told, ask, complain, show_answer, summary
+from slipstream.cli.terminal import Conversation, ShownAnswer, print_error, read_line, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
 from slipstream.wire.client import AsyncClient
 from slipstream.wire.inference import InferenceServicer
@@ -201,9 +201,9 @@ def test_an_error_is_a_sentence_without_a_traceback() -> None:
 
 def test_drafted_tokens_stand_out_and_text_cannot_drive_the_terminal() -> None:
     console, out = screen(force_terminal=True, color_system="standard")
-    told = show_answer(console, iter(ANSWER))
+    shown = show_answer(console, iter(ANSWER))
     assert out.getvalue() == "A \x1b[32mriv\x1b[0mer[31m é\n"
-    assert told.text == "A river\x1b[31m é" and told.num_first == 2
+    assert shown.text == "A river\x1b[31m é" and shown.num_first_tokens == 2
 
 
 def test_a_terminal_without_colours_underlines() -> None:
@@ -227,13 +227,14 @@ def test_reasoning_is_dim_and_not_of_the_answer() -> None:
 
 
 def test_the_summary_counts_what_came_from_drafts() -> None:
-    told = Told("…", Usage(5, 9, accepted_prediction_tokens=6, rounds=3), first_s=0.25, rest_s=2.0, num_first=1)
-    assert summary(told) == ("acceptance length 3.00 · 4.0 tokens/s · 6 of 9 tokens came from drafts · "
+    shown = ShownAnswer("…", Usage(5, 9, accepted_prediction_tokens=6, rounds=3), first_token_s=0.25, decode_s=2.0,
+                        num_first_tokens=1)
+    assert summary(shown) == ("acceptance length 3.00 · 4.0 tokens/s · 6 of 9 tokens came from drafts · "
                              "first token after 0.25 s")
 
 
 def test_complaints_are_text_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    complain(ConfigError("[bold]a.b[/bold]: bad\nwrite a.c"))
+    print_error(ConfigError("[bold]a.b[/bold]: bad\nwrite a.c"))
     assert capsys.readouterr().err.split("\n")[:2] == ["[bold]a.b[/bold]: bad", "write a.c"]
 
 
@@ -492,7 +493,7 @@ def test_services_end_when_their_terminal_is_gone(tmp_path: Path) -> None:
     os.close(near)
     try:
         with suppress(OSError), open(far, "w") as terminal:  # what it was to show is lost when it is closed
-            leave(launch, Console(file=terminal, force_terminal=True))
+            drain_services(launch, Console(file=terminal, force_terminal=True))
         assert [service.exit_code for service in launch.services] == [-signal.SIGTERM] * 3
     finally:
         launch.kill()
@@ -517,7 +518,7 @@ def test_services_end_when_a_second_signal_comes_behind_the_end_of_their_termina
         service.process = subprocess.Popen(["sleep", "600"])
     try:
         with pytest.raises(SystemExit):
-            leave(launch, Console(file=io.StringIO()))
+            drain_services(launch, Console(file=io.StringIO()))
         assert [service.exit_code for service in launch.services] == [-signal.SIGKILL] * 3
     finally:
         launch.kill()
@@ -534,7 +535,7 @@ def test_a_full_disk_is_told_in_a_sentence(command: tuple[str, ...]) -> None:
 
 def test_a_chat_whose_input_is_closed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it for `<&-`
-    assert ask("> ") is None
+    assert read_line("> ") is None
 
 
 async def test_a_launch_of_a_model_without_a_chat_template_has_a_text_go_on(tiny_folder: Path, tmp_path: Path) -> None:
@@ -545,7 +546,7 @@ async def test_a_launch_of_a_model_without_a_chat_template_has_a_text_go_on(tiny
         grpc_listen = f"router.grpc_listen=127.0.0.1:{router.service.grpc_port}"
         launch, (console, out) = Launch(load(None, (f"model.path={folder}", grpc_listen)), tmp_path), screen()
         await asyncio.to_thread(first_answer, launch, console, "the cat sat on the", 8)
-        await asyncio.to_thread(show_places, launch, console)
+        await asyncio.to_thread(show_addresses, launch, console)
     shown = out.getvalue()
     assert "tokens came from drafts" in shown and '/v1/completions' in shown and '"prompt": "Hello!"' in shown
     assert "slipstream chat" not in shown

@@ -18,7 +18,7 @@ from bench.fleet import free_port
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection
 from slipstream.cli import colocated
 from slipstream.cli.doctor import checks
-from slipstream.cli.host import DRAFT_S, RIGHT_ENOUGH, draft_missing, pairing_problem
+from slipstream.cli.host import ENOUGH_ACCEPTED, FIND_DRAFT_S, draft_missing, pairing_problem
 from slipstream.drafting import Drafter, create
 from slipstream.following.pool import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
 from slipstream.models.folder import MADE_FOR, made_for, weights_hash
@@ -123,7 +123,8 @@ async def test_a_launch_asks_until_the_target_has_judged(kind: str, head: Path, 
         assert ("check draft.model" in problem) == (kind == "head"), problem
         if kind == "good":
             # An answer that ends inside of a round has its last token counted as no draft token's.
-            assert RIGHT_ENOUGH / 2 < rig.count("accepted_tokens_total") < 2 * RIGHT_ENOUGH, "a few rounds suffice"
+            num_accepted = rig.count("accepted_tokens_total")
+            assert ENOUGH_ACCEPTED / 2 < num_accepted < 2 * ENOUGH_ACCEPTED, "a few rounds suffice"
 
 
 @pytest.mark.parametrize(("draft", "told"), [
@@ -134,9 +135,9 @@ async def test_a_launch_asks_until_the_target_has_judged(kind: str, head: Path, 
 async def test_a_launch_waits_for_a_draft_until_the_target_says_why_not(
         draft: DraftStatus, told: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if draft.connected or draft.given_up:
-        patience_s = DRAFT_S
+        patience_s = FIND_DRAFT_S
     else:
-        monkeypatch.setattr("slipstream.cli.host.DRAFT_S", patience_s := 0.3)
+        monkeypatch.setattr("slipstream.cli.host.FIND_DRAFT_S", patience_s := 0.3)
     async with target(tiny_folder, STUBBORN) as rig:
         served = Served("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048, IDENTITY)
         service = TargetService(rig.worker, served)
@@ -146,7 +147,7 @@ async def test_a_launch_waits_for_a_draft_until_the_target_says_why_not(
         assert await draft_missing(Config.model_validate({"target": {"listen": listen}})) == told
         took_s = monotonic() - began_s
         await server.drain(0.1)
-    assert took_s < DRAFT_S / 2 and (took_s >= patience_s) == told.endswith("yet")
+    assert took_s < FIND_DRAFT_S / 2 and (took_s >= patience_s) == told.endswith("yet")
 
 
 async def test_one_process_tells_of_its_pair_as_several_do(tiny_folder: Path) -> None:

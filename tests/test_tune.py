@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, PolicySection, load
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.cli.commands import app
-from slipstream.cli.tuning import Way, numbers, prompts_of, with_pair
+from slipstream.cli.tuning import RemoteDraft, load_prompts, parse_numbers, with_pair
 from slipstream.cli.tuning import run as tune
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
@@ -278,17 +278,18 @@ def test_drafts_that_do_not_pay_cost_nothing_on_cores_that_both_have(monkeypatch
 
 
 @pytest.mark.parametrize(("wrong", "named"), [
-    (lambda: numbers("--steps", "1;2", 16), "--steps"), (lambda: numbers("--topk", "0,4", 16), "between 1 and 16"),
+    (lambda: parse_numbers("--steps", "1;2", 16), "--steps"),
+    (lambda: parse_numbers("--topk", "0,4", 16), "between 1 and 16"),
     (lambda: with_pair(Config(), "", "", "eagle2"), "--head"),
     (lambda: with_pair(Config(), "", "x", "eagle9"), "eagle9"),
     (lambda: with_pair(Config(), "none-has-one", "", ""), "--head"),
-    (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, 0.0, Way(0.001), False,
+    (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, 0.0, RemoteDraft(0.001), False,
                   Path("/none/x.yaml"), Console()), "--out: cannot write /none/x.yaml: there is no folder /none"),
     (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, 0.0,
-                  Way(0.001, draft_s=0.001), False, Path("x"), Console()), "--draft-ms.*--apart"),
-    (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, 1.0, Way(0.001), True,
+                  RemoteDraft(0.001, draft_s=0.001), False, Path("x"), Console()), "--draft-ms.*--apart"),
+    (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, 1.0, RemoteDraft(0.001), True,
                   Path("x"), Console()), "--temperature.*--apart"),
-    (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, 0.0, Way(0.001), False,
+    (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, 0.0, RemoteDraft(0.001), False,
                   Path("/tmp"), Console()), "--out: /tmp is a folder; name a file, such as /tmp/tuned.yaml"),
 ])
 def test_what_cannot_be_tuned_is_named(wrong: object, named: str) -> None:
@@ -322,8 +323,8 @@ def test_a_question_that_is_none_is_named_by_its_line(tmp_path: Path, tiny_folde
     file = tmp_path / "questions.jsonl"
     file.write_text('{"prompt": "fine"}\n["not"]\n')
     with pytest.raises(ConfigError, match="line 2"):
-        prompts_of(file, TextCodec(tiny_folder))
+        load_prompts(file, TextCodec(tiny_folder))
     file.write_text('{"prompt": "fine"}\n{"turns": ["cut in a pair \\ud83d"]}\n')
     with pytest.raises(ConfigError, match="line 2: not Unicode text"):
         read_prompts(file)  # before anybody talks
-    assert len(prompts_of(None, TextCodec(tiny_folder))) == 6
+    assert len(load_prompts(None, TextCodec(tiny_folder))) == 6

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.base.errors import SlipstreamError
-from slipstream.cli.terminal import complain
+from slipstream.cli.terminal import print_error
 from tests_clients.clients import CLIENTS, Client, Outcome, tried
 from tests_clients.scripted import scripted
 from tests_clients.server import served
@@ -72,7 +72,7 @@ def main() -> None:
     try:
         outcomes = asyncio.run(run(chosen, rooms))
     except SlipstreamError as error:
-        complain(error)
+        print_error(error)
         sys.exit(1)
     show(outcomes)
     if arguments.write:

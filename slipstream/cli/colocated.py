@@ -34,14 +34,14 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin, PartLost when it cannot go on."""
     config = config.on_one_machine()
-    _require(config)
+    _check_settings(config)
     target = await asyncio.to_thread(build_target, config, asyncio.get_running_loop())
     draft = await asyncio.to_thread(build_draft, config)
     link = LocalLink("local", target.hello, target.worker.following, draft, check_pair)
     target.service.drafts = lambda: [link.status()]
-    up = asyncio.Event()
-    pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals),
-             MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set, draft.vitals)]
+    serving = asyncio.Event()
+    pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, serving.is_set, target.vitals),
+             MetricsServer(config.draft.metrics_listen, draft.metrics.registry, serving.is_set, draft.vitals)]
     router = RouterService(config, {"local": target.service})
     await asyncio.gather(router.gateway.warm(), target.service.warm())
     for page in pages:
@@ -52,19 +52,19 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
     target.metrics.drafts_expected(1)
     draft.metrics.targets_connected(int(link.status().connected))
     await router.start()
-    up.set()
-    _tell(link, config)
+    serving.set()
+    _log_ready(link, config)
     ready()
     try:
         await wait_until_stopped(stop, target.vitals, draft.vitals, router.vitals)
     finally:
-        up.clear()
+        serving.clear()
         await router.drain(config.router.drain_s if stop.is_set() else 0.0)
         await target.service.drain(config.target.drain_s if stop.is_set() else 0.0)
-        await _end(target, draft, link, pages)
+        await _stop_all(target, draft, link, pages)
 
 
-def _require(config: Config) -> None:
+def _check_settings(config: Config) -> None:
     """Raises ConfigError for a setting that would stop the router later: loading models first takes minutes."""
     for name in ("listen", "grpc_listen"):
         bind_guard(getattr(config.router, name), config.wire, public=f"router.{name}")
@@ -73,7 +73,7 @@ def _require(config: Config) -> None:
         ApiKeys(Path(config.router.api_keys_file))
 
 
-def _tell(link: LocalLink, config: Config) -> None:
+def _log_ready(link: LocalLink, config: Config) -> None:
     status = link.status()
     log = logger("colocated")
     if status.connected:
@@ -82,7 +82,7 @@ def _tell(link: LocalLink, config: Config) -> None:
         log.warning("ready without drafts: the drafter does not fit the target", problem=status.problem)
 
 
-async def _end(target: Target, draft: DraftWorker, link: LocalLink, pages: list[MetricsServer]) -> None:
+async def _stop_all(target: Target, draft: DraftWorker, link: LocalLink, pages: list[MetricsServer]) -> None:
     link.cut("stopped")
     await asyncio.to_thread(target.end)
     await asyncio.to_thread(draft.stop)

@@ -20,15 +20,15 @@ from rich.text import Text
 from slipstream import __version__
 from slipstream.base.config import DETECTED_SETTINGS, Config, Dtype, config_yaml, load
 from slipstream.base.errors import ConfigError, InvalidRequest, SlipstreamError, Unavailable
-from slipstream.cli.terminal import Conversation, ask, complain, plain_table
+from slipstream.cli.terminal import Conversation, plain_table, print_error, read_line
 from slipstream.models.folder import settled
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
 Overrides = Annotated[list[str] | None, typer.Option(
     "--set", metavar="SECTION.KEY=VALUE", help="Change one setting; may be repeated. `slipstream config` lists them.")]
 Logs = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where services log; else a new temporary folder.")]
-MOST_MS = 60_000.0  # largest simulated time of one step, tree or round trip
-SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
+MAX_MS = 60_000.0  # largest simulated time of one step, tree or round trip
+STATUS_SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 
 app = typer.Typer(
     name="slipstream", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -39,15 +39,16 @@ models_app = typer.Typer(no_args_is_help=True, help="Prepare and list models.\n\
 app.add_typer(models_app, name="models")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"slipstream {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def everywhere(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+def root_options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
+                                            help="Print it.")] = False,
 ) -> None:
     """The options of ``slipstream`` itself."""
 
@@ -69,14 +70,21 @@ def run(
 
     `slipstream run --set router.listen=127.0.0.1:8080 --logs logs`
     """
-    from slipstream.cli.host import PROMPT, first_answer, launched, require_model, serve_until_stopped, show_places
+    from slipstream.cli.host import (
+        DEFAULT_PROMPT,
+        first_answer,
+        launched,
+        require_model,
+        serve_until_stopped,
+        show_addresses,
+    )
 
     settings, console = _settings(config, overrides), Console()
     require_model(settings)
     with launched(settings, logs, console) as launch:
-        first_answer(launch, console, prompt or PROMPT, max_tokens)
+        first_answer(launch, console, prompt or DEFAULT_PROMPT, max_tokens)
         if not once:
-            show_places(launch, console)
+            show_addresses(launch, console)
             serve_until_stopped(launch, console)
 
 
@@ -93,17 +101,17 @@ def serve(
 
     `slipstream serve --colocated --set draft.drafter=ngram`
     """
-    from slipstream.cli.host import launched, require_model, serve_until_stopped, show_places
+    from slipstream.cli.host import launched, require_model, serve_until_stopped, show_addresses
 
     if colocated and logs is not None:
         raise ConfigError("--logs: one process logs to its standard error; leave it out, or write 2>FILE instead")
     settings, console = _settings(config, overrides), Console()
     require_model(settings)
     if colocated:
-        _foreground("slipstream.cli.colocated", settings.on_one_machine())
+        _run_in_foreground("slipstream.cli.colocated", settings.on_one_machine())
         return
     with launched(settings, logs, console) as launch:
-        show_places(launch, console)
+        show_addresses(launch, console)
         serve_until_stopped(launch, console)
 
 
@@ -113,7 +121,7 @@ def draft(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
     Example: `slipstream draft --set draft.listen=127.0.0.1:8052 --set draft.drafter=ngram`
     """
-    _foreground("draft_service.__main__", _settings(config, overrides))
+    _run_in_foreground("draft_service.__main__", _settings(config, overrides))
 
 
 @app.command()
@@ -122,7 +130,7 @@ def target(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
     Example: `slipstream target --set model.path=smollm2-135m --set 'target.drafts=[127.0.0.1:8052]'`
     """
-    _foreground("target_service.__main__", _settings(config, overrides))
+    _run_in_foreground("target_service.__main__", _settings(config, overrides))
 
 
 @app.command()
@@ -131,7 +139,7 @@ def router(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
     Example: `slipstream router --set 'router.targets=[127.0.0.1:8051]' --set router.api_keys_file=keys.txt`
     """
-    _foreground("router_service.__main__", _settings(config, overrides))
+    _run_in_foreground("router_service.__main__", _settings(config, overrides))
 
 
 @app.command()
@@ -167,7 +175,7 @@ def chat(
             raise Unavailable(f"{address} asks for an API key; give the file that has it with --api-key-file FILE\n"
                               f"({error})") from error
         options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        Conversation(Console(), client, model, ask, options).run()
+        Conversation(Console(), client, model, read_line, options).run()
 
 
 @app.command()
@@ -178,10 +186,10 @@ def doctor(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """
     from slipstream.cli.doctor import checks
 
-    found = checks(load(config, tuple(overrides or ())))
-    rows = [(Text(*SIGNS[check.status]), check.name, check.found, check.advice) for check in found]
+    results = checks(load(config, tuple(overrides or ())))
+    rows = [(Text(*STATUS_SIGNS[check.status]), check.name, check.found, check.advice) for check in results]
     Console().print(plain_table(("", "check", "found", "what to do"), rows))
-    if any(check.status == "fail" for check in found):
+    if any(check.status == "fail" for check in results):
         raise typer.Exit(1)
 
 
@@ -235,11 +243,11 @@ def tune(
 
     `slipstream tune --head my-head --apart --link draft.example:50052`
     """
-    from slipstream.cli.tuning import Way, run, with_pair
+    from slipstream.cli.tuning import RemoteDraft, run, with_pair
 
     settings = with_pair(load(config, tuple(overrides or ())), target, head, drafter)
     run(settings, {"--steps": steps, "--topk": topk, "--nodes": nodes}, prompts, tokens, temperature,
-        Way(exchange_ms / 1e3, link, draft_ms / 1e3), apart, out, Console())
+        RemoteDraft(exchange_ms / 1e3, link, draft_ms / 1e3), apart, out, Console())
 
 Target = Annotated[str, typer.Option(metavar="NAME", help="The model to draft for: a name or a folder.")]
 Minutes = Annotated[float, typer.Option(min=0, help="For all runs together: about 60 % generating, 35 % training. 0: "
@@ -328,9 +336,9 @@ def simulate(
     targets: Annotated[int, typer.Option(min=1, help="Targets, each on a device of its own.")] = 1,
     drafts: Annotated[int, typer.Option(min=1, help="Drafts, which the targets share.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Streams of each target.")] = 1,
-    rtt_ms: Annotated[float, typer.Option(min=0.0, max=MOST_MS, help="Round trip between target and draft.")] = 1.0,
-    step_ms: Annotated[float, typer.Option(min=0.01, max=MOST_MS, help="A target step of few rows.")] = 20.0,
-    draft_ms: Annotated[float, typer.Option(min=0.01, max=MOST_MS, help="A whole tree of one batch.")] = 5.0,
+    rtt_ms: Annotated[float, typer.Option(min=0.0, max=MAX_MS, help="Round trip between target and draft.")] = 1.0,
+    step_ms: Annotated[float, typer.Option(min=0.01, max=MAX_MS, help="A target step of few rows.")] = 20.0,
+    draft_ms: Annotated[float, typer.Option(min=0.01, max=MAX_MS, help="A whole tree of one batch.")] = 5.0,
     acceptance: Annotated[str, typer.Option(help="Chance that a node's first, second, ... child is right.")] =
     "0.75,0.12,0.05",
     seconds: Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Simulated time.")] = 30.0,
@@ -388,14 +396,14 @@ def prepare_known(
     """
     from slipstream.models.folder import KNOWN, prepare, resolve
 
-    place = Path(abspath(folder.expanduser())) if folder is not None else None  # "." has no place of its own
+    destination = Path(abspath(folder.expanduser())) if folder is not None else None  # "." has no parent folder
     if not dtype:
-        print(prepare(name, place))
+        print(prepare(name, destination))
         return
     from slipstream.engine.preparation import prepare_as
 
     source = prepare(name) if name in KNOWN else Path(abspath(resolve(name)))  # "." has no name to write beside
-    print(prepare_as(dtype, source, place or source.with_name(f"{source.name}-{dtype}")))
+    print(prepare_as(dtype, source, destination or source.with_name(f"{source.name}-{dtype}")))
 
 
 def main() -> None:
@@ -407,10 +415,10 @@ def main() -> None:
             app()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, because an error while Python exits would print no sentence
+                sys.stdout.flush()  # here: an error while Python exits would print no sentence
     except (SlipstreamError, OSError) as error:
-        complain(error)
-        with suppress(OSError, AttributeError, ValueError):  # what is left cannot be written, and Python would try
+        print_error(error)
+        with suppress(OSError, AttributeError, ValueError):  # what is left cannot be written; Python would try
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
@@ -419,7 +427,7 @@ def _settings(config: Path | None, overrides: list[str] | None) -> Config:
     return settled(load(config, tuple(overrides or ())))
 
 
-def _foreground(module: str, config: Config) -> None:
+def _run_in_foreground(module: str, config: Config) -> None:
     """Run the ``serve`` of ``module`` in this process until a signal drains it."""
     from importlib import import_module
 

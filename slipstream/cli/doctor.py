@@ -34,9 +34,9 @@ Status = Literal["ok", "warn", "fail"]
 
 MIN_TORCH = (2, 11)
 GIB = 1 << 30
-NEEDED_MEMORY = 2 * GIB  # the least: the default model in bfloat16, its KV slots, three processes
+MIN_MEMORY_BYTES = 2 * GIB  # the default model in bfloat16, its KV slots, three processes
 CHECK_TOKENS = 32  # tokens of each answer in the pairing check
-NEEDED_DISK = GIB  # the default model's folder, with room to write it
+MIN_DISK_BYTES = GIB  # the default model's folder, with room to write it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +51,17 @@ class Check:
 
 def checks(config: Config) -> list[Check]:
     """All checks, in the order in which a new user meets the problems."""
-    found = list[Check]()
-    for part in (_python, _grpc, _torch, _vllm, _flashinfer, _compiler, _kernels, _memory, _disk, _model, _pairing,
-                 _files, _beginning, _ports, _exactness):
+    results = list[Check]()
+    for check in (_python, _grpc, _torch, _vllm, _flashinfer, _compiler, _kernels, _memory, _disk, _model, _pairing,
+                  _files, _beginning, _ports, _exactness):
         try:
-            found.extend(part(config))
+            results.extend(check(config))
         except Exception as error:  # a broken installation may raise anything; the other checks still help
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
                 continue  # ``_torch`` reports it
-            found.append(Check(part.__name__[1:], "fail", f"{type(error).__name__}: {error}",
-                               "reinstall Slipstream's packages"))
-    return found
+            results.append(Check(check.__name__[1:], "fail", f"{type(error).__name__}: {error}",
+                                 "reinstall Slipstream's packages"))
+    return results
 
 
 def _python(_: Config) -> Iterator[Check]:
@@ -90,10 +90,10 @@ def _torch(config: Config) -> Iterator[Check]:
     yield Check("torch", "ok", version)
     flags = _cpu_flags()
     bfloat16 = bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-    quick = bfloat16 or {"avx2", "fma"} <= flags  # our kernels convert bfloat16 weights as they read them
-    yield Check("cpu", "ok" if quick else "warn", f"{torch.backends.cpu.get_cpu_capability()} "
+    is_fast = bfloat16 or {"avx2", "fma"} <= flags  # our kernels convert bfloat16 weights as they read them
+    yield Check("cpu", "ok" if is_fast else "warn", f"{torch.backends.cpu.get_cpu_capability()} "
                 f"{'with' if bfloat16 else 'without'} bfloat16 instructions, {torch.get_num_threads()} threads, "
-                f"{os.cpu_count()} cores", "" if quick else "float32 may be as fast here: --set model.dtype=float32")
+                f"{os.cpu_count()} cores", "" if is_fast else "float32 may be as fast here: --set model.dtype=float32")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield Check("cuda", "ok", f"{torch.version.cuda}: {', '.join(names)}" if names else "no device")
     from slipstream.engine.model import device_of
@@ -164,7 +164,8 @@ def _memory(config: Config) -> Iterator[Check]:
     from slipstream.engine.runner import free_memory
 
     free, total = free_memory(torch.device("cpu"))
-    found, needed = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free", max(NEEDED_MEMORY, _weights(config) + GIB)
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+    needed = max(MIN_MEMORY_BYTES, _weight_bytes(config) + GIB)
     if free < needed:
         yield Check("memory", "warn", found, f"{config.model.path} needs about {needed / GIB:.0f} GiB; close "
                     "programs, lower target.slots or take a smaller model")
@@ -172,7 +173,7 @@ def _memory(config: Config) -> Iterator[Check]:
         yield Check("memory", "ok", found)
 
 
-def _weights(config: Config) -> int:
+def _weight_bytes(config: Config) -> int:
     """Bytes of the model's weights in this machine's memory; 0 if they are elsewhere or cannot be read."""
     from slipstream.engine.model import dtype_of, fp8_block, load_tensors
 
@@ -197,8 +198,8 @@ def _disk(config: Config) -> Iterator[Check]:
         resolve(config.model.path)
         yield Check("disk", "ok", f"{found}; the model is there")
         return
-    if free < NEEDED_DISK:
-        yield Check("disk", "warn", found, f"a prepared model needs {NEEDED_DISK / GIB:.0f} GiB there")
+    if free < MIN_DISK_BYTES:
+        yield Check("disk", "warn", found, f"a prepared model needs {MIN_DISK_BYTES / GIB:.0f} GiB there")
     elif not os.access(place, os.W_OK):
         yield Check("disk", "warn", f"{place} cannot be written", "prepare models into a folder of your own")
     else:
@@ -230,25 +231,25 @@ def _pairing(config: Config) -> Iterator[Check]:
                     "which drafter runs", "run it with the drafts' configuration, in a pod of theirs")
         return
     try:
-        yield _tried(settled_draft(config.draft, config.model), config.model)
+        yield _check_pair(settled_draft(config.draft, config.model), config.model)
     except SlipstreamError as error:
         yield Check("pairing", "fail", str(error), "set model.path and draft.model to a pair that fits")
 
 
-def _tried(draft: DraftSection, model: ModelSection) -> Check:
+def _check_pair(draft: DraftSection, model: ModelSection) -> Check:
     """Answer a few questions with both models in this process: is the drafter right more often than by chance? Raises
     SlipstreamError."""
     if draft.drafter == "ngram":
         return Check("pairing", "ok", "an ngram drafter fits every target")
     from router_service.text.tokens import TextCodec
-    from slipstream.cli.tuning import prompts_of
+    from slipstream.cli.tuning import load_prompts
     from slipstream.drafting import create
     from slipstream.drafting.rounds import Rounds, Tally, slots_needed
     from slipstream.engine.loading import load_model
     from slipstream.engine.runner import ModelRunner
 
     folder = resolve(model.path)
-    prompts = prompts_of(None, TextCodec(folder))  # in the chat template: some answers to raw questions are empty
+    prompts = load_prompts(None, TextCodec(folder))  # in the chat template: some answers to raw questions are empty
     slots = slots_needed(prompts, CHECK_TOKENS)
     drafter = create(draft.model_copy(update={"compile": False}), model, 2 * slots)
     runner = ModelRunner(load_model(folder, model), slots)
@@ -271,14 +272,14 @@ def _files(config: Config) -> Iterator[Check]:
 
     tls, keys = tls_files(config.wire.tls), config.router.api_keys_file
 
-    def taken() -> None:
+    def check_certificates() -> None:
         if tls is not None:
             server_credentials(tls)
             if expiry_s(tls.certificate.read_bytes()) <= time.time():
                 raise ConfigError(f"{tls.certificate} has ended: every peer refuses it")
 
     for name, setting, place, read in (
-            ("certificates", "wire.tls.folder", config.wire.tls.folder, taken),
+            ("certificates", "wire.tls.folder", config.wire.tls.folder, check_certificates),
             ("API keys", "router.api_keys_file", keys, lambda: ApiKeys(Path(keys)))):
         if not place:
             continue
@@ -301,12 +302,12 @@ def _beginning(config: Config) -> Iterator[Check]:
         try:
             bind_guard(address, config.wire, public=public)
         except ConfigError as error:
-            told, _, advice = str(error).partition("; ")
-            yield Check("plain text", "fail", told if public else f"{section}.{told}", advice)
+            problem, _, advice = str(error).partition("; ")
+            yield Check("plain text", "fail", problem if public else f"{section}.{problem}", advice)
     services = [key for key, addresses in (("target.drafts", config.target.drafts),
                                            ("router.targets", config.router.targets))
                 if any(map(service_address, addresses))]
-    if services and (problem := asyncio.run(_no_cluster(config.wire.kubeconfig))):
+    if services and (problem := asyncio.run(_cluster_problem(config.wire.kubeconfig))):
         yield Check("discovery", "warn", problem, f"no service that reads {' or '.join(services)} runs here: correct "
                     "that, or do what is said")
     if config.log.spans:
@@ -320,7 +321,7 @@ def _beginning(config: Config) -> Iterator[Check]:
         yield Check("trace", "fail", f"{file} cannot be written", "correct log.trace")
 
 
-async def _no_cluster(kubeconfig: str) -> str:
+async def _cluster_problem(kubeconfig: str) -> str:
     """Why no cluster is configured; "" if one is. No request is sent to it."""
     try:
         from slipstream.wire.cluster import api_server

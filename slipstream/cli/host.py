@@ -31,7 +31,7 @@ from slipstream.base.address import reachable
 from slipstream.base.config import Config
 from slipstream.base.errors import ConfigError, SlipstreamError
 from slipstream.cli.process import Launch
-from slipstream.cli.terminal import clean, legend, plain_table, show_answer, summary
+from slipstream.cli.terminal import legend, plain_table, show_answer, strip_controls, summary
 from slipstream.models.folder import KNOWN, load_tokenizer, prepare, resolve, template_source
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.client import Client
@@ -39,10 +39,11 @@ from slipstream.wire.target import TargetClient
 from slipstream.wire.tls import tls_files
 
 # An answer that repeats its prompt is where n-gram drafts, which need no second model, pay most.
-PROMPT = ("Copy this text exactly: The quick brown fox jumps over the lazy dog. The quick brown fox runs through the "
-          "quiet forest. The lazy dog sleeps under the old tree. The quick brown fox jumps over the old tree. The lazy "
-          "dog runs through the quiet forest.")
-# Questions for measurements without --prompts: ordinary ones, of several kinds, easy to answer.
+DEFAULT_PROMPT = (
+    "Copy this text exactly: The quick brown fox jumps over the lazy dog. The quick brown fox runs through the quiet "
+    "forest. The lazy dog sleeps under the old tree. The quick brown fox jumps over the old tree. The lazy dog runs "
+    "through the quiet forest.")
+# For measurements without --prompts: ordinary questions of several kinds, easy to answer.
 QUESTIONS = (
     "Why does bread rise when it is baked?",
     "Write a Python function that counts the words of a text.",
@@ -51,11 +52,11 @@ QUESTIONS = (
     "Name three ways to travel from one city to another, and what speaks for each.",
     "Explain to a child how the moon shines.",
 )
-DRAFT_S = 10.0  # a target finds its draft within seconds; an answer does not need it
-INTERRUPTED = 130
-FIRST_TOKENS = 4  # tokens of each answer in the check at start
-RIGHT_ENOUGH = 8  # accepted draft tokens that end the check: the drafter fits
-CHECK_S = 15.0  # most time for all answers of the check
+FIND_DRAFT_S = 10.0  # a target finds its draft within seconds, and answers without it
+INTERRUPTED_EXIT_CODE = 130
+CHECK_TOKENS = 4  # tokens of each answer in the check at start
+ENOUGH_ACCEPTED = 8  # accepted draft tokens that end the check: the drafter fits
+CHECK_S = 15.0  # at most, for all answers of the check
 
 
 def require_model(config: Config) -> None:
@@ -79,19 +80,19 @@ def launched(config: Config, logs: Path | None, console: Console) -> Iterator[La
     try:
         _start(launch, console)
     except BaseException as error:
-        leave(launch, console)
+        drain_services(launch, console)
         if isinstance(error, KeyboardInterrupt):
-            sys.exit(INTERRUPTED)
+            sys.exit(INTERRUPTED_EXIT_CODE)
         raise
     try:
         yield launch
     except KeyboardInterrupt:
         console.print()
     finally:
-        leave(launch, console)
+        drain_services(launch, console)
 
 
-def client_of(config: Config) -> Client:
+def router_client(config: Config) -> Client:
     """A client of the router that runs with ``config`` on this machine, with the first of its keys. It uses no TLS:
     ``wire.tls`` is only for calls between services. Raises ConfigError."""
     keys = config.router.api_keys_file
@@ -110,11 +111,11 @@ def first_key(file: Path) -> str:
     raise ConfigError(f"{file} holds no key")
 
 
-def _target_of(config: Config) -> TargetClient:
+def _target_client(config: Config) -> TargetClient:
     return TargetClient(reachable(config.target.listen), tls=tls_files(config.wire.tls))
 
 
-def _chats(config: Config) -> bool:
+def _has_chat_template(config: Config) -> bool:
     """Whether the model has a chat template; without one it can only continue a text."""
     return template_source(resolve(config.model.path)) is not None
 
@@ -122,18 +123,18 @@ def _chats(config: Config) -> bool:
 def first_answer(launch: Launch, console: Console, prompt: str, max_tokens: int) -> None:
     """Ask the router ``prompt`` and show the answer, its times and its acceptance. Errors of the answer are raised."""
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
-    console.print(Text("\n" + clean(prompt), style="bold"), soft_wrap=True)
+    console.print(Text("\n" + strip_controls(prompt), style="bold"), soft_wrap=True)
     console.print(legend(console), "\n", sep="", soft_wrap=True)
-    with client_of(launch.config) as client:
-        told = show_answer(console, client.chat(prompt, **options) if _chats(launch.config)
+    with router_client(launch.config) as client:
+        answer = show_answer(console, client.chat(prompt, **options) if _has_chat_template(launch.config)
                            else client.complete(prompt, **options))
-    console.print(Text("\n" + summary(told), style="dim"), soft_wrap=True)
+    console.print(Text("\n" + summary(answer), style="dim"), soft_wrap=True)
 
 
-def show_places(launch: Launch, console: Console) -> None:
+def show_addresses(launch: Launch, console: Console) -> None:
     """Print the addresses of the services, and how to call them."""
     config = launch.config
-    with client_of(config) as client:
+    with router_client(config) as client:
         model = client.models()[0]
     http, grpc = reachable(config.router.listen), reachable(config.router.grpc_listen)
     keys = config.router.api_keys_file
@@ -146,10 +147,10 @@ def show_places(launch: Launch, console: Console) -> None:
     console.print()
     console.print(plain_table(("service", "process", "HTTP", "gRPC", "metrics"), [
         (name, process[name], *listens) for name, *listens in rows]))
-    chats = _chats(config)
-    path, asked = (("chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}) if chats
+    has_chat = _has_chat_template(config)
+    path, question = (("chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}) if has_chat
                    else ("completions", {"prompt": "Hello!"}))
-    body = {"model": model, **asked, "max_tokens": 32, "stream": True}
+    body = {"model": model, **question, "max_tokens": 32, "stream": True}
     bearer = " -H 'Authorization: Bearer KEY'" if keys else ""
     for line in (
         f"\nlogs      {launch.folder}",
@@ -158,7 +159,7 @@ def show_places(launch: Launch, console: Console) -> None:
         f"curl      curl -N http://{http}/v1/{path} -H 'Content-Type: application/json'{bearer} \\\n"
         f"            -d {quote(json.dumps(body))}",
         *([f"chat      slipstream chat --address {grpc}" + (f" --api-key-file {quote(keys)}" if keys else "")]
-          if chats else []),
+          if has_chat else []),
         f"metrics   curl http://{reachable(config.target.metrics_listen)}/metrics",
     ):
         console.print(Text(line), soft_wrap=True)
@@ -187,9 +188,9 @@ def _start(launch: Launch, console: Console) -> None:
 
 
 async def draft_missing(config: Config) -> str:
-    """Wait up to DRAFT_S for the target's draft. Returns a sentence if it has none, with the reason if the target has
-    given it up; else ""."""
-    target, deadline_s = _target_of(config), time.monotonic() + DRAFT_S
+    """Wait up to FIND_DRAFT_S for the target's draft. Returns a sentence if it has none, with the reason if the target
+    has given it up; else ""."""
+    target, deadline_s = _target_client(config), time.monotonic() + FIND_DRAFT_S
     with suppress(SlipstreamError):
         try:
             while time.monotonic() < deadline_s:
@@ -205,14 +206,14 @@ async def draft_missing(config: Config) -> str:
 
 
 async def pairing_problem(config: Config) -> str:
-    """The problem that the target finds with its drafter after a few questions, or a question's error; "": none."""
-    target, right, deadline_s = _target_of(config), 0, time.monotonic() + CHECK_S
+    """What the target reports against its drafter after a few questions, or the error of a question; "": no problem."""
+    target, num_accepted, deadline_s = _target_client(config), 0, time.monotonic() + CHECK_S
     try:
-        for prompt in _beginnings(config):
-            async for piece in target.submit(Request("pairing-check", prompt, Sampling(), FIRST_TOKENS)):
-                right += piece.accepted
+        for prompt in _short_prompts(config):
+            async for piece in target.submit(Request("pairing-check", prompt, Sampling(), CHECK_TOKENS)):
+                num_accepted += piece.accepted
             problem = next((draft.problem for draft in (await target.info()).drafts if draft.problem), "")
-            if problem or right >= RIGHT_ENOUGH or time.monotonic() > deadline_s:
+            if problem or num_accepted >= ENOUGH_ACCEPTED or time.monotonic() > deadline_s:
                 return problem
         return ""
     except SlipstreamError as error:
@@ -221,15 +222,15 @@ async def pairing_problem(config: Config) -> str:
         await target.aclose()
 
 
-def _beginnings(config: Config) -> Iterator[tuple[int, ...]]:
-    """Our questions as tokens, cut shorter and shorter: many different prompts whose KV is in the prefix cache."""
+def _short_prompts(config: Config) -> Iterator[tuple[int, ...]]:
+    """QUESTIONS as tokens, cut shorter and shorter: many different prompts whose KV is in the prefix cache."""
     tokenizer = load_tokenizer(resolve(config.model.path))
     questions = [tokenizer.encode(question).ids for question in QUESTIONS]
-    for cut in range(max(map(len, questions)) // 2):
-        yield from (tuple(tokens[:len(tokens) - cut]) for tokens in questions if cut < len(tokens) // 2)
+    for num_cut in range(max(map(len, questions)) // 2):
+        yield from (tuple(tokens[:len(tokens) - num_cut]) for tokens in questions if num_cut < len(tokens) // 2)
 
 
-def leave(launch: Launch, console: Console) -> None:
+def drain_services(launch: Launch, console: Console) -> None:
     """Drain the services, with or without a terminal to show it."""
     if not any(service.pid for service in launch.services):
         return
@@ -243,5 +244,5 @@ def leave(launch: Launch, console: Console) -> None:
     except KeyboardInterrupt:  # also when a terminal closes: the shell and the kernel may both send a signal
         launch.kill()
         console.print("ended at once")
-        sys.exit(INTERRUPTED)
+        sys.exit(INTERRUPTED_EXIT_CODE)
     console.print(Text("drained: every service has ended", style="dim"))

@@ -75,7 +75,7 @@ def main(name: str, serve: Serve) -> None:
 
 
 def run(config: Config, serve: Serve, while_input: bool = False) -> None:
-    """As ``main``, with a given configuration; errors are raised to the caller."""
+    """As ``main``, with a given configuration; errors are raised."""
     configure(config.log)
     raise_open_files_limit()
     asyncio.run(until_signalled(config, serve, while_input))

@@ -27,26 +27,26 @@ from slipstream.base.errors import InvalidRequest, SlipstreamError
 from slipstream.protocol.chat import Delta, Message, Usage
 
 # Model output must not drive the terminal: escape sequences and the like are left out.
-CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+CONTROL_CHARACTERS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 HELP = "/plain switches drafts off and on · /new forgets the conversation · /quit ends"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """An answer that was shown: its text, what it used, and when its tokens came."""
+class ShownAnswer:
+    """An answer that was printed, and the times of its tokens."""
 
     text: str
     usage: Usage | None
-    first_s: float  # from the question to the first tokens
-    rest_s: float  # from the first tokens to the last
-    num_first: int  # tokens that came first
+    first_token_s: float  # from the question to the first tokens
+    decode_s: float  # from the first tokens to the last
+    num_first_tokens: int  # tokens that arrived first, together
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the tokens after the first ones; 0 when there were none."""
-        if self.usage is None or self.rest_s <= 0:
+        """Tokens a second after the first ones; 0 when there were none."""
+        if self.usage is None or self.decode_s <= 0:
             return 0.0
-        return (self.usage.completion_tokens - self.num_first) / self.rest_s
+        return (self.usage.completion_tokens - self.num_first_tokens) / self.decode_s
 
 
 def drafted_style(console: Console) -> str:
@@ -61,13 +61,13 @@ def legend(console: Console) -> Text:
     return Text.assemble(("tokens that came from drafts", style), (" · tokens that the target chose alone", ""))
 
 
-def show_answer(console: Console, deltas: Iterable[Delta]) -> Told:
+def show_answer(console: Console, deltas: Iterable[Delta]) -> ShownAnswer:
     """Print deltas as they arrive. Errors of the stream are raised, after a line end."""
     style = drafted_style(console)
     began_s = time.monotonic()
     first_s = last_s = 0.0
     num_first = 0
-    thinking = False
+    in_reasoning = False
     parts: list[str] = []
     usage: Usage | None = None
     try:
@@ -76,28 +76,28 @@ def show_answer(console: Console, deltas: Iterable[Delta]) -> Told:
             if not first_s and delta.tokens:
                 first_s, num_first = last_s, len(delta.tokens)
             if delta.reasoning:
-                console.print(Text(clean(delta.reasoning), style="dim"), end="", soft_wrap=True)
-                thinking = True
-            if thinking and delta.text:
+                console.print(Text(strip_controls(delta.reasoning), style="dim"), end="", soft_wrap=True)
+                in_reasoning = True
+            if in_reasoning and delta.text:
                 console.print("\n")
-                thinking = False
+                in_reasoning = False
             _show_delta(console, delta, style)
             parts.append(delta.text)
             usage = delta.usage or usage
     finally:
         console.print()
     first_s = first_s or last_s
-    return Told("".join(parts), usage, first_s - began_s, last_s - first_s, num_first)
+    return ShownAnswer("".join(parts), usage, first_s - began_s, last_s - first_s, num_first)
 
 
-def summary(told: Told) -> str:
+def summary(answer: ShownAnswer) -> str:
     """One line with an answer's tokens, times and acceptance."""
-    usage = told.usage
+    usage = answer.usage
     if usage is None:
         return "the server said nothing about what it took"
-    speed = f"{told.tokens_per_s:.1f} tokens/s" if told.tokens_per_s else "too short to time"
+    speed = f"{answer.tokens_per_s:.1f} tokens/s" if answer.tokens_per_s else "too short to time"
     return (f"acceptance length {usage.acceptance_length:.2f} · {speed} · {usage.accepted_prediction_tokens} of "
-            f"{usage.completion_tokens} tokens came from drafts · first token after {told.first_s:.2f} s")
+            f"{usage.completion_tokens} tokens came from drafts · first token after {answer.first_token_s:.2f} s")
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
@@ -109,17 +109,17 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) ->
     return table
 
 
-def complain(error: BaseException) -> None:
-    """One red sentence on standard error."""
+def print_error(error: BaseException) -> None:
+    """Print an error's sentence in red on standard error."""
     console = Console(stderr=True)
     first, _, rest = str(error).partition("\n")
-    console.print(Text(clean(first), style="bold red"), soft_wrap=True)
+    console.print(Text(strip_controls(first), style="bold red"), soft_wrap=True)
     if rest:
-        console.print(Text(clean(rest)), soft_wrap=True)
+        console.print(Text(strip_controls(rest)), soft_wrap=True)
 
 
-def ask(prompt: str) -> str | None:
-    """A line from the person (or the pipe); None at the end of input, and where it is closed."""
+def read_line(prompt: str) -> str | None:
+    """A line of standard input, from a person or a pipe; None at its end, and where it is closed."""
     if sys.stdin is None:
         return None
     try:
@@ -128,40 +128,40 @@ def ask(prompt: str) -> str | None:
         return None
 
 
-def clean(text: str) -> str:
+def strip_controls(text: str) -> str:
     """``text`` without control characters."""
-    return text.translate(CONTROLS)
+    return text.translate(CONTROL_CHARACTERS)
 
 
 def _show_delta(console: Console, delta: Delta, style: str) -> None:
     shown = Text()
     for token in delta.tokens:
-        shown.append(clean(token.text), style=style if token.drafted else "")
+        shown.append(strip_controls(token.text), style=style if token.drafted else "")
     tokens_text = "".join(token.text for token in delta.tokens)
     if delta.text.startswith(tokens_text):
-        shown.append(clean(delta.text[len(tokens_text):]))
+        shown.append(strip_controls(delta.text[len(tokens_text):]))
     else:  # the server split its text in another way: only the text counts
-        shown = Text(clean(delta.text))
+        shown = Text(strip_controls(delta.text))
     if shown:
         console.print(shown, end="", soft_wrap=True)
         console.file.flush()
 
 
-class Chatter(Protocol):
+class ChatClient(Protocol):
     """The part of ``slipstream.wire.client.Client`` that a conversation needs."""
 
     def chat(self, messages: Sequence[Message], *, model: str = "", **options: Any) -> Iterator[Delta]: ...
 
 
 class Conversation:
-    """The questions and answers so far. ``ask`` returns the user's next line, None at the end."""
+    """The questions and answers so far. ``read_line`` returns the user's next line, None at the end."""
 
-    def __init__(self, console: Console, client: Chatter, model: str, ask: Callable[[str], str | None],
+    def __init__(self, console: Console, client: ChatClient, model: str, read_line: Callable[[str], str | None],
                  options: dict[str, Any]) -> None:
         self._console = console
         self._client = client
         self._model = model
-        self._ask = ask
+        self._read_line = read_line
         self._options = options
         self._messages: list[Message] = []
         self._speculate = True
@@ -169,49 +169,49 @@ class Conversation:
     def run(self) -> None:
         """Until /quit or the end of input."""
         self._console.print(legend(self._console))
-        self._say(HELP)
-        while (line := self._next()) is not None:
+        self._print_note(HELP)
+        while (line := self._next_line()) is not None:
             if line.startswith("/"):
                 if line == "/quit":
                     return
-                self._command(line)
+                self._run_command(line)
             elif line:
-                self._answer(line)
+                self._ask(line)
 
-    def _next(self) -> str | None:
+    def _next_line(self) -> str | None:
         try:
-            line = self._ask("\n> ")
+            line = self._read_line("\n> ")
         except KeyboardInterrupt:
             return None
         return None if line is None else line.strip()
 
-    def _command(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         if line == "/plain":
             self._speculate = not self._speculate
-            said = "drafts are on again" if self._speculate else "plain decoding: no drafts from here on"
+            note = "drafts are on again" if self._speculate else "plain decoding: no drafts from here on"
         elif line == "/new":
             self._messages.clear()
-            said = "forgotten; a new conversation begins"
+            note = "forgotten; a new conversation begins"
         else:
-            said = HELP if line == "/help" else f"no command {clean(line)}: {HELP}"
-        self._say(said)
+            note = HELP if line == "/help" else f"no command {strip_controls(line)}: {HELP}"
+        self._print_note(note)
 
-    def _answer(self, question: str) -> None:
-        asked = [*self._messages, Message("user", question)]
-        deltas = self._client.chat(asked, model=self._model, speculate=self._speculate, **self._options)
+    def _ask(self, question: str) -> None:
+        messages = [*self._messages, Message("user", question)]
+        deltas = self._client.chat(messages, model=self._model, speculate=self._speculate, **self._options)
         try:
-            told = show_answer(self._console, deltas)
+            answer = show_answer(self._console, deltas)
         except KeyboardInterrupt:
-            self._say("stopped; the question is forgotten")
+            self._print_note("stopped; the question is forgotten")
             return
         except SlipstreamError as error:
-            complain(error)
+            print_error(error)
             if isinstance(error, InvalidRequest) and error.code == "context_length_exceeded":
-                self._say("/new forgets the conversation, which makes room" if self._messages else
+                self._print_note("/new forgets the conversation, which makes room" if self._messages else
                           "a shorter question makes room, or a smaller --max-tokens")
             return
-        self._messages = [*asked, Message("assistant", told.text)]
-        self._say(summary(told))
+        self._messages = [*messages, Message("assistant", answer.text)]
+        self._print_note(summary(answer))
 
-    def _say(self, line: str) -> None:
-        self._console.print(Text(line, style="dim"), soft_wrap=True)
+    def _print_note(self, note: str) -> None:
+        self._console.print(Text(note, style="dim"), soft_wrap=True)

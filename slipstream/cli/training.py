@@ -24,7 +24,7 @@ from slipstream.train.shards import Totals
 from slipstream.train.stages import DRAFTERS, Job, make_head
 
 LINE_EVERY_S = 20.0
-MOST_PROCESSES = 4  # a step has 2,000 rows or more; a part below 500 would be mostly overhead
+MAX_PROCESSES = 4  # a step has 2,000 rows or more; a share below 500 would be mostly overhead
 
 
 def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...], recipe: Recipe, threads: int,
@@ -33,24 +33,24 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     if threads:
         torch.set_num_threads(threads)
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    processes = min(torch.get_num_threads(), MOST_PROCESSES) if device == "cpu" else 1
+    processes = min(torch.get_num_threads(), MAX_PROCESSES) if device == "cpu" else 1
     folder = resolve(target)
     name = called(folder)
     recipe = replace(recipe, device=device, processes=processes)
     work = work or default_root().parent / "train" / name
     out = (out or Path(f"{name}-{recipe.kind}-trained")).expanduser().resolve()  # "." has no name to write beside
-    data = tuple(place.expanduser() for place in data)
+    data = tuple(path.expanduser() for path in data)
     job = Job(folder, name, out, work.expanduser().resolve(), data, recipe)
     try:
-        with _shown(console) as watcher:
-            found = make_head(job, watcher)
+        with _progress_bars(console) as watcher:
+            acceptances = make_head(job, watcher)
     except KeyboardInterrupt:
         console.print(f"interrupted: what is whole in {job.work} is kept, and the same command goes on with it",
                       markup=False, soft_wrap=True)
         raise
-    if found:
+    if acceptances:
         rows = [(shape, f"{a.length:.2f}", " / ".join(f"{share:.2f}" for share in a.by_depth))
-                for shape, a in found.items()]
+                for shape, a in acceptances.items()]
         console.print(plain_table(("draft", "tokens a target step", "acceptance by depth"), rows))
     if recipe.train:
         console.print(f"the head: {job.out}\nserve it:  slipstream run --set draft.drafter={DRAFTERS[recipe.kind]} "
@@ -64,8 +64,8 @@ class Bars:
     def __init__(self, progress: Progress, console: Console) -> None:
         self._progress, self._console = progress, console
         self._tasks: dict[str, TaskID] = {}
-        self._marks: dict[str, tuple[float, float]] = {}  # stage -> (seconds, tokens) at the first report
-        self._told = 0.0
+        self._first_reports: dict[str, tuple[float, float]] = {}  # stage -> (seconds, tokens)
+        self._last_line_s = 0.0
 
     def collecting(self, totals: Totals, share: float) -> None:
         rate = self._rate("generating", totals.seconds, totals.tokens)
@@ -81,20 +81,20 @@ class Bars:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _rate(self, stage: str, seconds: float, tokens: float) -> float:
-        began, before = self._marks.setdefault(stage, (seconds, tokens))
-        return (tokens - before) / max(seconds - began, 1e-9)
+        first_s, first_tokens = self._first_reports.setdefault(stage, (seconds, tokens))
+        return (tokens - first_tokens) / max(seconds - first_s, 1e-9)
 
     def _show(self, stage: str, share: float, text: str) -> None:
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(stage, total=1.0, text="")
         self._progress.update(self._tasks[stage], completed=share, text=text)
-        if not self._console.is_terminal and time.monotonic() - self._told >= LINE_EVERY_S:
-            self._told = time.monotonic()
+        if not self._console.is_terminal and time.monotonic() - self._last_line_s >= LINE_EVERY_S:
+            self._last_line_s = time.monotonic()
             self.say(f"{stage} {share:.1%}: {text}")
 
 
 @contextmanager
-def _shown(console: Console) -> Iterator[Bars]:
+def _progress_bars(console: Console) -> Iterator[Bars]:
     columns = (TextColumn("{task.description}"), BarColumn(24), TimeRemainingColumn(),
                TextColumn("{task.fields[text]}"))
     with Progress(*columns, console=console) as progress:

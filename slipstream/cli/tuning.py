@@ -41,20 +41,20 @@ from slipstream.train.dialogue import read_prompts
 from slipstream.wire.channel import round_trip_s
 from slipstream.wire.tls import tls_files
 
-MOST = {"--steps": 16, "--topk": 16, "--nodes": 63}
-MOST_PROMPT = 1024  # most tokens of a prompt: longer ones tell nothing more about shapes
-LEVELS = 8  # forwards that are timed
+MAX_VALUES = {"--steps": 16, "--topk": 16, "--nodes": 63}
+MAX_PROMPT_TOKENS = 1024  # longer prompts tell nothing more about shapes
+NUM_TIMED = 8  # forwards
 
 
-def numbers(option: str, text: str, most: int) -> list[int]:
+def parse_numbers(option: str, text: str, maximum: int) -> list[int]:
     """The numbers of a list such as 1,2,4. Raises ConfigError naming the option."""
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        values = sorted({int(part) for part in text.split(",")})
     except ValueError as error:
         raise ConfigError(f"{option} {text}: write numbers with commas between, such as 1,2,4") from error
-    if found[0] < 1 or found[-1] > most:
-        raise ConfigError(f"{option} {text}: must be between 1 and {most}")
-    return found
+    if values[0] < 1 or values[-1] > maximum:
+        raise ConfigError(f"{option} {text}: must be between 1 and {maximum}")
+    return values
 
 
 def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
@@ -71,70 +71,77 @@ def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
     return config.model_copy(update={"draft": draft, "model": model})
 
 
-def prompts_of(file: Path | None, codec: TextCodec) -> list[list[int]]:
+def load_prompts(file: Path | None, codec: TextCodec) -> list[list[int]]:
     """Questions (of a JSONL file with ``turns`` or ``prompt``; None: our own) as tokens. Raises ConfigError."""
     texts = list(QUESTIONS) if file is None else [turns[0] for turns in read_prompts(file)]
     try:
         tokens = [codec.chat([{"role": "user", "content": text}]) for text in texts]
     except InvalidRequest:  # a model without a chat template
         tokens = [codec.encode(text) for text in texts]
-    return [prompt[-MOST_PROMPT:] for prompt in tokens]
+    return [prompt[-MAX_PROMPT_TOKENS:] for prompt in tokens]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """The network between the services: its seconds in each round, or the address of a draft to measure them ("":
-    none). ``draft_s``: seconds of a tree on the draft's own device; 0: same as here."""
+class RemoteDraft:
+    """What a draft elsewhere takes. ``exchange_s``: time of a round on the network; ``address``: of a running draft, to
+    measure that time instead; ``draft_s``: time of a tree on the draft's own device; 0: same as here."""
 
     exchange_s: float
-    link: str = ""
+    address: str = ""
     draft_s: float = 0.0
 
 
-def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens: int, temperature: float, way: Way,
-        apart: bool, out: Path, console: Console) -> None:
-    """Measure the shapes of ``lists`` (--steps, --topk, --nodes), show them, and write the best one to ``out``.
+def run(config: Config, shape_lists: Mapping[str, str], prompts_file: Path | None, max_tokens: int, temperature: float,
+        remote: RemoteDraft, apart: bool, out: Path, console: Console) -> None:
+    """Measure the shapes of ``shape_lists`` (--steps, --topk, --nodes), show them, and write the best one to ``out``.
     ``apart``: also compare with a draft on its own device. Raises ModelError, ConfigError or Unavailable."""
-    wanted = shapes(*(numbers(option, text, MOST[option]) for option, text in lists.items()))
-    if not wanted:
+    candidates = shapes(*(parse_numbers(option, text, MAX_VALUES[option]) for option, text in shape_lists.items()))
+    if not candidates:
         raise ConfigError("no tree has these shapes: --nodes must be at least --steps, and a tree of topk t has "
                           "at most t + (steps - 1) * t * t nodes")
     _check_writable(out)
     if temperature and apart:
         raise ConfigError("--temperature: --apart plays greedy answers; leave out one of them")
-    if way.draft_s and not apart:
+    if remote.draft_s and not apart:
         raise ConfigError("--draft-ms: it says what a draft on a device of its own takes; add --apart, or leave it out")
-    exchange_s = way.exchange_s
-    if way.link:
-        try:
-            exchange_s = round_trip_s(way.link, tls_files(config.wire.tls))
-        except Unavailable as error:
-            raise Unavailable(f"--link: {error}; give the address of a draft that runs, as target.drafts has "
-                              "it") from error
-        console.print(f"a message to {way.link} and back takes {1e3 * exchange_s:.2f} ms")
-    prompts = prompts_of(file, TextCodec(resolve(config.model.path)))
-    runner, drafter = _pair(config, wanted, prompts, max_tokens)
-    prompts = _within(runner.config.max_context, prompts, max_tokens)
+    exchange_s = _exchange_s(config, remote, console)
+    prompts = load_prompts(prompts_file, TextCodec(resolve(config.model.path)))
+    runner, drafter = _load_pair(config, candidates, prompts, max_tokens)
+    prompts = _cut_prompts(runner.config.max_context, prompts, max_tokens)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"{len(wanted)} shapes, {len(prompts)} prompts", total=(len(wanted) + 1) * len(prompts))
-        result = sweep(runner, drafter, wanted, prompts, max_tokens, lambda: bar.advance(task), temperature)
+        task = bar.add_task(f"{len(candidates)} shapes, {len(prompts)} prompts",
+                            total=(len(candidates) + 1) * len(prompts))
+        result = sweep(runner, drafter, candidates, prompts, max_tokens, lambda: bar.advance(task), temperature)
         best = result.best(exchange_s)
-        found = _compared(config, runner, drafter, result, exchange_s, way, prompts, max_tokens, bar) if apart else None
-    console.print(_table(result, exchange_s))
+        comparison = _compare_schedules(config, runner, drafter, result, exchange_s, remote, prompts, max_tokens,
+                                        bar) if apart else None
+    console.print(_shape_table(result, exchange_s))
     gain, shape = result.gain(best, exchange_s), best.growth
     console.print(f"best: {shape.num_steps} steps, topk {shape.topk}, {shape.num_draft_tokens} nodes, about {gain:.2f} "
                   "times plain decoding" + ("" if gain > 1 else "; speculation does not pay with this pair here"))
-    if found is not None:
+    if comparison is not None:
         console.print("trees above are verified whole; below, in simulated time, the policy verifies as much as pays:")
-        console.print(_schedules(found))
-        console.print("\n".join(found.why()), soft_wrap=True)
+        console.print(_schedule_table(comparison))
+        console.print("\n".join(comparison.why()), soft_wrap=True)
     try:
-        out.write_text(_as_yaml(config, best, gain, found), encoding="utf-8")
+        out.write_text(_as_yaml(config, best, gain, comparison), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out: cannot write {out}: {error}") from error
     console.print(f"written to {out}; use it with: slipstream run --config {quote(str(out))}", markup=False,
                   soft_wrap=True)
+
+
+def _exchange_s(config: Config, remote: RemoteDraft, console: Console) -> float:
+    """The time of a round on the network, measured where there is an address. Raises Unavailable."""
+    if not remote.address:
+        return remote.exchange_s
+    try:
+        exchange_s = round_trip_s(remote.address, tls_files(config.wire.tls))
+    except Unavailable as error:
+        raise Unavailable(f"--link: {error}; give the address of a draft that runs, as target.drafts has it") from error
+    console.print(f"a message to {remote.address} and back takes {1e3 * exchange_s:.2f} ms")
+    return exchange_s
 
 
 def _check_vocabulary(config: Config) -> None:
@@ -147,30 +154,30 @@ def _check_vocabulary(config: Config) -> None:
 
 
 def _check_writable(out: Path) -> None:
-    """Raises ConfigError where ``out`` cannot be written."""
+    """Raises ConfigError if ``out`` cannot be written."""
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out: cannot write {out}: there is no folder {out.parent}")
     if out.is_dir():
         raise ConfigError(f"--out: {out} is a folder; name a file, such as {out / 'tuned.yaml'}")
 
 
-def _within(context: int, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+def _cut_prompts(context: int, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
     """The prompts, cut to their last tokens, so that an answer fits into ``context``. Raises ConfigError."""
-    room = context - max_tokens - 2 * MOST["--steps"]  # the last tree may reach beyond the end of an answer
-    if room < 1:
+    max_prompt = context - max_tokens - 2 * MAX_VALUES["--steps"]  # the last tree may reach beyond the end of an answer
+    if max_prompt < 1:
         raise ConfigError(f"--tokens {max_tokens}: the target's context of {context} tokens has no room for such "
                           "answers; give fewer")
-    return [prompt[-room:] for prompt in prompts]
+    return [prompt[-max_prompt:] for prompt in prompts]
 
 
-def _pair(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],
+def _load_pair(config: Config, candidates: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],
           max_tokens: int) -> tuple[ModelRunner, NeuralDrafter]:
     """Both models, with room for one prompt. Raises ModelError, ConfigError."""
     _check_vocabulary(config)
     section = config.model
     torch.set_num_threads(section.threads or cores())
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)
-    draft = config.draft.model_copy(update={"growth": largest(wanted)})
+    draft = config.draft.model_copy(update={"growth": largest(candidates)})
     model = graphed(load_model(resolve(section.path), section))  # and what chooses tokens, as in a target
     spare = model.spare_slots if isinstance(model, GraphedDecoder) else 0
     runner = ModelRunner(model, slots, spare, race_for(section.kernels, model.config, model.device))
@@ -179,72 +186,75 @@ def _pair(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Seq
     drafter = create(draft, section, 2 * slots + slots_for(0, 0))
     if not isinstance(drafter, NeuralDrafter):
         raise ConfigError(f"draft.drafter: {drafter.name} has no tree shape to tune; choose a head or a draft model")
-    if isinstance(model, GraphedDecoder):  # before anything counts
+    if isinstance(model, GraphedDecoder):  # before anything is timed
         if drafter.features is not None:
             runner.keep_features(drafter.features)
         model.warm(runner.pool, 1, runner.taps)
     return runner, drafter
 
 
-def _compared(config: Config, runner: ModelRunner, drafter: NeuralDrafter, result: Sweep, exchange_s: float, way: Way,
-              prompts: Sequence[Sequence[int]], max_tokens: int, bar: Progress) -> Compared:
+def _compare_schedules(config: Config, runner: ModelRunner, drafter: NeuralDrafter, result: Sweep, exchange_s: float,
+                       remote: RemoteDraft, prompts: Sequence[Sequence[int]], max_tokens: int,
+                       bar: Progress) -> Compared:
     """The best shape under each schedule."""
     best = result.best(exchange_s)
-    configure(LogSection(level="error"))  # services begin in simulated time
+    configure(LogSection(level="error"))  # simulated services log their starts
     task = bar.add_task("together or apart", total=len(prompts) + len(SCHEDULES))
     records = list[Record]()
     for prompt in prompts:
         records += record(runner, drafter.network, max_tokens, [prompt])
         bar.advance(task)
-    few_s, many_s = (_least_s(partial(run_network, drafter.network, rows)) for rows in (best.growth.topk, ROWS))
+    few_s, many_s = (_fastest_s(partial(run_network, drafter.network, rows)) for rows in (best.growth.topk, ROWS))
     timing = timing_of(result.plain_s, best, many_s / few_s, ROWS)
-    return compared(timing, best.growth.num_draft_tokens, exchange_s, records, way.draft_s or best.draft_s,
+    return compared(timing, best.growth.num_draft_tokens, exchange_s, records, remote.draft_s or best.draft_s,
                     config.on_one_machine().target.shared_cores, lambda: bar.advance(task))
 
 
-def _least_s(work: Callable[[], object]) -> float:
+def _fastest_s(work: Callable[[], object]) -> float:
     times = list[float]()
-    for _ in range(LEVELS + 1):
+    for _ in range(NUM_TIMED + 1):
         began_s = perf_counter()
         work()
         times.append(perf_counter() - began_s)
     return min(times[1:])
 
 
-def _schedules(found: Compared) -> Table:
+def _schedule_table(comparison: Compared) -> Table:
     """The table of schedules."""
     names = {"plain": "plain", "colocated": "one device", "serial": "apart", "run-ahead": "apart, ahead",
              "outcomes": "apart, far ahead"}
-    rows = [(names[name], f"{one.tokens_per_s:.1f}", f"{found.ratio(name):.2f}", f"{one.acceptance_length:.2f}",
-             f"{one.hit_rate:.0%}") for name, one in found.found.items()]
+    rows = [(names[name], f"{predicted.tokens_per_s:.1f}", f"{comparison.ratio(name):.2f}",
+             f"{predicted.acceptance_length:.2f}", f"{predicted.hit_rate:.0%}")
+            for name, predicted in comparison.found.items()]
     return plain_table(("where (simulated)", "tokens/s", "÷ one device", "tokens a round", "tree was there"), rows)
 
 
-def _table(result: Sweep, exchange_s: float) -> Table:
+def _shape_table(result: Sweep, exchange_s: float) -> Table:
     """The shapes, best first."""
     order = sorted(result.measured, key=lambda m: -m.tokens_per_s(exchange_s))
-    rows = [("plain", "", "", "1.00", "", _ms(result.plain_s), f"{1 / result.plain_s:.1f}", "1.00")]
+    rows = [("plain", "", "", "1.00", "", _as_ms(result.plain_s), f"{1 / result.plain_s:.1f}", "1.00")]
     rows += [(str(m.growth.num_steps), str(m.growth.topk), str(m.growth.num_draft_tokens), f"{m.acceptance_length:.2f}",
-              _ms(m.draft_s), _ms(m.verify_s), f"{m.tokens_per_s(exchange_s):.1f}",
+              _as_ms(m.draft_s), _as_ms(m.verify_s), f"{m.tokens_per_s(exchange_s):.1f}",
               f"{result.gain(m, exchange_s):.2f}") for m in order]
     columns = ("steps", "topk", "nodes", "acceptance length", "draft ms", "verify ms", "tokens/s (estimate)", "÷ plain")
     return plain_table(columns, rows)
 
 
-def _as_yaml(config: Config, best: Measured, gain: float, found: Compared | None) -> str:
+def _as_yaml(config: Config, best: Measured, gain: float, comparison: Compared | None) -> str:
     """A configuration with the best shape, for ``--config``, and how far ahead to draft."""
-    wanted = {
+    settings = {
         "model": config.model.model_dump(mode="json"),
         "draft": config.draft.model_dump(mode="json", include={"drafter", "model", "dtype", "device", "token_map",
                                                                  "quantize", "compile"})
-        | {"growth": best.growth.model_dump(mode="json")} | ({} if found is None else {"run_ahead": found.run_ahead}),
+        | {"growth": best.growth.model_dump(mode="json")} | ({} if comparison is None else
+                                                                 {"run_ahead": comparison.run_ahead}),
         # Enough for its trees; prompt lookup may propose longer chains.
         "target": {"policy": {"max_nodes": max(config.target.policy.max_nodes, best.growth.num_draft_tokens)}},
     }
-    told = "".join(f"# {line}.\n" for line in (found.why() if found is not None else ()))
+    comments = "".join(f"# {line}.\n" for line in (comparison.why() if comparison is not None else ()))
     return (f"# Written by slipstream tune: acceptance length {best.acceptance_length:.2f}, about {gain:.2f} times "
-            f"plain decoding\n# on the device where it ran.\n{told}" + dump_yaml(wanted))
+            f"plain decoding\n# on the device where it ran.\n{comments}" + dump_yaml(settings))
 
 
-def _ms(seconds: float) -> str:
+def _as_ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
