@@ -347,9 +347,10 @@ class Gateway:
                 prompts.append(self.codec.encode(prompt, room, plan.add_special_tokens) if isinstance(prompt, str)
                                else prompt)
         if last is not None:
-            left = info.max_context - (plan.options.max_tokens or 1)
-            keep = last if last >= 0 else left if left > 0 else info.max_context - 1  # the answer gets what is left
-            prompts = [prompt[max(len(prompt) - keep, 0):] for prompt in prompts]
+            most, left = info.max_context - 1, info.max_context - (plan.options.max_tokens or 1)
+            # -1: what fits is kept (as in vLLM), else the answer keeps its room, unless that is most of the context.
+            keep = last if last >= 0 else left if 2 * left >= info.max_context else most
+            prompts = [prompt[-keep:] if len(prompt) > (last if last >= 0 else most) else prompt for prompt in prompts]
         return prompts
 
     def _echoed_text(self, given: str | Sequence[int], prompt: Sequence[int]) -> str:

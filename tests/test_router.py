@@ -487,10 +487,12 @@ async def test_prompts_are_cut_at_their_beginning(tiny_folder: Path) -> None:
     async with routing(tiny_folder, target) as r:
         long = PROMPT * CONTEXT
         assert (await r.post(COMPLETIONS, prompt=long)).status_code == 400
-        await r.post(COMPLETIONS, prompt=PROMPT, truncate_prompt_tokens=-1, max_tokens=CONTEXT)
-        assert bytes([*target.requests[-1].tokens]).decode() == PROMPT, "all of it fits"
-        for last, left in ((4, 4), (-1, CONTEXT - 7), (CONTEXT - 7, CONTEXT - 7)):
-            cut = await r.post(COMPLETIONS, prompt=long, truncate_prompt_tokens=last, max_tokens=7)
+        for most in (CONTEXT, CONTEXT - 1, CONTEXT - 8):
+            await r.post(COMPLETIONS, prompt=PROMPT * 2, truncate_prompt_tokens=-1, max_tokens=most)
+            assert bytes([*target.requests[-1].tokens]).decode() == PROMPT * 2, "all of it fits"
+        for last, left, most in ((4, 4, 7), (-1, CONTEXT - 7, 7), (CONTEXT - 7, CONTEXT - 7, 7),
+                                 (-1, CONTEXT - 1, CONTEXT - 2)):
+            cut = await r.post(COMPLETIONS, prompt=long, truncate_prompt_tokens=last, max_tokens=most)
             assert cut.status_code == 200
             assert bytes([*target.requests[-1].tokens]).decode() == long[-left:]
         for path, asked in ((COMPLETIONS, {"prompt": long}), (CHAT, {"messages": HELLO})):
